@@ -1,0 +1,57 @@
+"""What a training step consumes: samples in a table, and the tensors of one micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from components.contracts.images import ImageRef
+from components.contracts.rollouts import LogProbs, TokenIds
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One unpadded training sequence of L tokens: one or several turns of a trajectory.
+
+    All arrays are (L,). `loss_mask` is True exactly on sampled tokens. `behavior_logprobs[j]` is the log-prob
+    with which token j was sampled, 0.0 where `loss_mask` is False; `policy_versions[j]` the version that
+    sampled it, -1 elsewhere; `advantages[j]` its advantage, 0.0 elsewhere.
+    """
+
+    sample_id: str
+    group_id: str
+    trajectory_id: str
+    input_ids: TokenIds
+    loss_mask: npt.NDArray[np.bool_]
+    behavior_logprobs: LogProbs
+    policy_versions: npt.NDArray[np.int32]
+    advantages: npt.NDArray[np.float32]
+    reward: float
+    images: tuple[ImageRef, ...]
+
+
+@dataclass
+class MultimodalBatch:
+    """The tensors of one (micro-)batch.
+
+    `input_ids`, `attention_mask`, `loss_mask`, `behavior_logprobs`: (B, L); `rewards`: (B,). Column j of each
+    (B, L) tensor describes token j, so column 0 is never trained on. `pixel_values` has the leading dimension
+    that the model family gives it (patches, images, tiles or crops), seldom B. `extra_model_kwargs` goes to the
+    model's forward unchanged. Nothing is validated at construction; adapters validate what they build.
+    `advantages` (B, L) is None where the trainer is to compute them from `rewards`.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    loss_mask: torch.Tensor
+    behavior_logprobs: torch.Tensor
+    rewards: torch.Tensor
+    pixel_values: torch.Tensor | None = None
+    extra_model_kwargs: dict[str, torch.Tensor] = field(default_factory=dict)
+    advantages: torch.Tensor | None = None

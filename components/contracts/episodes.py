@@ -1,0 +1,69 @@
+"""What an environment is: it lists tasks and plays one episode of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from components.contracts.images import EncodedImage
+
+Split = Literal["train", "heldout"]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One thing to do. `payload` is JSON; with the environment's settings it determines the episode's start."""
+
+    task_id: str
+    split: Split
+    payload: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the policy is shown: text and images in reading order.
+
+    `admissible_actions` is None where any text is an action. `anchor_key` names the environment's state for
+    step-level groups (GiGPO); None where the environment defines no such state.
+    """
+
+    content: tuple[str | EncodedImage, ...]
+    admissible_actions: tuple[str, ...] | None = None
+    anchor_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an action led to. `observation` is None exactly when the episode is done."""
+
+    observation: Observation | None
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    action_valid: bool = True
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def done(self) -> bool:
+        return self.observation is None
+
+
+class Episode(Protocol):
+    """One episode of one task, played once: reset, then step until done or out of turns, then close."""
+
+    async def reset(self) -> Observation: ...
+
+    async def step(self, action: str) -> Outcome: ...
+
+    async def close(self) -> None: ...
+
+
+class Environment(Protocol):
+    """A family of tasks. The reward of a turn is the sum of `reward_weights[part] * reward_parts[part]`."""
+
+    system_prompt: str | None
+    max_turns: int
+    reward_weights: Mapping[str, float]
+
+    def tasks(self, split: Split) -> Iterable[Task]: ...
+
+    def episode(self, task: Task) -> Episode: ...

@@ -1,0 +1,50 @@
+"""Facts of the machine a run is on. None of them changes results, so none of them is hashed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+Scalar = bool | int | float | str
+
+
+class Machine(BaseModel):
+    """Where artifacts lie, which servers generate, which devices train, and how long to wait for each."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, title="Machine")
+
+    store: str = Field(".armature/store", description="Folder of the artifact store.")
+    remote_store: str | None = Field(
+        None,
+        description="fsspec URL (s3://bucket/prefix) that finished artifacts are copied to and found in.",
+    )
+    servers: PositiveInt = Field(1, description="Local vLLM servers to start when no endpoints are given.")
+    endpoints: tuple[str, ...] = Field((), description="Base URLs of running vLLM servers to join instead.")
+    weight_transfer: Literal["file", "nccl", "ipc"] = Field(
+        "file", description="How new weights reach the servers; nccl and ipc need GPUs."
+    )
+    server_python: Path = Field(Path(".venv-vllm/bin/python"), description="Interpreter that has vLLM.")
+    server_gpus: tuple[tuple[int, ...], ...] = Field(
+        (), description="CUDA devices of each local server, e.g. [[0, 1], [2, 3]]; empty on CPU."
+    )
+    server_arguments: dict[str, Scalar] = Field(
+        default_factory=dict, description="More vLLM arguments, e.g. {gpu_memory_utilization = 0.8}."
+    )
+    server_environment: dict[str, str] = Field(
+        default_factory=dict,
+        description="More environment variables for vLLM, e.g. {NCCL_P2P_DISABLE = '1'}.",
+    )
+    trainer_processes: PositiveInt = Field(1, description="Ranks of the trainer service.")
+    trainer_gpus: tuple[int, ...] = Field((), description="CUDA devices of the trainer; empty on CPU.")
+    trainer_environment: dict[str, str] = Field(default_factory=dict)
+    threads: int = Field(
+        0, ge=0, description="CPU threads of each trainer rank and server; 0 lets torch choose."
+    )
+    loader_workers: int = Field(1, ge=0, description="Processes that decode images and build micro-batches.")
+    max_concurrent: PositiveInt = Field(128, description="Requests under way at once over the whole pool.")
+    ready_timeout: PositiveFloat = Field(600.0, description="Seconds for a server or the trainer to come up.")
+    generation_timeout: PositiveFloat = Field(600.0, description="Seconds for one generation request.")
+    sync_timeout: PositiveFloat = Field(300.0, description="Seconds for new weights to reach every server.")
+    train_timeout: PositiveFloat = Field(3600.0, description="Seconds for one training step.")

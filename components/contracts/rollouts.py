@@ -1,0 +1,89 @@
+"""What rollouts produce: trajectories of assistant turns with the exact tokens that the server sampled."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from components.contracts.images import ImageRef
+
+TokenIds = npt.NDArray[np.int32]
+LogProbs = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """One assistant turn.
+
+    `prompt_token_ids` (P,) int32: the whole prompt as the server expanded it, image placeholders included.
+    `completion_token_ids` (C,) int32 and `completion_logprobs` (C,) float32: what was sampled, the stop token
+    included, with log-probs of the distribution that was sampled from (temperature applied).
+    `images`: every image of the prompt in order of appearance, those of earlier turns included.
+    """
+
+    index: int
+    prompt_token_ids: TokenIds
+    completion_token_ids: TokenIds
+    completion_logprobs: LogProbs
+    finish_reason: str  # "stop", or "length" when max_tokens cut it
+    policy_version: int
+    images: tuple[ImageRef, ...]
+    messages: str  # JSON of the chat messages since the last turn, for people; never re-tokenised
+    completion: str
+    reward: float
+    reward_parts: Mapping[str, float]
+    anchor_key: str | None
+    action_valid: bool
+    generate_seconds: float
+    environment_seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """One episode of one task. `reward` is the sum over turns; `truncated`: it ran out of turns, not done."""
+
+    trajectory_id: str
+    group_id: str
+    environment: str
+    task_id: str
+    split: str
+    turns: tuple[Turn, ...]
+    truncated: bool
+
+    @property
+    def reward(self) -> float:
+        return float(sum(turn.reward for turn in self.turns))
+
+    @property
+    def reward_parts(self) -> dict[str, float]:
+        total: Counter[str] = Counter()
+        for turn in self.turns:
+            total.update(turn.reward_parts)
+        return dict(total)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A trajectory that could not be finished. `reason` is a short slug that can be counted."""
+
+    trajectory_id: str
+    group_id: str
+    task_id: str
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, eq=False)
+class GenerateOutputs:
+    """Everything one call for rollouts produced: nothing planned is missing, it is a trajectory or a failure."""
+
+    trajectories: Sequence[Trajectory]
+    failures: Sequence[Failure] = field(default_factory=tuple)
+
+    @property
+    def drops(self) -> dict[str, int]:
+        return dict(Counter(failure.reason for failure in self.failures))

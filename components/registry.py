@@ -1,0 +1,43 @@
+"""Names that stand for classes, imported when they are first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+from components.contracts.errors import ConfigurationError
+
+
+class Registry:
+    """Maps a name to "module:attribute"; other packages add names under the entry-point group `group`."""
+
+    def __init__(self, noun: str, group: str, entries: dict[str, str]) -> None:
+        self.noun, self.group, self._entries = noun, group, entries
+
+    def _all(self) -> dict[str, str]:
+        return {point.name: point.value for point in entry_points(group=self.group)} | self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._all()))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._all()
+
+    def __getitem__(self, name: str) -> Any:
+        """The class or function called `name`.
+
+        Raises:
+            ConfigurationError: the name is unknown (the nearest known one is suggested).
+        """
+        entries = self._all()
+        if name not in entries:
+            near = get_close_matches(name, entries, n=1)
+            guess = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigurationError(
+                f"no {self.noun} is called {name!r}", remedy=f"{guess}known: {', '.join(sorted(entries))}"
+            )
+        module, _, attribute = entries[name].partition(":")
+        return getattr(import_module(module), attribute)
