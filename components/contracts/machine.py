@@ -39,9 +39,7 @@ class Machine(BaseModel):
     trainer_processes: PositiveInt = Field(1, description="Ranks of the trainer service.")
     trainer_gpus: tuple[int, ...] = Field((), description="CUDA devices of the trainer; empty on CPU.")
     trainer_environment: dict[str, str] = Field(default_factory=dict)
-    threads: int = Field(
-        0, ge=0, description="CPU threads of each trainer rank and server; 0 lets torch choose."
-    )
+    threads: int = Field(0, ge=0, description="CPU threads of each trainer rank and server; 0 lets torch choose.")
     loader_workers: int = Field(1, ge=0, description="Processes that decode images and build micro-batches.")
     max_concurrent: PositiveInt = Field(128, description="Requests under way at once over the whole pool.")
     ready_timeout: PositiveFloat = Field(600.0, description="Seconds for a server or the trainer to come up.")

