@@ -1,0 +1,108 @@
+"""The manifest of an artifact: what it is, what is in it, and what it was made from."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from components.artifacts.digests import document_digest, folder_digest
+from components.contracts.errors import DataError
+from components.contracts.stages import Artifact
+
+MANIFEST = "manifest.json"
+MANIFEST_VERSION = 1
+
+
+class Manifest(BaseModel):
+    """Written last into an artifact's folder. Holds no times, hosts or absolute paths: equal work, equal bytes.
+
+    `content` is the digest of every other file; `inputs` maps input names to artifact digests; `settings` are
+    the values that made it and `settings_digest` their SHA-256.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    manifest_version: int = MANIFEST_VERSION
+    kind: str
+    kind_version: int
+    content: str
+    rows: dict[str, int]
+    drops: dict[str, int]
+    inputs: dict[str, str]
+    settings: dict[str, Any]
+    settings_digest: str
+    code_version: str
+
+
+def write_manifest(
+    folder: Path,
+    *,
+    kind: str,
+    kind_version: int,
+    rows: dict[str, int],
+    drops: dict[str, int],
+    inputs: dict[str, str],
+    settings: dict[str, Any],
+) -> Manifest:
+    """Describe the finished files of `folder` in its manifest."""
+    manifest = Manifest(
+        kind=kind,
+        kind_version=kind_version,
+        content=folder_digest(folder),
+        rows=rows,
+        drops=drops,
+        inputs=inputs,
+        settings=settings,
+        settings_digest=document_digest(settings),
+        code_version=version("armature"),
+    )
+    (folder / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n")
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """
+    Raises:
+        DataError: `folder` has no manifest or one that this version cannot read.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise DataError(
+            "this folder is not a finished artifact: it has no manifest.json",
+            where=str(folder),
+            remedy="give the folder that a stage wrote, or run the stage again",
+        )
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise DataError(
+            f"the manifest cannot be read: {error.errors()[0]['msg']} at {error.errors()[0]['loc']}",
+            where=str(path),
+            remedy="the artifact was written by another version of armature or damaged; run its stage again",
+        ) from error
+
+
+def open_artifact(folder: Path, kind: str | None = None) -> Artifact:
+    """The artifact in `folder`, its files checked against the manifest.
+
+    Raises:
+        DataError: not an artifact, of another kind, or with files changed since it was made.
+    """
+    manifest = read_manifest(folder)
+    if kind is not None and manifest.kind != kind:
+        raise DataError(
+            f"expected an artifact of kind {kind!r}, found {manifest.kind!r}",
+            where=str(folder),
+            remedy=f"give the folder that stage {kind!r} wrote",
+        )
+    content = folder_digest(folder, frozenset({MANIFEST}))
+    if content != manifest.content:
+        raise DataError(
+            f"files have changed since the artifact was made: content {content}, manifest says {manifest.content}",
+            where=str(folder),
+            remedy="run the stage again; artifacts are never edited in place",
+        )
+    return Artifact(kind=manifest.kind, path=folder, digest=folder_digest(folder))

@@ -1,0 +1,186 @@
+"""Recipes: `configs/<flow>/<deployment>.toml`, validated section by section.
+
+A file may extend another (`extends = "base.toml"`, relative to itself); its tables are merged over the base's.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from components.contracts.errors import ConfigurationError
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+
+_TRAIN_VLM = {
+    "model": "components.models.settings:ModelSettings",
+    "environment": "components.environments.settings:EnvironmentSettings",
+    "rollouts": "components.rollouts.settings:RolloutSettings",
+    "trainer": "components.training.settings:TrainerSettings",
+    "preflight": "components.rl.settings:PreflightSettings",
+    "evaluation": "components.evaluation.settings:EvaluationSettings",
+    "machine": "components.contracts.machine:Machine",
+}
+SECTIONS: dict[str, dict[str, str]] = {"train-vlm": _TRAIN_VLM}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A flow with every value that it needs."""
+
+    name: str  # "<flow>/<deployment>"
+    description: str
+    sections: Mapping[str, BaseModel]
+
+    @property
+    def flow(self) -> str:
+        return self.name.partition("/")[0]
+
+    def dump(self) -> dict[str, Any]:
+        """The resolved values, as JSON."""
+        return {name: section.model_dump(mode="json") for name, section in self.sections.items()}
+
+    def settings_for(self, settings: type[BaseModel]) -> BaseModel:
+        """The settings of a stage: a section of that type, or sections joined under its field names."""
+        for section in self.sections.values():
+            if type(section) is settings:
+                return section
+        return settings.model_validate({name: self.sections[name] for name in settings.model_fields})
+
+
+def section_class(flow: str, section: str) -> type[BaseModel]:
+    module, _, name = SECTIONS[flow][section].partition(":")
+    found: type[BaseModel] = getattr(import_module(module), name)
+    return found
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` on top of `base`, table by table; lists and scalars are replaced whole."""
+    merged = dict(base)
+    for key, value in over.items():
+        both_tables = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = merge(merged[key], value) if both_tables else value
+    return merged
+
+
+def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The file's values over those of the files that it extends.
+
+    Raises:
+        ConfigurationError: missing, not TOML, or extending itself.
+    """
+    path = path.resolve()
+    if path in seen:
+        chain = " -> ".join(each.name for each in (*seen, path))
+        raise ConfigurationError(f"configurations extend each other in a circle: {chain}", where=str(path))
+    try:
+        values = tomllib.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ConfigurationError(
+            f"TOML config not found: {path}", remedy="armature list shows what there is"
+        ) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"not valid TOML: {error}", where=str(path)) from error
+    base = values.pop("extends", None)
+    return merge(read_toml(path.parent / base, (*seen, path)), values) if base else values
+
+
+def parse_override(text: str) -> dict[str, Any]:
+    """`a.b=value` as nested tables; the value is TOML, and a bare word is a string."""
+    key, separator, value = text.partition("=")
+    if not separator or not key.strip():
+        raise ConfigurationError(f"not an override: {text!r}", remedy="write --set section.key=value")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value
+    for part in reversed(key.strip().split(".")):
+        parsed = {part: parsed}
+    return dict(parsed)
+
+
+def recipe_path(name: str) -> Path:
+    """
+    Raises:
+        ConfigurationError: there is no such recipe; the nearest one is suggested.
+    """
+    if name in (names := recipe_names()):
+        return CONFIGS / f"{name}.toml"
+    near = get_close_matches(name, names, n=1)
+    guess = f"did you mean {near[0]!r}? " if near else ""
+    raise ConfigurationError(f"no recipe is called {name!r}", remedy=f"{guess}known: {', '.join(names)}")
+
+
+def recipe_names() -> list[str]:
+    """Every `<flow>/<deployment>`; files that only serve as a base begin with an underscore."""
+    paths = sorted(CONFIGS.glob("*/*.toml"))
+    return [f"{path.parent.name}/{path.stem}" for path in paths if not path.stem.startswith("_")]
+
+
+def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
+    """The recipe called `name`, with `--set` overrides on top."""
+    return recipe_from_file(recipe_path(name), name, overrides)
+
+
+def recipe_from_file(path: Path, name: str, overrides: Iterable[str] = ()) -> Recipe:
+    values = read_toml(path)
+    for override in overrides:
+        values = merge(values, parse_override(override))
+    return build_recipe(name, values, where=str(path))
+
+
+def build_recipe(name: str, values: Mapping[str, Any], where: str) -> Recipe:
+    """
+    Raises:
+        ConfigurationError: an unknown or missing section or key, or a value out of bounds.
+    """
+    flow = name.partition("/")[0]
+    if flow not in SECTIONS:
+        raise ConfigurationError(
+            f"no flow is called {flow!r}", where=where, remedy=f"known: {', '.join(SECTIONS)}"
+        )
+    values = dict(values)
+    description = str(values.pop("description", ""))
+    _refuse_unknown(values, tuple(SECTIONS[flow]), where)
+    sections = {}
+    for section in SECTIONS[flow]:
+        model = section_class(flow, section)
+        try:
+            sections[section] = model.model_validate(values.get(section, {}))
+        except ValidationError as error:
+            raise ConfigurationError(explain(error, section, model), where=where) from error
+    return Recipe(name, description, sections)
+
+
+def _refuse_unknown(given: Iterable[str], known: Sequence[str], where: str) -> None:
+    for key in given:
+        if key not in known:
+            near = get_close_matches(key, known, n=1)
+            guess = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigurationError(
+                f"unknown section {key!r}", where=where, remedy=f"{guess}known: {', '.join(known)}"
+            )
+
+
+def explain(error: ValidationError, section: str, model: type[BaseModel]) -> str:
+    """Each problem on a line of its own, with the dotted key, the value given, and the nearest known key."""
+    lines = []
+    for problem in error.errors():
+        location = [str(part) for part in problem["loc"]]
+        line = f"{'.'.join([section, *location])}: {problem['msg']}"
+        if problem["type"] == "extra_forbidden":
+            near = get_close_matches(location[-1], model.model_fields, n=1)
+            line = f"{'.'.join([section, *location])} is not a setting" + (
+                f"; did you mean {near[0]!r}?" if near else ""
+            )
+        elif problem["type"] != "missing":
+            line += f" (given {problem['input']!r})"
+        lines.append(line)
+    return "\n".join(lines)

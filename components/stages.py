@@ -1,0 +1,143 @@
+"""Every stage, and the one way to run it: from a flow, from DVC or from a shell."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from tqdm import tqdm
+
+from components.artifacts.digests import document_digest
+from components.artifacts.manifest import write_manifest
+from components.artifacts.store import ArtifactStore
+from components.contracts.errors import ConfigurationError
+from components.contracts.machine import Machine
+from components.contracts.stages import Artifact, Events, ResultT, Stage, StageContext, Units
+from components.registry import Registry
+
+STAGES = Registry(
+    "stage",
+    "armature.stages",
+    {
+        "tasks": "components.environments.stage:TASKS_STAGE",
+        "model": "components.models.stage:MODEL_STAGE",
+        "train-vlm": "components.rl.stage:TRAIN_VLM_STAGE",
+        "evaluate": "components.evaluation.stage:EVALUATE_STAGE",
+    },
+)
+
+
+class TerminalEvents:
+    """Progress bars and lines on the terminal."""
+
+    def __init__(self) -> None:
+        self._bars: dict[str, tqdm[Any]] = {}
+
+    def progress(self, name: str, done: int, total: int, **postfix: float) -> None:
+        if name not in self._bars:
+            self._bars[name] = tqdm(total=total, desc=name, leave=True, dynamic_ncols=True)
+        bar = self._bars[name]
+        if postfix:
+            bar.set_postfix({key: f"{value:.4g}" for key, value in postfix.items()}, refresh=False)
+        bar.update(done - bar.n)
+        if done >= total:
+            bar.close()
+            del self._bars[name]
+
+    def metrics(self, values: Mapping[str, float], step: int) -> None:
+        """The bars show what matters; the history keeps the rest."""
+
+    def artifact(self, artifact: Artifact, role: str, step: int | None = None) -> None:
+        """Artifacts are listed when the stage ends."""
+
+    def message(self, text: str) -> None:
+        tqdm.write(text)
+
+
+class ThreadUnits:
+    """Units of a stage on plain threads of this process."""
+
+    def __init__(self, workers: int = 4) -> None:
+        self._executor = ThreadPoolExecutor(workers, thread_name_prefix="unit")
+
+    def submit(self, name: str, unit: Callable[..., ResultT], *arguments: Any) -> Future[ResultT]:
+        return self._executor.submit(unit, *arguments)
+
+
+def fingerprint(stage: Stage[Any], settings: BaseModel, inputs: Mapping[str, Artifact]) -> str:
+    """What names the output: the stage, its version, its settings and the digests of its inputs.
+
+    Raises:
+        ConfigurationError: an input is missing or too many.
+    """
+    if set(inputs) != set(stage.inputs):
+        raise ConfigurationError(
+            f"stage {stage.name!r} takes the inputs {sorted(stage.inputs)}, given {sorted(inputs)}",
+            remedy="name each input once: --input NAME=FOLDER",
+        )
+    return document_digest(
+        {
+            "stage": stage.name,
+            "version": stage.version,
+            "settings": settings.model_dump(mode="json"),
+            "inputs": {name: inputs[name].digest for name in stage.inputs},
+        }
+    )[:20]
+
+
+def open_store(machine: Machine) -> ArtifactStore:
+    return ArtifactStore(Path(machine.store), machine.remote_store)
+
+
+def find_made(name: str, settings: BaseModel, inputs: Mapping[str, Artifact], machine: Machine) -> Artifact | None:
+    """The stage's artifact if it was made before."""
+    stage: Stage[Any] = STAGES[name]
+    return open_store(machine).find(name, fingerprint(stage, settings, inputs))
+
+
+def run_stage(
+    name: str,
+    settings: BaseModel,
+    inputs: Mapping[str, Artifact],
+    machine: Machine,
+    events: Events | None = None,
+    units: Units | None = None,
+) -> Artifact:
+    """Run stage `name`, or find its artifact already made.
+
+    An attempt that was stopped left its workspace; this attempt resumes from it.
+    """
+    stage: Stage[Any] = STAGES[name]
+    store, key, events = open_store(machine), fingerprint(stage, settings, inputs), events or TerminalEvents()
+    with store.lock(name, key):
+        if made := store.find(name, key):
+            events.message(f"{name}: already made, {made.path}")
+            return made
+        context = StageContext(
+            machine=machine,
+            events=events,
+            units=units or ThreadUnits(),
+            workspace=store.workspace(name, key),
+            images=store.images,
+        )
+
+        def fill(folder: Path) -> None:
+            report = stage.run(settings, inputs, folder, context)
+            write_manifest(
+                folder,
+                kind=name,
+                kind_version=stage.version,
+                rows=dict(report.rows),
+                drops=dict(report.drops),
+                inputs={key: inputs[key].digest for key in stage.inputs},
+                settings=settings.model_dump(mode="json"),
+            )
+
+        started = time.monotonic()
+        artifact = store.write(name, key, fill)
+    events.message(f"{name}: made in {time.monotonic() - started:.1f} s, {artifact.path}")
+    return artifact
