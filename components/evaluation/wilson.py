@@ -1,0 +1,132 @@
+"""Intervals for proportions and means of episodes, and the comparison of two proportions.
+
+Wilson's score interval: E. B. Wilson, "Probable inference, the law of succession, and statistical inference",
+JASA 22 (1927). Difference of two proportions: R. G. Newcombe, "Interval estimation for the difference between
+independent proportions", Statistics in Medicine 17 (1998), method 10. Design effect of repeated samples of one
+task: L. Kish, "Survey Sampling" (1965).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from statistics import NormalDist, fmean
+
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An estimate with its confidence limits. `n`: the independent observations that it rests on."""
+
+    estimate: float
+    low: float
+    high: float
+    n: float
+
+    def __str__(self) -> str:
+        return f"{self.estimate:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`difference` = second minus first, its confidence limits, and the two-sided p-value of no difference."""
+
+    difference: float
+    low: float
+    high: float
+    p_value: float
+
+
+def normal_quantile(confidence: float) -> float:
+    """z with P(|Z| <= z) = `confidence`, 0 < confidence < 1."""
+    if not 0.0 < confidence < 1.0:
+        raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
+    return _NORMAL.inv_cdf(0.5 + confidence / 2)
+
+
+def wilson_interval(successes: float, trials: float, confidence: float = 0.95) -> Interval:
+    """Wilson's score interval for `successes` out of `trials`.
+
+        (p + z^2/2n  ±  z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)
+
+    Never leaves [0, 1] and has a width above zero at p = 0 and p = 1. Without trials it is [0, 1] around NaN.
+
+    Raises:
+        ValueError: negative counts, or more successes than trials.
+    """
+    if trials < 0 or not 0 <= successes <= trials:
+        raise ValueError(f"need 0 <= successes <= trials, got {successes} of {trials}")
+    if trials == 0:
+        return Interval(float("nan"), 0.0, 1.0, 0)
+    z = normal_quantile(confidence)
+    p = successes / trials
+    scale = 1 + z * z / trials
+    centre = (p + z * z / (2 * trials)) / scale
+    half = z * sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials)) / scale
+    # At p = 0 and p = 1 one limit is exactly p; rounding must not move it past the estimate.
+    return Interval(p, max(0.0, min(centre - half, p)), min(1.0, max(centre + half, p)), trials)
+
+
+def clustered_wilson_interval(outcomes: Sequence[Sequence[bool]], confidence: float = 0.95) -> Interval:
+    """Wilson's interval for repeated samples of tasks: `outcomes[task][sample]`.
+
+    Samples of one task are alike, so they count for less than as many tasks. The number of trials is divided by
+    the design effect: the variance of the proportion between tasks over the binomial variance, at least 1. Where
+    it cannot be estimated (one task, or p = 0 or 1) each task counts as one trial.
+    """
+    counts = [len(task) for task in outcomes if task]
+    solved = [sum(task) for task in outcomes if task]
+    n, tasks = sum(counts), len(counts)
+    if n == tasks:
+        return wilson_interval(sum(solved), n, confidence)
+    p = sum(solved) / n
+    effective = float(tasks)
+    if tasks > 1 and 0.0 < p < 1.0:
+        residuals = [s - p * c for s, c in zip(solved, counts, strict=True)]
+        variance = tasks / (tasks - 1) * sum(r * r for r in residuals) / n**2
+        binomial = p * (1 - p) / n
+        effective = n / max(1.0, variance / binomial)
+    interval = wilson_interval(p * effective, effective, confidence)
+    return Interval(p, min(interval.low, p), max(interval.high, p), effective)
+
+
+def mean_interval(clusters: Sequence[Sequence[float]], confidence: float = 0.95) -> Interval:
+    """The mean over all values with a normal interval whose standard error is taken between tasks.
+
+    `clusters[task][sample]`. Needs two tasks; with fewer the limits are NaN.
+    """
+    kept = [list(cluster) for cluster in clusters if cluster]
+    n, tasks = sum(map(len, kept)), len(kept)
+    nan = float("nan")
+    if tasks == 0:
+        return Interval(nan, nan, nan, 0)
+    mean = fmean([value for cluster in kept for value in cluster])
+    if tasks == 1:
+        return Interval(mean, nan, nan, 1)
+    residuals = [sum(cluster) - mean * len(cluster) for cluster in kept]
+    error = sqrt(tasks / (tasks - 1) * sum(r * r for r in residuals)) / n
+    half = normal_quantile(confidence) * error
+    return Interval(mean, mean - half, mean + half, tasks)
+
+
+def compare_proportions(first: tuple[int, int], second: tuple[int, int], confidence: float = 0.95) -> Comparison:
+    """Compares two independent proportions, each given as (successes, trials).
+
+    The limits are Newcombe's hybrid of the two Wilson intervals; the p-value is that of the pooled score test
+    (1.0 where both are all successes or all failures).
+
+    Raises:
+        ValueError: either has no trials.
+    """
+    if not first[1] or not second[1]:
+        raise ValueError(f"both proportions need trials, got {first} and {second}")
+    a, b = wilson_interval(*first, confidence), wilson_interval(*second, confidence)
+    difference = b.estimate - a.estimate
+    low = difference - sqrt((b.estimate - b.low) ** 2 + (a.high - a.estimate) ** 2)
+    high = difference + sqrt((b.high - b.estimate) ** 2 + (a.estimate - a.low) ** 2)
+    pooled = (first[0] + second[0]) / (first[1] + second[1])
+    variance = pooled * (1 - pooled) * (1 / first[1] + 1 / second[1])
+    p_value = 2 * (1 - _NORMAL.cdf(abs(difference) / sqrt(variance))) if variance > 0 else 1.0
+    return Comparison(difference, low, high, p_value)
