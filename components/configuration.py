@@ -6,9 +6,8 @@ A file may extend another (`extends = "base.toml"`, relative to itself); its tab
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from components.contracts.errors import ConfigurationError
+from components.registry import suggestion
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -23,6 +23,7 @@ _TRAIN_VLM = {
     "model": "components.models.settings:ModelSettings",
     "environment": "components.environments.settings:EnvironmentSettings",
     "rollouts": "components.rollouts.settings:RolloutSettings",
+    "batches": "components.batches.settings:BatchSettings",
     "trainer": "components.training.settings:TrainerSettings",
     "preflight": "components.rl.settings:PreflightSettings",
     "evaluation": "components.evaluation.settings:EvaluationSettings",
@@ -111,11 +112,9 @@ def recipe_path(name: str) -> Path:
     Raises:
         ConfigurationError: there is no such recipe; the nearest one is suggested.
     """
-    if name in (names := recipe_names()):
-        return CONFIGS / f"{name}.toml"
-    near = get_close_matches(name, names, n=1)
-    guess = f"did you mean {near[0]!r}? " if near else ""
-    raise ConfigurationError(f"no recipe is called {name!r}", remedy=f"{guess}known: {', '.join(names)}")
+    if name not in (names := recipe_names()):
+        raise ConfigurationError(f"no recipe is called {name!r}", remedy=suggestion(name, names))
+    return CONFIGS / f"{name}.toml"
 
 
 def recipe_names() -> list[str]:
@@ -148,7 +147,10 @@ def build_recipe(name: str, values: Mapping[str, Any], where: str) -> Recipe:
         )
     values = dict(values)
     description = str(values.pop("description", ""))
-    _refuse_unknown(values, tuple(SECTIONS[flow]), where)
+    if unknown := sorted(set(values) - set(SECTIONS[flow])):
+        raise ConfigurationError(
+            f"unknown section {unknown[0]!r}", where=where, remedy=suggestion(unknown[0], SECTIONS[flow])
+        )
     sections = {}
     for section in SECTIONS[flow]:
         model = section_class(flow, section)
@@ -159,16 +161,6 @@ def build_recipe(name: str, values: Mapping[str, Any], where: str) -> Recipe:
     return Recipe(name, description, sections)
 
 
-def _refuse_unknown(given: Iterable[str], known: Sequence[str], where: str) -> None:
-    for key in given:
-        if key not in known:
-            near = get_close_matches(key, known, n=1)
-            guess = f"did you mean {near[0]!r}? " if near else ""
-            raise ConfigurationError(
-                f"unknown section {key!r}", where=where, remedy=f"{guess}known: {', '.join(known)}"
-            )
-
-
 def explain(error: ValidationError, section: str, model: type[BaseModel]) -> str:
     """Each problem on a line of its own, with the dotted key, the value given, and the nearest known key."""
     lines = []
@@ -176,10 +168,7 @@ def explain(error: ValidationError, section: str, model: type[BaseModel]) -> str
         location = [str(part) for part in problem["loc"]]
         line = f"{'.'.join([section, *location])}: {problem['msg']}"
         if problem["type"] == "extra_forbidden":
-            near = get_close_matches(location[-1], model.model_fields, n=1)
-            line = f"{'.'.join([section, *location])} is not a setting" + (
-                f"; did you mean {near[0]!r}?" if near else ""
-            )
+            line = f"{'.'.join([section, *location])} is not a setting; {suggestion(location[-1], model.model_fields)}"
         elif problem["type"] != "missing":
             line += f" (given {problem['input']!r})"
         lines.append(line)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
 from components.contracts.errors import ConfigurationError
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """What to do about an unknown name: the nearest known one, and all of them."""
+    known = sorted(known)
+    near = get_close_matches(name, known, n=1)
+    return (f"did you mean {near[0]!r}? " if near else "") + f"known: {', '.join(known)}"
 
 
 class Registry:
@@ -34,10 +41,6 @@ class Registry:
         """
         entries = self._all()
         if name not in entries:
-            near = get_close_matches(name, entries, n=1)
-            guess = f"did you mean {near[0]!r}? " if near else ""
-            raise ConfigurationError(
-                f"no {self.noun} is called {name!r}", remedy=f"{guess}known: {', '.join(sorted(entries))}"
-            )
+            raise ConfigurationError(f"no {self.noun} is called {name!r}", remedy=suggestion(name, entries))
         module, _, attribute = entries[name].partition(":")
         return getattr(import_module(module), attribute)

@@ -123,6 +123,7 @@ def run_stage(
             units=units or ThreadUnits(),
             workspace=store.workspace(name, key),
             images=store.images,
+            fingerprint=key,
         )
 
         def fill(folder: Path) -> None:

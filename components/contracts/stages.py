@@ -69,6 +69,7 @@ class StageContext:
 
     `workspace` is a folder that outlives a crash, the same for every attempt at the same stage with the same
     settings and inputs: state to resume from lives there. `images` is the root of the shared image store.
+    `fingerprint` names the output in the artifact store.
     """
 
     machine: Machine
@@ -76,6 +77,7 @@ class StageContext:
     units: Units
     workspace: Path
     images: Path
+    fingerprint: str
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Batches: rollouts turned into training samples with advantages, in a Parquet table."""
