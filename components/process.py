@@ -1,0 +1,240 @@
+"""Child programs that never outlive us, however we end.
+
+Between us and the program sits a guard process. It holds the read end of a pipe whose write end only we hold,
+so even when we are killed with SIGKILL the pipe closes and the guard stops the program with all its
+descendants, those in sessions of their own and double-forked daemons included: on Linux the guard is a
+sub-reaper, so that orphans become its children instead of init's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+GRACE = 5.0
+"""Seconds between SIGTERM and SIGKILL."""
+
+_POLL = 0.5
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+class Program:
+    """A guarded child program, started at construction.
+
+    Args:
+        command: the program and its arguments; a bare name is looked up on PATH.
+        log: its stdout and stderr are appended here; None: they go where ours go.
+        env: variables to add to ours; a value of None takes the variable away.
+        grace: seconds between SIGTERM and SIGKILL when it is stopped.
+
+    Raises:
+        FileNotFoundError: there is no such program.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str | Path],
+        *,
+        log: Path | None = None,
+        env: Mapping[str, str | None] | None = None,
+        cwd: Path | None = None,
+        grace: float = GRACE,
+    ) -> None:
+        self.command = [str(part) for part in command]
+        self.log, self._grace = log, grace
+        # The base folder of a relative program is ours, not the child's; and an interpreter of a virtual
+        # environment is a link that must not be resolved.
+        found = shutil.which(self.command[0])
+        if found is None:
+            raise FileNotFoundError(f"no program {self.command[0]!r}")
+        self.command[0] = os.path.abspath(found)  # noqa: PTH100 (Path.absolute would keep "..")
+        changes = env or {}
+        kept = {key: value for key, value in os.environ.items() if key not in changes}
+        child_env = kept | {key: value for key, value in changes.items() if value is not None}
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+        output = log.open("ab") if log is not None else None
+        read, self._lifeline = os.pipe()
+        try:
+            # -I: neither PYTHONPATH nor the working folder may change what the guard imports.
+            self._guard = subprocess.Popen(
+                [sys.executable, "-I", __file__, str(read), str(os.getpid()), str(grace), *self.command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=child_env,
+                cwd=cwd,
+                pass_fds=[read],
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(self._lifeline)
+            raise
+        finally:
+            os.close(read)
+            if output is not None:
+                output.close()
+        self._open = True
+
+    @property
+    def returncode(self) -> int | None:
+        """The program's exit code, -N if signal N ended it (SIGTERM if we stopped it), None while it runs."""
+        return self._guard.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end; the exit code as in `returncode`. Raises subprocess.TimeoutExpired."""
+        return self._guard.wait(timeout)
+
+    def family(self) -> list[psutil.Process]:
+        """The program, first, and all its descendants."""
+        try:
+            return psutil.Process(self._guard.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def tail(self, lines: int = 30) -> str:
+        """The last lines of the log."""
+        if self.log is None:
+            return ""
+        with self.log.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 64 * 1024))
+            text = file.read().decode(errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def stop(self) -> int:
+        """End the program and its descendants, if they still run. The exit code as in `returncode`."""
+        if self._open:
+            self._open = False
+            # A byte and not only the closed pipe: a child that we forked meanwhile holds a copy of our end.
+            try:
+                os.write(self._lifeline, b"x")
+            except BrokenPipeError:
+                pass
+            finally:
+                os.close(self._lifeline)
+        try:
+            return self._guard.wait(self._grace + 10)
+        except subprocess.TimeoutExpired:
+            for process in [*self.family(), psutil.Process(self._guard.pid)]:
+                _signal(process, signal.SIGKILL)
+            return self._guard.wait()
+
+
+@contextmanager
+def program(
+    command: Sequence[str | Path],
+    *,
+    log: Path | None = None,
+    env: Mapping[str, str | None] | None = None,
+    cwd: Path | None = None,
+    grace: float = GRACE,
+) -> Iterator[Program]:
+    """The running program (see `Program`); on the way out, for any reason, its whole tree is stopped."""
+    running = Program(command, log=log, env=env, cwd=cwd, grace=grace)
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+def _signal(process: psutil.Process, number: int) -> None:
+    with suppress(psutil.NoSuchProcess):
+        process.send_signal(number)
+
+
+# The guard: one thread, woken by the lifeline or by signals.
+
+
+def _guard(lifeline: int, parent: int, grace: float, command: list[str]) -> int:
+    """Run `command` until it ends or the lifeline does. The exit code; negative for a signal."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    wake, woken = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(woken, False)
+    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+    asked: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        asked.append(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, note)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    child = subprocess.Popen(command, preexec_fn=_die_with_guard)
+    while True:
+        ready, _, _ = select.select([lifeline, wake], [], [], _POLL)
+        if wake in ready:
+            os.read(wake, 4096)
+        code = _reap(child.pid)
+        if code is not None:
+            _stop_children(grace)
+            return code
+        # The parent's number as well as the pipe: a process that it forked may keep the pipe open.
+        if lifeline in ready or asked or os.getppid() != parent:
+            _stop_children(grace)
+            return -signal.SIGTERM
+
+
+def _die_with_guard() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _reap(wanted: int) -> int | None:
+    """Collect every ended child; the exit code of `wanted` if it is among them."""
+    found = None
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return found
+        if pid == 0:
+            return found
+        if pid == wanted:
+            found = os.waitstatus_to_exitcode(status)
+
+
+def _stop_children(grace: float) -> None:
+    """SIGTERM to all descendants, SIGKILL to those left after `grace` seconds, until none is left."""
+    me = psutil.Process()
+    for process in me.children(recursive=True):
+        _signal(process, signal.SIGTERM)
+    deadline = time.monotonic() + grace
+    while True:
+        _reap(0)
+        family = me.children(recursive=True)
+        if not family:
+            return
+        if time.monotonic() > deadline:
+            for process in family:
+                _signal(process, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _main() -> None:
+    code = _guard(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4:])
+    if code >= 0:
+        os._exit(code)
+    # Die by the same signal, so that our parent sees what ended the program.
+    if -code not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+    os._exit(128 - code)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,159 @@
+"""Nothing that we start outlives us: tried with exceptions, signals, own sessions and daemons."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from components.process import Program, program
+
+# A program with a grandchild in a session of its own, one that ignores SIGTERM, and a double-forked daemon.
+FAMILY = """
+import json, os, signal, subprocess, sys, time
+sleep = "import time; time.sleep(120)"
+deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); " + sleep
+own = subprocess.Popen([sys.executable, "-c", sleep], start_new_session=True)
+ignoring = subprocess.Popen([sys.executable, "-c", deaf], start_new_session=True, stdout=subprocess.PIPE)
+ignoring.stdout.readline()
+read, write = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.write(write, str(os.getpid()).encode()); time.sleep(120)
+    os._exit(0)
+os.wait()
+daemon = int(os.read(read, 32))
+with open(sys.argv[1] + ".part", "w") as file:
+    json.dump([os.getpid(), own.pid, ignoring.pid, daemon], file)
+os.rename(sys.argv[1] + ".part", sys.argv[1])
+end = sys.argv[2]
+if end == "crash": os.kill(os.getpid(), signal.SIGSEGV)
+if end == "exit": sys.exit(7)
+time.sleep(120)
+"""
+
+# One that starts the family under the guard and then ends in a given way.
+PARENT = f"""
+import os, subprocess, sys, time
+from pathlib import Path
+from components.process import program
+with program([sys.executable, "-c", {FAMILY!r}, sys.argv[1], "stay"], grace=0.5) as running:
+    while not Path(sys.argv[1]).exists(): time.sleep(0.02)
+    if sys.argv[2] == "exception": raise RuntimeError
+    if sys.argv[2] == "exit": os._exit(3)
+    if sys.argv[2] == "forked" and os.fork() == 0:
+        time.sleep(30); os._exit(0)  # holds a copy of the lifeline, as a data loader's worker would
+    running.wait()
+"""
+
+
+def read_pids(path: Path, timeout: float = 20) -> list[int]:
+    end = time.monotonic() + timeout
+    while not path.exists():
+        assert time.monotonic() < end, "the family did not start"
+        time.sleep(0.02)
+    return [int(pid) for pid in json.loads(path.read_text())]
+
+
+def assert_gone(pids: list[int], timeout: float = 10) -> None:
+    end = time.monotonic() + timeout
+    while alive := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < end, f"still alive: {alive}"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def family(tmp_path: Path, end: str) -> list[str]:
+    return [sys.executable, "-c", FAMILY, str(tmp_path / "pids"), end]
+
+
+@pytest.mark.parametrize(
+    ("ending", "number"),
+    [
+        ("exception", None),
+        ("exit", None),
+        ("wait", signal.SIGTERM),
+        ("wait", signal.SIGINT),
+        ("wait", signal.SIGKILL),
+        ("forked", signal.SIGKILL),
+    ],
+)
+def test_nothing_outlives_the_parent(tmp_path: Path, ending: str, number: int | None) -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path / "pids"), ending], stderr=subprocess.DEVNULL, env=environment
+    )
+    pids = read_pids(tmp_path / "pids")
+    assert all(is_alive(pid) for pid in pids) or ending in ("exception", "exit")
+    if number is not None:
+        time.sleep(0.2)
+        parent.send_signal(number)
+    parent.wait(20)
+    assert_gone(pids)
+
+
+@pytest.mark.parametrize(("end", "code"), [("exit", 7), ("crash", -signal.SIGSEGV)])
+def test_exit_code_and_leftovers_of_a_program_that_ends(tmp_path: Path, end: str, code: int) -> None:
+    with program(family(tmp_path, end), grace=0.3) as running:
+        assert running.wait(20) == code
+    assert_gone(read_pids(tmp_path / "pids"))
+
+
+def test_killed_program_shows_sigkill_and_leaves_nothing(tmp_path: Path) -> None:
+    with program(family(tmp_path, "stay"), grace=0.3) as running:
+        pids = read_pids(tmp_path / "pids")
+        assert {process.pid for process in running.family()} == set(pids)
+        assert running.family()[0].pid == pids[0]
+        os.kill(pids[0], signal.SIGKILL)
+        assert running.wait(20) == -signal.SIGKILL
+    assert_gone(pids)
+
+
+def test_stop_is_quick_and_can_be_repeated(tmp_path: Path) -> None:
+    running = Program([sys.executable, "-c", "import time; time.sleep(60)"])
+    began = time.monotonic()
+    assert running.stop() == -signal.SIGTERM == running.stop()
+    assert time.monotonic() - began < 3
+
+
+def test_from_a_thread_that_ends_before_the_program(tmp_path: Path) -> None:
+    box: list[Program] = []
+    thread = threading.Thread(target=lambda: box.append(Program(family(tmp_path, "stay"), grace=0.3)))
+    thread.start()
+    pids = read_pids(tmp_path / "pids")
+    thread.join()
+    time.sleep(1.2)  # longer than the guard's poll
+    assert all(is_alive(pid) for pid in pids)
+    box[0].stop()
+    assert_gone(pids)
+
+
+def test_log_environment_and_folder(tmp_path: Path) -> None:
+    script = (
+        "import os, sys; print(os.environ['A'], 'HOME' in os.environ, os.getcwd()); sys.stderr.write('x\\n'*100)"
+    )
+    log = tmp_path / "deep" / "log.txt"
+    with program([sys.executable, "-c", script], log=log, env={"A": "b", "HOME": None}, cwd=tmp_path) as running:
+        assert running.wait(20) == 0
+        assert running.tail(3).splitlines() == ["x", "x", "x"]
+    assert f"b False {tmp_path}" in log.read_text()
+
+
+def test_program_that_does_not_exist() -> None:
+    with pytest.raises(FileNotFoundError, match="no-such-program"):
+        Program(["no-such-program"])
