@@ -1,0 +1,146 @@
+"""Artifacts are whole or absent, and their digest is DVC's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from dvc_data.hashfile.build import build
+from dvc_data.hashfile.db import HashFileDB
+from dvc_objects.fs.local import LocalFileSystem
+from hypothesis import given
+from hypothesis import strategies as st
+
+from components.artifacts.digests import folder_digest
+from components.artifacts.manifest import open_artifact, read_manifest, write_manifest
+from components.artifacts.store import ArtifactStore, link_folder, whole_folder
+from components.contracts.errors import DataError
+
+names = st.text("abcß.-_ 0", min_size=1, max_size=6).filter(lambda name: name.strip(". ") == name)
+
+
+def fill_with(files: dict[str, bytes], kind: str = "thing"):
+    def fill(folder: Path) -> None:
+        for name, content in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+        write_manifest(folder, kind=kind, kind_version=1, rows={}, drops={}, inputs={}, settings={"a": 1})
+
+    return fill
+
+
+def dvc_digest(folder: Path, cache: Path) -> str:
+    filesystem = LocalFileSystem()
+    _, _, built = build(HashFileDB(filesystem, str(cache)), str(folder), filesystem, "md5", dry_run=True)
+    return built.hash_info.value
+
+
+@given(files=st.dictionaries(names, st.binary(max_size=40), min_size=1, max_size=5))
+def test_digest_is_the_one_that_dvc_computes(tmp_path_factory, files):
+    folder = tmp_path_factory.mktemp("folder")
+    for number, (name, content) in enumerate(files.items()):
+        target = folder / ("sub" if number % 2 else ".") / f"f{name}"
+        target.parent.mkdir(exist_ok=True)
+        target.write_bytes(content)
+    assert folder_digest(folder) == dvc_digest(folder, tmp_path_factory.mktemp("cache"))
+
+
+def test_an_artifact_is_found_by_fingerprint_and_by_digest(tmp_path):
+    store = ArtifactStore(tmp_path)
+    assert store.find("stage", "f1") is None
+    made = store.write("stage", "f1", fill_with({"x/y.bin": b"1"}))
+    assert store.find("stage", "f1") == made == store.find_digest(made.digest[:10])
+    assert list(store) == [made]
+    assert made.digest == folder_digest(made.path)
+
+
+def test_a_failed_attempt_leaves_nothing(tmp_path):
+    store = ArtifactStore(tmp_path)
+
+    def fail(folder: Path) -> None:
+        (folder / "half").write_text("x")
+        raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError):
+        store.write("stage", "f1", fail)
+    assert store.find("stage", "f1") is None
+    assert list((tmp_path / "stage").iterdir()) == []
+
+
+def test_the_first_of_two_writers_wins(tmp_path):
+    home = tmp_path / "home"
+    with whole_folder(home) as first:
+        (first / "who").write_text("first")
+        with whole_folder(home) as second:
+            (second / "who").write_text("second")
+    assert (home / "who").read_text() == "second"
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from components.artifacts.store import ArtifactStore
+from components.contracts.errors import DataError
+import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    ArtifactStore(Path(sys.argv[1])).write("stage", "f1", lambda folder: (folder / "big").write_bytes(b"0" * 10_000))
+except DataError as error:
+    print(error)
+"""
+
+
+def test_a_write_that_the_disk_refuses_is_said_and_leaves_nothing(tmp_path):
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert "could not be written" in done.stdout and "free space" in done.stdout
+    assert list((tmp_path / "stage").iterdir()) == []
+
+
+def test_changed_files_are_noticed(tmp_path):
+    made = ArtifactStore(tmp_path).write("stage", "f1", fill_with({"x": b"1"}))
+    assert open_artifact(made.path) == made.model_copy(update={"kind": "thing"})
+    (made.path / "x").write_bytes(b"2")
+    with pytest.raises(DataError, match="files have changed"):
+        open_artifact(made.path)
+
+
+def test_a_folder_without_manifest_or_of_another_kind_is_refused(tmp_path):
+    with pytest.raises(DataError, match="not a finished artifact"):
+        open_artifact(tmp_path)
+    made = ArtifactStore(tmp_path).write("stage", "f1", fill_with({"x": b"1"}))
+    with pytest.raises(DataError, match="expected an artifact of kind 'other', found 'thing'"):
+        open_artifact(made.path, "other")
+    manifest = json.loads((made.path / "manifest.json").read_text()) | {"manifest_version": "new"}
+    (made.path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match="manifest cannot be read"):
+        read_manifest(made.path)
+
+
+def test_a_linked_copy_is_the_same_artifact_and_replaces_the_old_one(tmp_path):
+    store = ArtifactStore(tmp_path / "store")
+    first = store.write("stage", "f1", fill_with({"x": b"1"}))
+    second = store.write("stage", "f2", fill_with({"y": b"2"}))
+    out = tmp_path / "data" / "out"
+    link_folder(first.path, out)
+    link_folder(second.path, out)
+    assert open_artifact(out).digest == second.digest
+    assert (out / "y").stat().st_ino == (second.path / "y").stat().st_ino
+
+
+def test_a_remote_serves_another_machine(tmp_path):
+    remote = (tmp_path / "remote").as_uri()
+    made = ArtifactStore(tmp_path / "one", remote).write("stage", "f1", fill_with({"x/y": b"1", "z": b"2"}))
+    found = ArtifactStore(tmp_path / "two", remote).find("stage", "f1")
+    assert found is not None and found.digest == made.digest and found.path != made.path
+
+
+def test_a_damaged_remote_is_refused(tmp_path):
+    remote = tmp_path / "remote"
+    ArtifactStore(tmp_path / "one", remote.as_uri()).write("stage", "f1", fill_with({"x": b"1"}))
+    (remote / "stage" / "f1" / "x").write_bytes(b"changed")
+    with pytest.raises(DataError, match="remote copy is damaged"):
+        ArtifactStore(tmp_path / "two", remote.as_uri()).find("stage", "f1")

@@ -1,0 +1,41 @@
+"""Tables carry their name and version, and equal rows give equal bytes."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from components.artifacts.tables import TableSchema, read_table, write_table
+from components.contracts.errors import DataError
+
+SCHEMA = TableSchema("numbers", 2, pa.schema([("name", pa.string()), ("values", pa.list_(pa.int32()))]))
+ROWS = [{"name": "a", "values": [1, 2]}, {"name": "b", "values": []}]
+
+
+def test_round_trip_for_arrow_and_pandas(tmp_path):
+    write_table(tmp_path / "one.parquet", ROWS, SCHEMA)
+    write_table(tmp_path / "two.parquet", ROWS, SCHEMA)
+    assert read_table(tmp_path / "one.parquet", SCHEMA).to_pylist() == ROWS
+    assert pd.read_parquet(tmp_path / "one.parquet")["name"].tolist() == ["a", "b"]
+    assert (tmp_path / "one.parquet").read_bytes() == (tmp_path / "two.parquet").read_bytes()
+
+
+def test_another_version_or_name_is_refused_with_both(tmp_path):
+    write_table(tmp_path / "t.parquet", ROWS, TableSchema("numbers", 1, SCHEMA.schema))
+    with pytest.raises(DataError, match=r"'numbers' of version 2, found 'numbers' of version 1"):
+        read_table(tmp_path / "t.parquet", SCHEMA)
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "plain.parquet")
+    with pytest.raises(DataError, match="no name"):
+        read_table(tmp_path / "plain.parquet", SCHEMA)
+
+
+def test_missing_damaged_and_misfitting(tmp_path):
+    with pytest.raises(DataError, match="cannot be read"):
+        read_table(tmp_path / "none.parquet", SCHEMA)
+    (tmp_path / "bad.parquet").write_bytes(b"not parquet at all")
+    with pytest.raises(DataError, match="cannot be read"):
+        read_table(tmp_path / "bad.parquet", SCHEMA)
+    with pytest.raises(DataError, match="do not fit"):
+        write_table(tmp_path / "t.parquet", [{"name": "a", "values": ["x"]}], SCHEMA)
