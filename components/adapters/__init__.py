@@ -1,0 +1,39 @@
+"""Adapters: rollouts in, the tensors of a model family out. Names that need torch are imported when asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from components.adapters.base import MultimodalAdapter
+from components.contracts.batches import MultimodalBatch
+
+if TYPE_CHECKING:
+    from components.adapters.family import FamilyAdapter
+    from components.adapters.select import get_adapter
+    from components.adapters.spec import FamilySpec
+    from components.adapters.validate import model_inputs, validate_batch
+
+__all__ = [
+    "FamilyAdapter",
+    "FamilySpec",
+    "MultimodalAdapter",
+    "MultimodalBatch",
+    "get_adapter",
+    "model_inputs",
+    "validate_batch",
+]
+
+_MODULES = {
+    "FamilyAdapter": "family",
+    "FamilySpec": "spec",
+    "get_adapter": "select",
+    "model_inputs": "validate",
+    "validate_batch": "validate",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,0 +1,90 @@
+"""An entry for a family that nobody has described, inferred from its processor and then proved against it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from PIL import Image
+
+from components.adapters.images import PLACEHOLDER_RUNS, image_features, process_one
+from components.adapters.joins import Features, Join, cat, pad_cat
+from components.adapters.spec import FamilySpec, token_id
+from components.contracts.errors import ConfigurationError, DataError
+
+# Wide, tall, small and large, so that tiles, grids and padding differ.
+SIZES = ((100, 80), (64, 150), (500, 90), (700, 900))
+TYPE_IDS = ("mm_token_type_ids", "token_type_ids")
+REMEDY = (
+    "write a FamilySpec (see components/adapters/families.py) and name it under the entry point group "
+    "'armature.adapters', or subclass MultimodalAdapter"
+)
+
+
+def infer_spec(processor: Any) -> FamilySpec:
+    """The entry whose joins reproduce `processor` on images of several sizes.
+
+    Every output must be a tensor that is joined along dim 0, with or without zero padding of the other dims. Type
+    ids are rebuilt where the processor returns them and they mark feature tokens alone.
+
+    Raises:
+        ConfigurationError: the processor has no placeholder, or its joint output cannot be reproduced.
+    """
+    where = type(processor).__name__
+    feature_token = _feature_token(processor)
+    token = token_id(feature_token, processor)
+    images = [Image.effect_noise(size, 64.0).convert("RGB") for size in SIZES]
+    try:
+        features = [process_one(processor, image, token) for image in images]
+    except DataError as error:
+        raise ConfigurationError(f"no adapter entry fits: {error.what}", where=where, remedy=REMEDY) from error
+    if not all(len(one[PLACEHOLDER_RUNS]) for one in features):
+        raise ConfigurationError("an image is not expanded into image tokens", where=where, remedy=REMEDY)
+    together = processor(images=images, text=["".join([processor.image_token] * len(images))], return_tensors="pt")
+    joins = {name: _infer_join(name, features, together, where) for name in image_features(features[0])}
+    return FamilySpec(
+        feature_token=feature_token,
+        joins=joins,
+        type_ids=_type_ids(together, token, where),
+        merge_turns=False,  # nothing is known about attention across images: one sample per turn is always exact
+    )
+
+
+def _feature_token(processor: Any) -> str:
+    if not isinstance(getattr(processor, "image_token", None), str):
+        raise ConfigurationError(
+            "the processor does not say which token stands for an image (image_token)",
+            where=type(processor).__name__,
+            remedy=REMEDY,
+        )
+    return ".image_token"
+
+
+def _infer_join(name: str, features: list[dict[str, Any]], together: Any, where: str) -> Join:
+    parts = [one[name] for one in features]
+    if all(isinstance(part, torch.Tensor) and part.ndim for part in parts):
+        for join in (cat, pad_cat):
+            if _reproduces(join, parts, features, together[name]):
+                return join
+    raise ConfigurationError(
+        f"the processor's {name!r} for several images is not that of single images joined along dim 0",
+        where=where,
+        remedy=REMEDY,
+    )
+
+
+def _reproduces(join: Join, parts: list[torch.Tensor], features: list[Features], expected: torch.Tensor) -> bool:
+    same_dims = len({part.ndim for part in parts}) == 1
+    same_sizes = len({part.shape[1:] for part in parts}) == 1
+    return same_dims and (same_sizes or join is pad_cat) and torch.equal(join(parts, features), expected)
+
+
+def _type_ids(together: Any, token: int, where: str) -> str | None:
+    for name in TYPE_IDS:
+        if name in together:
+            if not torch.equal(together[name] != 0, together["input_ids"] == token):
+                raise ConfigurationError(
+                    f"the processor's {name} marks other tokens than the image token", where=where, remedy=REMEDY
+                )
+            return name
+    return None

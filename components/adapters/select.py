@@ -1,0 +1,80 @@
+"""The adapter that fits a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from components.adapters.families import ENTRIES
+from components.adapters.family import FamilyAdapter
+from components.adapters.generic import infer_spec
+from components.adapters.images import ImageSource
+from components.adapters.spec import FamilySpec
+from components.contracts.errors import ConfigurationError
+from components.models.families import FAMILIES, family_of
+
+
+def get_adapter(
+    model: Any,
+    processor: Any,
+    images: ImageSource | None = None,
+    max_tokens: int | None = None,
+) -> FamilyAdapter:
+    """The adapter for `model`: its configuration, a checkpoint folder, a family name or a `model_type`.
+
+    `processor` is the model's Hugging Face processor, `images` opens an image by its reference, and `max_tokens`
+    bounds the length of a sample (None: unbounded).
+
+    A model that no entry describes gets one inferred from its processor, if that reproduces the processor exactly.
+
+    Raises:
+        ConfigurationError: nothing fits; the message says what to write. Or the model expects another
+            image token than the processor writes.
+    """
+    config = _config(model)
+    adapter = FamilyAdapter(processor, _spec(config, processor), images, max_tokens)
+    expected = config.get("image_token_id", config.get("image_token_index"))
+    if expected is not None and expected != adapter.image_token_id:
+        raise ConfigurationError(
+            f"the model replaces token {expected} by image features, the processor writes {adapter.image_token_id}",
+            where=str(config["model_type"]),
+            remedy="load the processor from the folder of the model",
+        )
+    return adapter
+
+
+def _config(model: Any) -> dict[str, Any]:
+    """The model's configuration; of a name, one that holds nothing but the `model_type`."""
+    if not isinstance(model, str | Path):
+        config: dict[str, Any] = model.to_dict()
+        return config
+    file = Path(model) / "config.json"
+    if file.is_file():
+        config = json.loads(file.read_text())
+        return config
+    if isinstance(model, Path) or "/" in model:
+        raise ConfigurationError(
+            "there is no config.json", where=str(file), remedy="name a checkpoint folder, or pass the model's config"
+        )
+    family = FAMILIES.get(model)
+    if family is None:
+        return {"model_type": model}
+    return {"model_type": family.model_type, "vision_config": {"model_type": family.vision_model_type}}
+
+
+def _spec(config: dict[str, Any], processor: Any) -> FamilySpec:
+    name = _name(config)
+    if name in ENTRIES:
+        spec: FamilySpec = ENTRIES[name]
+        return spec
+    return infer_spec(processor)
+
+
+def _name(config: dict[str, Any]) -> str:
+    vision = SimpleNamespace(model_type=config.get("vision_config", {}).get("model_type"))
+    try:
+        return family_of(SimpleNamespace(model_type=config["model_type"], vision_config=vision)).name
+    except ConfigurationError:
+        return str(config["model_type"])

@@ -1,0 +1,112 @@
+"""From turns to training sequences, by the token ids that the server returned and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from components.contracts.batches import Sample
+from components.contracts.images import ImageRef
+from components.contracts.rollouts import TokenIds, Trajectory, Turn
+
+# A log-softmax in float32 may end this much above zero.
+POSITIVE_LOGPROB = 1e-5
+
+
+def turn_defect(turn: Turn, forbidden: Collection[int], max_tokens: int | None) -> str | None:
+    """Why `turn` cannot be trained on, as a short slug that can be counted; None if it can."""
+    tokens, logprobs = turn.completion_token_ids, turn.completion_logprobs
+    if len(tokens) == 0:
+        return "empty_completion"
+    if len(turn.prompt_token_ids) == 0:
+        return "empty_prompt"
+    if len(logprobs) == 0:
+        return "logprobs_missing"
+    if len(logprobs) != len(tokens):
+        return "logprobs_length"
+    if not np.isfinite(logprobs).all():
+        return "logprobs_not_finite"
+    if (np.asarray(logprobs) > POSITIVE_LOGPROB).any():
+        return "logprobs_positive"
+    if not set(np.asarray(tokens).tolist()).isdisjoint(forbidden):
+        return "placeholder_sampled"
+    if max_tokens is not None and len(turn.prompt_token_ids) + len(tokens) > max_tokens:
+        return "too_long"
+    return None
+
+
+def runs_fit(ids: TokenIds, feature_token: int, runs: Sequence[int]) -> bool:
+    """Whether the feature tokens in `ids` are exactly the consecutive `runs` that the images need, in order."""
+    positions = np.flatnonzero(np.asarray(ids) == feature_token)
+    if len(positions) != sum(runs):
+        return False
+    start = 0
+    for run in runs:
+        if positions[start + run - 1] - positions[start] != run - 1:
+            return False
+        start += run
+    return True
+
+
+@dataclass
+class _Open:
+    """A sequence that a later turn may extend: its ids so far, and the turns that it trains on."""
+
+    ids: TokenIds
+    images: tuple[ImageRef, ...]
+    turns: list[Turn]
+
+    def is_extended_by(self, turn: Turn) -> bool:
+        prompt = turn.prompt_token_ids
+        return (
+            len(prompt) >= len(self.ids)
+            and turn.images[: len(self.images)] == self.images
+            and np.array_equal(prompt[: len(self.ids)], self.ids)
+        )
+
+
+def merge_turns(turns: Sequence[Turn], merge: bool) -> list[list[Turn]]:
+    """Groups of turns that share one sequence.
+
+    A turn joins the newest sequence whose ids (prompt and completion) begin its prompt, and whose images begin its
+    images; else it starts its own. So no token is trained on twice and none is re-tokenised.
+    """
+    sequences: list[_Open] = []
+    for turn in turns:
+        ids = np.concatenate([turn.prompt_token_ids, turn.completion_token_ids])
+        earlier = next((one for one in reversed(sequences) if merge and one.is_extended_by(turn)), None)
+        if earlier is None:
+            sequences.append(_Open(ids, turn.images, [turn]))
+        else:
+            earlier.ids, earlier.images = ids, turn.images
+            earlier.turns.append(turn)
+    return [sequence.turns for sequence in sequences]
+
+
+def sample_of(trajectory: Trajectory, turns: Sequence[Turn]) -> Sample:
+    """One sequence from `turns`, each of which extends the one before; the last holds all tokens and images."""
+    last = turns[-1]
+    ids = np.concatenate([last.prompt_token_ids, last.completion_token_ids]).astype(np.int32)
+    mask = np.zeros(len(ids), dtype=np.bool_)
+    logprobs = np.zeros(len(ids), dtype=np.float32)
+    versions = np.full(len(ids), -1, dtype=np.int32)
+    for turn in turns:
+        start = len(turn.prompt_token_ids)
+        sampled = slice(start, start + len(turn.completion_token_ids))
+        mask[sampled] = True
+        logprobs[sampled] = turn.completion_logprobs
+        versions[sampled] = turn.policy_version
+    return Sample(
+        sample_id=f"{trajectory.trajectory_id}/{'-'.join(str(turn.index) for turn in turns)}",
+        group_id=trajectory.group_id,
+        trajectory_id=trajectory.trajectory_id,
+        input_ids=ids,
+        loss_mask=mask,
+        behavior_logprobs=logprobs,
+        policy_versions=versions,
+        advantages=np.zeros(len(ids), dtype=np.float32),
+        reward=trajectory.reward,
+        images=last.images,
+    )
