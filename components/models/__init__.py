@@ -1,0 +1,1 @@
+"""Vision-language models by family: loading, freezing, LoRA, saving, and tiny checkpoints for a CPU."""

@@ -1,0 +1,131 @@
+"""Load a model by family, freeze components, add adapters, and save what vLLM can load."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    PreTrainedConfig,
+    PreTrainedModel,
+    ProcessorMixin,
+)
+
+from components.contracts.errors import ConfigurationError, DataError
+from components.models.families import Family, family_of
+from components.models.lora import add_adapters, base_model, merged_weights
+from components.models.settings import ModelSettings
+from components.models.source import local_code_options, locate
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_config(source: str | Path, settings: ModelSettings) -> PreTrainedConfig:
+    """The configuration of a folder, a hub name or a model artifact.
+
+    Raises:
+        DataError: there is no readable configuration.
+        ConfigurationError: the model is of no known family.
+    """
+    folder, options = locate(source, settings.revision), local_code_options(settings.trust_remote_code)
+    try:
+        config = AutoConfig.from_pretrained(folder, **options)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            "no model configuration can be read",
+            where=f"{source}: {error}",
+            remedy="give a folder with a config.json of a vision-language model, or a hub name with its revision",
+        ) from error
+    family_of(config)
+    return config
+
+
+def load_processor(source: str | Path, settings: ModelSettings) -> ProcessorMixin:
+    """The processor (tokenizer, image processor, chat template) of a folder, a hub name or a model artifact."""
+    options = local_code_options(settings.trust_remote_code)
+    return AutoProcessor.from_pretrained(locate(source, settings.revision), **options)
+
+
+def load_model(source: str | Path, settings: ModelSettings, device: str | torch.device = "cpu") -> PreTrainedModel:
+    """The model on `device`, in evaluation mode, with its frozen components and its adapters.
+
+    With `settings.lora` it is a PEFT model whose adapters alone, and nothing frozen, are trainable.
+
+    Raises:
+        ConfigurationError: unknown family, flash-attn is not installed, or an adapter target matches nothing.
+        DataError: the weights do not belong to the configuration.
+    """
+    family = family_of(load_config(source, settings))
+    _check_attention(settings.attn_implementation)
+    model, report = AutoModelForImageTextToText.from_pretrained(
+        locate(source, settings.revision),
+        dtype=DTYPES[settings.dtype],
+        attn_implementation=settings.attn_implementation,
+        output_loading_info=True,
+        **local_code_options(settings.trust_remote_code),
+    )
+    _check_weights(report, source)
+    freeze(model, family, settings.freeze)
+    if settings.lora is not None:
+        model = add_adapters(model, family, settings.lora, settings.freeze)
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.to(device).eval()
+
+
+def freeze(model: PreTrainedModel, family: Family, components: tuple[str, ...]) -> None:
+    """Stop gradients of every parameter of the named components; the others are left as they are."""
+    for name, parameter in model.named_parameters():
+        if family.component_of(name) in components:
+            parameter.requires_grad_(False)
+
+
+def save_checkpoint(
+    model: PreTrainedModel,
+    processor: ProcessorMixin,
+    folder: Path,
+    weights: Mapping[str, torch.Tensor] | None = None,
+) -> Path:
+    """Write safetensors, configuration and processor in the Hugging Face layout, adapters merged into the weights.
+
+    `weights` are those to write, under the names of the model without adapters, where a sharded trainer has
+    gathered them itself. A reader of `folder` sees the earlier checkpoint or this one, never half of one.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+        new = Path(scratch) / "new"
+        new.mkdir()
+        state = dict(merged_weights(model) if weights is None else weights)
+        base_model(model).save_pretrained(new, state_dict=state)
+        processor.save_pretrained(new)
+        if folder.exists():
+            folder.rename(Path(scratch) / "old")
+        new.rename(folder)
+    return folder
+
+
+def _check_attention(implementation: str) -> None:
+    if implementation == "flash_attention_2" and find_spec("flash_attn") is None:
+        raise ConfigurationError(
+            "flash_attention_2 needs the package flash-attn, which is not installed",
+            where="model.attn_implementation",
+            remedy="install flash-attn on a machine with a GPU, or set attn_implementation = 'sdpa'",
+        )
+
+
+def _check_weights(report: Mapping[str, Any], source: str | Path) -> None:
+    """A checkpoint of another model loads with random weights in the gaps; refuse it instead."""
+    missing, wrong = sorted(report["missing_keys"]), sorted(map(str, report["mismatched_keys"]))
+    if missing or wrong:
+        raise DataError(
+            f"{len(missing)} weights are missing and {len(wrong)} have another shape, first: {(missing + wrong)[0]}",
+            where=str(source),
+            remedy="use a checkpoint whose weights belong to its config.json",
+        )

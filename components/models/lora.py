@@ -1,0 +1,92 @@
+"""Low-rank adapters on exactly named linear layers, and the weights with the adapters merged in."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from transformers import PreTrainedModel
+
+from components.contracts.errors import ConfigurationError
+from components.models.families import COMPONENTS, Family
+from components.models.settings import LoraSettings
+
+ALL_LINEARS = "all"
+PEFT_PREFIX = "base_model.model."
+
+
+def target_modules(model: nn.Module, family: Family, settings: LoraSettings) -> list[str]:
+    """Full names of the linear layers that get adapters; the output head gets one only where it is named.
+
+    A bare name such as q_proj would also hit the vision tower of most families, hence full names.
+
+    Raises:
+        ConfigurationError: a target matches no linear layer within the scope.
+    """
+    components = COMPONENTS if settings.scope == "all" else ("language",)
+    linears = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and family.component_of(name) in components
+    ]
+    if ALL_LINEARS in settings.targets:
+        return [name for name in linears if not name.endswith("lm_head")]
+    lasts = {name.rpartition(".")[2] for name in linears}
+    for target in settings.targets:
+        if target not in lasts:
+            raise ConfigurationError(
+                f"the adapter target {target!r} is no linear layer of the {settings.scope} scope",
+                where=f"model.lora.targets, family {family.name}",
+                remedy=f"choose from {', '.join(sorted(lasts))}",
+            )
+    return [name for name in linears if name.rpartition(".")[2] in settings.targets]
+
+
+def add_adapters(model: PreTrainedModel, family: Family, settings: LoraSettings, frozen: tuple[str, ...]) -> PeftModel:
+    """Wrap `model`; only adapters are trainable, and those of frozen components are not."""
+    names = [name for name in target_modules(model, family, settings) if family.component_of(name) not in frozen]
+    if not names:
+        raise ConfigurationError(
+            "no linear layer is left for an adapter",
+            where=f"scope = {settings.scope}, freeze = {', '.join(frozen)}",
+            remedy="freeze less, or widen model.lora.scope",
+        )
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=cast(int, settings.alpha),
+        lora_dropout=settings.dropout,
+        target_modules=names,
+        bias="none",
+    )
+    return get_peft_model(model, config)
+
+
+def base_model(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    """The Hugging Face model inside the adapters, or `model` itself."""
+    return cast(PreTrainedModel, model.get_base_model()) if isinstance(model, PeftModel) else model
+
+
+def merged_weights(model: PreTrainedModel | PeftModel) -> dict[str, torch.Tensor]:
+    """The weights under the names of the model without adapters, each adapter added to its layer.
+
+    Nothing is merged in place: subtracting an adapter again would not give back the same bits.
+    """
+    base = base_model(model)
+    if base is model:
+        return base.state_dict()
+    deltas = {
+        name: module.get_delta_weight(adapter)
+        for name, module in base.named_modules()
+        if isinstance(module, LoraLayer)
+        for adapter in module.active_adapters
+    }
+    weights = {}
+    for key, tensor in base.state_dict().items():
+        if ".lora_" in key:
+            continue
+        layer = key.removesuffix(".base_layer.weight")
+        weights[key.replace(".base_layer.", ".")] = tensor + deltas[layer] if layer in deltas else tensor
+    return weights

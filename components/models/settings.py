@@ -1,0 +1,122 @@
+"""Which model is trained and how it is loaded."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from components.contracts.settings import Settings
+from components.models.families import Component
+
+TINY_PREFIX = "tiny/"
+
+
+class Transcript(Settings):
+    """A conversation that teaches the answer format.
+
+    In `user`, `{image}` stands for an image; in `assistant`, `{answer}` for an answer drawn at random.
+    """
+
+    user: tuple[str, ...] = Field(description="The user's turns, e.g. '{image}What colour is this?'.", min_length=1)
+    assistant: tuple[str, ...] = Field(description="The assistant's turns, as many.", min_length=1)
+
+    @model_validator(mode="after")
+    def _turns_alternate(self) -> Self:
+        if len(self.user) != len(self.assistant):
+            raise ValueError(f"{len(self.user)} user turns, but {len(self.assistant)} assistant turns")
+        return self
+
+
+class FormatSettings(Settings):
+    """Next-token training on conversations whose answers are independent of the images.
+
+    It gives random weights what every pretrained model has: the environment's answer format, at chance accuracy.
+    """
+
+    system: str = Field(description="System prompt of every conversation; empty for none.")
+    transcripts: tuple[Transcript, ...] = Field(description="Conversations, used in turn.", min_length=1)
+    answers: tuple[str, ...] = Field(description="What {answer} is drawn from, each equally often.", min_length=1)
+    image_side: PositiveInt = Field(description="Width and height of the random images, in pixels.")
+    steps: PositiveInt = Field(description="Optimiser steps.")
+    batch_size: PositiveInt = Field(description="Conversations per step.")
+    learning_rate: PositiveFloat = Field(description="Peak learning rate of AdamW; five steps up, then a cosine.")
+    train_vision: bool = Field(description="Whether the vision tower and the projector are trained as well.")
+
+
+class TinySettings(Settings):
+    """Sizes of a checkpoint made from a seed. Attention heads must be 32, 64, 80, 96, 112 or 128 wide for vLLM."""
+
+    seed: NonNegativeInt = Field(description="Seed of the weights.")
+    hidden_size: PositiveInt = Field(description="Width of the language model.", multiple_of=32)
+    intermediate_size: PositiveInt = Field(description="Width of its feed-forward layers.")
+    layers: PositiveInt = Field(description="Layers of the language model.")
+    heads: PositiveInt = Field(description="Attention heads of the language model.")
+    key_value_heads: PositiveInt = Field(description="Key and value heads of the language model.")
+    vision_hidden_size: PositiveInt = Field(description="Width of the vision tower.", multiple_of=32)
+    vision_intermediate_size: PositiveInt = Field(description="Width of its feed-forward layers.")
+    vision_layers: PositiveInt = Field(description="Layers of the vision tower.")
+    vision_heads: PositiveInt = Field(description="Attention heads of the vision tower.")
+    image_side: PositiveInt = Field(
+        description="Largest (Qwen, Pixtral) or fixed (others) image side in pixels.", multiple_of=16
+    )
+    max_positions: PositiveInt = Field(description="Longest sequence in tokens.")
+    vocabulary_size: PositiveInt = Field(description="Most tokens the tokenizer may have.", ge=300)
+    initializer_range: PositiveFloat = Field(description="Standard deviation of the language model's weights.")
+    vision_initializer_range: PositiveFloat = Field(description="Standard deviation of the vision tower's.")
+    tie_embeddings: bool = Field(description="Whether input and output embeddings are one matrix.")
+    format: FormatSettings | None = Field(None, description="Teaches an answer format; leave out for none.")
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        for width, heads, where in (
+            (self.hidden_size, self.heads, "heads"),
+            (self.vision_hidden_size, self.vision_heads, "vision_heads"),
+        ):
+            if width % heads or width // heads not in (32, 64, 80, 96, 112, 128, 192, 256):
+                raise ValueError(f"{where} = {heads} over a width of {width} gives no head size that vLLM serves")
+        if self.heads % self.key_value_heads:
+            raise ValueError(f"heads = {self.heads} is no multiple of key_value_heads = {self.key_value_heads}")
+        return self
+
+
+class LoraSettings(Settings):
+    """Low-rank adapters (https://arxiv.org/abs/2106.09685)."""
+
+    rank: PositiveInt = Field(description="Rank of each adapter.")
+    alpha: PositiveFloat = Field(description="Scale: an adapter's output is multiplied by alpha / rank.")
+    dropout: float = Field(description="Dropout before an adapter; 0 keeps log-probs exact.", ge=0, lt=1)
+    targets: tuple[str, ...] = Field(
+        description="Last names of the linear layers that get adapters, e.g. q_proj; 'all' for every linear.",
+        min_length=1,
+    )
+    scope: Literal["language", "all"] = Field(description="Where targets are looked for.")
+
+
+class ModelSettings(Settings):
+    """The model: where its weights come from and what of it is trained."""
+
+    source: str = Field(description="A hub name, a folder, or tiny/<family> for a checkpoint made from a seed.")
+    revision: str | None = Field(None, description="Commit of a hub name; needed for a hub name.")
+    dtype: Literal["float32", "bfloat16"] = Field(description="Type of the weights.")
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] = Field(description="Attention kernels.")
+    trust_remote_code: bool = Field(description="Run model code of the checkpoint; needs a pinned revision.")
+    freeze: tuple[Component, ...] = Field(description="Components that are not trained.")
+    lora: LoraSettings | None = Field(None, description="Train adapters instead of the weights; leave out for none.")
+    gradient_checkpointing: bool = Field(description="Recompute activations in the backward pass to save memory.")
+    tiny: TinySettings | None = Field(None, description="Sizes for tiny/<family>; leave out for other sources.")
+
+    @property
+    def tiny_family(self) -> str | None:
+        """The family of a tiny/<family> source, else None."""
+        return self.source.removeprefix(TINY_PREFIX) if self.source.startswith(TINY_PREFIX) else None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.tiny_family is None) != (self.tiny is None):
+            raise ValueError("source = tiny/<family> and the section tiny belong together; give both or neither")
+        if self.trust_remote_code and self.revision is None:
+            raise ValueError("trust_remote_code needs a pinned revision (a commit hash)")
+        if self.lora is None and {"vision", "projector", "language"} <= set(self.freeze):
+            raise ValueError("freeze names every component and there is no lora: nothing would be trained")
+        return self

@@ -1,0 +1,113 @@
+"""Where a model lies: a hub name, a folder, or an artifact that refers to either."""
+
+from __future__ import annotations
+
+import json
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+from pydantic import BaseModel, ConfigDict
+
+from components.contracts.errors import ConfigurationError, DataError
+
+REFERENCE = "source.json"
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+NO_WEIGHTS_OF_OTHER_KINDS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
+
+
+class SourceReference(BaseModel):
+    """What a model artifact holds instead of the weights themselves.
+
+    `commit` is the resolved commit of a hub name, None for a folder. `weights_sha256` is over the index of the
+    shards, or over the only shard; the loader checks it, so that a changed folder is not taken for the old one.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    source: str
+    revision: str | None
+    commit: str | None
+    weights_sha256: str
+
+    def write(self, folder: Path) -> None:
+        """Write the reference into an artifact folder."""
+        (folder / REFERENCE).write_text(json.dumps(self.model_dump(), indent=2, sort_keys=True) + "\n")
+
+
+def make_reference(source: str, revision: str | None) -> SourceReference:
+    """Resolve a folder or a hub name, fetching the latter.
+
+    Raises:
+        ConfigurationError: a hub name without a revision.
+        DataError: no such folder or repository, or it has no safetensors.
+    """
+    folder = locate(source, revision)
+    commit = None if Path(source).is_dir() else folder.name
+    absolute = str(folder.resolve()) if commit is None else source
+    return SourceReference(source=absolute, revision=revision, commit=commit, weights_sha256=weights_sha256(folder))
+
+
+def locate(source: str | Path, revision: str | None) -> Path:
+    """The local folder of a folder, a model artifact or a hub name; the last is fetched where it is missing."""
+    folder = Path(source)
+    if not folder.is_dir():
+        return _fetch(str(source), revision)
+    if not (folder / REFERENCE).is_file():
+        return folder
+    reference = SourceReference.model_validate_json((folder / REFERENCE).read_text())
+    target = locate(reference.source, reference.commit)
+    found = weights_sha256(target)
+    if found != reference.weights_sha256:
+        raise DataError(
+            f"the weights are not those that the artifact refers to: {found} is not {reference.weights_sha256}",
+            where=f"{target}, referred to by {folder / REFERENCE}",
+            remedy="put the old weights back, or run the model stage again",
+        )
+    return target
+
+
+def weights_sha256(folder: Path) -> str:
+    """SHA-256 over the shard index where there is one, else over the shards in order of their names."""
+    index = folder / "model.safetensors.index.json"
+    files = [index] if index.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise DataError(
+            "no safetensors in the model folder",
+            where=str(folder),
+            remedy="convert the weights with save_pretrained; pickled weights are not loaded",
+        )
+    digest = sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def _fetch(name: str, revision: str | None) -> Path:
+    if name.count("/") != 1 or name.startswith(("/", ".", "~")):
+        raise DataError(
+            "no such model folder", where=name, remedy="give an existing folder, a hub name, or tiny/<family>"
+        )
+    if revision is None:
+        raise ConfigurationError(
+            "a hub name needs a revision",
+            where=f"model.source = {name!r}",
+            remedy="set model.revision to the commit that the model's page shows under its history",
+        )
+    try:
+        return Path(snapshot_download(name, revision=revision, ignore_patterns=list(NO_WEIGHTS_OF_OTHER_KINDS)))
+    except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError) as error:
+        raise DataError(
+            f"the model cannot be fetched: {str(error).splitlines()[0]}",
+            where=f"{name} at {revision}",
+            remedy="check the name and the revision, log in for a gated model, or give a folder",
+        ) from error
+
+
+def local_code_options(trust_remote_code: bool) -> dict[str, Any]:
+    """What every Auto class is told besides the folder: nothing is looked up on a network."""
+    return {"trust_remote_code": trust_remote_code, "local_files_only": True}

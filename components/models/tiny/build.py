@@ -1,0 +1,102 @@
+"""Make a real, complete checkpoint folder of a family from a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForImageTextToText, GenerationConfig
+
+from components.models.load import save_checkpoint
+from components.models.settings import FormatSettings, TinySettings
+from components.models.tiny.format import format_pretraining
+from components.models.tiny.tokenizer import train_tokenizer
+from components.registry import Registry
+
+RECIPES = Registry(
+    "tiny model family",
+    "armature.tiny_models",
+    {
+        "qwen2-vl": "components.models.tiny.qwen:QWEN2_VL",
+        "qwen2.5-vl": "components.models.tiny.qwen:QWEN2_5_VL",
+        "qwen3-vl": "components.models.tiny.qwen:QWEN3_VL",
+    },
+)
+SMALL = TinySettings(
+    seed=0,
+    hidden_size=64,
+    intermediate_size=128,
+    layers=2,
+    heads=2,
+    key_value_heads=2,
+    vision_hidden_size=64,
+    vision_intermediate_size=128,
+    vision_layers=2,
+    vision_heads=2,
+    image_side=112,
+    max_positions=2048,
+    vocabulary_size=400,
+    initializer_range=0.05,
+    vision_initializer_range=0.05,
+    tie_embeddings=False,
+)
+
+
+def make_tiny_checkpoint(family: str, folder: Path, seed: int, settings: TinySettings = SMALL) -> Path:
+    """Write a checkpoint of `family` to `folder`: configuration, fp32 weights, tokenizer, template, processor.
+
+    `seed` stands for `settings.seed`. The same arguments give the same bytes on the same kind of processor. The
+    default sizes are those that tests use.
+
+    Raises:
+        ConfigurationError: no recipe for the family.
+    """
+    recipe = RECIPES[family]
+    tokenizer = train_tokenizer(
+        recipe.vocabulary,
+        settings.vocabulary_size,
+        _texts(settings.format),
+        recipe.template,
+        settings.max_positions,
+    )
+    processor = recipe.processor(settings, tokenizer)
+    with _reproducible(seed):
+        model = AutoModelForImageTextToText.from_config(recipe.config(settings, tokenizer), dtype=torch.float32)
+        model.generation_config = _generation(tokenizer)
+        if settings.format is not None:
+            format_pretraining(model, processor, settings.format, seed)
+    save_checkpoint(model, processor, folder)
+    return folder
+
+
+def _texts(settings: FormatSettings | None) -> list[str]:
+    """What the tokenizer should know as few tokens: the answers alone, then the words of the prompts."""
+    if settings is None:
+        return []
+    turns = [turn for script in settings.transcripts for turn in (*script.user, *script.assistant)]
+    prompts = [turn.replace("{image}", "").replace("{answer}", "") for turn in turns]
+    return [*settings.answers, settings.system, *prompts]
+
+
+def _generation(tokenizer: Any) -> GenerationConfig:
+    return GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+@contextmanager
+def _reproducible(seed: int) -> Iterator[None]:
+    """Seeded draws and one thread: the order of a sum over threads depends on their number."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield
+    finally:
+        torch.set_num_threads(threads)

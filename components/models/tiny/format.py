@@ -1,0 +1,159 @@
+"""Teach random weights to answer in an environment's format, without teaching them to see."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import cycle, islice
+from typing import Any, cast
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.nn import functional
+from transformers import PreTrainedModel, ProcessorMixin
+
+from components.contracts.errors import DataError
+from components.models.families import family_of
+from components.models.settings import FormatSettings, Transcript
+
+WARM_UP_STEPS = 5
+IGNORE = -100  # cross_entropy's mark for positions without a target
+
+
+def format_pretraining(
+    model: PreTrainedModel, processor: ProcessorMixin, settings: FormatSettings, seed: int
+) -> list[float]:
+    """Train `model` in place on conversations whose answers are drawn independently of the random images.
+
+    Every answer appears equally often, so the trained model answers well-formed and at chance. The loss counts
+    the assistant's tokens and the token that ends its turn.
+
+    Returns: the loss of each step, in nats per token.
+    """
+    family = family_of(model.config)
+    parameters = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if settings.train_vision or family.component_of(name) == "language"
+    ]
+    optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0.0)
+    batches = _Batches(processor, settings, np.random.default_rng(seed))
+    losses = []
+    model.train()
+    for step in range(settings.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = settings.learning_rate * _schedule(step, settings.steps)
+        inputs, labels = batches.next()
+        logits = model(**inputs, use_cache=False).logits[:, :-1]
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    optimizer.zero_grad()
+    model.eval()
+    return losses
+
+
+class _Answers:
+    """Draws without replacement, so that no answer is more frequent than another."""
+
+    def __init__(self, answers: tuple[str, ...], rng: np.random.Generator) -> None:
+        self.answers, self.rng, self.left = answers, rng, list[str]()
+
+    def draw(self) -> str:
+        if not self.left:
+            self.left = [self.answers[index] for index in self.rng.permutation(len(self.answers))]
+        return self.left.pop()
+
+
+def _schedule(step: int, steps: int) -> float:
+    warm = min(1.0, (step + 1) / WARM_UP_STEPS)
+    return warm * max(0.02, 0.5 * (1.0 + math.cos(math.pi * step / steps)))
+
+
+class _Batches:
+    """Conversations as tensors. Where an answer lies among the tokens is measured once per distinct prompt."""
+
+    def __init__(self, processor: Any, settings: FormatSettings, rng: np.random.Generator) -> None:
+        self.processor, self.settings, self.rng = processor, settings, rng
+        self.answers = _Answers(settings.answers, rng)
+        self.rows = cycle(settings.transcripts)
+        self.prompt_lengths: dict[str, int] = {}
+
+    def next(self) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
+        """The processor's tensors of B conversations, and labels (B, L) int64: IGNORE but on answers."""
+        texts, images, answers = [], [], []
+        for script in islice(self.rows, self.settings.batch_size):
+            text, spans = self._conversation(script, self.answers.draw())
+            texts.append(text)
+            answers.append(spans)
+            images.append([self._image() for _ in range("".join(script.user).count("{image}"))])
+        inputs = self._process(texts, images)
+        labels = torch.full_like(inputs["input_ids"], IGNORE)
+        for row, spans in enumerate(answers):
+            for start, tokens in spans:
+                end = start + len(tokens)
+                if inputs["input_ids"][row, start:end].tolist() != tokens:
+                    raise DataError(
+                        "an answer's tokens change when its prompt stands before it",
+                        where=repr(texts[row]),
+                        remedy="let answers begin with a letter or a digit",
+                    )
+                labels[row, start:end] = torch.tensor(tokens)
+        return inputs, labels
+
+    def _conversation(self, script: Transcript, answer: str) -> tuple[str, list[tuple[int, list[int]]]]:
+        """The text up to the last stop token, and of every answer its first position and its tokens."""
+        tokenizer = self.processor.tokenizer
+        messages: list[dict[str, Any]] = []
+        if self.settings.system:
+            messages.append({"role": "system", "content": self.settings.system})
+        text, spans, images = "", [], 0
+        for user, assistant in zip(script.user, script.assistant, strict=True):
+            reply = assistant.replace("{answer}", answer)
+            images += user.count("{image}")
+            messages.append({"role": "user", "content": _parts(user)})
+            prompt = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            tokens = tokenizer(reply, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+            spans.append((self._length(prompt, images), tokens))
+            messages.append({"role": "assistant", "content": reply})
+            text = prompt + reply + tokenizer.eos_token
+        return text, spans
+
+    def _length(self, prompt: str, images: int) -> int:
+        if prompt not in self.prompt_lengths:
+            blank = Image.new("RGB", (self.settings.image_side, self.settings.image_side))
+            ids = self._process([prompt], [[blank] * images])["input_ids"]
+            self.prompt_lengths[prompt] = int(ids.shape[1])
+        return self.prompt_lengths[prompt]
+
+    def _process(self, texts: list[str], images: list[list[Image.Image]]) -> Mapping[str, torch.Tensor]:
+        pictures = images if any(images) else None
+        inputs = self.processor(
+            text=texts,
+            images=pictures,
+            padding=True,
+            padding_side="right",
+            add_special_tokens=False,
+            return_tensors="pt",
+        )
+        return cast(Mapping[str, torch.Tensor], inputs)
+
+    def _image(self) -> Image.Image:
+        """One random colour with noise: images unlike each other, so that features do not all collapse."""
+        side = self.settings.image_side
+        pixels = self.rng.uniform(0, 255, 3) + self.rng.normal(0, 16, (side, side, 3))
+        return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+
+
+def _parts(user: str) -> list[dict[str, str]]:
+    parts: list[dict[str, str]] = []
+    for index, text in enumerate(user.split("{image}")):
+        if index:
+            parts.append({"type": "image"})
+        if text:
+            parts.append({"type": "text", "text": text})
+    return parts

@@ -1,0 +1,38 @@
+"""What a family's module provides so that a tiny checkpoint of it can be made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from components.models.settings import TinySettings
+from components.models.tiny.tokenizer import Vocabulary
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`config(settings, tokenizer)` and `processor(settings, tokenizer)` build the Hugging Face objects."""
+
+    vocabulary: Vocabulary
+    template: str
+    config: Callable[[TinySettings, Any], Any]
+    processor: Callable[[TinySettings, Any], Any]
+
+
+def text_sizes(settings: TinySettings, tokenizer: Any) -> dict[str, Any]:
+    """The entries that every family's language-model configuration shares."""
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": settings.hidden_size,
+        "intermediate_size": settings.intermediate_size,
+        "num_hidden_layers": settings.layers,
+        "num_attention_heads": settings.heads,
+        "num_key_value_heads": settings.key_value_heads,
+        "max_position_embeddings": settings.max_positions,
+        "initializer_range": settings.initializer_range,
+        "tie_word_embeddings": settings.tie_embeddings,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }

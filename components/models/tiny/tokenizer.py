@@ -1,0 +1,62 @@
+"""A byte-level BPE tokenizer trained on a few sentences: small, deterministic, lossless for any text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+TEXT = (
+    "What colour is this? What color is it? Answer with one word.",
+    "The image shows a red, green, blue, yellow, orange, purple, white or black square on the left.",
+    "Remember this image. What did the first image show? ok yes no true false",
+    "Look at the picture and say where the point is: x = 0, y = 1, 23, 456, 789.",
+    "You are a helpful assistant. user system assistant USER SYSTEM ASSISTANT model\n\n",
+    "go to open close take put use look examine north south east west",
+)
+REPEATS = 20  # a pair must be frequent to become a token
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The special tokens of a family. `markers` are all of them, in the order of their ids."""
+
+    markers: tuple[str, ...]
+    pad: str
+    eos: str
+    bos: str | None = None
+    named: dict[str, str] = field(default_factory=dict)  # e.g. image_token, which some processors look for
+
+
+def train_tokenizer(
+    vocabulary: Vocabulary, size: int, texts: Iterable[str], template: str, max_positions: int
+) -> PreTrainedTokenizerFast:
+    """A tokenizer of at most `size` tokens: the family's markers, the 256 bytes, and merges learnt from `texts`."""
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=list(vocabulary.markers),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    model.train_from_iterator(_corpus(list(texts)), trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=model,
+        pad_token=vocabulary.pad,
+        eos_token=vocabulary.eos,
+        bos_token=vocabulary.bos,
+        extra_special_tokens=dict(vocabulary.named),
+        clean_up_tokenization_spaces=False,
+        model_max_length=max_positions,
+        padding_side="right",
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def _corpus(texts: Sequence[str]) -> list[str]:
+    return [*texts, *texts, *TEXT] * REPEATS
