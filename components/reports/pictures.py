@@ -1,0 +1,66 @@
+"""Images of a page: each embedded once, scaled down where large, and left out past a budget."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from typing import Protocol
+
+from components.contracts.errors import DataError
+from components.contracts.images import ImageRef
+from components.reports.pages import data_uri
+
+_MAX_PIXELS = 64_000_000
+
+
+class ReadsImages(Protocol):
+    def read(self, ref: ImageRef, /) -> bytes: ...
+
+
+class PictureBook:
+    """`pictures` maps a key (the start of the image's SHA-256) to its data URI, size and original size."""
+
+    def __init__(self, images: ReadsImages, *, side: int, budget: int) -> None:
+        self._images, self._side, self._left = images, side, budget
+        self.pictures: dict[str, dict[str, object]] = {}
+        self._left_out: set[str] = set()
+
+    @property
+    def omitted(self) -> int:
+        """Distinct images that did not fit."""
+        return len(self._left_out)
+
+    def add(self, ref: ImageRef) -> str:
+        """The key of the image, which is in `pictures` unless the budget was used up."""
+        key = ref.sha256
+        if key in self.pictures or key in self._left_out:
+            return key
+        if self._left <= 0:
+            self._left_out.add(key)
+            return key
+        uri = data_uri(*self._encode(ref))
+        if len(uri) > self._left:
+            self._left = 0
+            self._left_out.add(key)
+            return key
+        self._left -= len(uri)
+        self.pictures[key] = {"uri": uri, "width": ref.width, "height": ref.height}
+        return key
+
+    def _encode(self, ref: ImageRef) -> tuple[bytes, str]:
+        data = self._images.read(ref)
+        if max(ref.width, ref.height) <= self._side:
+            return data, ref.media_type
+        if ref.width * ref.height > _MAX_PIXELS:
+            raise DataError(
+                f"image of {ref.width} x {ref.height} pixels is too large to draw",
+                where=f"sha256 {ref.sha256}",
+                remedy=f"keep images below {_MAX_PIXELS:,} pixels",
+            )
+        from PIL import Image
+
+        with Image.open(BytesIO(data)) as picture:
+            small = picture.convert("RGB")
+            small.thumbnail((self._side, self._side))
+        out = BytesIO()
+        small.save(out, "WEBP", quality=80, method=4)
+        return out.getvalue(), "image/webp"
