@@ -142,9 +142,7 @@ def build_recipe(name: str, values: Mapping[str, Any], where: str) -> Recipe:
     """
     flow = name.partition("/")[0]
     if flow not in SECTIONS:
-        raise ConfigurationError(
-            f"no flow is called {flow!r}", where=where, remedy=f"known: {', '.join(SECTIONS)}"
-        )
+        raise ConfigurationError(f"no flow is called {flow!r}", where=where, remedy=f"known: {', '.join(SECTIONS)}")
     values = dict(values)
     description = str(values.pop("description", ""))
     if unknown := sorted(set(values) - set(SECTIONS[flow])):

@@ -102,9 +102,7 @@ class ImageStore:
                 remedy="collect the rollouts again, or copy the image store along with the artifact",
             ) from error
         if image.sha256 != ref.sha256:
-            raise DataError(
-                f"image {ref.sha256[:12]} has changed on disk", where=str(path), remedy="delete the file"
-            )
+            raise DataError(f"image {ref.sha256[:12]} has changed on disk", where=str(path), remedy="delete the file")
         return image.data
 
     def open(self, ref: ImageRef) -> Image.Image:

@@ -36,9 +36,7 @@ def build_batch(outputs: GenerateOutputs, adapter: SampleSource, settings: Batch
     samples, drops = adapter.samples(outputs)
     kept = []
     for sample in samples:
-        if len(sample.input_ids) > settings.max_sequence_tokens:
-            drops["too_long"] += 1
-        elif settings.skip_zero_variance and sample.group_id in advantages.zero_variance:
+        if settings.skip_zero_variance and sample.group_id in advantages.zero_variance:
             drops["zero_variance_group"] += 1
         else:
             value = np.float32(advantages.by_trajectory[sample.trajectory_id])

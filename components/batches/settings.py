@@ -20,4 +20,4 @@ class BatchSettings(Settings):
     skip_zero_variance: bool = Field(
         description="Leave out groups whose members all have the same reward; they carry no gradient."
     )
-    max_sequence_tokens: PositiveInt = Field(description="Longer sequences are dropped and counted.")
+    max_sequence_tokens: PositiveInt = Field(description="Turns that would end beyond this are dropped and counted.")

@@ -46,9 +46,7 @@ def write_batch(folder: Path, samples: Sequence[Sample]) -> None:
         flat = pa.array(np.concatenate(values) if values else np.array([]), type=kind)
         columns[name] = pa.ListArray.from_arrays(offsets, flat)
     for name in _PER_SAMPLE:
-        columns[name] = pa.array(
-            [getattr(sample, name) for sample in samples], BATCH_SCHEMA.schema.field(name).type
-        )
+        columns[name] = pa.array([getattr(sample, name) for sample in samples], BATCH_SCHEMA.schema.field(name).type)
     columns["images"] = pa.array(
         [[_image_row(ref) for ref in sample.images] for sample in samples],
         BATCH_SCHEMA.schema.field("images").type,

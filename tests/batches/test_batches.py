@@ -110,8 +110,6 @@ def test_build_counts_every_drop():
     assert built.drops == {"odd": 1, "zero_variance_group": 3}
     assert built.samples[1].advantages.tolist() == [0.0, 0.0, -1.0]
     assert built.metrics["groups/zero_variance_fraction"] == pytest.approx(2 / 3)
-    short = settings.model_copy(update={"max_sequence_tokens": 2, "skip_zero_variance": False})
-    assert build_batch(GenerateOutputs(GROUPS), OneSampleEach(), short).drops["too_long"] == 6
 
 
 def test_the_table_returns_the_samples(tmp_path):

@@ -1,0 +1,1 @@
+"""Reinforcement learning: the loop that joins rollouts, batches, training steps and new weights."""

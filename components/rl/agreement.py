@@ -1,0 +1,99 @@
+"""Whether trainer and server compute the same log-probs, and the likely reason if they do not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from components.contracts.batches import Sample
+from components.contracts.errors import MismatchError
+from components.contracts.rollouts import LogProbs
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Over all sampled tokens, with d = trainer's log-prob - server's and r = exp(d).
+
+    `mismatch_kl` is the mean of r - d - 1, the k3 estimate of KL(server || trainer) in nats;
+    `fraction_lower` the share of tokens to which the trainer gives a clearly smaller probability.
+    """
+
+    tokens: int
+    mismatch_kl: float
+    mean_ratio: float
+    max_difference: float
+    fraction_lower: float
+
+    def lines(self) -> list[str]:
+        return [
+            f"tokens compared        {self.tokens}",
+            f"mismatch KL            {self.mismatch_kl:.3g}",
+            f"mean ratio             {self.mean_ratio:.6f}",
+            f"largest |difference|   {self.max_difference:.3g}",
+        ]
+
+
+def compare(samples: Sequence[Sample], scores: Sequence[LogProbs]) -> Agreement:
+    """`scores[i]` (L,) are the trainer's log-probs of `samples[i]`, valid where its loss_mask is True."""
+    pairs = zip(samples, scores, strict=True)
+    parts = [(score - sample.behavior_logprobs)[sample.loss_mask] for sample, score in pairs]
+    difference = np.concatenate(parts).astype(np.float64) if parts else np.zeros(0)
+    if difference.size == 0:
+        return Agreement(0, float("nan"), float("nan"), float("nan"), float("nan"))
+    ratio = np.exp(np.minimum(difference, 50.0))
+    return Agreement(
+        tokens=int(difference.size),
+        mismatch_kl=float(np.mean(ratio - difference - 1.0)),
+        mean_ratio=float(np.mean(ratio)),
+        max_difference=float(np.max(np.abs(difference))),
+        fraction_lower=float(np.mean(difference < -1e-2)),
+    )
+
+
+def refuse_mismatch(agreement: Agreement, drops: Counter[str], max_kl: float) -> None:
+    """
+    Raises:
+        MismatchError: there is nothing to compare, or the two sides differ by more than `max_kl`.
+    """
+    if agreement.tokens == 0:
+        raise MismatchError(
+            "no rollout could be turned into a sample: "
+            + (", ".join(f"{reason} {count}" for reason, count in drops.most_common()) or "nothing was generated"),
+            where="pre-flight",
+            remedy=_remedy_for_drops(drops),
+        )
+    if not agreement.mismatch_kl <= max_kl:
+        raise MismatchError(
+            f"trainer and server disagree: mismatch KL {agreement.mismatch_kl:.3g} > {max_kl:g}, "
+            f"mean ratio {agreement.mean_ratio:.4f}",
+            where="pre-flight",
+            remedy=likely_reason(agreement),
+        )
+
+
+def likely_reason(agreement: Agreement) -> str:
+    """A truncated sampler (top_p, top_k, min_p) renormalises, so the trainer's probability is never the larger."""
+    if agreement.fraction_lower > 0.2 and agreement.mean_ratio < 0.99 and agreement.max_difference < 8.0:
+        share_not_lower = 1.0 - agreement.fraction_lower
+        return (
+            "the server seems to sample from a truncated or sharpened distribution "
+            f"({agreement.fraction_lower:.0%} of tokens are likelier there, {share_not_lower:.0%} equal): start it "
+            "with --generation-config vllm --logprobs-mode processed_logprobs, and set top_p = 1, no top_k, no "
+            "min_p, no penalties and the trainer's temperature"
+        )
+    return (
+        "the server seems to serve other weights than the trainer's: start it with the checkpoint of [model], "
+        "the same dtype, and processed log-probs (--logprobs-mode processed_logprobs)"
+    )
+
+
+def _remedy_for_drops(drops: Counter[str]) -> str:
+    if drops and "placeholder" in drops.most_common(1)[0][0]:
+        return (
+            "the server expands images to another number of tokens than the trainer's processor: both must have "
+            "the same preprocessor_config.json (image size, patch size, merge size)"
+        )
+    return "look at the reasons above; docs/operations.md explains each"

@@ -1,0 +1,69 @@
+"""The loop: which unit follows which, and how far rollouts may run ahead of the weights."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from typing import Protocol
+
+from components.contracts.stages import Artifact, Events, Units
+
+
+class Steps(Protocol):
+    """The units of one step. Each can be asked again after a crash and returns what it made before."""
+
+    def rollouts(self, step: int) -> Artifact: ...
+
+    def batch(self, step: int, rollouts: Artifact) -> Artifact: ...
+
+    def train(self, step: int, batch: Artifact) -> dict[str, float]: ...
+
+    def sync(self, version: int) -> None: ...
+
+    def record(self, step: int, metrics: dict[str, float]) -> None: ...
+
+
+def run_loop(steps: Steps, first: int, last: int, max_staleness: int, units: Units, events: Events) -> None:
+    """Steps `first` to `last`, both included; the policy version is the number of steps applied.
+
+    With `max_staleness` 0 the rollouts of a step are sampled by the weights of the step before (on-policy). With 1
+    they are generated while the trainer works on the step before, so they are at most one version older.
+    """
+
+    def collect(step: int) -> Future[Artifact]:
+        events.progress("Training", step - 1, last)
+        return units.submit(f"rollouts-{step:05d}", steps.rollouts, step)
+
+    pending = collect(first) if first <= last else None
+    for step in range(first, last + 1):
+        assert pending is not None
+        clock = _Clock()
+        rollouts = pending.result()
+        clock.lap("timing/wait_for_rollouts")
+        ahead = collect(step + 1) if max_staleness > 0 and step < last else None
+        batch = units.submit(f"batch-{step:05d}", steps.batch, step, rollouts).result()
+        clock.lap("timing/batch")
+        metrics = units.submit(f"step-{step:05d}", steps.train, step, batch).result()
+        clock.lap("timing/train")
+        if step < last:
+            units.submit(f"sync-{step:05d}", steps.sync, step).result()
+        clock.lap("timing/sync")
+        pending = ahead or (collect(step + 1) if step < last else None)
+        metrics = metrics | clock.laps | {"timing/step": sum(clock.laps.values())}
+        steps.record(step, metrics)
+        events.metrics(metrics, step)
+        shown = {"loss": "loss", "ir": "importance_ratio", "ent": "entropy", "kl": "mismatch_kl", "rew": "reward"}
+        postfix = {short: metrics[name] for short, name in shown.items() if name in metrics}
+        events.progress("Training", step, last, **postfix)
+
+
+class _Clock:
+    """Seconds between laps."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name], self._last = now - self._last, now

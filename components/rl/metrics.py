@@ -1,0 +1,38 @@
+"""What the rollouts of one step say about the policy."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from components.contracts.rollouts import GenerateOutputs
+
+
+def rollout_metrics(outputs: GenerateOutputs) -> dict[str, float]:
+    """Rewards, lengths, truncation and failures; times are seconds, lengths are tokens."""
+    planned = len(outputs.trajectories) + len(outputs.failures)
+    metrics = {"rollouts/planned": float(planned), "rollouts/failed": float(len(outputs.failures))}
+    metrics |= {f"failures/{reason}": float(count) for reason, count in outputs.drops.items()}
+    if not outputs.trajectories:
+        return metrics
+    rewards = np.array([trajectory.reward for trajectory in outputs.trajectories])
+    turns = [turn for trajectory in outputs.trajectories for turn in trajectory.turns]
+    lengths = np.array([len(turn.completion_token_ids) for turn in turns])
+    parts: dict[str, list[float]] = defaultdict(list)
+    for trajectory in outputs.trajectories:
+        for name, value in trajectory.reward_parts.items():
+            parts[name].append(value)
+    return metrics | {
+        "reward": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        **{f"reward/{name}": sum(values) / len(outputs.trajectories) for name, values in parts.items()},
+        "tokens/completion": float(lengths.mean()),
+        "tokens/completion_max": float(lengths.max()),
+        "tokens/prompt": float(np.mean([len(turn.prompt_token_ids) for turn in turns])),
+        "turns": len(turns) / len(outputs.trajectories),
+        "truncated/length": float(np.mean([turn.finish_reason == "length" for turn in turns])),
+        "truncated/turns": float(np.mean([trajectory.truncated for trajectory in outputs.trajectories])),
+        "actions/invalid": float(np.mean([not turn.action_valid for turn in turns])),
+        "timing/generate_mean": float(np.mean([turn.generate_seconds for turn in turns])),
+    }

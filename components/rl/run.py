@@ -1,0 +1,218 @@
+"""One RL run: the units of its steps, on a server pool and a trainer service that it holds open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from components.adapters import get_adapter
+from components.artifacts.images import ImageStore
+from components.artifacts.manifest import write_manifest
+from components.artifacts.store import ArtifactStore
+from components.batches.build import build_batch
+from components.batches.table import write_batch
+from components.contracts.episodes import Task
+from components.contracts.errors import TrainerError
+from components.contracts.rollouts import GenerateOutputs
+from components.contracts.stages import Artifact, StageContext
+from components.environments.make import make_environment
+from components.environments.stage import load_tasks
+from components.inference.pool import ServerPool
+from components.models.load import load_processor
+from components.rl.agreement import Agreement, compare, refuse_mismatch
+from components.rl.history import History
+from components.rl.metrics import rollout_metrics
+from components.rl.settings import TrainVLMSettings
+from components.rollouts.collect import collect
+from components.rollouts.schedule import tasks_of_step
+from components.rollouts.table import read_rollouts, write_rollouts
+from components.training.client import TrainerClient
+
+MAX_TRAINER_RESTARTS = 3
+
+
+class RLRun:
+    """Units that can be asked again: rollouts and batches are artifacts, and step k is applied once.
+
+    The batch artifacts are the write-ahead log: a trainer that comes back from its last checkpoint is given the
+    batches since then, and a run that is started again finds its rollouts and batches made.
+    """
+
+    def __init__(
+        self,
+        settings: TrainVLMSettings,
+        inputs: Mapping[str, Artifact],
+        context: StageContext,
+        store: ArtifactStore,
+        pool: ServerPool,
+        trainer: TrainerClient,
+        portal: BlockingPortal,
+    ) -> None:
+        self.settings, self.inputs, self.context, self.store = settings, inputs, context, store
+        self.pool, self.trainer, self.portal = pool, trainer, portal
+        self.images = ImageStore(context.images)
+        self.environment = make_environment(settings.environment)
+        self.tasks: list[Task] = load_tasks(inputs["tasks"].path, "train")
+        processor = load_processor(inputs["model"].path, settings.model)
+        self.adapter = get_adapter(
+            inputs["model"].path, processor, self.images.open, settings.batches.max_sequence_tokens
+        )
+        self.history = History(context.workspace / "history.jsonl")
+        self.weights = context.workspace / "weights"
+        self._step_metrics: dict[int, dict[str, float]] = {}
+
+    def rollouts(self, step: int) -> Artifact:
+        """The rollouts of `step`, found or collected."""
+        if made := self.store.find("rollouts", self._key(step)):
+            return made
+        outputs = self._collect(step, self.settings.rollouts.groups_per_step)
+
+        def fill(folder: Path) -> None:
+            write_rollouts(folder, outputs)
+            rows = {"trajectories": len(outputs.trajectories), "failures": len(outputs.failures)}
+            self._describe(folder, "rollouts", step, rows, outputs.drops, {"tasks": self.inputs["tasks"].digest})
+
+        artifact = self.store.write("rollouts", self._key(step), fill)
+        self.context.events.artifact(artifact, "output", step)
+        return artifact
+
+    def batch(self, step: int, rollouts: Artifact) -> Artifact:
+        """The training samples of `step` with their advantages."""
+        outputs = read_rollouts(rollouts.path)
+        metrics = rollout_metrics(outputs)
+        made = self.store.find("batches", self._key(step))
+        if made is None:
+            built = build_batch(outputs, self.adapter, self.settings.batches)
+
+            def fill(folder: Path) -> None:
+                write_batch(folder, built.samples)
+                rows = {"samples": len(built.samples)}
+                self._describe(folder, "batches", step, rows, dict(built.drops), {"rollouts": rollouts.digest})
+
+            made = self.store.write("batches", self._key(step), fill)
+            metrics |= built.metrics | {f"drops/{reason}": float(count) for reason, count in built.drops.items()}
+            self.context.events.artifact(made, "output", step)
+        self._step_metrics[step] = metrics
+        return made
+
+    def train(self, step: int, batch: Artifact) -> dict[str, float]:
+        """Apply `step`; a trainer that died is started again and replays what it had not saved."""
+        for _ in range(MAX_TRAINER_RESTARTS):
+            try:
+                return self._apply(step, batch)
+            except TrainerError as error:
+                if self.trainer.alive:
+                    raise
+                self.context.events.message(f"the trainer died in step {step}; starting it again\n{error}")
+                self.trainer.restart()
+                for earlier in range(self.trainer.resume() + 1, step):
+                    self._apply(earlier, self._made_batch(earlier))
+        return self._apply(step, batch)
+
+    def _apply(self, step: int, batch: Artifact) -> dict[str, float]:
+        metrics = self.trainer.step(step, batch.path)
+        if step % self.settings.trainer.save_every == 0 or step == self.settings.trainer.max_steps:
+            self.trainer.save()
+        return metrics
+
+    def sync(self, version: int) -> None:
+        """Bring the weights after step `version` to every server, unless all that they would sample is made."""
+        upcoming = range(version + 1, version + 2 + self.settings.rollouts.max_staleness)
+        if all(self.store.find("rollouts", self._key(step)) for step in upcoming):
+            return
+        folder = self.weights / f"{version:06d}"
+        self.trainer.publish(folder, version)
+        self.portal.call(self.pool.sync, folder, version)
+
+    def record(self, step: int, metrics: dict[str, float]) -> None:
+        metrics.update(self._step_metrics.pop(step, {}))
+        self.history.append(step, metrics)
+
+    def preflight(self) -> Agreement:
+        """
+        Raises:
+            MismatchError: trainer and server disagree, or no rollout becomes a sample.
+        """
+        outputs = self._collect(0, self.settings.preflight.groups)
+        samples, drops = self.adapter.samples(outputs)
+        drops.update(outputs.drops)
+        folder = self.context.workspace / "preflight"
+        folder.mkdir(exist_ok=True)
+        write_batch(folder, samples)
+        scores = self.trainer.score(folder) if samples else []
+        agreement = compare(samples, scores)
+        refuse_mismatch(agreement, drops, self.settings.preflight.max_mismatch_kl)
+        return agreement
+
+    def finish(self, folder: Path) -> None:
+        """Write the final checkpoint in the Hugging Face layout."""
+        self.trainer.publish(folder, self.settings.trainer.max_steps)
+
+    def lineage(self) -> list[dict[str, Any]]:
+        """The digests of the rollouts and the batch of every step."""
+        steps = []
+        for step in range(1, self.settings.trainer.max_steps + 1):
+            rollouts, batch = (self.store.find(kind, self._key(step)) for kind in ("rollouts", "batches"))
+            assert rollouts is not None and batch is not None
+            steps.append({"step": step, "rollouts": rollouts.digest, "batch": batch.digest})
+        return steps
+
+    def _collect(self, step: int, groups: int) -> GenerateOutputs:
+        plan = self.settings.rollouts
+        tasks = tasks_of_step(self.tasks, groups, step, plan.seed)
+
+        async def play() -> GenerateOutputs:
+            return await collect(
+                self.environment,
+                tasks,
+                plan.group_size,
+                self.pool,
+                self.images,
+                plan.sampling,
+                step=step,
+                seed=plan.seed,
+                machine=self.context.machine,
+                events=self.context.events,
+            )
+
+        return self.portal.call(play)
+
+    def _made_batch(self, step: int) -> Artifact:
+        made = self.store.find("batches", self._key(step))
+        if made is None:
+            raise TrainerError(
+                f"batch {step} is gone, so the trainer cannot be brought back to where it was",
+                where=str(self.store.home("batches", self._key(step))),
+                remedy="start the run again: it collects the missing rollouts",
+            )
+        return made
+
+    def _key(self, step: int) -> str:
+        return f"{self.context.fingerprint}-{step:05d}"
+
+    def _describe(
+        self, folder: Path, kind: str, step: int, rows: dict[str, int], drops: dict[str, int], inputs: dict[str, str]
+    ) -> None:
+        settings = {"run": self.context.fingerprint, "step": step}
+        write_manifest(folder, kind=kind, kind_version=1, rows=rows, drops=drops, inputs=inputs, settings=settings)
+
+
+@contextmanager
+def open_run(
+    settings: TrainVLMSettings, inputs: Mapping[str, Artifact], context: StageContext, store: ArtifactStore
+) -> Iterator[tuple[RLRun, int]]:
+    """The run with its servers and its trainer up, and the last step that the trainer has saved."""
+    with start_blocking_portal(name="servers") as portal:
+        starting = ServerPool(inputs["model"].path, settings.inference, context.machine, context.workspace / "logs")
+        trainer = TrainerClient(settings, inputs["model"].path, context)
+        with portal.wrap_async_context_manager(starting) as pool, trainer:
+            run = RLRun(settings, inputs, context, store, pool, trainer, portal)
+            done = trainer.resume()
+            if done:
+                context.events.message(f"resuming after step {done}")
+                run.sync(done)
+            yield run, done

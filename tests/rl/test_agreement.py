@@ -1,0 +1,94 @@
+"""The pre-flight comparison, on distributions whose divergence is known."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from components.contracts.batches import Sample
+from components.contracts.errors import MismatchError
+from components.rl.agreement import compare, refuse_mismatch
+
+TOKENS, VOCABULARY = 40_000, 50
+
+
+def sample_of(behaviour: np.ndarray) -> Sample:
+    length = len(behaviour) + 1
+    mask = np.ones(length, dtype=np.bool_)
+    mask[0] = False
+    return Sample(
+        sample_id="s",
+        group_id="g",
+        trajectory_id="t",
+        input_ids=np.zeros(length, dtype=np.int32),
+        loss_mask=mask,
+        behavior_logprobs=np.concatenate([[0.0], behaviour]).astype(np.float32),
+        policy_versions=np.zeros(length, dtype=np.int32),
+        advantages=np.zeros(length, dtype=np.float32),
+        reward=0.0,
+        images=(),
+    )
+
+
+def drawn(server: np.ndarray, trainer: np.ndarray) -> tuple[list[Sample], list[np.ndarray]]:
+    """Tokens sampled from `server`, their log-probs there, and those under `trainer`."""
+    tokens = np.random.default_rng(0).choice(VOCABULARY, TOKENS, p=server)
+    scores = np.concatenate([[np.nan], np.log(trainer[tokens])])  # what is not sampled is not looked at
+    return [sample_of(np.log(server[tokens]))], [scores]
+
+
+def softmax(values: np.ndarray) -> np.ndarray:
+    exponents = np.exp(values - values.max())
+    return exponents / exponents.sum()
+
+
+LOGITS = np.random.default_rng(1).normal(size=VOCABULARY)
+POLICY = softmax(LOGITS)
+
+
+def test_the_estimate_converges_to_the_kl_divergence():
+    other = softmax(LOGITS + 0.3 * np.random.default_rng(2).normal(size=VOCABULARY))
+    found = compare(*drawn(POLICY, other))
+    assert found.tokens == TOKENS
+    assert found.mismatch_kl == pytest.approx(float(np.sum(POLICY * np.log(POLICY / other))), rel=0.05)
+    assert found.mean_ratio == pytest.approx(1.0, abs=0.02)
+
+
+def test_equal_sides_pass():
+    agreement = compare(*drawn(POLICY, POLICY))
+    assert agreement.mismatch_kl < 1e-9
+    refuse_mismatch(agreement, Counter(), 1e-3)
+
+
+def test_a_truncated_sampler_is_named():
+    order = np.argsort(-POLICY)
+    kept = order[: np.searchsorted(np.cumsum(POLICY[order]), 0.5) + 1]
+    nucleus = np.zeros(VOCABULARY)
+    nucleus[kept] = POLICY[kept] / POLICY[kept].sum()
+    agreement = compare(*drawn(nucleus, POLICY))
+    assert agreement.mean_ratio == pytest.approx(POLICY[kept].sum(), abs=0.01)
+    with pytest.raises(MismatchError, match=r"top_p"):
+        refuse_mismatch(agreement, Counter(), 1e-3)
+
+
+def test_other_weights_are_named():
+    other = softmax(np.random.default_rng(3).normal(size=VOCABULARY))
+    with pytest.raises(MismatchError, match="other weights"):
+        refuse_mismatch(compare(*drawn(POLICY, other)), Counter(), 1e-3)
+
+
+def test_nothing_to_compare_names_the_drops():
+    nothing = compare([], [])
+    with pytest.raises(MismatchError, match=r"placeholder_mismatch 4(?s:.*)preprocessor_config"):
+        refuse_mismatch(nothing, Counter(placeholder_mismatch=4), 1e-3)
+    with pytest.raises(MismatchError, match="nothing was generated"):
+        refuse_mismatch(nothing, Counter(), 1e-3)
+
+
+def test_a_nan_is_never_an_agreement():
+    samples, scores = drawn(POLICY, POLICY)
+    scores[0][5] = np.nan
+    with pytest.raises(MismatchError):
+        refuse_mismatch(compare(samples, scores), Counter(), 1e-3)

@@ -1,0 +1,102 @@
+"""The order of the units, and how old the weights may be that sample a step's rollouts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from components.contracts.stages import Artifact
+from components.rl.history import History
+from components.rl.loop import run_loop
+from components.stages import TerminalEvents, ThreadUnits
+
+
+class RecordingSteps:
+    """Notes when each unit begins and ends, and which version of the weights is on the servers meanwhile."""
+
+    def __init__(self, fail_at: int | None = None) -> None:
+        self.version, self.fail_at = 0, fail_at
+        self.notes: list[str] = []
+        self.sampled_with: dict[int, int] = {}
+        self.recorded: dict[int, dict[str, float]] = {}
+        self._lock = threading.Lock()
+
+    def _note(self, text: str) -> None:
+        with self._lock:
+            self.notes.append(text)
+
+    def rollouts(self, step: int) -> Artifact:
+        self._note(f"rollouts {step} begin")
+        self.sampled_with[step] = self.version
+        time.sleep(0.01)
+        self._note(f"rollouts {step} end")
+        return Artifact(kind="rollouts", path=Path(str(step)), digest=str(step))
+
+    def batch(self, step: int, rollouts: Artifact) -> Artifact:
+        assert rollouts.digest == str(step)
+        return Artifact(kind="batches", path=Path(str(step)), digest=f"b{step}")
+
+    def train(self, step: int, batch: Artifact) -> dict[str, float]:
+        assert batch.digest == f"b{step}"
+        self._note(f"train {step} begin")
+        time.sleep(0.03)
+        if step == self.fail_at:
+            raise RuntimeError("the step failed")
+        self._note(f"train {step} end")
+        return {"loss": float(step)}
+
+    def sync(self, version: int) -> None:
+        assert version == self.version + 1
+        self.version = version
+
+    def record(self, step: int, metrics: dict[str, float]) -> None:
+        self.recorded[step] = metrics
+
+
+def run(steps: RecordingSteps, staleness: int, first: int = 1, last: int = 5) -> None:
+    run_loop(steps, first, last, staleness, ThreadUnits(), TerminalEvents())
+
+
+def test_on_policy_rollouts_are_sampled_by_the_weights_of_the_step_before():
+    steps = RecordingSteps()
+    run(steps, staleness=0)
+    assert steps.sampled_with == {1: 0, 2: 1, 3: 2, 4: 3, 5: 4}
+    assert [steps.recorded[step]["loss"] for step in range(1, 6)] == [1, 2, 3, 4, 5]
+
+
+def test_overlapped_rollouts_are_one_version_older_and_made_while_training():
+    steps = RecordingSteps()
+    run(steps, staleness=1)
+    assert steps.sampled_with == {1: 0, 2: 0, 3: 1, 4: 2, 5: 3}
+    for step in range(1, 5):
+        assert steps.notes.index(f"rollouts {step + 1} begin") < steps.notes.index(f"train {step} end")
+
+
+def test_a_resumed_loop_starts_where_it_was_told():
+    steps = RecordingSteps()
+    steps.version = 3
+    run(steps, staleness=0, first=4)
+    assert sorted(steps.recorded) == [4, 5]
+    run(finished := RecordingSteps(), staleness=0, first=6)
+    assert finished.notes == []
+
+
+def test_a_failing_unit_stops_the_loop():
+    steps = RecordingSteps(fail_at=2)
+    with pytest.raises(RuntimeError, match="the step failed"):
+        run(steps, staleness=1)
+    assert sorted(steps.recorded) == [1]
+
+
+def test_history_survives_a_cut_line_and_keeps_the_last_of_a_replayed_step(tmp_path):
+    history = History(tmp_path / "history.jsonl")
+    assert history.read() == []
+    history.append(1, {"loss": 1.0})
+    history.append(2, {"loss": 2.0})
+    history.append(2, {"loss": 2.5})
+    with history.path.open("a") as file:
+        file.write('{"step": 3, "lo')
+    assert history.read() == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.5}]
