@@ -1,0 +1,118 @@
+"""What a stage reports, shown on the run's page as it happens and sent to MLflow in batches."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from contextvars import copy_context
+from dataclasses import dataclass
+from threading import Event, Lock, Thread
+from types import TracebackType
+from uuid import UUID
+
+from mlflow.exceptions import MlflowException
+from prefect.artifacts import create_progress_artifact, update_progress_artifact
+from prefect.logging import get_run_logger
+
+from components.contracts.stages import Artifact
+from components.stages import TerminalEvents
+from tasks.tracking import TrackedRun
+
+FLUSH_SECONDS = 3.0
+LOG_LINE_SECONDS = 15.0
+
+
+@dataclass
+class _Bar:
+    done: int
+    total: int
+    postfix: Mapping[str, float]
+    changed: bool = True
+    artifact: UUID | None = None
+    logged_at: float = 0.0
+
+    def text(self, name: str) -> str:
+        return " ".join([f"{name} {self.done}/{self.total}", *(f"{k}={v:.4g}" for k, v in self.postfix.items())])
+
+
+class PrefectEvents:
+    """Events of one stage run; use as a context manager inside the task.
+
+    Reporting never waits for a server: a thread sends what has gathered every few seconds. While MLflow does not
+    answer, its numbers are kept and sent again; only at the end does that become an error.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        self._run = run
+        self._log: logging.Logger | logging.LoggerAdapter[logging.Logger] = get_run_logger()
+        self._terminal = TerminalEvents() if sys.stderr.isatty() else None
+        self._lock, self._stop = Lock(), Event()
+        self._bars: dict[str, _Bar] = {}
+        self._metrics: list[tuple[str, float, int, int]] = []
+        self._artifacts: list[tuple[Artifact, str, int | None]] = []
+        self._thread = Thread(target=copy_context().run, args=(self._send_until_stopped,), daemon=True)
+
+    def progress(self, name: str, done: int, total: int, **postfix: float) -> None:
+        with self._lock:
+            bar = self._bars.setdefault(name, _Bar(done, total, postfix))
+            bar.done, bar.total, bar.postfix, bar.changed = done, total, postfix or bar.postfix, True
+        if self._terminal:
+            self._terminal.progress(name, done, total, **postfix)
+        elif time.monotonic() - bar.logged_at > LOG_LINE_SECONDS or done >= total:
+            bar.logged_at = time.monotonic()
+            self._log.info(bar.text(name))
+
+    def metrics(self, values: Mapping[str, float], step: int) -> None:
+        now = int(time.time() * 1000)
+        with self._lock:
+            self._metrics.extend((key, float(value), now, step) for key, value in values.items())
+
+    def artifact(self, artifact: Artifact, role: str, step: int | None = None) -> None:
+        with self._lock:
+            self._artifacts.append((artifact, role, step))
+
+    def message(self, text: str) -> None:
+        self._log.info(text)
+
+    def __enter__(self) -> PrefectEvents:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._send()
+
+    def _send_until_stopped(self) -> None:
+        while not self._stop.wait(FLUSH_SECONDS):
+            try:
+                self._send()
+            except MlflowException as error:
+                self._log.warning("MLflow does not answer, its metrics are kept until it does: %s", error)
+
+    def _send(self) -> None:
+        self._send_bars()
+        with self._lock:
+            metrics, artifacts = list(self._metrics), list(self._artifacts)
+        self._run.log_metrics(metrics)
+        with self._lock:
+            del self._metrics[: len(metrics)]
+        self._run.log_artifacts(artifacts)
+        with self._lock:
+            del self._artifacts[: len(artifacts)]
+
+    def _send_bars(self) -> None:
+        with self._lock:
+            changed = [(name, bar) for name, bar in self._bars.items() if bar.changed]
+            for _, bar in changed:
+                bar.changed = False
+        for name, bar in changed:
+            percent = 100.0 * bar.done / max(bar.total, 1)
+            if bar.artifact is None:
+                bar.artifact = create_progress_artifact(percent, description=bar.text(name))
+            else:
+                update_progress_artifact(bar.artifact, progress=percent, description=bar.text(name))

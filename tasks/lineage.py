@@ -1,0 +1,154 @@
+"""Walks MLflow's records from a run, or a digest, to everything that it was made from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from mlflow.entities import DatasetInput, Run
+from mlflow.exceptions import MlflowException
+
+from components.contracts.errors import DataError
+from tasks import mlflow_client as names
+from tasks.mlflow_client import client
+
+
+@dataclass
+class Node:
+    """An artifact, or the run at the root: what it is, and what it was made from.
+
+    `made_by` is the MLflow run that wrote it, "" where no run is known to have.
+    """
+
+    name: str
+    digest: str
+    path: str = ""
+    made_by: str = ""
+    facts: dict[str, str] = field(default_factory=dict)
+    parents: list[Node] = field(default_factory=list)
+
+    def walk(self) -> Iterator[Node]:
+        yield self
+        for parent in self.parents:
+            yield from parent.walk()
+
+    def lines(self, indent: str = "", most: int = 3) -> Iterator[str]:
+        """The tree as text; of long series of steps the first `most` and the last."""
+        facts = "".join(f"  {key}={value}" for key, value in self.facts.items())
+        yield f"{indent}{self.name}  {self.digest}{facts}"
+        shown = self.parents
+        if len(shown) > most + 2:
+            hidden = len(shown) - most - 1
+            for parent in shown[:most]:
+                yield from parent.lines(indent + "  ", most)
+            yield f"{indent}  ... {hidden} more"
+            shown = shown[-1:]
+        for parent in shown:
+            yield from parent.lines(indent + "  ", most)
+
+
+def lineage(run_or_digest: str) -> Node:
+    """
+    Raises:
+        DataError: MLflow knows neither a run nor an artifact of this name.
+    """
+    walker = _Walker()
+    run = _find_run(run_or_digest)
+    if run is not None:
+        return walker.run(run)
+    found = walker.artifact(run_or_digest)
+    if not found.made_by and not found.path:
+        raise DataError(
+            f"MLflow has no run and no artifact {run_or_digest!r}",
+            where=names.tracking_uri(),
+            remedy="give a run id or a whole digest; `armature show` without an argument lists the latest runs",
+        )
+    return found
+
+
+def _find_run(run_id: str) -> Run | None:
+    try:
+        return client().get_run(run_id)
+    except MlflowException as error:
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            return None
+        raise
+
+
+class _Walker:
+    """Each artifact is looked up once; a second mention shows it without its parents."""
+
+    def __init__(self) -> None:
+        self._experiments = [each.experiment_id for each in client().search_experiments()]
+        self._seen: set[str] = set()
+        self._runs: dict[str, Run] = {}
+
+    def run(self, run: Run) -> Node:
+        """The run with its inputs; a flow's run with those of its stages."""
+        node = Node(run.info.run_name or run.info.run_id, run.info.run_id, facts=_facts(run))
+        stages = client().search_runs(self._experiments, f"tags.`{names.PARENT_TAG}` = '{run.info.run_id}'")
+        for each in [run, *reversed(stages)]:
+            for dataset in _with_context(each, "input"):
+                if dataset.dataset.digest not in self._seen:
+                    node.parents.append(self.dataset(dataset))
+            for model in each.inputs.model_inputs if each.inputs else []:
+                tags = client().get_logged_model(model.model_id).tags
+                if (digest := tags["checkpoint.digest"]) not in self._seen:
+                    node.parents.append(self.artifact(digest))
+        return node
+
+    def artifact(self, digest: str) -> Node:
+        for context in ("output", "input"):
+            condition = f"dataset.digest = '{digest}' and dataset.context = '{context}'"
+            for run in client().search_runs(self._experiments, condition, order_by=["attributes.start_time ASC"]):
+                self._runs[run.info.run_id] = run
+                for dataset in _with_context(run, context):
+                    if dataset.dataset.digest == digest:
+                        return self.dataset(dataset)
+        return Node("artifact", digest)
+
+    def dataset(self, dataset: DatasetInput) -> Node:
+        """What the dataset's own record says, and what the run that wrote it says."""
+        digest = dataset.dataset.digest
+        node = Node(dataset.dataset.name, digest, path=json.loads(dataset.dataset.source).get("uri", ""))
+        if digest in self._seen:
+            return node
+        self._seen.add(digest)
+        maker = self._maker(digest)
+        if maker is not None:
+            node.made_by = maker.info.run_id
+            node.facts = {"run": maker.info.run_id, **_facts(maker)}
+        made_from: list[str] = list(json.loads(_tags(dataset).get(names.INPUTS_TAG, "{}")).values())
+        if maker is not None and maker.data.tags.get(names.DIGEST_TAG) == digest:
+            # The stage's final output: what the stage wrote on the way belongs to its history.
+            steps = _with_context(maker, "output")
+            on_the_way = sorted(
+                (each for each in steps if names.STEP_TAG in _tags(each)),
+                key=lambda each: int(_tags(each)[names.STEP_TAG]),
+            )
+            used = {value for each in on_the_way for value in json.loads(_tags(each)[names.INPUTS_TAG]).values()}
+            node.parents += [self.dataset(each) for each in on_the_way if each.dataset.digest not in used]
+        node.parents += [self.artifact(each) for each in made_from]
+        return node
+
+    def _maker(self, digest: str) -> Run | None:
+        condition = f"dataset.digest = '{digest}' and dataset.context = 'output'"
+        for run in client().search_runs(self._experiments, condition, order_by=["attributes.start_time ASC"]):
+            if any(each.dataset.digest == digest for each in _with_context(run, "output")):
+                return run
+        return None
+
+
+def _tags(dataset: DatasetInput) -> dict[str, str]:
+    return {tag.key: tag.value for tag in dataset.tags}
+
+
+def _with_context(run: Run, context: str) -> list[DatasetInput]:
+    datasets: Iterable[DatasetInput] = run.inputs.dataset_inputs if run.inputs else []
+    return [each for each in datasets if _tags(each).get(names.CONTEXT_TAG) == context]
+
+
+def _facts(run: Run) -> dict[str, str]:
+    wanted = {"config": names.CONFIG_TAG, "commit": names.COMMIT_TAG}
+    return {key: run.data.tags[tag][:12] for key, tag in wanted.items() if tag in run.data.tags}

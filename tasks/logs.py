@@ -1,0 +1,28 @@
+"""Logs that a person can read: our own errors in their three parts, and not one line per finished unit."""
+
+from __future__ import annotations
+
+import logging
+
+from components.contracts.errors import ArmatureError
+
+_LOGGERS = ("prefect.flow_runs", "prefect.task_runs")
+
+
+class _Readable(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, ArmatureError):
+            record.msg, record.args = f"{error}", ()
+            record.exc_info, record.exc_text = None, None
+        kind, run = getattr(record, "task_name", ""), str(getattr(record, "task_run_name", ""))
+        is_unit = run.removeprefix(f"{kind}-").isdigit()
+        return not (is_unit and record.levelno <= logging.INFO and "Finished in state" in record.getMessage())
+
+
+def readable_errors() -> None:
+    """Filter the loggers of flow and task runs; once is enough."""
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        if not any(isinstance(each, _Readable) for each in logger.filters):
+            logger.addFilter(_Readable())

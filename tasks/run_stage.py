@@ -1,0 +1,100 @@
+"""The Prefect task that runs any stage: reuse, retry, the GPU lock, tracking and progress around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from prefect import State, Task, task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import TaskRun
+from prefect.concurrency.sync import concurrency
+from prefect.runtime import flow_run, task_run
+from prefect.states import Completed
+from pydantic import BaseModel
+
+from components.artifacts.manifest import read_manifest
+from components.contracts.errors import ServerError, TrainerError, WeightSyncError
+from components.contracts.machine import Machine
+from components.contracts.stages import Artifact
+from components.stages import find_made, run_stage
+from tasks import mlflow_client as names
+from tasks.events import PrefectEvents
+from tasks.flow_run import current_run
+from tasks.tracking import TrackedRun, tracked
+from tasks.units import PrefectUnits
+
+GPU_LIMIT = "gpu"
+
+
+def can_run_again(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bool:
+    """A dead server or trainer may come back, and the stage resumes; nothing else gets better by trying."""
+    error = state.result(raise_on_failure=False)
+    return isinstance(error, ServerError | TrainerError) and not isinstance(error, WeightSyncError)
+
+
+@task(
+    name="stage",
+    task_run_name="{name}",
+    cache_policy=NO_CACHE,
+    persist_result=False,
+    retries=1,
+    retry_delay_seconds=5,
+    retry_condition_fn=can_run_again,
+)
+def stage_task(
+    name: str, settings: BaseModel, inputs: Mapping[str, Artifact], machine: Machine
+) -> State[Artifact] | Artifact:
+    """Run stage `name` as a nested MLflow run of the flow's. State "Reused" when its artifact was made before."""
+    made = find_made(name, settings, inputs, machine)
+    tags = {names.STAGE_TAG: name, names.FLOW_RUN_TAG: str(flow_run.id), "prefect.task_run_id": str(task_run.id)}
+    with tracked(flow_run.flow_name, task_run.name, tags, sections={name: settings}, parent=current_run()) as tracking:
+        tracking.log_artifacts([(each, "input", None) for each in inputs.values()])
+        artifact = made or _make(name, settings, inputs, machine, tracking)
+        tracking.log_artifacts([(artifact, "output", None)])
+        tracking.tag({names.DIGEST_TAG: artifact.digest, "armature.reused": str(made is not None).lower()})
+        _log_counts(tracking, artifact)
+    if made is not None:
+        return Completed(name="Reused", message=f"already made: {made.path}", data=made)
+    return artifact
+
+
+def run(name: str, settings: BaseModel, machine: Machine, **inputs: Artifact) -> Artifact:
+    """Run a stage from a flow and wait for its artifact, new or reused."""
+    state: State[Artifact] = stage_task(name, settings, inputs, machine, return_state=True)
+    return state.result()
+
+
+def _make(
+    name: str, settings: BaseModel, inputs: Mapping[str, Artifact], machine: Machine, tracking: TrackedRun
+) -> Artifact:
+    units = PrefectUnits()
+    try:
+        with gpus(machine), PrefectEvents(tracking) as events:
+            return run_stage(name, settings, inputs, machine, events, units)
+    finally:
+        units.close()
+
+
+@contextmanager
+def gpus(machine: Machine) -> Iterator[None]:
+    """Holds as many slots of the limit "gpu" as the machine names devices; on CPU nothing.
+
+    A missing limit is an error. A lease that could not be renewed is not: it would end a training of hours.
+    """
+    devices = {device for group in (*machine.server_gpus, machine.trainer_gpus) for device in group}
+    lock = (
+        concurrency(GPU_LIMIT, occupy=len(devices), strict=True, raise_on_lease_renewal_failure=False)
+        if devices
+        else nullcontext()
+    )
+    with lock:
+        yield
+
+
+def _log_counts(tracking: TrackedRun, artifact: Artifact) -> None:
+    manifest = read_manifest(artifact.path)
+    counts = {f"rows/{key}": float(count) for key, count in manifest.rows.items()}
+    counts |= {f"drops/{key}": float(count) for key, count in manifest.drops.items()}
+    tracking.log_numbers(counts)

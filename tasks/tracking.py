@@ -1,0 +1,196 @@
+"""Writes to MLflow: one run per flow run, one nested run per stage, artifacts by digest, checkpoints by reference.
+
+Nothing of an artifact is uploaded. A dataset or a model in MLflow is a name, our digest and our path.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlflow
+from mlflow.data.dataset_source_registry import resolve_dataset_source
+from mlflow.data.meta_dataset import MetaDataset
+from mlflow.entities import (
+    DatasetInput,
+    InputTag,
+    LoggedModel,
+    LoggedModelInput,
+    LoggedModelOutput,
+    Metric,
+    Param,
+    RunTag,
+)
+from pydantic import BaseModel
+
+from components.artifacts.digests import document_digest
+from components.artifacts.manifest import read_manifest
+from components.contracts.stages import Artifact
+from tasks import mlflow_client as names
+from tasks.mlflow_client import client, experiment_id, page
+
+MetricPoint = tuple[str, float, int, int]
+"""Key, value, milliseconds since 1970, step."""
+
+_PARAMS_PER_CALL, _METRICS_PER_CALL, _PARAM_LENGTH = 100, 1000, 6000
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested tables as dotted keys; lists as JSON."""
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{name}."))
+        else:
+            flat[name] = value if isinstance(value, str) else json.dumps(value)
+    return flat
+
+
+def git_commit() -> str:
+    """The checked-out commit, with "+changed" when files differ from it; "" outside a checkout."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--dirty=+changed", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip()
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """One run in MLflow."""
+
+    run_id: str
+    experiment: str
+
+    @property
+    def page(self) -> str:
+        return page(self.run_id, self.experiment)
+
+    def log_params(self, values: Mapping[str, Any]) -> None:
+        params = [Param(key, value[:_PARAM_LENGTH]) for key, value in flatten(values).items()]
+        for start in range(0, len(params), _PARAMS_PER_CALL):
+            client().log_batch(self.run_id, params=params[start : start + _PARAMS_PER_CALL])
+
+    def log_metrics(
+        self, points: Sequence[MetricPoint], model: LoggedModel | None = None, dataset: Artifact | None = None
+    ) -> None:
+        """Numbers, linked to the model and the dataset that they were measured on, if these are given."""
+        link: dict[str, str | None] = {"model_id": model.model_id if model else None}
+        if dataset:
+            link |= {"dataset_name": dataset.kind, "dataset_digest": dataset.digest}
+        metrics = [Metric(key, value, when, step, **link) for key, value, when, step in points]
+        for start in range(0, len(metrics), _METRICS_PER_CALL):
+            client().log_batch(self.run_id, metrics=metrics[start : start + _METRICS_PER_CALL])
+
+    def log_numbers(
+        self, values: Mapping[str, float], model: LoggedModel | None = None, dataset: Artifact | None = None
+    ) -> None:
+        """Numbers of the run as a whole."""
+        now = int(time.time() * 1000)
+        self.log_metrics([(key, float(value), now, 0) for key, value in values.items()], model, dataset)
+
+    def log_artifacts(self, artifacts: Sequence[tuple[Artifact, str, int | None]]) -> None:
+        """Artifacts with their role ("input" or "output") and step, as datasets named by digest."""
+        if artifacts:
+            client().log_inputs(self.run_id, [_as_dataset(*each) for each in artifacts])
+
+    def tag(self, tags: Mapping[str, str]) -> None:
+        client().log_batch(self.run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+
+    def log_file(self, path: Path) -> None:
+        client().log_artifact(self.run_id, str(path))
+
+    def log_model(self, name: str, checkpoint: Artifact, role: str) -> LoggedModel:
+        """The checkpoint as a logged model by reference: the one with its digest, or a new one of this run."""
+        model = find_model(checkpoint.digest)
+        if role == "input":
+            model = model or self._create_model(name, checkpoint)
+            client().log_inputs(self.run_id, models=[LoggedModelInput(model.model_id)])
+        elif model is None:
+            model = self._create_model(name, checkpoint)
+            client().log_outputs(self.run_id, [LoggedModelOutput(model.model_id, step=0)])
+        return model
+
+    def _create_model(self, name: str, checkpoint: Artifact) -> LoggedModel:
+        return mlflow.create_external_model(
+            name=name.replace("/", "."),
+            source_run_id=self.run_id,
+            experiment_id=self.experiment,
+            tags={"checkpoint.uri": str(checkpoint.path), "checkpoint.digest": checkpoint.digest},
+            model_type="checkpoint",
+        )
+
+    def close(self, status: str = "FINISHED") -> None:
+        client().set_terminated(self.run_id, status)
+
+
+def _as_dataset(artifact: Artifact, role: str, step: int | None) -> DatasetInput:
+    inputs = json.dumps(read_manifest(artifact.path).inputs, separators=(",", ":"))
+    tags = {names.CONTEXT_TAG: role, names.INPUTS_TAG: inputs}
+    if step is not None:
+        tags[names.STEP_TAG] = str(step)
+    name = artifact.kind if step is None else f"{artifact.kind}-{step}"
+    source = resolve_dataset_source(str(artifact.path))
+    described = MetaDataset(source=source, name=name, digest=artifact.digest)._to_mlflow_entity()
+    return DatasetInput(described, [InputTag(key, value) for key, value in tags.items()])
+
+
+def find_model(digest: str) -> LoggedModel | None:
+    """The logged model whose checkpoint has this digest."""
+    experiments = [each.experiment_id for each in client().search_experiments()]
+    found = client().search_logged_models(
+        experiments, filter_string=f"tags.`checkpoint.digest` = '{digest}'", max_results=1
+    )
+    return found[0] if found else None
+
+
+def promote(model: LoggedModel, registered_name: str, alias: str = "candidate") -> str:
+    """Register the model and point the alias at it; returns "models:/<name>@<alias>"."""
+    name = registered_name.replace("/", ".")
+    known = client().search_model_versions(f"name = '{name}'")
+    source = f"models:/{model.model_id}"
+    version = next((each.version for each in known if each.source == source or each.model_id == model.model_id), None)
+    if version is None:
+        version = mlflow.register_model(source, name).version
+    client().set_registered_model_alias(name, alias, version)
+    return f"models:/{name}@{alias}"
+
+
+def open_run(experiment: str, name: str, tags: Mapping[str, str], parent: TrackedRun | None = None) -> TrackedRun:
+    """Start a run, nested under `parent` if there is one."""
+    where = parent.experiment if parent else experiment_id(experiment)
+    more = {names.PARENT_TAG: parent.run_id} if parent else {names.COMMIT_TAG: git_commit()}
+    run = client().create_run(where, run_name=name, tags={**tags, **more})
+    return TrackedRun(run.info.run_id, where)
+
+
+@contextmanager
+def tracked(
+    experiment: str,
+    name: str,
+    tags: Mapping[str, str],
+    sections: Mapping[str, BaseModel],
+    parent: TrackedRun | None = None,
+) -> Iterator[TrackedRun]:
+    """A run with its settings as parameters, closed as FINISHED, KILLED (interrupted) or FAILED."""
+    values = {key: section.model_dump(mode="json") for key, section in sections.items()}
+    hashed = {key: value for key, value in values.items() if key != "machine"}
+    run = open_run(experiment, name, {**tags, names.CONFIG_TAG: document_digest(hashed)}, parent)
+    status = "FAILED"
+    try:
+        run.log_params(values)
+        yield run
+        status = "FINISHED"
+    except (KeyboardInterrupt, SystemExit):
+        status = "KILLED"
+        raise
+    finally:
+        run.close(status)

@@ -1,0 +1,95 @@
+"""A stage as a Prefect task: what is on the run's page and in MLflow is what the stage did."""
+
+from __future__ import annotations
+
+import pytest
+from prefect import flow
+from prefect.client.orchestration import get_client
+
+from components.contracts.errors import DataError
+
+pytestmark = pytest.mark.usefixtures("prefect_server", "demo_stages", "tracking")
+
+
+@pytest.fixture
+def chain(demo_stages, machine):
+    """The flow tasks -> train; returns its artifacts and MLflow run."""
+    from tasks.flow_run import tracked_flow
+    from tasks.run_stage import run
+
+    @flow(name="demo-chain")
+    def demo_chain(tasks, train):
+        with tracked_flow({"tasks": tasks, "train": train, "machine": machine}) as tracking:
+            made = run("demo-tasks", tasks, machine)
+            trained = run("demo-train", train, machine, tasks=made)
+        return tracking.run_id, made, trained
+
+    return demo_chain
+
+
+def task_runs(flow_run_id) -> dict[str, str]:
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+    from prefect.client.schemas.sorting import TaskRunSort
+
+    with get_client(sync_client=True) as client:
+        runs = client.read_task_runs(
+            flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id])),
+            limit=200,
+            sort=TaskRunSort.NAME_ASC,
+        )
+    return {run.name: run.state.name for run in runs}
+
+
+def eventually(check, seconds=20.0):
+    """Task runs reach the server as events, a little later."""
+    import time
+
+    deadline = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < deadline
+        time.sleep(0.3)
+
+
+def test_units_are_task_runs_and_lineage_walks_from_the_checkpoint_to_the_tasks(chain, demo_stages):
+    from tasks.lineage import lineage
+    from tasks.mlflow_client import client
+
+    settings = demo_stages.TasksSettings(count=3), demo_stages.TrainSettings(steps=3, rate=0.1)
+    state = chain(*settings, return_state=True)
+    run_id, made, trained = state.result()
+    expected = {f"{kind}-{step}" for kind in ("rollouts", "batch", "step", "sync") for step in range(3)}
+    flow_run_id = state.state_details.flow_run_id
+    eventually(lambda: expected | {"demo-tasks", "demo-train"} == set(task_runs(flow_run_id)))
+
+    tree = lineage(trained.digest)
+    assert tree.digest == trained.digest
+    names = [node.name for node in tree.walk()]
+    assert names.count("batch-2") == 1 and names.count("rollouts-2") == 1
+    batch = next(node for node in tree.walk() if node.name == "batch-2")
+    assert [parent.name for parent in batch.parents] == ["rollouts-2"]
+    assert made.digest in {node.digest for node in batch.walk()}
+
+    parent = client().get_run(run_id)
+    assert parent.info.status == "FINISHED"
+    assert parent.data.params["train.steps"] == "3" and parent.data.params["tasks.count"] == "3"
+    assert parent.data.tags["prefect.flow_run_id"] == str(flow_run_id)
+    nested = client().get_run(tree.made_by)
+    assert [point.value for point in client().get_metric_history(nested.info.run_id, "loss")] == [1, 1 / 2, 1 / 3]
+
+
+def test_second_run_reuses_everything_and_says_so(chain, demo_stages):
+    settings = demo_stages.TasksSettings(count=4), demo_stages.TrainSettings(steps=1, rate=0.1)
+    first = chain(*settings)
+    state = chain(*settings, return_state=True)
+    second = state.result()
+    assert second[1:] == first[1:]
+    runs_id = state.state_details.flow_run_id
+    eventually(lambda: task_runs(runs_id) == {"demo-tasks": "Reused", "demo-train": "Reused"})
+
+
+def test_dead_server_is_tried_again_and_bad_data_is_not(chain, demo_stages, tmp_path):
+    tasks = demo_stages.TasksSettings(count=5)
+    _, _, trained = chain(tasks, demo_stages.TrainSettings(steps=1, rate=0.2, fail_once=str(tmp_path / "failed")))
+    assert (trained.path / "weights.txt").read_text() == "1 0.2"
+    with pytest.raises(DataError, match="mend it"):
+        chain(tasks, demo_stages.TrainSettings(steps=1, rate=0.2, refuse=True))
