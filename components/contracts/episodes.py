@@ -60,6 +60,7 @@ class Episode(Protocol):
 class Environment(Protocol):
     """A family of tasks. The reward of a turn is the sum of `reward_weights[part] * reward_parts[part]`."""
 
+    name: str
     system_prompt: str | None
     max_turns: int
     reward_weights: Mapping[str, float]

@@ -44,5 +44,8 @@ class Machine(BaseModel):
     max_concurrent: PositiveInt = Field(128, description="Requests under way at once over the whole pool.")
     ready_timeout: PositiveFloat = Field(600.0, description="Seconds for a server or the trainer to come up.")
     generation_timeout: PositiveFloat = Field(600.0, description="Seconds for one generation request.")
+    environment_timeout: PositiveFloat = Field(
+        120.0, description="Seconds for one reset, step or close of an environment."
+    )
     sync_timeout: PositiveFloat = Field(300.0, description="Seconds for new weights to reach every server.")
     train_timeout: PositiveFloat = Field(3600.0, description="Seconds for one training step.")

@@ -1,0 +1,16 @@
+"""Environments by name. A new one is a class in one file and a line here (or an entry point of the same group)."""
+
+from __future__ import annotations
+
+from components.registry import Registry
+
+ENVIRONMENTS = Registry(
+    "environment",
+    "armature.environments",
+    {
+        "colors": "components.environments.colors:Colors",
+        "coordinates": "components.environments.coordinates:Coordinates",
+        "recall": "components.environments.recall:Recall",
+        "verifiers": "components.environments.verifiers:make_verifiers_environment",
+    },
+)

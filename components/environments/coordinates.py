@@ -1,0 +1,134 @@
+"""Say where a marked point is: a picture with a dot, answers in pixels, and a hint after each miss."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, Self
+
+import numpy as np
+from PIL import Image, ImageDraw
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from components.artifacts.images import encode_png
+from components.contracts.episodes import Observation, Outcome, Task
+from components.contracts.images import EncodedImage
+from components.contracts.settings import Settings
+from components.environments.generated import GeneratedEnvironment
+
+Point = tuple[float, float]
+
+_NUMBER = r"(-?\d{1,6}(?:\.\d{1,6})?)"
+_PAIR = re.compile(rf"\(?\s*{_NUMBER}\s*,\s*{_NUMBER}\s*\)?\.?")
+_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+
+
+class CoordinatesSettings(Settings):
+    """A dot on a square picture."""
+
+    image_size: int = Field(ge=16, le=2048, description="Width and height of the picture in pixels.")
+    dot_radius: PositiveInt = Field(description="Radius of the dot in pixels.")
+    tolerance: PositiveFloat = Field(description="Largest distance in pixels from the dot's centre that is a hit.")
+    guesses: PositiveInt = Field(description="Guesses (turns) in an episode; each miss is answered with a hint.")
+    show_guess: bool = Field(description="Whether a hint comes with a picture that marks the guess.")
+    hit_weight: float = Field(description="Reward for a hit.")
+    closeness_weight: float = Field(
+        description="Reward for the last guess's closeness: 1 at the centre, 0 a whole image_size away."
+    )
+    format_weight: float = Field(description="Reward for giving every answer as x,y.")
+
+    @model_validator(mode="after")
+    def _dot_fits(self) -> Self:
+        if 2 * self.dot_radius >= self.image_size:
+            raise ValueError(f"a dot of radius {self.dot_radius} does not fit into {self.image_size} pixels")
+        return self
+
+
+def parse_point(answer: str) -> Point | None:
+    r"""The pair in `answer`, which is "x,y" or "(x, y)", or holds \boxed{x,y}, of which the last one counts."""
+    boxed = _BOXED.findall(answer)
+    match = _PAIR.fullmatch((boxed[-1] if boxed else answer).strip())
+    return (float(match[1]), float(match[2])) if match else None
+
+
+class Coordinates(GeneratedEnvironment[CoordinatesSettings]):
+    """Pixels are counted from the upper left corner, x to the right and y downwards, as in the picture's file.
+
+    Every part of the reward is given once, at the end, and lies in [0, 1]. A random guess hits with a chance of
+    about pi * tolerance^2 / image_size^2.
+    """
+
+    name = "coordinates"
+    Settings = CoordinatesSettings
+
+    def __init__(self, settings: CoordinatesSettings, *, train_tasks: int, heldout_tasks: int, seed: int) -> None:
+        super().__init__(settings, train_tasks=train_tasks, heldout_tasks=heldout_tasks, seed=seed)
+        self.max_turns = settings.guesses
+        self.reward_weights = {
+            "hit": settings.hit_weight,
+            "closeness": settings.closeness_weight,
+            "format": settings.format_weight,
+        }
+
+    def payload(self, seed: int, index: int) -> dict[str, Any]:
+        settings = self.settings
+        x, y = np.random.default_rng(seed).integers(settings.dot_radius, settings.image_size - settings.dot_radius, 2)
+        return {"x": int(x), "y": int(y), "seed": seed}
+
+    def episode(self, task: Task) -> CoordinatesEpisode:
+        return CoordinatesEpisode((task.payload["x"], task.payload["y"]), self.settings)
+
+
+class CoordinatesEpisode:
+    def __init__(self, target: Point, settings: CoordinatesSettings) -> None:
+        self._target, self._settings = target, settings
+        self._guesses, self._parsed = 0, 0
+
+    async def reset(self) -> Observation:
+        self._guesses, self._parsed = 0, 0
+        edge = self._settings.image_size - 1
+        question = (
+            "Where is the centre of the dot? Count pixels from the upper left corner: x to the right, y downwards, "
+            f"both from 0 to {edge}. Answer with x,y and nothing else."
+        )
+        return Observation((self._picture(None), question))
+
+    async def step(self, action: str) -> Outcome:
+        guess = parse_point(action)
+        self._guesses += 1
+        self._parsed += guess is not None
+        distance = math.dist(guess, self._target) if guess else math.inf
+        hit = distance <= self._settings.tolerance
+        if hit or self._guesses == self._settings.guesses:
+            parts = {
+                "hit": float(hit),
+                "closeness": max(0.0, 1 - distance / self._settings.image_size),
+                "format": float(self._parsed == self._guesses),
+            }
+            return Outcome(None, parts, action_valid=guess is not None)
+        return Outcome(self._hint(guess), action_valid=guess is not None)
+
+    async def close(self) -> None:
+        pass
+
+    def _hint(self, guess: Point | None) -> Observation:
+        if guess is None:
+            return Observation(("That is not of the form x,y. Try again.",))
+        (x, y), (goal_x, goal_y) = guess, self._target
+        across = "left" if goal_x < x else "right"
+        along = "up" if goal_y < y else "down"
+        directions = [word for word, off in ((across, goal_x != x), (along, goal_y != y)) if off]
+        text = f"Not there. The dot is further {' and '.join(directions)}. Try again with x,y."
+        return Observation((self._picture(guess), text) if self._settings.show_guess else (text,))
+
+    def _picture(self, guess: Point | None) -> EncodedImage:
+        size, radius = self._settings.image_size, self._settings.dot_radius
+        picture = Image.new("RGB", (size, size), "white")
+        draw = ImageDraw.Draw(picture)
+        x, y = self._target
+        draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill="red")
+        if guess:
+            x, y = guess
+            draw.line((x - radius, y, x + radius, y), fill="blue")
+            draw.line((x, y - radius, x, y + radius), fill="blue")
+        return encode_png(picture)

@@ -1,0 +1,23 @@
+"""From settings to an environment."""
+
+from __future__ import annotations
+
+from components.contracts.episodes import Environment
+from components.environments import ENVIRONMENTS
+from components.environments.settings import EnvironmentSettings
+
+
+def make_environment(settings: EnvironmentSettings) -> Environment:
+    """The environment that `settings` describe.
+
+    Raises:
+        ConfigurationError: no environment has that name, or an extra that it needs is not installed.
+    """
+    factory = ENVIRONMENTS[settings.name]
+    environment: Environment = factory(
+        factory.Settings.model_validate(settings.args),
+        train_tasks=settings.train_tasks,
+        heldout_tasks=settings.heldout_tasks,
+        seed=settings.seed,
+    )
+    return environment

@@ -1,0 +1,1 @@
+"""Rollouts: episodes of environments played by the policy, in groups, and the table that keeps them."""

@@ -1,0 +1,105 @@
+"""Groups of rollouts, played at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from components.artifacts.images import ImageStore
+from components.contracts.episodes import Environment, Task
+from components.contracts.machine import Machine
+from components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
+from components.contracts.stages import Events
+from components.rollouts.conversation import SharedImages
+from components.rollouts.failures import RolloutFailed
+from components.rollouts.generator import Generator
+from components.rollouts.play import Place, Player
+
+if TYPE_CHECKING:
+    from components.inference.settings import SamplingSettings
+
+
+async def collect(
+    environment: Environment,
+    tasks: Sequence[Task],
+    group_size: int,
+    pool: Generator,
+    images: ImageStore,
+    sampling: SamplingSettings,
+    *,
+    step: int,
+    seed: int,
+    machine: Machine,
+    events: Events,
+) -> GenerateOutputs:
+    """Play `group_size` rollouts of each task; `tasks[g]` becomes group g of step `step`.
+
+    At most `machine.max_concurrent` episodes are under way. A rollout that fails becomes a `Failure` and leaves
+    the others alone. The result is in the order of the plan, whatever finished first.
+    """
+    player = Player(environment, pool, SharedImages(images), sampling, seed, machine.environment_timeout)
+    limit = asyncio.Semaphore(machine.max_concurrent)
+    finished = Tally(len(tasks) * group_size, events)
+
+    async def play(task: Task, place: Place) -> Trajectory | Failure:
+        async with limit:
+            try:
+                result: Trajectory | Failure = await player.play(task, place)
+            except RolloutFailed as failed:
+                result = Failure(
+                    place.trajectory_id, place.group_id, task.task_id, failed.reason, _readable(failed.detail)
+                )
+        finished.add(result)
+        return result
+
+    try:
+        async with asyncio.TaskGroup() as episodes:
+            running = [
+                episodes.create_task(play(task, Place(step, group, member)))
+                for group, task in enumerate(tasks)
+                for member in range(group_size)
+            ]
+    except BaseExceptionGroup as errors:  # one that concerns the whole run, such as a full disk
+        raise errors.exceptions[0] from None
+    results = [episode.result() for episode in running]
+    outputs = GenerateOutputs(
+        tuple(result for result in results if isinstance(result, Trajectory)),
+        tuple(result for result in results if isinstance(result, Failure)),
+    )
+    if outputs.failures:
+        events.message(_summary(outputs, step))
+    return outputs
+
+
+class Tally:
+    """Counts what is finished and shows it with the mean reward so far."""
+
+    def __init__(self, planned: int, events: Events) -> None:
+        self._planned, self._events = planned, events
+        self._done, self._failed, self._reward = 0, 0, 0.0
+
+    def add(self, result: Trajectory | Failure) -> None:
+        self._done += 1
+        if isinstance(result, Failure):
+            self._failed += 1
+        else:
+            self._reward += result.reward
+        postfix = {"rew": self._reward / max(1, self._done - self._failed)}
+        if self._failed:
+            postfix["failed"] = self._failed
+        self._events.progress("rollouts", self._done, self._planned, **postfix)
+
+
+def _readable(detail: str) -> str:
+    """At most 2,000 characters, all of them valid Unicode."""
+    return detail.encode(errors="replace").decode()[:2000]
+
+
+def _summary(outputs: GenerateOutputs, step: int) -> str:
+    planned = len(outputs.trajectories) + len(outputs.failures)
+    first = {failure.reason: failure for failure in reversed(outputs.failures)}
+    lines = [f"step {step}: {len(outputs.failures)} of {planned} rollouts failed and are left out"]
+    for reason, count in sorted(outputs.drops.items()):
+        lines.append(f"  {count} {reason}, the first is {first[reason].trajectory_id}: {first[reason].detail[:200]}")
+    return "\n".join(lines)

@@ -1,0 +1,92 @@
+"""What the model server is sent: chat messages whose images are the bytes in the image store."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from base64 import b64encode
+from typing import Any
+
+from components.artifacts.images import ImageStore
+from components.contracts.episodes import Observation
+from components.contracts.errors import DataError
+from components.contracts.images import EncodedImage, ImageRef
+from components.rollouts.failures import RolloutFailed
+
+
+class SharedImages:
+    """Stores every distinct image once and keeps its data URL, for all episodes that show it."""
+
+    def __init__(self, store: ImageStore) -> None:
+        self._store = store
+        self._known: dict[tuple[str, str], asyncio.Task[tuple[ImageRef, str]]] = {}
+
+    async def add(self, image: EncodedImage) -> tuple[ImageRef, str]:
+        """The image's reference and its data URL.
+
+        Raises:
+            RolloutFailed: `bad_image`.
+        """
+        key = (image.sha256, image.media_type)
+        if key not in self._known:
+            self._known[key] = asyncio.create_task(asyncio.to_thread(self._put, image))
+        try:
+            return await self._known[key]
+        except DataError as error:
+            raise RolloutFailed("bad_image", error.what) from error
+
+    def _put(self, image: EncodedImage) -> tuple[ImageRef, str]:
+        return self._store.put(image), f"data:{image.media_type};base64,{b64encode(image.data).decode()}"
+
+
+class Conversation:
+    """The chat of one episode. `messages` is for the server, `images` are its images in order."""
+
+    def __init__(self, system_prompt: str | None, shared: SharedImages) -> None:
+        self._shared = shared
+        self._unread: list[dict[str, Any]] = []
+        self.messages: list[dict[str, Any]] = []
+        self.images: tuple[ImageRef, ...] = ()
+        if system_prompt is not None:
+            self._append({"role": "system", "content": system_prompt})
+
+    def _append(self, message: dict[str, Any]) -> None:
+        self.messages.append(message)
+        self._unread.append(message)
+
+    async def observe(self, observation: Observation) -> None:
+        """
+        Raises:
+            RolloutFailed: `bad_image`, `bad_text`, or `environment_error` for content of another type.
+        """
+        sent: list[dict[str, Any]] = []
+        shown: list[dict[str, Any]] = []
+        for part in observation.content:
+            if isinstance(part, str):
+                sent.append({"type": "text", "text": _unicode(part)})
+                shown.append(sent[-1])
+            elif isinstance(part, EncodedImage):
+                ref, url = await self._shared.add(part)
+                self.images += (ref,)
+                sent.append({"type": "image_url", "image_url": {"url": url}})
+                shown.append({"type": "image", "sha256": ref.sha256})
+            else:
+                raise RolloutFailed("environment_error", f"observation holds {type(part).__name__}")
+        self.messages.append({"role": "user", "content": sent})
+        self._unread.append({"role": "user", "content": shown})
+
+    def answer(self, text: str) -> None:
+        self.messages.append({"role": "assistant", "content": text})
+
+    def unread(self) -> str:
+        """The messages since the last call, as JSON for people: images by their SHA-256."""
+        unread, self._unread = self._unread, []
+        return json.dumps(unread, ensure_ascii=False)
+
+
+def _unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RolloutFailed("bad_text", f"a lone surrogate at {error.start}") from error
+    return text

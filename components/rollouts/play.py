@@ -1,0 +1,175 @@
+"""One episode, played by the policy."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from components.contracts.episodes import Environment, Episode, Outcome, Task
+from components.contracts.errors import ServerError
+from components.contracts.rollouts import Trajectory, Turn
+from components.rollouts.conversation import Conversation, SharedImages
+from components.rollouts.failures import RolloutFailed
+from components.rollouts.generator import Generated, Generator
+
+if TYPE_CHECKING:
+    from components.inference.settings import SamplingSettings
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which rollout of the run this is: member `member` of group `group` in step `step`."""
+
+    step: int
+    group: int
+    member: int
+
+    @property
+    def group_id(self) -> str:
+        return f"{self.step:06d}-{self.group:04d}"
+
+    @property
+    def trajectory_id(self) -> str:
+        return f"{self.group_id}-{self.member:02d}"
+
+    def request_seed(self, seed: int, turn: int) -> int:
+        """63 bits that depend on the run's `seed`, on the place and on the turn."""
+        text = f"{seed}/{self.step}/{self.group}/{self.member}/{turn}"
+        return int.from_bytes(sha256(text.encode()).digest()[:8]) >> 1
+
+
+@dataclass(frozen=True)
+class Player:
+    """Plays episodes of `environment` with `pool` as the policy; `seed` is the run's."""
+
+    environment: Environment
+    pool: Generator
+    images: SharedImages
+    sampling: SamplingSettings
+    seed: int
+    environment_timeout: float
+
+    async def play(self, task: Task, place: Place) -> Trajectory:
+        """
+        Raises:
+            RolloutFailed: whatever concerns this rollout alone.
+        """
+        with _foreign("episode"):
+            episode = self.environment.episode(task)
+        try:
+            turns, done = await self._turns(episode, place)
+        except BaseException:
+            with suppress(RolloutFailed):  # the first failure is the one to report
+                await self._ask(episode.close)
+            raise
+        await self._ask(episode.close)
+        return Trajectory(
+            place.trajectory_id,
+            place.group_id,
+            self.environment.name,
+            task.task_id,
+            task.split,
+            tuple(turns),
+            truncated=not done,
+        )
+
+    async def _turns(self, episode: Episode, place: Place) -> tuple[list[Turn], bool]:
+        conversation = Conversation(self.environment.system_prompt, self.images)
+        turns: list[Turn] = []
+        clock = time.perf_counter()
+        observation = await self._ask(episode.reset)
+        environment_seconds = time.perf_counter() - clock
+        for index in range(self.environment.max_turns):
+            await conversation.observe(observation)
+            clock = time.perf_counter()
+            generated = await self._generate(conversation, place.request_seed(self.seed, index))
+            generate_seconds = time.perf_counter() - clock
+            conversation.answer(generated.text)
+            clock = time.perf_counter()
+            outcome = await self._ask(episode.step, generated.text)
+            environment_seconds += time.perf_counter() - clock
+            turns.append(
+                Turn(
+                    index=index,
+                    prompt_token_ids=generated.prompt_token_ids,
+                    completion_token_ids=generated.completion_token_ids,
+                    completion_logprobs=generated.completion_logprobs,
+                    finish_reason=generated.finish_reason,
+                    policy_version=generated.policy_version,
+                    images=conversation.images,
+                    messages=conversation.unread(),
+                    completion=generated.text,
+                    reward=self._reward(outcome),
+                    reward_parts=dict(outcome.reward_parts),
+                    anchor_key=observation.anchor_key,
+                    action_valid=outcome.action_valid,
+                    generate_seconds=generate_seconds,
+                    environment_seconds=environment_seconds,
+                )
+            )
+            if outcome.observation is None:
+                return turns, True
+            observation, environment_seconds = outcome.observation, 0.0
+        return turns, False
+
+    async def _ask(self, method: Callable[..., Awaitable[ResultT]], *arguments: str) -> ResultT:
+        """Call the episode; it is given `environment_timeout` seconds."""
+        with _foreign(method.__name__):
+            try:
+                async with asyncio.timeout(self.environment_timeout) as limit:
+                    return await method(*arguments)
+            except TimeoutError as error:
+                if not limit.expired():
+                    raise
+                detail = f"{method.__name__} took more than {self.environment_timeout:g} s"
+                raise RolloutFailed("environment_timeout", detail) from error
+
+    async def _generate(self, conversation: Conversation, seed: int) -> Generated:
+        try:
+            generated = await self.pool.complete(conversation.messages, self.sampling, seed)
+        except TimeoutError as error:
+            raise RolloutFailed("generation_timeout", str(error)) from error
+        except ServerError as error:
+            raise RolloutFailed("server_error", str(error)) from error
+        logprobs, tokens = generated.completion_logprobs, generated.completion_token_ids
+        if not len(tokens) or len(logprobs) != len(tokens):
+            raise RolloutFailed("bad_logprobs", f"{len(tokens)} tokens with {len(logprobs)} log-probs")
+        wrong = ~(np.isfinite(logprobs) & (logprobs <= LOGPROB_ROUNDING))
+        if wrong.any():
+            first = int(wrong.argmax())
+            raise RolloutFailed("bad_logprobs", f"token {first} has log-prob {logprobs[first]}")
+        return generated
+
+    def _reward(self, outcome: Outcome) -> float:
+        weights = self.environment.reward_weights
+        unknown = set(outcome.reward_parts) - set(weights)
+        if unknown:
+            raise RolloutFailed("bad_reward", f"no weight for {', '.join(sorted(unknown))}")
+        reward = float(sum(weights[part] * value for part, value in outcome.reward_parts.items()))
+        if not math.isfinite(reward):
+            raise RolloutFailed("bad_reward", f"reward parts {dict(outcome.reward_parts)}")
+        return reward
+
+
+LOGPROB_ROUNDING = 1e-4  # a log-softmax in low precision may come out a little above 0
+
+
+@contextmanager
+def _foreign(what: str) -> Iterator[None]:
+    """An environment is code that we did not write: whatever it raises ends its own episode only."""
+    try:
+        yield
+    except RolloutFailed:
+        raise
+    except Exception as error:
+        raise RolloutFailed("environment_error", f"{what}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,24 @@
+"""Which tasks a step plays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from components.contracts.episodes import Task
+
+
+def tasks_of_step(tasks: Sequence[Task], groups_per_step: int, step: int, seed: int) -> list[Task]:
+    """The tasks of step `step` (from 0), one per group.
+
+    All steps together walk through one endless list: the tasks in an order drawn for epoch 0, then in one drawn
+    for epoch 1, and so on. So no task comes again before all others have come, and a resumed run needs to
+    know nothing but its step.
+    """
+    positions = np.arange(step * groups_per_step, (step + 1) * groups_per_step)
+    orders = {
+        int(epoch): np.random.default_rng((seed, int(epoch))).permutation(len(tasks))
+        for epoch in np.unique(positions // len(tasks))
+    }
+    return [tasks[orders[position // len(tasks)][position % len(tasks)]] for position in positions.tolist()]

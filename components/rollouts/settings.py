@@ -1,0 +1,20 @@
+"""How many rollouts a step takes, and how they are sampled."""
+
+from __future__ import annotations
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from components.contracts.settings import Settings
+from components.inference.settings import SamplingSettings
+
+
+class RolloutSettings(Settings):
+    """A step collects `groups_per_step` groups of `group_size` rollouts each."""
+
+    groups_per_step: PositiveInt = Field(description="Tasks per step, each played by one group.")
+    group_size: int = Field(ge=2, description="Rollouts of the same task, which are compared with each other.")
+    sampling: SamplingSettings = Field(description="How tokens are sampled.")
+    max_staleness: int = Field(
+        ge=0, le=1, description="0: generate and train in turn; 1: generate the next step while training this one."
+    )
+    seed: NonNegativeInt = Field(description="Seed of the tasks' order and of every request.")

@@ -1,0 +1,123 @@
+"""The rollout table: `rollouts.parquet`, one row per assistant turn, and `failures.parquet`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from components.artifacts.tables import IMAGE_REF, TableSchema, read_table, write_table
+from components.contracts.images import ImageRef
+from components.contracts.rollouts import Failure, GenerateOutputs, Trajectory, Turn
+
+ROLLOUTS = TableSchema(
+    "rollouts",
+    1,
+    pa.schema(
+        [
+            ("run_id", pa.string()),
+            ("group_id", pa.string()),
+            ("trajectory_id", pa.string()),
+            ("environment", pa.string()),
+            ("task_id", pa.string()),
+            ("split", pa.string()),
+            ("truncated", pa.bool_()),
+            ("turn", pa.int32()),
+            ("policy_version", pa.int32()),
+            ("prompt_token_ids", pa.list_(pa.int32())),
+            ("completion_token_ids", pa.list_(pa.int32())),
+            ("completion_logprobs", pa.list_(pa.float32())),
+            ("finish_reason", pa.string()),
+            ("images", pa.list_(IMAGE_REF)),
+            ("messages", pa.string()),
+            ("completion", pa.string()),
+            ("reward", pa.float64()),
+            ("reward_parts", pa.map_(pa.string(), pa.float64())),
+            ("anchor_key", pa.string()),
+            ("action_valid", pa.bool_()),
+            ("generate_seconds", pa.float64()),
+            ("environment_seconds", pa.float64()),
+        ]
+    ),
+)
+
+FAILURES = TableSchema(
+    "rollout-failures",
+    1,
+    pa.schema([(name, pa.string()) for name in ("run_id", "group_id", "trajectory_id", "task_id", "reason", "detail")]),
+)
+
+
+def write_rollouts(folder: Path, outputs: GenerateOutputs, run_id: str) -> None:
+    """Write both tables into `folder`, which exists. Trajectories keep their order, turns theirs."""
+    turns = [(trajectory, turn) for trajectory in outputs.trajectories for turn in trajectory.turns]
+    columns: dict[str, Iterable[Any]] = {
+        "run_id": [run_id] * len(turns),
+        "turn": [turn.index for _, turn in turns],
+        "images": [[asdict(image) for image in turn.images] for _, turn in turns],
+        "reward_parts": [list(turn.reward_parts.items()) for _, turn in turns],
+    }
+    for name in ("group_id", "trajectory_id", "environment", "task_id", "split", "truncated"):
+        columns[name] = [getattr(trajectory, name) for trajectory, _ in turns]
+    for name in ROLLOUTS.schema.names:
+        if name not in columns:
+            columns[name] = [getattr(turn, name) for _, turn in turns]
+    arrays = [pa.array(columns[field.name], field.type) for field in ROLLOUTS.schema]
+    write_table(folder / "rollouts.parquet", pa.table(arrays, ROLLOUTS.schema), ROLLOUTS)
+    failures = [{"run_id": run_id, **asdict(failure)} for failure in outputs.failures]
+    write_table(folder / "failures.parquet", failures, FAILURES)
+
+
+def read_rollouts(folder: Path) -> GenerateOutputs:
+    """What `write_rollouts` was given.
+
+    Raises:
+        DataError: a table is missing, or is one of another version.
+    """
+    table = read_table(folder / "rollouts.parquet", ROLLOUTS)
+    arrays = {name: _views(table[name]) for name in ("prompt_token_ids", "completion_token_ids", "completion_logprobs")}
+    rows = table.drop_columns(list(arrays)).to_pylist()
+    for index, row in enumerate(rows):
+        row |= {name: views[index] for name, views in arrays.items()}
+    trajectories = [_trajectory(list(turns)) for _, turns in groupby(rows, key=lambda row: row["trajectory_id"])]
+    failures = read_table(folder / "failures.parquet", FAILURES).drop_columns("run_id").to_pylist()
+    return GenerateOutputs(tuple(trajectories), tuple(Failure(**failure) for failure in failures))
+
+
+def _views(column: pa.ChunkedArray) -> list[np.ndarray[Any, Any]]:
+    """Each row of a list column as an array, without going through Python numbers."""
+    return [
+        np.array(chunk.values[start:stop])
+        for chunk in column.chunks
+        for start, stop in zip(chunk.offsets.to_pylist()[:-1], chunk.offsets.to_pylist()[1:], strict=True)
+    ]
+
+
+def _trajectory(rows: list[dict[str, Any]]) -> Trajectory:
+    first = rows[0]
+    turns = [
+        Turn(
+            index=row["turn"],
+            images=tuple(ImageRef(**image) for image in row["images"]),
+            reward_parts=dict(row["reward_parts"]),
+            **{name: row[name] for name in _PLAIN},
+        )
+        for row in rows
+    ]
+    return Trajectory(
+        first["trajectory_id"],
+        first["group_id"],
+        first["environment"],
+        first["task_id"],
+        first["split"],
+        tuple(turns),
+        first["truncated"],
+    )
+
+
+_PLAIN = sorted(set(Turn.__dataclass_fields__) - {"index", "images", "reward_parts"})

@@ -1,0 +1,85 @@
+"""One small configuration of every registered environment, and a player that always wins it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from components.contracts.episodes import Task
+
+COLOURS = {
+    "red": [220, 40, 40],
+    "green": [40, 170, 60],
+    "blue": [40, 70, 220],
+    "yellow": [235, 215, 50],
+    "orange": [240, 130, 30],
+    "purple": [130, 40, 160],
+    "white": [235, 235, 235],
+    "black": [20, 20, 20],
+}
+PICTURE: dict[str, Any] = {
+    "colours": COLOURS,
+    "image_size": 56,
+    "noise": 16.0,
+    "tint_jitter": 12.0,
+    "brightness_jitter": 0.12,
+}
+WEIGHTS: dict[str, Any] = {"correct_weight": 1.0, "format_weight": 0.0}
+
+
+@dataclass(frozen=True)
+class Example:
+    """`wins(task, turn)` is an answer that earns the full reward, `loses` one that earns nothing in any turn."""
+
+    args: dict[str, Any]
+    wins: Callable[[Task, int], str]
+    loses: str
+    best: float
+
+
+EXAMPLES = {
+    "colors": Example(
+        {**PICTURE, **WEIGHTS, "question": "What colour is this?"},
+        lambda task, turn: f" {task.payload['colour'].title()}.\n",
+        "a picture",
+        1.0,
+    ),
+    "recall": Example(
+        {
+            **PICTURE,
+            **WEIGHTS,
+            "pictures": 2,
+            "filler_turns": 1,
+            "asked": "random",
+            "remember": "Remember picture {number}.",
+            "filler": "Go on.",
+            "question": "What colour was picture {number}?",
+        },
+        lambda task, turn: task.payload["colours"][task.payload["asked"]] if turn == 3 else "ok",
+        "a picture",
+        1.0,
+    ),
+    "coordinates": Example(
+        {
+            "image_size": 112,
+            "dot_radius": 4,
+            "tolerance": 3.0,
+            "guesses": 3,
+            "show_guess": True,
+            "hit_weight": 0.5,
+            "closeness_weight": 0.25,
+            "format_weight": 0.25,
+        },
+        lambda task, turn: "1,1" if turn == 0 else f"{task.payload['x']}, {task.payload['y']}",
+        "over there",
+        1.0,
+    ),
+}
+
+
+@pytest.fixture(params=sorted(EXAMPLES))
+def example(request: pytest.FixtureRequest) -> tuple[str, Example]:
+    return request.param, EXAMPLES[request.param]
