@@ -58,7 +58,7 @@ class TinySettings(Settings):
     vision_layers: PositiveInt = Field(description="Layers of the vision tower.")
     vision_heads: PositiveInt = Field(description="Attention heads of the vision tower.")
     image_side: PositiveInt = Field(
-        description="Largest (Qwen, Pixtral) or fixed (others) image side in pixels.", multiple_of=16
+        description="Largest (Qwen, Pixtral) or fixed (others) image side in pixels.", multiple_of=28
     )
     max_positions: PositiveInt = Field(description="Longest sequence in tokens.")
     vocabulary_size: PositiveInt = Field(description="Most tokens the tokenizer may have.", ge=300)

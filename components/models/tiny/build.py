@@ -23,6 +23,12 @@ RECIPES = Registry(
         "qwen2-vl": "components.models.tiny.qwen:QWEN2_VL",
         "qwen2.5-vl": "components.models.tiny.qwen:QWEN2_5_VL",
         "qwen3-vl": "components.models.tiny.qwen:QWEN3_VL",
+        "llava": "components.models.tiny.llava:LLAVA",
+        "llava-next": "components.models.tiny.llava:LLAVA_NEXT",
+        "pixtral": "components.models.tiny.pixtral:PIXTRAL",
+        "mistral3": "components.models.tiny.pixtral:MISTRAL3",
+        "internvl": "components.models.tiny.internvl:INTERNVL",
+        "gemma3": "components.models.tiny.gemma3:GEMMA3",
     },
 )
 SMALL = TinySettings(

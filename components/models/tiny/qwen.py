@@ -18,7 +18,7 @@ from transformers import (
 
 from components.models.families import QWEN_IMAGE_TOKENS
 from components.models.settings import TinySettings
-from components.models.tiny.recipe import Recipe, text_sizes
+from components.models.tiny.recipe import PATCH, Recipe, text_sizes
 from components.models.tiny.templates import chatml
 from components.models.tiny.tokenizer import Vocabulary
 
@@ -50,7 +50,7 @@ def _config_2(settings: TinySettings, tokenizer: Any) -> Qwen2VLConfig:
             "hidden_size": settings.hidden_size,
             "mlp_ratio": settings.vision_intermediate_size // settings.vision_hidden_size,
             "num_heads": settings.vision_heads,
-            "patch_size": 14,
+            "patch_size": PATCH,
             "initializer_range": settings.vision_initializer_range,
         },
         tie_word_embeddings=settings.tie_embeddings,
@@ -67,7 +67,7 @@ def _config_2_5(settings: TinySettings, tokenizer: Any) -> Qwen2_5_VLConfig:
             "intermediate_size": settings.vision_intermediate_size,
             "num_heads": settings.vision_heads,
             "out_hidden_size": settings.hidden_size,
-            "patch_size": 14,
+            "patch_size": PATCH,
             "window_size": 56,
             "fullatt_block_indexes": [settings.vision_layers - 1],
             "initializer_range": settings.vision_initializer_range,
@@ -129,6 +129,6 @@ def _processor(kind: type, video: type, patch_size: int) -> Any:
     return build
 
 
-QWEN2_VL = Recipe(VOCABULARY, TEMPLATE, _config_2, _processor(Qwen2VLProcessor, Qwen2VLVideoProcessor, 14))
-QWEN2_5_VL = Recipe(VOCABULARY, TEMPLATE, _config_2_5, _processor(Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, 14))
+QWEN2_VL = Recipe(VOCABULARY, TEMPLATE, _config_2, _processor(Qwen2VLProcessor, Qwen2VLVideoProcessor, PATCH))
+QWEN2_5_VL = Recipe(VOCABULARY, TEMPLATE, _config_2_5, _processor(Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, PATCH))
 QWEN3_VL = Recipe(VOCABULARY, TEMPLATE, _config_3, _processor(Qwen3VLProcessor, Qwen3VLVideoProcessor, 16))

@@ -9,6 +9,8 @@ from typing import Any
 from components.models.settings import TinySettings
 from components.models.tiny.tokenizer import Vocabulary
 
+PATCH = 14  # pixels of a side, of every family but Qwen3-VL
+
 
 @dataclass(frozen=True)
 class Recipe:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 TEXT = (
@@ -27,6 +27,7 @@ class Vocabulary:
     pad: str
     eos: str
     bos: str | None = None
+    words: tuple[str, ...] = ()  # ordinary text that is one token each
     named: dict[str, str] = field(default_factory=dict)  # e.g. image_token, which some processors look for
 
 
@@ -38,12 +39,13 @@ def train_tokenizer(
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=size,
+        vocab_size=size - len(vocabulary.words),
         special_tokens=list(vocabulary.markers),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     model.train_from_iterator(_corpus(list(texts)), trainer)
+    model.add_tokens([AddedToken(word, normalized=False) for word in vocabulary.words])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=model,
         pad_token=vocabulary.pad,

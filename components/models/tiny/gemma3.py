@@ -1,0 +1,84 @@
+"""Tiny Gemma3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import (
+    Gemma3Config,
+    Gemma3ImageProcessor,
+    Gemma3Processor,
+    Gemma3TextConfig,
+    SiglipVisionConfig,
+)
+
+from components.models.settings import TinySettings
+from components.models.tiny.recipe import PATCH, Recipe, text_sizes
+from components.models.tiny.templates import gemma
+from components.models.tiny.tokenizer import Vocabulary
+
+VOCABULARY = Vocabulary(
+    markers=(
+        *("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"),
+        *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+    ),
+    # The processor puts two line breaks around an image; servers expect runs of them as single tokens.
+    words=("\n", "\n\n", "\n\n\n", "\n\n\n\n"),
+    pad="<pad>",
+    eos="<end_of_turn>",
+    bos="<bos>",
+    named={
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+        "image_token": "<image_soft_token>",
+    },
+)
+POOL = 2  # 2 x 2 patches are averaged to one token
+WINDOW = 512
+
+
+def _tokens_per_image(settings: TinySettings) -> int:
+    return (settings.image_side // PATCH // POOL) ** 2
+
+
+def _config(settings: TinySettings, tokenizer: Any) -> Gemma3Config:
+    head = settings.hidden_size // settings.heads
+    text = Gemma3TextConfig(
+        **text_sizes(settings, tokenizer),
+        head_dim=head,
+        query_pre_attn_scalar=head,
+        sliding_window=WINDOW,
+        layer_types=["full_attention" if index % 2 else "sliding_attention" for index in range(settings.layers)],
+    )
+    vision = SiglipVisionConfig(
+        hidden_size=settings.vision_hidden_size,
+        intermediate_size=settings.vision_intermediate_size,
+        num_hidden_layers=settings.vision_layers,
+        num_attention_heads=settings.vision_heads,
+        image_size=settings.image_side,
+        patch_size=PATCH,
+        vision_use_head=False,
+    )
+    return Gemma3Config(
+        text_config=text,
+        vision_config=vision,
+        mm_tokens_per_image=_tokens_per_image(settings),
+        boi_token_index=tokenizer.convert_tokens_to_ids("<start_of_image>"),
+        eoi_token_index=tokenizer.convert_tokens_to_ids("<end_of_image>"),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
+        initializer_range=settings.initializer_range,
+        tie_word_embeddings=settings.tie_embeddings,
+    )
+
+
+def _processor(settings: TinySettings, tokenizer: Any) -> Gemma3Processor:
+    side = settings.image_side
+    return Gemma3Processor(
+        Gemma3ImageProcessor(size={"height": side, "width": side}),
+        tokenizer,
+        chat_template=tokenizer.chat_template,
+        image_seq_length=_tokens_per_image(settings),
+    )
+
+
+GEMMA3 = Recipe(VOCABULARY, gemma("<start_of_image>"), _config, _processor)
