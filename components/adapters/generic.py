@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def _feature_token(processor: Any) -> str:
     return ".image_token"
 
 
-def _infer_join(name: str, features: list[dict[str, Any]], together: Any, where: str) -> Join:
+def _infer_join(name: str, features: Sequence[Features], together: Any, where: str) -> Join:
     parts = [one[name] for one in features]
     if all(isinstance(part, torch.Tensor) and part.ndim for part in parts):
         for join in (cat, pad_cat):
@@ -73,7 +74,9 @@ def _infer_join(name: str, features: list[dict[str, Any]], together: Any, where:
     )
 
 
-def _reproduces(join: Join, parts: list[torch.Tensor], features: list[Features], expected: torch.Tensor) -> bool:
+def _reproduces(
+    join: Join, parts: Sequence[torch.Tensor], features: Sequence[Features], expected: torch.Tensor
+) -> bool:
     same_dims = len({part.ndim for part in parts}) == 1
     same_sizes = len({part.shape[1:] for part in parts}) == 1
     return same_dims and (same_sizes or join is pad_cat) and torch.equal(join(parts, features), expected)

@@ -48,12 +48,10 @@ def get_adapter(
 def _config(model: Any) -> dict[str, Any]:
     """The model's configuration; of a name, one that holds nothing but the `model_type`."""
     if not isinstance(model, str | Path):
-        config: dict[str, Any] = model.to_dict()
-        return config
+        return dict(model.to_dict())
     file = Path(model) / "config.json"
     if file.is_file():
-        config = json.loads(file.read_text())
-        return config
+        return dict(json.loads(file.read_text()))
     if isinstance(model, Path) or "/" in model:
         raise ConfigurationError(
             "there is no config.json", where=str(file), remedy="name a checkpoint folder, or pass the model's config"

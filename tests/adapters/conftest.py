@@ -1,0 +1,149 @@
+"""Tiny checkpoints of every family, and rollouts whose prompt ids come from the family's own processor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from components.adapters import FamilyAdapter, get_adapter
+from components.contracts.images import ImageRef
+from components.contracts.rollouts import GenerateOutputs, Trajectory, Turn
+from components.models.tiny import make_tiny_checkpoint
+
+FAMILIES = (
+    "qwen2-vl",
+    "qwen2.5-vl",
+    "qwen3-vl",
+    "llava",
+    "llava-next",
+    "pixtral",
+    "mistral3",
+    "internvl",
+    "gemma3",
+)
+Message = dict[str, Any]
+
+
+@dataclass
+class Tiny:
+    """A checkpoint, its adapter, and a camera that keeps its pictures."""
+
+    family: str
+    folder: Path
+    processor: Any
+    model: Any
+    adapter: FamilyAdapter
+    pictures: dict[ImageRef, Image.Image] = field(default_factory=dict)
+
+    def picture(self, width: int, height: int, seed: int = 0) -> ImageRef:
+        pixels = np.random.default_rng((width, height, seed)).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        ref = ImageRef(sha256(pixels.tobytes()).hexdigest(), "image/png", width, height)
+        self.pictures[ref] = Image.fromarray(pixels)
+        return ref
+
+    def processed(self, conversations: Sequence[list[Message]], images: Sequence[Sequence[ImageRef]]) -> Any:
+        """What the family's processor makes of chat-templated conversations, padded on the right."""
+        texts = [
+            self.processor.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in conversations
+        ]
+        opened = [[self.pictures[ref] for ref in row] for row in images]
+        return self.processor(
+            text=texts,
+            images=opened if any(opened) else None,
+            return_tensors="pt",
+            padding=True,
+            padding_side="right",
+        )
+
+    def prompt(self, messages: list[Message], images: Sequence[ImageRef]) -> np.ndarray:
+        return self.processed([messages], [images])["input_ids"][0].numpy().astype(np.int32)
+
+    def turn(self, messages: list[Message], images: Sequence[ImageRef], text: str, index: int = 0) -> Turn:
+        tokens = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return make_turn(
+            self.prompt(messages, images),
+            [*tokens, self.processor.tokenizer.eos_token_id],
+            images=tuple(images),
+            index=index,
+            messages=json.dumps(messages),
+        )
+
+
+def make_turn(prompt: Any, completion: Any, logprobs: Any = None, **changes: Any) -> Turn:
+    values = -np.arange(1, len(completion) + 1) / 7 if logprobs is None else logprobs
+    turn: dict[str, Any] = {
+        "index": 0,
+        "prompt_token_ids": np.asarray(prompt, dtype=np.int32),
+        "completion_token_ids": np.asarray(completion, dtype=np.int32),
+        "completion_logprobs": np.asarray(values, dtype=np.float32),
+        "finish_reason": "stop",
+        "policy_version": 3,
+        "images": (),
+        "messages": "[]",
+        "completion": "",
+        "reward": 0.5,
+        "reward_parts": {},
+        "anchor_key": None,
+        "action_valid": True,
+        "generate_seconds": 0.0,
+        "environment_seconds": 0.0,
+    }
+    return Turn(**(turn | changes))
+
+
+def make_outputs(*trajectories: Sequence[Turn]) -> GenerateOutputs:
+    return GenerateOutputs(
+        [
+            Trajectory(f"t{number}", f"g{number // 2}", "colors", "task", "train", tuple(turns), False)
+            for number, turns in enumerate(trajectories)
+        ]
+    )
+
+
+def user(*parts: str | None) -> Message:
+    """A user's message: texts, and None where an image is."""
+    content = [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts]
+    return {"role": "user", "content": content}
+
+
+def build(family: str, folder: Path) -> Tiny:
+    make_tiny_checkpoint(family, folder, seed=0)
+    processor = AutoProcessor.from_pretrained(folder)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    pictures: dict[ImageRef, Image.Image] = {}
+    return Tiny(family, folder, processor, model, get_adapter(folder, processor, pictures.__getitem__), pictures)
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return build(request.param, tmp_path_factory.mktemp("tiny") / request.param)
+
+
+@pytest.fixture(scope="session")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return build("qwen2-vl", tmp_path_factory.mktemp("tiny") / "qwen2-vl")
+
+
+@pytest.fixture(scope="session")
+def turn_of() -> Callable[..., Turn]:
+    return make_turn
+
+
+@pytest.fixture(scope="session")
+def outputs_of() -> Callable[..., GenerateOutputs]:
+    return make_outputs
+
+
+@pytest.fixture(scope="session")
+def says() -> Callable[..., Message]:
+    return user
