@@ -1,0 +1,37 @@
+"""GRPO and its relatives for vision-language models. Names that need torch are imported when asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from components.contracts.batches import MultimodalBatch
+from components.training.config import MultimodalRLConfig
+
+if TYPE_CHECKING:
+    from components.adapters.base import MultimodalAdapter
+    from components.training.client import TrainerClient
+    from components.training.learner import Learner
+    from components.training.trainer import MultimodalGRPOTrainer
+
+__all__ = [
+    "Learner",
+    "MultimodalAdapter",
+    "MultimodalBatch",
+    "MultimodalGRPOTrainer",
+    "MultimodalRLConfig",
+    "TrainerClient",
+]
+
+_MODULES = {
+    "Learner": "components.training.learner",
+    "MultimodalAdapter": "components.adapters.base",
+    "MultimodalGRPOTrainer": "components.training.trainer",
+    "TrainerClient": "components.training.client",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

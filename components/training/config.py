@@ -1,0 +1,144 @@
+"""`MultimodalRLConfig`: one flat set of options for `MultimodalGRPOTrainer`, with defaults. Torch-free."""
+
+from __future__ import annotations
+
+from math import gcd
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from components.contracts.errors import ConfigurationError
+from components.registry import suggestion
+from components.training.settings import Aggregation, ImportanceCorrection, MaskRatio, TrainerSettings
+
+DEFAULT_GROUP = 8
+WITHOUT_USE = {
+    "vllm_server_group_port": "weights reach the server as a folder that it reloads, not over a port of their own",
+    "report_to": "MLflow tracking belongs to the flows: armature run train-vlm/...; metrics.jsonl is always written",
+}
+
+
+class MultimodalRLConfig(BaseModel):
+    """Options of `MultimodalGRPOTrainer`. Unknown ones are refused; every one has an effect.
+
+    Each step plays `rollouts_per_step` episodes in groups of `rollouts_per_example` on the same task, and trains on
+    them with the objective `mask_ratio` in updates of `batch_size` samples.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    output_dir: Path = Field(Path("outputs"), description="Checkpoints, published weights, images and metrics.jsonl.")
+    run_name: str | None = Field(None, description="Name of the run: a folder of its own under output_dir.")
+    seed: NonNegativeInt = Field(42, description="Seed of the tasks, of sampling and of the trainer.")
+
+    env_id: str = Field("", description="Registered environment; empty: set_environment is called.")
+    env_args: dict[str, Any] = Field(default_factory=dict, description="The environment's own settings.")
+    env_tasks: PositiveInt = Field(1000, description="Training tasks that the environment draws.")
+    max_steps: PositiveInt = Field(500, description="Training steps.")
+    rollouts_per_step: PositiveInt = Field(512, description="Episodes of a step.")
+    rollouts_per_example: PositiveInt | None = Field(
+        None,
+        description="Episodes per task, compared with each other; 1 compares with the whole step. "
+        "Default: the greatest common divisor of rollouts_per_step and 8.",
+    )
+    primary_reward_key: str | None = Field(None, description="Reward part to train on instead of the sum.")
+    temperature: PositiveFloat = Field(1.0, description="Of sampling, and of the trainer's log-probs.")
+    max_tokens: PositiveInt = Field(512, description="Longest completion of one turn.")
+
+    batch_size: PositiveInt = Field(512, description="Samples per optimiser update.")
+    micro_batch_size: PositiveInt = Field(4, description="Most samples of one forward pass.")
+    max_tokens_per_micro_batch: PositiveInt = Field(16384, description="Most padded tokens of one forward pass.")
+    mask_ratio_low: NonNegativeFloat = Field(0.1, description="Tokens with a smaller importance ratio are dropped.")
+    mask_ratio_high: PositiveFloat = Field(10.0, description="Tokens with a larger importance ratio are dropped.")
+    aggregation: Aggregation = Field("sum", description="How tokens make one loss; the published trainer sums.")
+    learning_rate: PositiveFloat = Field(5e-5, description="Peak learning rate of AdamW.")
+    adam_beta1: float = Field(0.9, description="AdamW's decay of the first moment.")
+    adam_beta2: float = Field(0.999, description="AdamW's decay of the second moment.")
+    adam_epsilon: PositiveFloat = Field(1e-8, description="AdamW's epsilon.")
+    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW's weight decay.")
+    max_grad_norm: PositiveFloat = Field(1.0, description="Gradients are scaled down to this norm.")
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay of the rate.")
+    warmup_steps: NonNegativeInt = Field(0, description="Steps over which the rate rises linearly.")
+    bf16: bool = Field(False, description="Matrix products in bf16; the trained weights stay fp32.")
+    gradient_checkpointing: bool = Field(False, description="Recompute activations in backward to save memory.")
+    save_steps: PositiveInt = Field(500, description="Steps between checkpoints.")
+    save_total_limit: PositiveInt = Field(2, description="Newest checkpoints that are kept.")
+
+    vllm_server_host: str = Field("0.0.0.0", description="Host of the vLLM server; 0.0.0.0 means this machine.")
+    vllm_server_port: int = Field(8000, gt=0, lt=65536, description="Port of the vLLM server.")
+    vllm_server_timeout: PositiveFloat = Field(600.0, description="Seconds to wait for the server to be ready.")
+    generation_timeout: PositiveFloat = Field(600.0, description="Seconds for one generation request.")
+    max_concurrent: PositiveInt = Field(128, description="Episodes under way at once.")
+    sync_to_vllm_every: NonNegativeInt = Field(1, description="Steps between weight updates of the server; 0: never.")
+    log_every_steps: PositiveInt = Field(10, description="Steps between lines of the progress bar.")
+
+    def __init__(self, **options: Any) -> None:
+        for name in options:
+            if name in WITHOUT_USE:
+                raise ConfigurationError(f"{name} would have no effect: {WITHOUT_USE[name]}", remedy=f"remove {name}")
+            if name not in type(self).model_fields:
+                raise ConfigurationError(
+                    f"MultimodalRLConfig has no option {name!r}",
+                    remedy=suggestion(name, type(self).model_fields),
+                )
+        super().__init__(**options)
+        if self.rollouts_per_step % self.group_size:
+            raise ConfigurationError(
+                f"rollouts_per_step ({self.rollouts_per_step}) is no multiple of "
+                f"rollouts_per_example ({self.group_size})",
+                remedy="change one of them",
+            )
+        self.trainer_settings()
+
+    @property
+    def group_size(self) -> int:
+        """Episodes per task."""
+        return self.rollouts_per_example or gcd(self.rollouts_per_step, DEFAULT_GROUP)
+
+    @property
+    def folder(self) -> Path:
+        """Where the run writes."""
+        return self.output_dir / self.run_name if self.run_name else self.output_dir
+
+    @property
+    def server_url(self) -> str:
+        """Base URL of the vLLM server."""
+        host = "127.0.0.1" if self.vllm_server_host in ("0.0.0.0", "::") else self.vllm_server_host
+        return f"http://{host}:{self.vllm_server_port}"
+
+    def trainer_settings(self) -> TrainerSettings:
+        """The same values as the section `trainer` of a recipe.
+
+        Raises:
+            ConfigurationError: values that contradict each other.
+        """
+        try:
+            return TrainerSettings(
+                objective=MaskRatio(
+                    name="mask_ratio", mask_ratio_low=self.mask_ratio_low, mask_ratio_high=self.mask_ratio_high
+                ),
+                aggregation=self.aggregation,
+                dr_grpo_length=self.max_tokens,
+                correction=ImportanceCorrection(level="token", mode="none", cap=2.0),
+                kl_coefficient=0.0,
+                learning_rate=self.learning_rate,
+                adam_beta1=self.adam_beta1,
+                adam_beta2=self.adam_beta2,
+                adam_epsilon=self.adam_epsilon,
+                weight_decay=self.weight_decay,
+                max_grad_norm=self.max_grad_norm,
+                lr_scheduler=self.lr_scheduler_type,
+                warmup_steps=self.warmup_steps,
+                max_steps=self.max_steps,
+                samples_per_update=self.batch_size,
+                max_tokens_per_micro_batch=self.max_tokens_per_micro_batch,
+                max_rows_per_micro_batch=self.micro_batch_size,
+                logprob_chunk_tokens=1024,
+                autocast="bf16" if self.bf16 else "none",
+                save_every=self.save_steps,
+                keep_checkpoints=self.save_total_limit,
+                seed=self.seed,
+            )
+        except ValueError as error:
+            raise ConfigurationError(f"the options contradict each other: {error}") from error

@@ -1,0 +1,272 @@
+"""One training step: micro-batches in, an updated policy and its metrics out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from dataclasses import fields, replace
+from math import isfinite
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+from components.adapters.validate import model_inputs, validate_batch
+from components.contracts.batches import MultimodalBatch, Sample
+from components.contracts.errors import ConfigurationError, DataError
+from components.training.logprobs import Policy, check_head
+from components.training.metrics import Meter, batch_report, peak_memory_gib
+from components.training.objectives import Tokens, loss_of, normaliser
+from components.training.plan import MicroBatch, micro_batches, share, updates
+from components.training.ranks import Ranks, whole
+from components.training.schedule import learning_rate
+from components.training.settings import TrainerSettings
+
+log = logging.getLogger(__name__)
+
+Load = Callable[[Sequence[MicroBatch]], Iterator[tuple[MicroBatch, MultimodalBatch]]]
+"""Gives each planned micro-batch its tensors, in order."""
+
+
+class Learner:
+    """The policy, its optimiser, and how a batch changes them.
+
+    Args:
+        model: a vision-language model, with or without adapters; what requires a gradient is trained, in fp32.
+        settings: the objective and the optimiser.
+        temperature: of the sampler.
+        forbidden_token_ids: tokens that the sampler could not choose.
+        ranks: the processes that train together.
+        shard: splits the model over the ranks (FSDP2) where every rank would else hold all of it; called with
+            the policy, and with the reference where there is one.
+
+    Raises:
+        ConfigurationError: weights of several dtypes without autocast, or an output head that is not understood.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: TrainerSettings,
+        *,
+        temperature: float,
+        forbidden_token_ids: Sequence[int] = (),
+        ranks: Ranks | None = None,
+        shard: Callable[[Policy], None] | None = None,
+    ) -> None:
+        self.settings, self.ranks = settings, ranks or Ranks()
+        self.steps_done = 0
+        model.to(self.ranks.device)
+        self._sharded = shard is not None
+        self._make_policy = lambda inner: Policy(
+            inner,
+            temperature=temperature,
+            chunk_tokens=settings.logprob_chunk_tokens,
+            forbidden_token_ids=forbidden_token_ids,
+            autocast=torch.bfloat16 if settings.autocast == "bf16" else None,
+        ).to(self.ranks.device)
+        needs_copy = settings.kl_coefficient > 0 and not isinstance(model, PeftModel)
+        self.reference = self._make_policy(deepcopy(model).requires_grad_(False)) if needs_copy else None
+        self.policy = self._make_policy(_master_weights(model, settings.autocast))
+        check_head(self.policy)
+        if shard is not None:
+            shard(self.policy)
+            if self.reference is not None:
+                shard(self.reference)
+        self.optimizer = _optimizer(self.policy, settings)
+
+    @property
+    def model(self) -> Any:
+        return self.policy.model
+
+    def step(self, samples: Sequence[Sample], load: Load) -> dict[str, float]:
+        """Train on one batch: one update, or one per `samples_per_update` samples. Every rank calls it alike.
+
+        Returns:
+            The metrics of the step, over all ranks; see `components.training.metrics`.
+
+        Raises:
+            DataError: no samples, or tensors that do not fit together.
+        """
+        if not samples:
+            raise DataError("a training step needs at least one sample", where=f"step {self.steps_done + 1}")
+        began, meter = perf_counter(), Meter()
+        all_rows = list(updates(len(samples), self.settings.samples_per_update))
+        start = None
+        if self.settings.correction.mode != "none" and len(all_rows) > 1:
+            start = self._score(samples, load)
+        for rows in all_rows:
+            n_tokens = sum(int(samples[row].loss_mask[1:].sum()) for row in rows)
+            n_sequences = sum(bool(samples[row].loss_mask[1:].any()) for row in rows)
+            self._update(load(self._plan(samples, rows)), n_tokens, n_sequences, meter, start)
+        return self._finish(meter, batch_report(samples), began)
+
+    def step_on(self, batches: Sequence[MultimodalBatch]) -> dict[str, float]:
+        """Train on ready tensors with one update; where `advantages` is None, A_i = R_i - mean of all R."""
+        began, meter = perf_counter(), Meter()
+        rewards = torch.cat([validate_batch(batch).rewards.double() for batch in batches])
+        ready = [_with_advantages(batch, float(rewards.mean())) for batch in batches]
+        trained = [batch.loss_mask[:, 1:].bool() for batch in ready]
+        pairs = ((MicroBatch((), ()), batch) for batch in ready)
+        n_tokens, n_sequences = sum(int(m.sum()) for m in trained), sum(int(m.any(1).sum()) for m in trained)
+        self._update(pairs, n_tokens, n_sequences, meter, None)
+        report = {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std(correction=0))}
+        report |= {"sequences": float(len(rewards)), "tokens/trained": float(n_tokens)}
+        return self._finish(meter, report, began)
+
+    def score(self, samples: Sequence[Sample], load: Load) -> list[npt.NDArray[np.float32]]:
+        """For each sample (L,) log-probs of its trained tokens, 0 elsewhere. Every rank calls it alike."""
+        scored = self._score(samples, load)
+        for part in self.ranks.gather({row: values.cpu() for row, values in scored.items()}):
+            scored |= part
+        arrays = []
+        for row, sample in enumerate(samples):
+            array = np.zeros(len(sample.input_ids), dtype=np.float32)
+            array[1:][sample.loss_mask[1:]] = scored[row].cpu().numpy()
+            arrays.append(array)
+        return arrays
+
+    def _plan(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[MicroBatch]:
+        settings = self.settings
+        planned = micro_batches(samples, rows, settings.max_tokens_per_micro_batch, settings.max_rows_per_micro_batch)
+        return share(planned, self.ranks.rank, self.ranks.size)
+
+    def _update(
+        self,
+        batches: Iterable[tuple[MicroBatch, MultimodalBatch]],
+        n_tokens: int,
+        n_sequences: int,
+        meter: Meter,
+        start: dict[int, Tensor] | None,
+    ) -> None:
+        """Accumulate the gradient of all micro-batches, normalised by the counts of all ranks, and apply it."""
+        scale = 1 / normaliser(self.settings, n_tokens, n_sequences)
+        self.optimizer.zero_grad(set_to_none=True)
+        for micro, batch in batches:
+            batch = _to(batch, self.ranks.device)
+            logprobs, entropy = self.policy(model_inputs(batch), batch.loss_mask)
+            at_start = _at_start(micro, logprobs, start)
+            tokens = _pack(batch, logprobs, at_start, corrected=self.settings.correction.mode != "none")
+            loss = loss_of(tokens, entropy, self._reference_logprobs(batch), at_start, self.settings)
+            # FSDP averages gradients over its ranks, and the counts are already those of all ranks.
+            (loss.total * scale * (self.ranks.size if self._sharded else 1)).backward()
+            meter.add(tokens, loss, scale)
+        self.ranks.sum_gradients(self.policy.parameters())
+        gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]
+        norm = float(whole(get_total_norm(gradients)))
+        finite = isfinite(norm)
+        if finite:
+            for gradient in gradients:
+                gradient.mul_(min(1.0, self.settings.max_grad_norm / (norm + 1e-6)))
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate(self.steps_done + 1, self.settings)
+            self.optimizer.step()
+        else:
+            log.error("step %d: the gradient is not finite; the update is left out", self.steps_done + 1)
+        meter.update(norm, finite)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _finish(self, meter: Meter, batch: dict[str, float], began: float) -> dict[str, float]:
+        report = meter.report(self.ranks) | batch
+        self.steps_done += 1
+        seconds = perf_counter() - began
+        report["learning_rate"] = learning_rate(self.steps_done, self.settings)
+        report["timing/train_s"] = seconds
+        report["tokens_per_second"] = batch.get("tokens/total", batch["tokens/trained"]) / seconds
+        report["memory/peak_gib"] = max(self.ranks.gather(peak_memory_gib(self.ranks.device)))
+        return report
+
+    @torch.no_grad()
+    def _score(self, samples: Sequence[Sample], load: Load) -> dict[int, Tensor]:
+        """Log-probs (T,) of the T trained tokens of this rank's samples, by the samples' position."""
+        scored: dict[int, Tensor] = {}
+        for micro, batch in load(self._plan(samples, range(len(samples)))):
+            batch = _to(batch, self.ranks.device)
+            logprobs, _ = self.policy(model_inputs(batch), batch.loss_mask)
+            lengths = batch.loss_mask[:, 1:].sum(1).tolist()
+            scored |= {r: part for r, part in zip(micro.rows, logprobs.split(lengths), strict=True) if r >= 0}
+        return scored
+
+    @torch.no_grad()
+    def _reference_logprobs(self, batch: MultimodalBatch) -> Tensor | None:
+        if self.settings.kl_coefficient == 0:
+            return None
+        without: AbstractContextManager[Any] = nullcontext()
+        if self.reference is None:
+            without = self.policy.model.disable_adapter()
+        with without:
+            return (self.reference or self.policy)(model_inputs(batch), batch.loss_mask)[0]
+
+
+def _pack(batch: MultimodalBatch, logprobs: Tensor, at_start: Tensor, corrected: bool) -> Tokens:
+    mask = batch.loss_mask[:, 1:].bool()
+    assert batch.advantages is not None
+    behavior = batch.behavior_logprobs[:, 1:][mask].float()
+    return Tokens(
+        logprobs=logprobs,
+        denominator=at_start if corrected else behavior,
+        behavior=behavior,
+        advantages=batch.advantages[:, 1:][mask].float(),
+        rows=mask.nonzero()[:, 0],
+        n_rows=len(mask),
+    )
+
+
+def _at_start(micro: MicroBatch, logprobs: Tensor, start: dict[int, Tensor] | None) -> Tensor:
+    """Log-probs of the policy at the start of the step: those at hand, before the first update."""
+    if start is None:
+        return logprobs.detach()
+    return torch.cat([start[row] for row in micro.rows if row >= 0] or [logprobs.detach()])
+
+
+def _with_advantages(batch: MultimodalBatch, baseline: float) -> MultimodalBatch:
+    if batch.advantages is not None:
+        return batch
+    advantages = (batch.rewards.float() - baseline)[:, None].expand(batch.loss_mask.shape)
+    return replace(batch, advantages=advantages)
+
+
+def _to(batch: MultimodalBatch, device: torch.device) -> MultimodalBatch:
+    moved = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in moved.items()}
+    moved["extra_model_kwargs"] = {k: v.to(device, non_blocking=True) for k, v in batch.extra_model_kwargs.items()}
+    return MultimodalBatch(**moved)
+
+
+def _master_weights(model: nn.Module, autocast: str) -> nn.Module:
+    """What is trained, in fp32: an update of 1e-6 is lost in the 8 bits of a bf16 weight."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if len(dtypes) > 1 and autocast == "none":
+        raise ConfigurationError(
+            f"weights of several types ({', '.join(sorted(map(str, dtypes)))}) need autocast",
+            where="trainer.autocast",
+            remedy="set trainer.autocast = 'bf16', or model.dtype = 'float32'",
+        )
+    return model
+
+
+def _optimizer(policy: Policy, settings: TrainerSettings) -> torch.optim.AdamW:
+    """AdamW; vectors (norms and biases) are not decayed."""
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    if not trained:
+        raise ConfigurationError("nothing of the model is trained", where="model.freeze", remedy="freeze less")
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.learning_rate,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_epsilon,
+    )

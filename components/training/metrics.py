@@ -1,0 +1,113 @@
+"""What one training step says about itself."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from components.contracts.batches import Sample
+from components.training.objectives import Loss, Tokens
+from components.training.ranks import Ranks
+
+QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
+PER_TOKEN = {
+    "importance_ratio": "importance_ratio",
+    "entropy": "entropy",
+    "mismatch_kl": "mismatch_kl",
+    "kl_reference": "kl_reference",
+    "masked_low": "masked_low_fraction",
+    "masked_high": "masked_high_fraction",
+    "ratio_out_of_range": "ratio/out_of_range_fraction",
+    "advantage_abs": "advantage/absmean",
+    "weight": "correction/mean_weight",
+    "weight_capped": "correction/capped_fraction",
+}
+"""Sums of a loss, and the name of their mean over the trained tokens."""
+
+
+class Meter:
+    """Collects sums over the micro-batches of a step, on every rank, and reports them over all ranks."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = defaultdict(float)
+        self.log_ratios: list[npt.NDArray[np.float32]] = []
+        self.grad_norms: list[float] = []
+        self.skipped = 0
+
+    def add(self, tokens: Tokens, loss: Loss, scale: float) -> None:
+        """One micro-batch: its loss counts `scale` times."""
+        for name, value in loss.sums.items():
+            self.sums[name] += float(value)
+        self.sums["loss"] += float(loss.total.detach()) * scale
+        self.sums["tokens"] += len(tokens.rows)
+        self.log_ratios.append((tokens.logprobs - tokens.behavior).detach().float().cpu().numpy())
+
+    def update(self, grad_norm: float, applied: bool) -> None:
+        """One optimiser update."""
+        self.grad_norms.append(grad_norm)
+        self.skipped += not applied
+
+    def report(self, ranks: Ranks) -> dict[str, float]:
+        """Means over the trained tokens of all ranks (0 where there are none), and quantiles of the raw ratio."""
+        sums = ranks.sum(self.sums)
+        tokens = max(sums.pop("tokens", 0.0), 1.0)
+        report = {"loss": sums.pop("loss", 0.0) / max(len(self.grad_norms), 1)}
+        report |= {PER_TOKEN[name]: value / tokens for name, value in sums.items()}
+        if "masked_low_fraction" in report:
+            report["masked_fraction"] = report["masked_low_fraction"] + report["masked_high_fraction"]
+        report |= _quantiles(np.concatenate([one for part in ranks.gather(self.log_ratios) for one in part] or [[]]))
+        report["grad_norm"] = float(np.mean(self.grad_norms)) if self.grad_norms else 0.0
+        report["updates"] = float(len(self.grad_norms))
+        report["updates_skipped"] = float(self.skipped)
+        return report
+
+
+def _quantiles(log_ratios: npt.NDArray[np.float32]) -> dict[str, float]:
+    if not len(log_ratios):
+        return {}
+    with np.errstate(over="ignore"):
+        points = np.exp(np.quantile(log_ratios, [0.0, *QUANTILES.values(), 1.0], method="nearest").astype(np.float64))
+    return dict(zip(("ratio/min", *(f"ratio/{name}" for name in QUANTILES), "ratio/max"), points.tolist(), strict=True))
+
+
+def batch_report(samples: Sequence[Sample]) -> dict[str, float]:
+    """Rewards, groups, lengths and versions of the samples of a step. Lengths are in tokens."""
+    rewards = np.array([sample.reward for sample in samples])
+    lengths = np.array([len(sample.input_ids) for sample in samples])
+    trained = np.array([int(sample.loss_mask[1:].sum()) for sample in samples])
+    versions = np.concatenate([sample.policy_versions[sample.loss_mask] for sample in samples])
+    groups: dict[str, bool] = defaultdict(bool)
+    for sample in samples:
+        groups[sample.group_id] |= bool(np.any(sample.advantages))
+    report = {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "groups": float(len(groups)),
+        "groups_without_signal": float(sum(not signal for signal in groups.values())),
+        "sequences": float(len(samples)),
+        "tokens/trained": float(trained.sum()),
+        "tokens/total": float(lengths.sum()),
+        "tokens/trained_per_sequence": float(trained.mean()),
+        "tokens/longest": float(lengths.max()),
+        "images": float(sum(len(sample.images) for sample in samples)),
+        "images/distinct": float(len({ref.sha256 for sample in samples for ref in sample.images})),
+    }
+    if len(versions):
+        report |= {"policy_version/min": float(versions.min()), "policy_version/max": float(versions.max())}
+    return report
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory used since the last call: of the GPU; on CPU of the process since it began."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return float(peak / 2**30)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

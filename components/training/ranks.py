@@ -1,0 +1,98 @@
+"""The processes that train together, and the few collectives that they need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+BUCKET_ELEMENTS = 16 * 2**20
+"""Gradients are summed over ranks in pieces of this size: few messages, little extra memory."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among `size` that hold the same model. `device` is where it computes.
+
+    `group` is a gloo group for small Python objects; None when there is one rank.
+    """
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = torch.device("cpu")
+    group: Any = None
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Add up the gradients of whole (not sharded) parameters over the ranks; a missing one counts as zero."""
+        if self.size == 1:
+            return
+        whole = [p for p in parameters if p.requires_grad and not isinstance(p, DTensor)]
+        for parameter in whole:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for bucket in _buckets([p.grad for p in whole if p.grad is not None]):
+            flat = torch.cat([gradient.flatten() for gradient in bucket])
+            dist.all_reduce(flat)
+            pieces = flat.split([gradient.numel() for gradient in bucket])
+            for gradient, piece in zip(bucket, pieces, strict=True):
+                gradient.copy_(piece.view_as(gradient))
+
+    def sum(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Each value added up over the ranks; all ranks have the same keys."""
+        if self.size == 1:
+            return dict(values)
+        total = torch.tensor([values[name] for name in sorted(values)], dtype=torch.float64)
+        dist.all_reduce(total, group=self.group)
+        return dict(zip(sorted(values), total.tolist(), strict=True))
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank, on every rank."""
+        if self.size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
+
+    def broadcast(self, value: Any) -> Any:
+        """The value of rank 0."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor on the CPU, of a sharded one as well (then every rank must call)."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+
+
+def like(value: Tensor, target: Tensor) -> Tensor:
+    """`value`, a full tensor, in the dtype, on the device and in the shards of `target`."""
+    value = value.to(device=target.device, dtype=target.dtype)
+    if isinstance(target, DTensor):
+        return distribute_tensor(value, target.device_mesh, target.placements)
+    return value
+
+
+def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for same in by_dtype.values():
+        bucket: list[Tensor] = []
+        for tensor in same:
+            if bucket and sum(t.numel() for t in bucket) + tensor.numel() > BUCKET_ELEMENTS:
+                yield bucket
+                bucket = []
+            bucket.append(tensor)
+        yield bucket

@@ -1,0 +1,110 @@
+"""What a training run is: the objective, the optimiser and the size of a micro-batch. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from components.contracts.settings import Settings
+
+Aggregation = Literal["sum", "token", "sequence", "dr_grpo"]
+
+
+class MaskRatio(Settings):
+    """Policy gradient with importance ratios; tokens whose ratio leaves the band are dropped."""
+
+    name: Literal["mask_ratio"] = Field(description="Which objective: mask_ratio.")
+    mask_ratio_low: NonNegativeFloat = Field(description="Tokens with a smaller ratio are dropped.")
+    mask_ratio_high: PositiveFloat = Field(description="Tokens with a larger ratio are dropped.")
+
+    @model_validator(mode="after")
+    def _band(self) -> MaskRatio:
+        if self.mask_ratio_low >= self.mask_ratio_high:
+            raise ValueError(
+                f"mask_ratio_low ({self.mask_ratio_low}) must be below mask_ratio_high ({self.mask_ratio_high})"
+            )
+        return self
+
+
+class Ppo(Settings):
+    """Clipped surrogate with separate lower and upper clip."""
+
+    name: Literal["ppo"] = Field(description="Which objective: ppo.")
+    clip_low: float = Field(gt=0, lt=1, description="The ratio is clipped below at 1 - clip_low.")
+    clip_high: PositiveFloat = Field(description="The ratio is clipped above at 1 + clip_high.")
+
+
+class Gspo(Settings):
+    """Clipped surrogate on the length-normalised ratio of the whole sequence."""
+
+    name: Literal["gspo"] = Field(description="Which objective: gspo.")
+    clip_low: float = Field(gt=0, lt=1, description="The sequence ratio is clipped below at 1 - clip_low.")
+    clip_high: PositiveFloat = Field(description="The sequence ratio is clipped above at 1 + clip_high.")
+
+
+class Cispo(Settings):
+    """REINFORCE weighted by a clipped importance weight without gradient: no token loses its gradient."""
+
+    name: Literal["cispo"] = Field(description="Which objective: cispo.")
+    clip_high: PositiveFloat = Field(description="The importance weight is clipped above at 1 + clip_high.")
+
+
+Objective = Annotated[MaskRatio | Ppo | Gspo | Cispo, Field(discriminator="name")]
+
+
+class ImportanceCorrection(Settings):
+    """Corrects for a sampler that is not quite the policy at the start of the step.
+
+    With mode "none" the objective's ratio is against the sampler's log-probs. Otherwise it is against the
+    policy's own log-probs at the start of the step, and each token's loss is multiplied by
+    w = exp(log-prob at the start - sampler's log-prob), without gradient.
+    """
+
+    level: Literal["token", "sequence"] = Field(description="One weight per token, or their product per sequence.")
+    mode: Literal["none", "truncate", "mask"] = Field(
+        description="Weights above the cap are cut to it (truncate) or set to 0 (mask); none: no weights."
+    )
+    cap: PositiveFloat = Field(description="Largest importance weight.")
+
+
+class TrainerSettings(Settings):
+    """How batches become updates. A step is one batch; it makes one update or several."""
+
+    objective: Objective = Field(description="The loss and its parameters.")
+    aggregation: Aggregation = Field(
+        description="Tokens to one number: sum (mask_ratio as first published), token (mean over all tokens), "
+        "sequence (mean of the sequences' means) or dr_grpo (sum / (sequences * dr_grpo_length))."
+    )
+    dr_grpo_length: PositiveInt = Field(description="The constant length of aggregation dr_grpo; else unused.")
+    correction: ImportanceCorrection = Field(description="Importance correction for the sampler's log-probs.")
+    kl_coefficient: NonNegativeFloat = Field(description="Weight of the k3 KL to the initial model; 0: none.")
+    learning_rate: PositiveFloat = Field(description="Peak learning rate of AdamW.")
+    adam_beta1: float = Field(ge=0, lt=1, description="AdamW's decay of the first moment.")
+    adam_beta2: float = Field(ge=0, lt=1, description="AdamW's decay of the second moment.")
+    adam_epsilon: PositiveFloat = Field(description="AdamW's epsilon.")
+    weight_decay: NonNegativeFloat = Field(description="AdamW's decoupled weight decay.")
+    max_grad_norm: PositiveFloat = Field(description="Gradients are scaled down to this norm.")
+    lr_scheduler: Literal["constant", "linear", "cosine"] = Field(description="Decay after the warm-up.")
+    warmup_steps: NonNegativeInt = Field(description="Steps over which the learning rate rises linearly.")
+    max_steps: PositiveInt = Field(description="Steps of the run; the decay ends there.")
+    samples_per_update: NonNegativeInt = Field(description="Sequences per optimiser update; 0: the whole batch.")
+    max_tokens_per_micro_batch: PositiveInt = Field(
+        description="Padded tokens of one forward pass, image tokens included."
+    )
+    max_rows_per_micro_batch: PositiveInt = Field(description="Sequences of one forward pass.")
+    logprob_chunk_tokens: PositiveInt = Field(description="Trained tokens whose logits exist at once.")
+    autocast: Literal["none", "bf16"] = Field(description="Dtype of the matrix products; weights stay as loaded.")
+    save_every: PositiveInt = Field(description="Steps between checkpoints.")
+    keep_checkpoints: PositiveInt = Field(description="Newest checkpoints that are kept.")
+    seed: NonNegativeInt = Field(description="Seed of the trainer's random numbers.")
+
+    @model_validator(mode="after")
+    def _one_correction(self) -> TrainerSettings:
+        if self.objective.name == "mask_ratio" and self.correction.mode != "none":
+            raise ValueError(
+                "objective mask_ratio already weighs tokens by the sampler's ratio: set correction.mode to none"
+            )
+        if self.warmup_steps > self.max_steps:
+            raise ValueError(f"warmup_steps ({self.warmup_steps}) exceeds max_steps ({self.max_steps})")
+        return self
