@@ -1,0 +1,3 @@
+from armature.cli import main
+
+main()

@@ -1,0 +1,199 @@
+"""The command `armature`. Every command imports what it needs when it runs, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from components.contracts.errors import ArmatureError, ConfigurationError
+
+app = typer.Typer(
+    help="Post-training of vision-language models as flows that can be repeated.",
+    epilog="First steps: armature list; armature check train-vlm/colors; armature run train-vlm/colors",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+deployments_app = typer.Typer(help="prefect.yaml, written from configs/.", no_args_is_help=True)
+app.add_typer(deployments_app, name="deployments")
+
+Name = Annotated[str, typer.Argument(help="A recipe: <flow>/<deployment>, as `armature list` shows them.")]
+Overrides = Annotated[
+    Optional[list[str]],  # noqa: UP045 (typer reads this annotation at run time)
+    typer.Option("--set", metavar="A.B=VALUE", help="Change a value; TOML syntax, a bare word is a string."),
+]
+MachineOverrides = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Option("--machine", metavar="KEY=VALUE", help="Change a fact of the machine: --machine servers=2."),
+]
+
+
+def _overrides(settings: list[str] | None, machine: list[str] | None) -> list[str]:
+    return [*(settings or []), *(f"machine.{each}" for each in machine or [])]
+
+
+@app.command(epilog="Example: armature run train-vlm/colors --set trainer.max_steps=20 --machine servers=2")
+def run(name: Name, set_: Overrides = None, machine: MachineOverrides = None) -> None:
+    """Run a recipe in this process; a Prefect server is started for it when none is up."""
+    from armature.run import run_recipe
+    from components.configuration import load_recipe
+
+    run_recipe(load_recipe(name, _overrides(set_, machine)))
+
+
+@app.command(
+    epilog="Example: armature stage tasks --config configs/train-vlm/colors.toml --out data/tasks",
+)
+def stage(
+    name: Annotated[str, typer.Argument(help="A registered stage: tasks, model, train-vlm, evaluate, ...")],
+    config: Annotated[Path, typer.Option(help="The recipe's file.", dir_okay=False)],
+    input_: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--input", metavar="NAME=FOLDER", help="An input artifact; repeat for each."),
+    ] = None,
+    out: Annotated[Optional[Path], typer.Option(help="Also link the artifact to this folder.")] = None,  # noqa: UP045
+    set_: Overrides = None,
+    machine: MachineOverrides = None,
+) -> None:
+    """Run one stage without Prefect, as DVC does; nothing is made twice."""
+    from armature.stage import run_one_stage
+
+    artifact = run_one_stage(name, config, input_ or [], out, _overrides(set_, machine))
+    print(f"{artifact.digest}  {out or artifact.path}")
+
+
+@app.command(epilog="Example: armature check train-vlm/colors")
+def check(
+    name: Name,
+    set_: Overrides = None,
+    machine: MachineOverrides = None,
+    configuration_only: Annotated[bool, typer.Option(help="Do not start a server and the trainer.")] = False,
+) -> None:
+    """Say whether a recipe can run here: its values, this machine, and whether server and trainer agree."""
+    from armature.check import check_recipe
+    from components.configuration import load_recipe
+
+    check_recipe(load_recipe(name, _overrides(set_, machine)), configuration_only)
+
+
+@app.command(epilog="Examples: armature show train-vlm/colors; armature show 1f0c2d...dir; armature show <run id>")
+def show(
+    what: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(help="A recipe (its resolved values), a digest or an MLflow run (what it was made from)."),
+    ] = None,
+    set_: Overrides = None,
+    most: Annotated[int, typer.Option("--most", help="How many of a long series of steps to show.")] = 3,
+) -> None:
+    """Show a recipe's values, or walk back from a result to the data; without an argument, the latest runs."""
+    from armature.show import show as show_it
+
+    show_it(what, set_ or [], most)
+
+
+@app.command("list")
+def list_(as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
+    """List the recipes."""
+    from armature.deployments import pool_of
+    from components.configuration import load_recipe, recipe_names
+
+    recipes = [load_recipe(name) for name in recipe_names()]
+    rows = [{"name": each.name, "pool": pool_of(each), "description": each.description} for each in recipes]
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    width = max((len(row["name"]) for row in rows), default=0)
+    for row in rows:
+        print(f"{row['name']:<{width}}  {row['pool']:<9}  {row['description']}")
+
+
+@app.command(epilog="Then: prefect deployment run train-vlm/colors")
+def up(
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when all is up.")] = False,
+    prefect_port: Annotated[int, typer.Option("--prefect-server-port", help="Port of the dashboard.")] = 4200,
+    mlflow_port: Annotated[int, typer.Option("--mlflow-port", help="Port of MLflow.")] = 5000,
+    pool: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="Work pools to serve here; repeat. Default: cpu, and the GPU pools where there is a GPU."),
+    ] = None,
+) -> None:
+    """Start Prefect's server, a worker and MLflow; Ctrl-C ends them all."""
+    from armature import supervisor
+
+    pools = tuple(pool) if pool else supervisor.default_pools()
+    if detach:
+        options = ["--prefect-server-port", str(prefect_port), "--mlflow-port", str(mlflow_port)]
+        raise typer.Exit(supervisor.detach([*options, *(part for each in pools for part in ("--pool", each))]))
+    raise typer.Exit(supervisor.up(prefect_port, mlflow_port, pools))
+
+
+@app.command()
+def down() -> None:
+    """End what `armature up` started in this folder."""
+    from armature import supervisor
+
+    raise typer.Exit(supervisor.down())
+
+
+@app.command()
+def status() -> None:
+    """Say what is up."""
+    from armature import supervisor
+
+    raise typer.Exit(supervisor.status())
+
+
+@deployments_app.command("write")
+def deployments_write() -> None:
+    """Write prefect.yaml from the recipes."""
+    from armature import deployments
+
+    deployments.write()
+    print(f"written: {deployments.FILE}")
+
+
+@deployments_app.command("check")
+def deployments_check() -> None:
+    """Fail when prefect.yaml does not say what the recipes say."""
+    from armature import deployments
+
+    deployments.check()
+    print(f"{deployments.FILE} fits configs/")
+
+
+@app.command(
+    "train-multimodal",
+    context_settings={"ignore_unknown_options": True},
+    epilog="Example: armature train-multimodal @ configs/vf-rl/test-multimodal.toml",
+)
+def train_multimodal(
+    arguments: Annotated[Optional[list[str]], typer.Argument(metavar="@ FILE")] = None,  # noqa: UP045
+) -> None:
+    """Train from a TOML file with model, [env], [inference] and [trainer]; the server is started as well."""
+    from armature.run import run_recipe
+    from armature.seed_layout import recipe_from_arguments
+
+    run_recipe(recipe_from_arguments(arguments or []))
+
+
+def main() -> None:
+    """Exit codes: 0 done, 1 failed, 2 the configuration or the command line is wrong, 130 interrupted."""
+    try:
+        app(standalone_mode=True)
+    except ConfigurationError as error:
+        print(f"armature: {error}", file=sys.stderr)
+        sys.exit(2)
+    except ArmatureError as error:
+        print(f"armature: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("armature: interrupted", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(130)  # threads that wait for a server must not hold the terminal

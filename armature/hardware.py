@@ -1,0 +1,27 @@
+"""What this machine and this code are, found without importing torch."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+
+def gpu_count() -> int:
+    """CUDA devices that the driver lists."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False)
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+def package_version() -> str:
+    """`<version>+<commit>`, or the version alone outside a git checkout."""
+    command = ["git", "describe", "--always", "--dirty=.changed", "--exclude=*"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+    except FileNotFoundError:
+        return version("armature")
+    commit = found.stdout.strip()
+    return f"{version('armature')}+{commit}" if commit else version("armature")

@@ -1,0 +1,40 @@
+"""`armature show`: a recipe's values, or a result and what it was made from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from components.configuration import load_recipe
+
+
+def show(what: str | None, overrides: Sequence[str], most: int) -> None:
+    if what is None:
+        _latest_runs()
+    elif "/" in what:
+        print(json.dumps(load_recipe(what, overrides).dump(), indent=1))
+    else:
+        from tasks.lineage import lineage
+
+        print("\n".join(lineage(_whole_digest(what)).lines(most=most)))
+
+
+def _whole_digest(what: str) -> str:
+    """A digest may be shortened to its first characters if the local store has it."""
+    from components.contracts.machine import Machine
+    from components.stages import open_store
+
+    found = open_store(Machine()).find_digest(what)
+    return found.digest if found else what
+
+
+def _latest_runs() -> None:
+    from tasks.mlflow_client import FLOW_RUN_TAG, PARENT_TAG, client
+
+    experiments = [each.experiment_id for each in client().search_experiments()]
+    runs = client().search_runs(experiments, max_results=200, order_by=["attributes.start_time DESC"])
+    flows = [run for run in runs if FLOW_RUN_TAG in run.data.tags and PARENT_TAG not in run.data.tags]
+    for run in flows[:20]:
+        print(f"{run.info.run_id}  {run.info.status:<9}  {run.info.run_name}")
+    if not flows:
+        print("no runs yet; `armature run train-vlm/colors` makes one")

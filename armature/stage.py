@@ -1,0 +1,46 @@
+"""`armature stage`: one stage, without Prefect. DVC's entry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from components.artifacts.manifest import open_artifact
+from components.artifacts.store import link_folder
+from components.configuration import Recipe, recipe_from_file
+from components.contracts.errors import ConfigurationError
+from components.contracts.machine import Machine
+from components.contracts.stages import Artifact, Stage
+from components.stages import STAGES, run_stage
+
+
+def recipe_name(path: Path) -> str:
+    """`configs/<flow>/<deployment>.toml`, also of a file elsewhere: its folder names the flow."""
+    return f"{path.resolve().parent.name}/{path.stem}"
+
+
+def parse_inputs(pairs: Sequence[str]) -> dict[str, Artifact]:
+    """`name=folder` pairs as artifacts, each checked against its manifest."""
+    inputs = {}
+    for pair in pairs:
+        name, separator, folder = pair.partition("=")
+        if not separator or not name or not folder:
+            raise ConfigurationError(f"not an input: {pair!r}", remedy="write --input NAME=FOLDER")
+        if name in inputs:
+            raise ConfigurationError(f"input {name!r} is given twice", remedy="write each input once")
+        inputs[name] = open_artifact(Path(folder))
+    return inputs
+
+
+def run_one_stage(
+    name: str, config: Path, inputs: Sequence[str], out: Path | None, overrides: Sequence[str]
+) -> Artifact:
+    """Run the stage with its part of the recipe; `out` becomes the artifact, by hard links."""
+    recipe: Recipe = recipe_from_file(config, recipe_name(config), overrides)
+    stage: Stage = STAGES[name]
+    machine = recipe.sections["machine"]
+    assert isinstance(machine, Machine)
+    artifact = run_stage(name, recipe.settings_for(stage.settings), parse_inputs(inputs), machine)
+    if out is not None:
+        link_folder(artifact.path, out)
+    return artifact

@@ -1,0 +1,206 @@
+"""`armature up`: starts the platform's programs, watches them, and takes them all down with it.
+
+It is a program of its own and not shell jobs: a worker started with `&` ignores the first SIGTERM, and nothing
+would end the others when one dies. Every program runs under the guard, so even `kill -9` leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from types import FrameType
+
+import psutil
+
+from armature.hardware import gpu_count
+from armature.services import (
+    LOGS,
+    STATE,
+    Service,
+    answers,
+    mlflow_server,
+    prefect_environment,
+    prefect_server,
+    wait_until_ready,
+    worker,
+)
+from components.contracts.errors import ConfigurationError, ServerError
+from components.process import Program, program
+
+RECORD = STATE / "platform.json"
+READY_SECONDS = 180.0
+
+
+@dataclass(frozen=True)
+class Platform:
+    """The platform that is up. `started` is the supervisor's start time, so that a reused pid is not mistaken."""
+
+    pid: int
+    started: float
+    prefect: str
+    mlflow: str
+    pools: tuple[str, ...]
+
+    @property
+    def api_url(self) -> str:
+        return f"{self.prefect}/api"
+
+    @property
+    def alive(self) -> bool:
+        return psutil.pid_exists(self.pid) and psutil.Process(self.pid).create_time() == self.started
+
+
+def current() -> Platform | None:
+    """The platform of this folder, if it is up."""
+    if not RECORD.exists():
+        return None
+    values = json.loads(RECORD.read_text())
+    platform = Platform(**values | {"pools": tuple(values["pools"])})
+    return platform if platform.alive else None
+
+
+def default_pools() -> tuple[str, ...]:
+    return ("cpu", "vllm-gpu", "train-gpu") if gpu_count() else ("cpu",)
+
+
+def up(prefect_port: int, mlflow_port: int, pools: tuple[str, ...]) -> int:
+    """Start everything and stay until interrupted or until a program dies. The exit code.
+
+    Raises:
+        ConfigurationError: it is up already.
+        ServerError: a port is taken, or a program does not come up.
+    """
+    if running := current():
+        raise ConfigurationError(
+            f"the platform is up already: {running.prefect}", where=f"process {running.pid}", remedy="armature down"
+        )
+    prefect, mlflow = f"http://127.0.0.1:{prefect_port}", f"http://127.0.0.1:{mlflow_port}"
+    platform = Platform(os.getpid(), psutil.Process().create_time(), prefect, mlflow, pools)
+    # SIGTERM as an interrupt, so that one way out serves both; a shell may have set SIGINT to be ignored.
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, _interrupt)
+    with ExitStack() as stack:
+        try:
+            children = _start(stack, platform)
+            return _watch(children)
+        except KeyboardInterrupt:
+            _say("stopping")
+            return 0
+        finally:
+            RECORD.unlink(missing_ok=True)
+
+
+def _start(stack: ExitStack, platform: Platform) -> dict[str, Program]:
+    first = [
+        prefect_server(int(platform.prefect.rpartition(":")[2])),
+        mlflow_server(int(platform.mlflow.rpartition(":")[2])),
+    ]
+    workers = [worker(pool, platform.api_url, platform.mlflow) for pool in platform.pools]
+    children = {service.name: _enter(stack, service) for service in first}
+    for service in first:
+        seconds = wait_until_ready(service, children[service.name], READY_SECONDS, lambda: None)
+        _say(f"{service.name:<16} up after {seconds:.0f} s   log: {service.log}")
+    _provision(platform)
+    for service in workers:
+        children[service.name] = _enter(stack, service)
+        _say(f"{service.name:<16} started       log: {service.log}")
+    RECORD.write_text(json.dumps(asdict(platform)))
+    _say(f"\n  flows      {platform.prefect}\n  tracking   {platform.mlflow}/#/experiments\n")
+    _say("  prefect deployment run train-vlm/colors     armature down  or Ctrl-C ends it")
+    return children
+
+
+def _enter(stack: ExitStack, service: Service) -> Program:
+    child = service.start()
+    stack.callback(child.stop)
+    return child
+
+
+def _provision(platform: Platform) -> None:
+    began = time.monotonic()
+    log = LOGS / "provision.log"
+    command = [sys.executable, "-m", "armature.provision"]
+    with program(command, log=log.resolve(), env=prefect_environment(platform.api_url)) as child:
+        if child.wait() != 0:
+            raise ServerError(
+                f"the pools and deployments could not be set up; the last lines:\n{child.tail(20)}",
+                where=str(log),
+                remedy="`armature deployments check` says whether prefect.yaml fits the recipes",
+            )
+    _say(f"{'deployments':<16} set in {time.monotonic() - began:.0f} s    log: {log}")
+
+
+def _watch(children: dict[str, Program]) -> int:
+    while True:
+        for name, child in children.items():
+            if child.returncode is not None:
+                _say(f"{name} ended ({child.returncode}), so all is stopped; its last lines:\n{child.tail(15)}")
+                return 1
+        time.sleep(0.5)
+
+
+def detach(arguments: list[str]) -> int:
+    """Start the supervisor in a session of its own and return when the platform is up."""
+    LOGS.mkdir(parents=True, exist_ok=True)
+    log = LOGS / "supervisor.log"
+    with log.open("wb") as output:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "armature", "up", *arguments],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+        )  # fmt: skip
+    shown = 0
+    while True:
+        text = log.read_text()
+        sys.stdout.write(text[shown:])
+        sys.stdout.flush()
+        shown = len(text)
+        if child.poll() is not None:
+            return child.returncode or 1
+        if RECORD.exists() and (platform := current()) and platform.pid == child.pid:
+            return 0
+        time.sleep(0.2)
+
+
+def down() -> int:
+    """Stop the platform of this folder, and only that."""
+    platform = current()
+    if platform is None:
+        _say("nothing is up here")
+        RECORD.unlink(missing_ok=True)
+        return 0
+    supervisor = psutil.Process(platform.pid)
+    supervisor.terminate()
+    try:
+        supervisor.wait(60)
+    except psutil.TimeoutExpired:
+        supervisor.kill()  # the guards end the rest
+    RECORD.unlink(missing_ok=True)
+    _say("down")
+    return 0
+
+
+def status() -> int:
+    """Print what is up; 1 when nothing is."""
+    platform = current()
+    if platform is None:
+        _say("nothing is up here; `armature up` starts it")
+        return 1
+    for name, url in (("flows", f"{platform.api_url}/health"), ("tracking", f"{platform.mlflow}/health")):
+        _say(f"{name:<10} {url.removesuffix('/api/health').removesuffix('/health'):<28} "
+             f"{'answers' if answers(url) else 'does not answer'}")  # fmt: skip
+    _say(f"{'pools':<10} {', '.join(platform.pools)}   (supervisor: process {platform.pid})")
+    return 0
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
