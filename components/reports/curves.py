@@ -41,22 +41,23 @@ class Panel:
 
 
 PANELS = (
-    Panel("Reward of the rollouts", ("reward/mean",), band="reward/std"),
+    Panel("Reward of the rollouts", ("reward",), band="reward/std"),
     Panel("Held-out accuracy", ("heldout/accuracy",), band=("heldout/low", "heldout/high"), limits=(-0.02, 1.02)),
-    Panel("Reward by part", (r"^reward/part/",)),
+    Panel("Reward by part", (r"^reward/(?!std|mean)",)),
     Panel("Mismatch KL, trainer against sampler", ("mismatch_kl",), unit="nats per token", log=True),
-    Panel("Importance ratio", ("importance_ratio", r"^ratio/"), reference=1.0),
+    Panel("Importance ratio", ("importance_ratio", "ratio/p01", "ratio/p50", "ratio/p99"), reference=1.0),
     Panel("Entropy", ("entropy",), unit="nats per token", limits=(0.0, None)),
     Panel("Loss", ("loss",), reference=0.0),
     Panel("Gradient norm", ("grad_norm",), log=True),
     Panel(
         "Fractions",
-        ("groups/zero_variance_fraction", "masked_fraction", "truncated_fraction"),
+        ("groups/zero_variance_fraction", "masked_fraction", "truncated/length", "actions/invalid"),
         limits=(-0.02, 1.02),
     ),
-    Panel("Completion length", (r"^length/",), unit="tokens", limits=(0.0, None)),
-    Panel("Time of a step", (r"^timing/(?!step)",), unit="seconds", stacked=True),
-    Panel("Memory", (r"^memory/",), unit="MiB", limits=(0.0, None)),
+    Panel("Completion length", ("tokens/completion", "tokens/completion_max"), unit="tokens", limits=(0.0, None)),
+    Panel("Time of a step", (r"^timing/(wait_for_rollouts|batch|train|sync)$",), unit="seconds", stacked=True),
+    Panel("Rollouts lost, by reason", (r"^failures/", r"^drops/"), unit="per step", limits=(0.0, None)),
+    Panel("Memory of the trainer", (r"^memory/",), unit="GiB", limits=(0.0, None)),
 )
 
 

@@ -1,0 +1,175 @@
+"""From episodes to numbers: one row per planned episode, and the metrics over them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, TypeVar
+
+import pyarrow as pa
+
+from components.artifacts.tables import TableSchema, write_table
+from components.contracts.episodes import Task
+from components.contracts.errors import ConfigurationError
+from components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
+from components.evaluation.wilson import Interval, clustered_wilson_interval, mean_interval
+
+ValueT = TypeVar("ValueT")
+
+RESULTS_FILE = "results.parquet"
+RESULTS = TableSchema(
+    "evaluation-results",
+    1,
+    pa.schema(
+        [
+            ("trajectory_id", pa.string()),
+            ("task_id", pa.string()),
+            ("kind", pa.string()),
+            ("solved", pa.bool_()),
+            ("reward", pa.float64()),  # null where the episode failed
+            ("reward_parts", pa.map_(pa.string(), pa.float64())),
+            ("turns", pa.int32()),
+            ("completion_tokens", pa.int32()),
+            ("truncated", pa.bool_()),
+            ("failure", pa.string()),  # the reason, null where the episode was finished
+        ]
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One planned episode. A failed one has a `failure` and no reward, and is not solved."""
+
+    trajectory_id: str
+    task_id: str
+    kind: str
+    solved: bool
+    reward: float | None
+    reward_parts: Mapping[str, float]
+    turns: int
+    completion_tokens: int
+    truncated: bool
+    failure: str | None
+
+    def row(self) -> dict[str, Any]:
+        return {**self.__dict__, "reward_parts": list(self.reward_parts.items())}
+
+
+def collect_results(
+    outputs: GenerateOutputs, tasks: Sequence[Task], success_reward: float, kind_field: str = ""
+) -> list[Result]:
+    """One result per trajectory or failure, in the order of their ids.
+
+    `kind_field` names the field of the tasks' payload that is their kind; without one all are of kind "all".
+
+    Raises:
+        ConfigurationError: a task's payload has no such field.
+    """
+    kinds = {task.task_id: _kind(task, kind_field) for task in tasks}
+    finished = [_finished(trajectory, kinds, success_reward) for trajectory in outputs.trajectories]
+    failed = [_failed(failure, kinds) for failure in outputs.failures]
+    return sorted(finished + failed, key=lambda result: result.trajectory_id)
+
+
+def _kind(task: Task, field: str) -> str:
+    if not field:
+        return "all"
+    if field not in task.payload:
+        raise ConfigurationError(
+            f"the tasks have no field {field!r} to break results down by",
+            where=f"evaluation.kind_field, task {task.task_id}",
+            remedy=f"choose one of {', '.join(sorted(task.payload))}, or leave it empty",
+        )
+    return str(task.payload[field])
+
+
+def _finished(trajectory: Trajectory, kinds: Mapping[str, str], success_reward: float) -> Result:
+    # Sums of float parts may fall an ulp short of the threshold that they are meant to reach.
+    solved = trajectory.reward >= success_reward or math.isclose(trajectory.reward, success_reward, rel_tol=1e-9)
+    return Result(
+        trajectory.trajectory_id,
+        trajectory.task_id,
+        kinds[trajectory.task_id],
+        solved,
+        trajectory.reward,
+        trajectory.reward_parts,
+        len(trajectory.turns),
+        sum(len(turn.completion_token_ids) for turn in trajectory.turns),
+        trajectory.truncated,
+        None,
+    )
+
+
+def _failed(failure: Failure, kinds: Mapping[str, str]) -> Result:
+    return Result(
+        failure.trajectory_id, failure.task_id, kinds[failure.task_id], False, None, {}, 0, 0, False, failure.reason
+    )
+
+
+def write_results(folder: Path, results: Sequence[Result]) -> None:
+    write_table(folder / RESULTS_FILE, [result.row() for result in results], RESULTS)
+
+
+def accuracy(results: Sequence[Result]) -> Interval:
+    """Solved of all planned episodes; a failed episode counts as not solved."""
+    return clustered_wilson_interval(_by_task(results, lambda result: result.solved))
+
+
+def mean_reward(results: Sequence[Result]) -> Interval:
+    """Over the finished episodes."""
+    done = [result for result in results if result.reward is not None]
+    return mean_interval(_by_task(done, lambda result: float(result.reward or 0.0)))
+
+
+def metrics(results: Sequence[Result]) -> dict[str, Any]:
+    """Numbers for `metrics.json`; a value that does not exist is left out."""
+    tasks = _by_task(results, lambda result: result.solved)
+    done = [result for result in results if result.failure is None]
+    numbers: dict[str, Any] = {
+        **_interval("accuracy", accuracy(results)),
+        **_interval("reward", mean_reward(results)),
+        "solved_at_least_once": fmean(any(task) for task in tasks) if tasks else 0.0,
+        "tasks": len(tasks),
+        "episodes": len(results),
+        "failed": len(results) - len(done),
+        "failures": dict(sorted(Counter(result.failure for result in results if result.failure).items())),
+        "reward_parts": _part_means(done),
+        "kinds": {
+            kind: {"episodes": len(group), **_interval("accuracy", accuracy(group))}
+            for kind, group in sorted(_by_kind(results).items())
+        },
+    }
+    if done:
+        numbers["turns"] = fmean(result.turns for result in done)
+        numbers["completion_tokens"] = fmean(result.completion_tokens for result in done)
+        numbers["truncated"] = fmean(result.truncated for result in done)
+    return numbers
+
+
+def _interval(name: str, interval: Interval) -> dict[str, float]:
+    values = {name: interval.estimate, f"{name}_low": interval.low, f"{name}_high": interval.high}
+    return {key: value for key, value in values.items() if math.isfinite(value)}
+
+
+def _by_task(results: Sequence[Result], value: Callable[[Result], ValueT]) -> list[list[ValueT]]:
+    clusters: dict[str, list[ValueT]] = defaultdict(list)
+    for result in results:
+        clusters[result.task_id].append(value(result))
+    return list(clusters.values())
+
+
+def _by_kind(results: Sequence[Result]) -> dict[str, list[Result]]:
+    kinds: dict[str, list[Result]] = defaultdict(list)
+    for result in results:
+        kinds[result.kind].append(result)
+    return kinds
+
+
+def _part_means(done: Sequence[Result]) -> dict[str, float]:
+    names = sorted({name for result in done for name in result.reward_parts})
+    return {name: fmean(result.reward_parts.get(name, 0.0) for result in done) for name in names}

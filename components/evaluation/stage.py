@@ -1,0 +1,105 @@
+"""The stage evaluate: a checkpoint plays every task of a split, and what it earned is written down."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from components.artifacts.images import ImageStore
+from components.contracts.episodes import Task
+from components.contracts.errors import DataError, ServerError
+from components.contracts.rollouts import GenerateOutputs
+from components.contracts.stages import Artifact, Report, Stage, StageContext
+from components.environments.stage import load_environment, load_tasks
+from components.evaluation.page import evaluation_report
+from components.evaluation.results import collect_results, metrics, write_results
+from components.evaluation.settings import EvaluateSettings
+from components.reports.report import write_report
+from components.reports.tokens import token_decoder
+from components.reports.viewer import Rollouts, write_viewer
+from components.rollouts.collect import collect
+from components.rollouts.table import write_rollouts
+
+METRICS_FILE = "metrics.json"
+VIEWER_FILE = "rollouts.html"
+
+
+def checkpoint_folder(model: Artifact) -> Path:
+    """The Hugging Face folder of a model artifact, or of a training run's artifact.
+
+    Raises:
+        DataError: there is no checkpoint in it.
+    """
+    from components.models.source import locate
+
+    trained = model.path / "checkpoint"
+    folder = trained if trained.is_dir() else locate(model.path, None)
+    if not (folder / "config.json").is_file():
+        raise DataError("not a checkpoint: no config.json", where=str(folder), remedy="give the model stage's output")
+    return folder
+
+
+def evaluate(settings: EvaluateSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext) -> Report:
+    """Writes `results.parquet`, `metrics.json`, `report.html`, `rollouts.html` and the rollout table.
+
+    Raises:
+        ServerError: no episode could be finished.
+    """
+    plan = settings.evaluation
+    tasks = load_tasks(inputs["tasks"].path, plan.split)
+    tasks = tasks[: plan.max_tasks or len(tasks)]
+    checkpoint = checkpoint_folder(inputs["model"])
+    images = ImageStore(context.images)
+    outputs = asyncio.run(play(settings, tasks, inputs["tasks"].path, checkpoint, images, context))
+    if not outputs.trajectories:
+        first = outputs.failures[0]
+        raise ServerError(
+            f"none of {len(outputs.failures)} episodes could be finished: {outputs.drops}",
+            where=f"{first.trajectory_id}: {first.detail}",
+            remedy="see the servers' logs; nothing was written",
+        )
+    results = collect_results(outputs, tasks, plan.success_reward, plan.kind_field)
+    numbers = metrics(results)
+    write_rollouts(out, outputs)
+    write_results(out, results)
+    (out / METRICS_FILE).write_text(json.dumps(numbers, indent=1, sort_keys=True) + "\n")
+    rollouts = Rollouts(outputs.trajectories, outputs.failures)
+    title = f"Evaluation of {outputs.trajectories[0].environment}, {plan.split}"
+    write_viewer(out / VIEWER_FILE, rollouts, images=images, decode=token_decoder(checkpoint), title=title)
+    configuration = settings.model_dump(mode="json")
+    write_report(out / "report.html", evaluation_report(title, results, configuration, {"Rollouts": VIEWER_FILE}))
+    context.events.metrics({name: value for name, value in numbers.items() if isinstance(value, int | float)}, 0)
+    return Report(rows={"tasks": len(tasks), "episodes": len(results)}, drops=outputs.drops)
+
+
+async def play(
+    settings: EvaluateSettings,
+    tasks: Sequence[Task],
+    tasks_folder: Path,
+    checkpoint: Path,
+    images: ImageStore,
+    context: StageContext,
+) -> GenerateOutputs:
+    """Every task `samples_per_task` times, on servers that are started for it or joined."""
+    from components.inference.pool import ServerPool
+
+    plan = settings.evaluation
+    environment = load_environment(tasks_folder)
+    async with ServerPool(checkpoint, settings.inference, context.machine, context.workspace / "logs") as pool:
+        return await collect(
+            environment,
+            tasks,
+            plan.samples_per_task,
+            pool,
+            images,
+            plan.sampling,
+            step=0,
+            seed=plan.seed,
+            machine=context.machine,
+            events=context.events,
+        )
+
+
+EVALUATE_STAGE = Stage("evaluate", 1, EvaluateSettings, ("tasks", "model"), evaluate)

@@ -1,0 +1,89 @@
+"""What an evaluation says, counted by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from components.artifacts.tables import read_table
+from components.contracts.episodes import Task
+from components.contracts.errors import ConfigurationError
+from components.contracts.rollouts import Failure, GenerateOutputs
+from components.evaluation.page import evaluation_report
+from components.evaluation.results import RESULTS, RESULTS_FILE, collect_results, metrics, write_results
+from components.evaluation.settings import EvaluationSettings
+from components.evaluation.wilson import wilson_interval
+from tests.reports.conftest import make_trajectory
+
+TASKS = [Task(f"colors/t{i}", "heldout", {"colour": "red" if i < 2 else "blue", "seed": i}) for i in range(4)]
+OUTPUTS = GenerateOutputs(
+    [make_trajectory("t0", reward=1.0), make_trajectory("t1", reward=0.0), make_trajectory("t2", reward=1.0)],
+    [Failure("t3", "g3", "colors/t3", "generation_timeout", "late")],
+)
+VALUES = {
+    "split": "heldout",
+    "max_tasks": 0,
+    "samples_per_task": 1,
+    "success_reward": 1.0,
+    "kind_field": "colour",
+    "sampling": {"temperature": 0.0, "max_tokens": 8, "top_p": 1.0, "top_k": 0},
+    "seed": 0,
+}
+
+
+def test_counted_by_hand():
+    numbers = metrics(collect_results(OUTPUTS, TASKS, 1.0, "colour"))
+    expected = wilson_interval(2, 4)  # the failed episode is not solved, and is not left out
+    assert (numbers["accuracy"], numbers["accuracy_low"]) == (0.5, expected.low)
+    assert numbers["reward"] == pytest.approx(2 / 3)
+    assert (numbers["tasks"], numbers["episodes"], numbers["failed"]) == (4, 4, 1)
+    assert numbers["failures"] == {"generation_timeout": 1}
+    assert numbers["reward_parts"] == {"correct": pytest.approx(2 / 3)}
+    assert {kind: group["accuracy"] for kind, group in numbers["kinds"].items()} == {"blue": 0.5, "red": 0.5}
+    assert json.loads(json.dumps(numbers, allow_nan=False)) == numbers
+
+
+def test_no_number_is_not_a_number():
+    alone = GenerateOutputs([make_trajectory("t0")])
+    numbers = metrics(collect_results(alone, TASKS, 1.0))
+    assert "reward_low" not in numbers and numbers["reward"] == 1.0
+    assert all(math.isfinite(v) for v in numbers.values() if isinstance(v, float))
+
+
+def test_float_parts_that_fall_an_ulp_short_still_solve():
+    trajectory = make_trajectory("t0", reward=0.1 + 0.2 + 0.7 - 2e-16)
+    assert trajectory.reward < 1.0
+    (result,) = collect_results(GenerateOutputs([trajectory]), TASKS, 1.0)
+    assert result.solved
+
+
+def test_every_planned_episode_is_one_row(tmp_path):
+    results = collect_results(OUTPUTS, TASKS, 1.0, "colour")
+    write_results(tmp_path, results)
+    rows = read_table(tmp_path / RESULTS_FILE, RESULTS).to_pylist()
+    assert [row["trajectory_id"] for row in rows] == ["t0", "t1", "t2", "t3"]
+    assert [row["failure"] for row in rows] == [None, None, None, "generation_timeout"]
+    assert rows[3]["reward"] is None and not rows[3]["solved"]
+
+
+def test_unknown_kind_field():
+    with pytest.raises(ConfigurationError, match="color"):
+        collect_results(OUTPUTS, TASKS, 1.0, "color")
+
+
+def test_greedy_samples_of_a_task_would_be_copies():
+    assert EvaluationSettings.model_validate(VALUES).sampling.temperature == 0.0
+    with pytest.raises(ValueError, match="same episode again"):
+        EvaluationSettings.model_validate(VALUES | {"samples_per_task": 2})
+
+
+def test_page_names_kinds_parts_and_failures():
+    report = evaluation_report("t", collect_results(OUTPUTS, TASKS, 1.0, "colour"), VALUES, {})
+    assert report.figures["accuracy, 95 % interval"] == "0.500 [0.150, 0.850]"
+    assert [table.title for table in report.tables] == [
+        "By kind of task",
+        "Reward by part",
+        "Episodes that could not be finished",
+    ]
