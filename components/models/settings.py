@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -96,11 +97,17 @@ class LoraSettings(Settings):
 class ModelSettings(Settings):
     """The model: where its weights come from and what of it is trained."""
 
-    source: str = Field(description="A hub name, a folder, or tiny/<family> for a checkpoint made from a seed.")
-    revision: str | None = Field(None, description="Commit of a hub name; needed for a hub name.")
+    source: str = Field(
+        description="A hub name, a folder (/x, ./x, ../x), or tiny/<family> for a checkpoint made from a seed."
+    )
+    revision: str | None = Field(
+        None, description="Commit, tag or branch; needed for a hub name. A commit cannot be moved."
+    )
     dtype: Literal["float32", "bfloat16"] = Field(description="Type of the weights.")
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] = Field(description="Attention kernels.")
-    trust_remote_code: bool = Field(description="Run model code of the checkpoint; needs a pinned revision.")
+    trust_remote_code: bool = Field(
+        description="Run code that comes with the checkpoint; a hub name then needs a full commit hash."
+    )
     freeze: tuple[Component, ...] = Field(description="Components that are not trained.")
     lora: LoraSettings | None = Field(None, description="Train adapters instead of the weights; leave out for none.")
     gradient_checkpointing: bool = Field(description="Recompute activations in the backward pass to save memory.")
@@ -115,8 +122,12 @@ class ModelSettings(Settings):
     def _consistent(self) -> Self:
         if (self.tiny_family is None) != (self.tiny is None):
             raise ValueError("source = tiny/<family> and the section tiny belong together; give both or neither")
-        if self.trust_remote_code and self.revision is None:
-            raise ValueError("trust_remote_code needs a pinned revision (a commit hash)")
+        local = self.source.startswith(("/", "./", "../", TINY_PREFIX))
+        if self.trust_remote_code and not local and not re.fullmatch(r"[0-9a-f]{40}", self.revision or ""):
+            raise ValueError(
+                f"trust_remote_code needs revision pinned to a full commit hash, not {self.revision!r}: "
+                "a branch or a tag can be moved to other code"
+            )
         if self.lora is None and {"vision", "projector", "language"} <= set(self.freeze):
             raise ValueError("freeze names every component and there is no lora: nothing would be trained")
         return self

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from pydantic import BaseModel, ConfigDict
 
 from components.contracts.errors import ConfigurationError, DataError
 
 REFERENCE = "source.json"
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-NO_WEIGHTS_OF_OTHER_KINDS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
+OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
 
 
 class SourceReference(BaseModel):
     """What a model artifact holds instead of the weights themselves.
 
-    `commit` is the resolved commit of a hub name, None for a folder. `weights_sha256` is over the index of the
-    shards, or over the only shard; the loader checks it, so that a changed folder is not taken for the old one.
+    `commit` is the resolved commit of a hub name, None for a folder. The loader checks `weights_sha256`, so that
+    a changed folder is not taken for the old one.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -50,27 +51,39 @@ def make_reference(source: str, revision: str | None) -> SourceReference:
     return SourceReference(source=absolute, revision=revision, commit=commit, weights_sha256=weights_sha256(folder))
 
 
-def locate(source: str | Path, revision: str | None) -> Path:
-    """The local folder of a folder, a model artifact or a hub name; the last is fetched where it is missing."""
+def locate(source: str | Path, revision: str | None = None) -> Path:
+    """The folder with the weights of a folder, a model artifact or a hub name; the last is fetched if missing.
+
+    Raises:
+        ConfigurationError: a hub name without a revision.
+        DataError: no such folder or repository, or an artifact refers to weights that have changed since.
+    """
     folder = Path(source)
     if not folder.is_dir():
-        return _fetch(str(source), revision)
+        return _fetch(str(source), revision, complete=False)
     if not (folder / REFERENCE).is_file():
         return folder
     reference = SourceReference.model_validate_json((folder / REFERENCE).read_text())
-    target = locate(reference.source, reference.commit)
+    if reference.commit is None:
+        target = locate(reference.source)
+    else:
+        target = _fetch(reference.source, reference.commit, complete=True)
     found = weights_sha256(target)
     if found != reference.weights_sha256:
         raise DataError(
             f"the weights are not those that the artifact refers to: {found} is not {reference.weights_sha256}",
             where=f"{target}, referred to by {folder / REFERENCE}",
-            remedy="put the old weights back, or run the model stage again",
+            remedy="put the old weights back, or remove the artifact and run the model stage again",
         )
     return target
 
 
 def weights_sha256(folder: Path) -> str:
-    """SHA-256 over the shard index where there is one, else over the shards in order of their names."""
+    """SHA-256 over the shard index where there is one, else over the safetensors in order of their names.
+
+    Raises:
+        DataError: there are no safetensors.
+    """
     index = folder / "model.safetensors.index.json"
     files = [index] if index.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
@@ -79,6 +92,13 @@ def weights_sha256(folder: Path) -> str:
             where=str(folder),
             remedy="convert the weights with save_pretrained; pickled weights are not loaded",
         )
+    states = [file.stat() for file in files]
+    return _sha256(tuple(files), tuple((state.st_mtime_ns, state.st_size) for state in states))
+
+
+@lru_cache
+def _sha256(files: tuple[Path, ...], states: tuple[tuple[int, int], ...]) -> str:
+    """`states` (modification time, size) make a changed file another cache entry."""
     digest = sha256()
     for file in files:
         with file.open("rb") as stream:
@@ -87,7 +107,8 @@ def weights_sha256(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _fetch(name: str, revision: str | None) -> Path:
+def _fetch(name: str, revision: str | None, complete: bool) -> Path:
+    """The snapshot of a hub name; `complete`: it was fetched before, so look no further if it is there."""
     if name.count("/") != 1 or name.startswith(("/", ".", "~")):
         raise DataError(
             "no such model folder", where=name, remedy="give an existing folder, a hub name, or tiny/<family>"
@@ -98,9 +119,12 @@ def _fetch(name: str, revision: str | None) -> Path:
             where=f"model.source = {name!r}",
             remedy="set model.revision to the commit that the model's page shows under its history",
         )
+    if complete:
+        with suppress(LocalEntryNotFoundError):
+            return Path(snapshot_download(name, revision=revision, local_files_only=True))
     try:
-        return Path(snapshot_download(name, revision=revision, ignore_patterns=list(NO_WEIGHTS_OF_OTHER_KINDS)))
-    except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError) as error:
+        return Path(snapshot_download(name, revision=revision, ignore_patterns=list(OTHER_WEIGHTS)))
+    except (LocalEntryNotFoundError, HfHubHTTPError) as error:
         raise DataError(
             f"the model cannot be fetched: {str(error).splitlines()[0]}",
             where=f"{name} at {revision}",
