@@ -69,9 +69,7 @@ class Recall(GeneratedEnvironment[RecallSettings]):
 
 
 class RecallEpisode:
-    def __init__(
-        self, task: Task, settings: RecallSettings, paint: Callable[[str, int], EncodedImage]
-    ) -> None:
+    def __init__(self, task: Task, settings: RecallSettings, paint: Callable[[str, int], EncodedImage]) -> None:
         self._colours: list[str] = task.payload["colours"]
         self._asked: int = task.payload["asked"]
         self._seed: int = task.payload["seed"]

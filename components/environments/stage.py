@@ -28,7 +28,7 @@ def write_tasks(
 ) -> Report:
     """`train.parquet`, `heldout.parquet`, `environment.json` (the settings) and `preview.png`."""
     environment = make_environment(settings)
-    rows = {}
+    rows: dict[str, int] = {}
     for split in SPLITS:
         tasks = list(environment.tasks(split))
         if not tasks:

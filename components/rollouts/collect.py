@@ -17,7 +17,7 @@ from components.rollouts.generator import Generator
 from components.rollouts.play import Place, Player
 
 if TYPE_CHECKING:
-    from components.inference.settings import SamplingSettings
+    from components.inference.settings import EvaluationSamplingSettings, SamplingSettings
 
 
 async def collect(
@@ -26,7 +26,7 @@ async def collect(
     group_size: int,
     pool: Generator,
     images: ImageStore,
-    sampling: SamplingSettings,
+    sampling: SamplingSettings | EvaluationSamplingSettings,
     *,
     step: int,
     seed: int,
@@ -37,6 +37,10 @@ async def collect(
 
     At most `machine.max_concurrent` episodes are under way. A rollout that fails becomes a `Failure` and leaves
     the others alone. The result is in the order of the plan, whatever finished first.
+
+    Raises:
+        ServerError: no request can be answered any more, so no rollout can be played.
+        OSError: an image cannot be stored, as on a full disk.
     """
     player = Player(environment, pool, SharedImages(images), sampling, seed, machine.environment_timeout)
     limit = asyncio.Semaphore(machine.max_concurrent)

@@ -9,19 +9,20 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
+from types import NoneType
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from components.contracts.episodes import Environment, Episode, Outcome, Task
-from components.contracts.errors import ServerError
+from components.contracts.episodes import Environment, Episode, Observation, Outcome, Task
 from components.contracts.rollouts import Trajectory, Turn
+from components.inference.client import Completion, GenerationFailure
 from components.rollouts.conversation import Conversation, SharedImages
 from components.rollouts.failures import RolloutFailed
-from components.rollouts.generator import Generated, Generator
+from components.rollouts.generator import Generator
 
 if TYPE_CHECKING:
-    from components.inference.settings import SamplingSettings
+    from components.inference.settings import EvaluationSamplingSettings, SamplingSettings
 
 ResultT = TypeVar("ResultT")
 
@@ -55,7 +56,7 @@ class Player:
     environment: Environment
     pool: Generator
     images: SharedImages
-    sampling: SamplingSettings
+    sampling: SamplingSettings | EvaluationSamplingSettings
     seed: int
     environment_timeout: float
 
@@ -70,9 +71,9 @@ class Player:
             turns, done = await self._turns(episode, place)
         except BaseException:
             with suppress(RolloutFailed):  # the first failure is the one to report
-                await self._ask(episode.close)
+                await self._ask(episode.close, NoneType)
             raise
-        await self._ask(episode.close)
+        await self._ask(episode.close, NoneType)
         return Trajectory(
             place.trajectory_id,
             place.group_id,
@@ -87,7 +88,7 @@ class Player:
         conversation = Conversation(self.environment.system_prompt, self.images)
         turns: list[Turn] = []
         clock = time.perf_counter()
-        observation = await self._ask(episode.reset)
+        observation = await self._ask(episode.reset, Observation)
         environment_seconds = time.perf_counter() - clock
         for index in range(self.environment.max_turns):
             await conversation.observe(observation)
@@ -96,14 +97,14 @@ class Player:
             generate_seconds = time.perf_counter() - clock
             conversation.answer(generated.text)
             clock = time.perf_counter()
-            outcome = await self._ask(episode.step, generated.text)
+            outcome = await self._ask(episode.step, Outcome, generated.text)
             environment_seconds += time.perf_counter() - clock
             turns.append(
                 Turn(
                     index=index,
                     prompt_token_ids=generated.prompt_token_ids,
-                    completion_token_ids=generated.completion_token_ids,
-                    completion_logprobs=generated.completion_logprobs,
+                    completion_token_ids=generated.token_ids,
+                    completion_logprobs=generated.logprobs,
                     finish_reason=generated.finish_reason,
                     policy_version=generated.policy_version,
                     images=conversation.images,
@@ -122,32 +123,29 @@ class Player:
             observation, environment_seconds = outcome.observation, 0.0
         return turns, False
 
-    async def _ask(self, method: Callable[..., Awaitable[ResultT]], *arguments: str) -> ResultT:
-        """Call the episode; it is given `environment_timeout` seconds."""
+    async def _ask(self, method: Callable[..., Awaitable[object]], kind: type[ResultT], *arguments: str) -> ResultT:
+        """Call the episode, which has `environment_timeout` seconds to give a `kind`."""
         with _foreign(method.__name__):
             try:
                 async with asyncio.timeout(self.environment_timeout) as limit:
-                    return await method(*arguments)
+                    result = await method(*arguments)
             except TimeoutError as error:
                 if not limit.expired():
                     raise
                 detail = f"{method.__name__} took more than {self.environment_timeout:g} s"
                 raise RolloutFailed("environment_timeout", detail) from error
+        if not isinstance(result, kind):
+            raise RolloutFailed("environment_error", f"{method.__name__} gave {type(result).__name__}")
+        return result
 
-    async def _generate(self, conversation: Conversation, seed: int) -> Generated:
+    async def _generate(self, conversation: Conversation, seed: int) -> Completion:
         try:
             generated = await self.pool.complete(conversation.messages, self.sampling, seed)
-        except TimeoutError as error:
-            raise RolloutFailed("generation_timeout", str(error)) from error
-        except ServerError as error:
-            raise RolloutFailed("server_error", str(error)) from error
-        logprobs, tokens = generated.completion_logprobs, generated.completion_token_ids
-        if not len(tokens) or len(logprobs) != len(tokens):
-            raise RolloutFailed("bad_logprobs", f"{len(tokens)} tokens with {len(logprobs)} log-probs")
-        wrong = ~(np.isfinite(logprobs) & (logprobs <= LOGPROB_ROUNDING))
-        if wrong.any():
-            first = int(wrong.argmax())
-            raise RolloutFailed("bad_logprobs", f"token {first} has log-prob {logprobs[first]}")
+        except GenerationFailure as failure:
+            raise RolloutFailed(failure.reason, str(failure)) from failure
+        logprobs, tokens = generated.logprobs, generated.token_ids
+        if tokens.size == 0 or logprobs.size != tokens.size or not np.isfinite(logprobs).all():
+            raise RolloutFailed("bad_logprobs", f"{tokens.size} tokens have the log-probs {logprobs[:8]}")
         return generated
 
     def _reward(self, outcome: Outcome) -> float:
@@ -155,13 +153,11 @@ class Player:
         unknown = set(outcome.reward_parts) - set(weights)
         if unknown:
             raise RolloutFailed("bad_reward", f"no weight for {', '.join(sorted(unknown))}")
-        reward = float(sum(weights[part] * value for part, value in outcome.reward_parts.items()))
+        with _foreign("reward_parts"):
+            reward = float(sum(weights[part] * value for part, value in outcome.reward_parts.items()))
         if not math.isfinite(reward):
             raise RolloutFailed("bad_reward", f"reward parts {dict(outcome.reward_parts)}")
         return reward
-
-
-LOGPROB_ROUNDING = 1e-4  # a log-softmax in low precision may come out a little above 0
 
 
 @contextmanager

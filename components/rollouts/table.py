@@ -20,7 +20,6 @@ ROLLOUTS = TableSchema(
     1,
     pa.schema(
         [
-            ("run_id", pa.string()),
             ("group_id", pa.string()),
             ("trajectory_id", pa.string()),
             ("environment", pa.string()),
@@ -49,15 +48,14 @@ ROLLOUTS = TableSchema(
 FAILURES = TableSchema(
     "rollout-failures",
     1,
-    pa.schema([(name, pa.string()) for name in ("run_id", "group_id", "trajectory_id", "task_id", "reason", "detail")]),
+    pa.schema([(name, pa.string()) for name in ("group_id", "trajectory_id", "task_id", "reason", "detail")]),
 )
 
 
-def write_rollouts(folder: Path, outputs: GenerateOutputs, run_id: str) -> None:
+def write_rollouts(folder: Path, outputs: GenerateOutputs) -> None:
     """Write both tables into `folder`, which exists. Trajectories keep their order, turns theirs."""
     turns = [(trajectory, turn) for trajectory in outputs.trajectories for turn in trajectory.turns]
     columns: dict[str, Iterable[Any]] = {
-        "run_id": [run_id] * len(turns),
         "turn": [turn.index for _, turn in turns],
         "images": [[asdict(image) for image in turn.images] for _, turn in turns],
         "reward_parts": [list(turn.reward_parts.items()) for _, turn in turns],
@@ -69,7 +67,7 @@ def write_rollouts(folder: Path, outputs: GenerateOutputs, run_id: str) -> None:
             columns[name] = [getattr(turn, name) for _, turn in turns]
     arrays = [pa.array(columns[field.name], field.type) for field in ROLLOUTS.schema]
     write_table(folder / "rollouts.parquet", pa.table(arrays, ROLLOUTS.schema), ROLLOUTS)
-    failures = [{"run_id": run_id, **asdict(failure)} for failure in outputs.failures]
+    failures = [asdict(failure) for failure in outputs.failures]
     write_table(folder / "failures.parquet", failures, FAILURES)
 
 
@@ -85,7 +83,7 @@ def read_rollouts(folder: Path) -> GenerateOutputs:
     for index, row in enumerate(rows):
         row |= {name: views[index] for name, views in arrays.items()}
     trajectories = [_trajectory(list(turns)) for _, turns in groupby(rows, key=lambda row: row["trajectory_id"])]
-    failures = read_table(folder / "failures.parquet", FAILURES).drop_columns("run_id").to_pylist()
+    failures = read_table(folder / "failures.parquet", FAILURES).to_pylist()
     return GenerateOutputs(tuple(trajectories), tuple(Failure(**failure) for failure in failures))
 
 

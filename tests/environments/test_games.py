@@ -1,0 +1,209 @@
+"""What is particular to each environment."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections import Counter
+
+import numpy as np
+import pytest
+from PIL import Image
+from pydantic import ValidationError
+
+from components.contracts.episodes import Task
+from components.contracts.images import EncodedImage
+from components.environments.coordinates import Coordinates, CoordinatesSettings, parse_point
+from components.environments.pictures import PictureSettings, colour_picture, colour_reward
+from components.environments.recall import Recall, RecallSettings
+
+from .conftest import COLOURS, EXAMPLES, PICTURE
+
+LOOKS = PictureSettings.model_validate(PICTURE)
+
+
+def pixels(image: EncodedImage) -> np.ndarray:
+    with Image.open(io.BytesIO(image.data)) as opened:
+        return np.asarray(opened.convert("RGB"), dtype=float)
+
+
+@pytest.mark.parametrize("colour", COLOURS)
+def test_a_picture_is_nearest_to_its_own_colour_and_noisy(colour: str) -> None:
+    for seed in range(20):
+        picture = pixels(colour_picture(colour, seed, LOOKS))
+        assert picture.shape == (56, 56, 3)
+        mean = picture.mean(axis=(0, 1))
+        assert min(COLOURS, key=lambda name: float(np.linalg.norm(mean - COLOURS[name]))) == colour
+        assert picture.std(axis=(0, 1)).max() > 8
+
+
+def test_without_noise_and_jitter_a_picture_is_its_colour() -> None:
+    still = LOOKS.model_copy(update={"noise": 0.0, "tint_jitter": 0.0, "brightness_jitter": 0.0})
+    assert (pixels(colour_picture("orange", 3, still)) == COLOURS["orange"]).all()
+
+
+@pytest.mark.parametrize(
+    ("answer", "correct", "format"),
+    [
+        ("red", 1, 1),
+        (' "Red". \n', 1, 1),
+        ("**RED**", 1, 1),
+        ("blue", 0, 1),
+        ("red red", 0, 0),
+        ("it is red", 0, 0),
+        ("redd", 0, 0),
+        ("", 0, 0),
+        ("rot", 0, 0),
+    ],
+)
+def test_colour_rewards(answer: str, correct: float, format: float) -> None:
+    assert colour_reward(answer, "red", LOOKS) == {"correct": correct, "format": format}
+
+
+@pytest.mark.parametrize("name", ["Red", "red.", "", " red", "_red"])
+def test_a_colour_that_no_answer_can_name_is_refused(name: str) -> None:
+    with pytest.raises(ValidationError, match="cannot be an answer"):
+        PictureSettings.model_validate({**PICTURE, "colours": {name: [1, 2, 3], "blue": [4, 5, 6]}})
+
+
+def recall(**changes: object) -> Recall:
+    settings = RecallSettings.model_validate({**EXAMPLES["recall"].args, **changes})
+    return Recall(settings, train_tasks=160, heldout_tasks=8, seed=1)
+
+
+async def observe(environment: Recall, task: Task) -> list[tuple[str | EncodedImage, ...]]:
+    episode = environment.episode(task)
+    shown = [(await episode.reset()).content]
+    while (outcome := await episode.step("ok")).observation is not None:
+        assert not outcome.reward_parts
+        shown.append(outcome.observation.content)
+    return shown
+
+
+@pytest.mark.parametrize("asked", ["first", "last", "random"])
+def test_recall_shows_pictures_then_none_and_asks_for_one_of_them(asked: str) -> None:
+    environment = recall(pictures=3, filler_turns=2, asked=asked)
+    assert environment.max_turns == 6
+    for task in environment.tasks("train"):
+        shown = asyncio.run(observe(environment, task))
+        for number, content in enumerate(shown[:3]):
+            expected = colour_picture(task.payload["colours"][number], task.payload["seed"] + number * 2**64, LOOKS)
+            assert content == (expected, f"Remember picture {number + 1}.")
+        assert shown[3:5] == [("Go on.",), ("Go on.",)]
+        assert shown[5] == (f"What colour was picture {task.payload['asked'] + 1}?",)
+        assert task.payload["asked"] in {"first": [0], "last": [2], "random": [0, 1, 2]}[asked]
+        assert len(set(task.payload["colours"])) == 3
+
+
+def test_no_constant_answer_to_recall_beats_chance() -> None:
+    environment = recall(pictures=2, asked="random")
+    answers = Counter(task.payload["colours"][task.payload["asked"]] for task in environment.tasks("train"))
+    assert set(answers.values()) == {160 // 8}
+    assert {task.payload["asked"] for task in environment.tasks("train")} == {0, 1}
+
+
+def test_recall_with_one_picture_asks_at_once_without_fillers() -> None:
+    environment = recall(pictures=1, filler_turns=0, asked="first", question="What colour was it?")
+    shown = asyncio.run(observe(environment, next(iter(environment.tasks("train")))))
+    assert len(shown) == 2 and shown[1] == ("What colour was it?",)
+
+
+def test_recall_that_cannot_be_answered_is_refused() -> None:
+    with pytest.raises(ValidationError, match="number"):
+        recall(question="What colour was it?")
+    with pytest.raises(ValidationError, match="9 pictures of different colours need more than 8 colours"):
+        recall(pictures=9)
+
+
+@pytest.mark.parametrize(
+    ("answer", "point"),
+    [
+        ("3,1", (3, 1)),
+        (" (3.5, 12) ", (3.5, 12)),
+        ("3, 1.", (3, 1)),
+        ("-3,1", (-3, 1)),
+        (r"\boxed{3,1}", (3, 1)),
+        (r"So \boxed{1,1}, no: \boxed{ (3, 1) } it is", (3, 1)),
+        ("3;1", None),
+        ("3 1", None),
+        ("it is 3,1", None),
+        ("3,1,2", None),
+        ("inf,1", None),
+        ("1e9,1", None),
+        (r"\boxed{}", None),
+    ],
+)
+def test_points_are_read(answer: str, point: tuple[float, float] | None) -> None:
+    assert parse_point(answer) == point
+
+
+def coordinates(**changes: object) -> Coordinates:
+    settings = CoordinatesSettings.model_validate({**EXAMPLES["coordinates"].args, **changes})
+    return Coordinates(settings, train_tasks=64, heldout_tasks=8, seed=1)
+
+
+def test_the_dot_is_where_the_task_says_with_y_downwards() -> None:
+    environment = coordinates()
+    for task in environment.tasks("train"):
+        (image, question) = asyncio.run(environment.episode(task).reset()).content
+        assert isinstance(image, EncodedImage) and isinstance(question, str)
+        assert "upper left" in question and "y downwards" in question and "0 to 111" in question
+        rows, columns = np.nonzero(pixels(image)[:, :, 1] < 128)
+        assert (columns.mean(), rows.mean()) == (task.payload["x"], task.payload["y"])
+
+
+def test_hints_lead_a_bisection_to_the_dot() -> None:
+    environment = coordinates(guesses=10, tolerance=0.5)
+
+    async def search(task: Task) -> tuple[int, dict[str, float]]:
+        episode = environment.episode(task)
+        await episode.reset()
+        low, high = [0, 0], [111, 111]
+        for guesses in range(1, 11):
+            guess = [(low[axis] + high[axis]) // 2 for axis in (0, 1)]
+            outcome = await episode.step(f"{guess[0]},{guess[1]}")
+            if outcome.observation is None:
+                return guesses, dict(outcome.reward_parts)
+            hint = outcome.observation.content[-1]
+            assert isinstance(hint, str)
+            for axis, (less, more) in enumerate((("left", "right"), ("up", "down"))):
+                if less in hint:
+                    high[axis] = guess[axis] - 1
+                elif more in hint:
+                    low[axis] = guess[axis] + 1
+                else:
+                    low[axis] = high[axis] = guess[axis]
+        raise AssertionError("not found")
+
+    for task in environment.tasks("train"):
+        guesses, parts = asyncio.run(search(task))
+        assert guesses <= 7 and parts == {"hit": 1.0, "closeness": 1.0, "format": 1.0}
+
+
+def test_a_near_miss_is_worth_more_than_a_far_one_and_nothing_leaves_0_to_1() -> None:
+    environment = coordinates(guesses=1)
+    task = Task("t", "train", {"x": 50, "y": 60, "seed": 0})
+
+    def parts(answer: str) -> dict[str, float]:
+        return dict(asyncio.run(environment.episode(task).step(answer)).reward_parts)
+
+    assert parts("50,60") == {"hit": 1.0, "closeness": 1.0, "format": 1.0}
+    assert parts("50,63") == {"hit": 1.0, "closeness": 1 - 3 / 112, "format": 1.0}
+    assert parts("50,64") == {"hit": 0.0, "closeness": 1 - 4 / 112, "format": 1.0}
+    assert parts("-99999,0") == {"hit": 0.0, "closeness": 0.0, "format": 1.0}
+    assert parts("there") == {"hit": 0.0, "closeness": 0.0, "format": 0.0}
+
+
+def test_an_answer_of_another_form_is_an_invalid_action_and_costs_the_format() -> None:
+    environment = coordinates(guesses=2, show_guess=False)
+    task = Task("t", "train", {"x": 50, "y": 60, "seed": 0})
+
+    async def twice() -> None:
+        episode = environment.episode(task)
+        await episode.reset()
+        first = await episode.step("there")
+        assert not first.action_valid and first.observation is not None
+        second = await episode.step("50,60")
+        assert second.action_valid and second.reward_parts == {"hit": 1.0, "closeness": 1.0, "format": 0.0}
+
+    asyncio.run(twice())

@@ -1,0 +1,87 @@
+"""A policy that answers from a script, with real token ids, in place of a model server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from components.artifacts.images import ImageStore
+from components.contracts.rollouts import TokenIds
+from components.contracts.stages import Artifact
+from components.inference.client import Completion
+from components.inference.settings import SamplingSettings
+
+END = 256
+SAMPLING = SamplingSettings(
+    temperature=1.0,
+    max_tokens=16,
+    top_p=1.0,
+    top_k=0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+)
+
+
+def tokens(text: str) -> TokenIds:
+    return np.frombuffer(text.encode(errors="replace"), np.uint8).astype(np.int32)
+
+
+def reply(messages: Sequence[Mapping[str, Any]], text: str, seed: int) -> Completion:
+    """Bytes are the tokens; log-probs follow from the seed."""
+    completion = np.append(tokens(text), np.int32(END))
+    logprobs = -np.random.default_rng(seed).random(len(completion), dtype=np.float32)
+    return Completion(tokens(json.dumps(messages)), completion, logprobs, text, "stop", 3, "script", 0.0)
+
+
+Script = Callable[[Sequence[Mapping[str, Any]], int], str]
+
+
+@dataclass
+class ScriptedPolicy:
+    """Answers `script(messages, seed)`, or raises what it raises; keeps every request."""
+
+    script: Script
+    change: Callable[[Completion], Completion] = lambda completion: completion
+    shuffle: bool = False
+    requests: list[tuple[list[dict[str, Any]], int]] = field(default_factory=list)
+
+    async def complete(self, messages: Sequence[dict[str, Any]], sampling: SamplingSettings, seed: int) -> Completion:
+        self.requests.append((list(messages), seed))
+        if self.shuffle:
+            await asyncio.sleep(seed % 7 / 1000)
+        return self.change(reply(messages, self.script(messages, seed), seed))
+
+
+@dataclass
+class RecordedEvents:
+    bars: list[tuple[str, int, int, dict[str, float]]] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+
+    def progress(self, name: str, done: int, total: int, **postfix: float) -> None:
+        self.bars.append((name, done, total, postfix))
+
+    def metrics(self, values: Mapping[str, float], step: int) -> None: ...
+
+    def artifact(self, artifact: Artifact, role: str, step: int | None = None) -> None: ...
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+
+@pytest.fixture
+def events() -> RecordedEvents:
+    return RecordedEvents()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ImageStore:
+    return ImageStore(tmp_path / "images")

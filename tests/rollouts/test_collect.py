@@ -1,0 +1,474 @@
+"""Collecting: what a rollout records, and what becomes of rollouts that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import errno
+import io
+import json
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from components.artifacts.images import ImageStore
+from components.contracts.episodes import Environment, Observation, Outcome, Split, Task
+from components.contracts.errors import ServerError
+from components.contracts.images import EncodedImage
+from components.contracts.machine import Machine
+from components.contracts.rollouts import GenerateOutputs
+from components.inference.client import GenerationFailure
+from components.rollouts.collect import collect
+
+from .conftest import SAMPLING, RecordedEvents, Script, ScriptedPolicy, tokens
+
+
+def png(shade: int, size: int = 8, format: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (size, size), (shade, 0, 0)).save(buffer, format)
+    return buffer.getvalue()
+
+
+Step = Callable[[int, str], Outcome]
+
+
+class Counting:
+    """Shows picture `payload["shade"]`, asks for `turns` answers; each "yes" is worth 1."""
+
+    name = "counting"
+    system_prompt: str | None = "Be brief."
+    max_turns = 3
+    reward_weights: Mapping[str, float] = {"yes": 2.0, "length": 0.5}
+
+    def __init__(self, turns: int = 2, **faults: Any) -> None:
+        self.turns, self.faults = turns, faults
+        self.closed: list[str] = []
+
+    def tasks(self, split: Split) -> Iterator[Task]:
+        for shade in range(6):
+            yield Task(f"t{shade}", split, {"shade": shade})
+
+    def episode(self, task: Task) -> CountingEpisode:
+        return CountingEpisode(self, task)
+
+
+class CountingEpisode:
+    def __init__(self, environment: Counting, task: Task) -> None:
+        self.environment, self.task, self.turn = environment, task, 0
+
+    async def fault(self, place: str) -> Any:
+        happens = self.environment.faults.get(place)
+        return await happens(self) if happens else None
+
+    async def reset(self) -> Observation:
+        shown = await self.fault("reset")
+        picture = EncodedImage(png(self.task.payload["shade"]), "image/png")
+        return shown or Observation(("Look: ", picture, "Yes?"), anchor_key=f"{self.task.task_id}/0")
+
+    async def step(self, action: str) -> Outcome:
+        self.turn += 1
+        outcome = await self.fault("step")
+        if outcome:
+            return outcome
+        parts = {"yes": float(action == "yes"), "length": float(len(action))}
+        if self.turn == self.environment.turns:
+            return Outcome(None, parts)
+        later = EncodedImage(png(100 + self.turn), "image/png")
+        return Outcome(Observation((later, f"And now? {self.turn}")), parts, action_valid=action == "yes")
+
+    async def close(self) -> None:
+        self.environment.closed.append(self.task.task_id)
+        await self.fault("close")
+
+
+def play(
+    environment: Environment,
+    policy: ScriptedPolicy | Script,
+    store: ImageStore,
+    events: RecordedEvents,
+    *,
+    tasks: int = 2,
+    group_size: int = 2,
+    step: int = 4,
+    seed: int = 11,
+    machine: Machine | None = None,
+) -> GenerateOutputs:
+    pool = policy if isinstance(policy, ScriptedPolicy) else ScriptedPolicy(policy)
+    chosen = list(environment.tasks("train"))[:tasks]
+    machine = machine or Machine.model_validate({"environment_timeout": 0.2})
+    return asyncio.run(
+        collect(
+            environment, chosen, group_size, pool, store, SAMPLING, step=step, seed=seed, machine=machine, events=events
+        )
+    )
+
+
+def says(text: str) -> Script:
+    return lambda messages, seed: text
+
+
+def test_a_rollout_records_tokens_images_rewards_and_messages(store: ImageStore, events: RecordedEvents) -> None:
+    policy = ScriptedPolicy(says("yes"))
+    outputs = play(Counting(), policy, store, events)
+    assert [trajectory.trajectory_id for trajectory in outputs.trajectories] == [
+        "000004-0000-00",
+        "000004-0000-01",
+        "000004-0001-00",
+        "000004-0001-01",
+    ]
+    assert outputs.failures == ()
+    one = outputs.trajectories[2]
+    assert (one.group_id, one.environment, one.task_id, one.split) == ("000004-0001", "counting", "t1", "train")
+    assert not one.truncated and one.reward == 2 * (2.0 + 1.5) and one.reward_parts == {"yes": 2.0, "length": 6.0}
+    first, second = one.turns
+    assert (first.index, second.index) == (0, 1)
+    assert (first.anchor_key, second.anchor_key) == ("t1/0", None)
+    assert first.completion == "yes" and first.policy_version == 3 and first.finish_reason == "stop"
+    assert first.completion_token_ids.tolist() == [*b"yes", 256] and first.completion_logprobs.dtype == np.float32
+    assert store.read(first.images[0]) == png(1)
+    assert second.images == (*first.images, second.images[1]) and store.read(second.images[1]) == png(101)
+    assert json.loads(first.messages) == [
+        {"role": "system", "content": "Be brief."},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "Look: "},
+                {"type": "image", "sha256": first.images[0].sha256},
+                {"type": "text", "text": "Yes?"},
+            ],
+        },
+    ]
+    assert [message["role"] for message in json.loads(second.messages)] == ["user"]
+
+
+def test_the_server_is_sent_the_whole_chat_with_the_stored_bytes(store: ImageStore, events: RecordedEvents) -> None:
+    policy = ScriptedPolicy(says("yes"))
+    outputs = play(Counting(), policy, store, events, tasks=1, group_size=1)
+    messages, _ = policy.requests[1]
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
+    assert messages[2]["content"] == "yes"
+    sent = [part["image_url"]["url"] for message in messages for part in message["content"] if "image_url" in part]
+    head = "data:image/png;base64,"
+    assert all(url.startswith(head) for url in sent)
+    stored = [store.read(image) for image in outputs.trajectories[0].turns[1].images]
+    assert [base64.b64decode(url.removeprefix(head)) for url in sent] == stored
+
+
+def test_an_image_shown_to_many_is_stored_once(
+    store: ImageStore, events: RecordedEvents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    puts: list[str] = []
+    put = ImageStore.put
+    monkeypatch.setattr(ImageStore, "put", lambda self, image: (puts.append(image.sha256), put(self, image))[1])
+    play(Counting(), says("yes"), store, events, tasks=3, group_size=8)
+    assert len(puts) == 4 == len(set(puts))
+    assert len([path for path in store.root.rglob("*") if path.is_file()]) == 4
+
+
+def test_seeds_differ_between_requests_and_repeat_between_runs(store: ImageStore, events: RecordedEvents) -> None:
+    def seeds(**where: int) -> list[int]:
+        policy = ScriptedPolicy(says("yes"))
+        play(Counting(), policy, store, events, **where)
+        return sorted(seed for _, seed in policy.requests)
+
+    first = seeds()
+    assert first == seeds() and len(set(first)) == 8 and all(0 <= seed < 2**63 for seed in first)
+    assert not set(first) & set(seeds(step=5)) and not set(first) & set(seeds(seed=12))
+
+
+def test_the_order_is_the_plans_whatever_finishes_first(store: ImageStore, events: RecordedEvents) -> None:
+    quick = play(Counting(), ScriptedPolicy(says("yes")), store, events, tasks=4, group_size=4)
+    slow = play(Counting(), ScriptedPolicy(says("yes"), shuffle=True), store, events, tasks=4, group_size=4)
+    for one, other in zip(quick.trajectories, slow.trajectories, strict=True):
+        assert one.trajectory_id == other.trajectory_id and one.task_id == other.task_id
+        for turn, same in zip(one.turns, other.turns, strict=True):
+            assert np.array_equal(turn.completion_logprobs, same.completion_logprobs)
+
+
+def test_an_episode_that_runs_out_of_turns_is_truncated(store: ImageStore, events: RecordedEvents) -> None:
+    outputs = play(Counting(turns=9), says("yes"), store, events)
+    assert all(trajectory.truncated and len(trajectory.turns) == 3 for trajectory in outputs.trajectories)
+
+
+def test_progress_shows_the_mean_reward(store: ImageStore, events: RecordedEvents) -> None:
+    play(Counting(turns=1), says("yes"), store, events)
+    assert [(name, done, total) for name, done, total, _ in events.bars] == [("rollouts", k, 4) for k in (1, 2, 3, 4)]
+    assert events.bars[-1][3] == {"rew": 3.5}
+    assert events.messages == []
+
+
+def test_no_more_episodes_are_under_way_than_allowed(store: ImageStore, events: RecordedEvents) -> None:
+    under_way, most = 0, 0
+
+    async def enter(episode: CountingEpisode) -> None:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+
+    async def leave(episode: CountingEpisode) -> None:
+        nonlocal under_way
+        under_way -= 1
+
+    machine = Machine.model_validate({"max_concurrent": 3})
+    policy = ScriptedPolicy(says("yes"), shuffle=True)
+    play(Counting(reset=enter, close=leave), policy, store, events, tasks=5, group_size=4, machine=machine)
+    assert most == 3 and under_way == 0
+
+
+# --- faults -----------------------------------------------------------------------------------------------------
+
+
+async def raises(episode: CountingEpisode) -> None:
+    if episode.task.task_id == "t1":
+        raise RuntimeError("the simulator has crashed \ud800")
+
+
+async def hangs(episode: CountingEpisode) -> None:
+    if episode.task.task_id == "t1":
+        await asyncio.sleep(60)
+
+
+def shows(*content: Any) -> Callable[[CountingEpisode], Any]:
+    async def shown(episode: CountingEpisode) -> Observation | None:
+        return Observation(content) if episode.task.task_id == "t1" else None
+
+    return shown
+
+
+def gives(outcome: Any) -> Callable[[CountingEpisode], Any]:
+    async def given(episode: CountingEpisode) -> Any:
+        return outcome if episode.task.task_id == "t1" else None
+
+    return given
+
+
+def only_the_second_group_failed(outputs: GenerateOutputs, reason: str) -> None:
+    assert [failure.trajectory_id for failure in outputs.failures] == ["000004-0001-00", "000004-0001-01"]
+    assert outputs.drops == {reason: 2}
+    assert [trajectory.task_id for trajectory in outputs.trajectories] == ["t0", "t0", "t2", "t2"]
+
+
+@pytest.mark.parametrize("place", ["reset", "step", "close"])
+def test_an_environment_that_raises_loses_its_own_episodes(
+    place: str, store: ImageStore, events: RecordedEvents
+) -> None:
+    environment = Counting(**{place: raises})
+    outputs = play(environment, says("yes"), store, events, tasks=3)
+    only_the_second_group_failed(outputs, "environment_error")
+    assert f"{place}: RuntimeError: the simulator has crashed ?" in outputs.failures[0].detail
+    assert sorted(environment.closed) == ["t0", "t0", "t1", "t1", "t2", "t2"]
+    assert "2 of 6 rollouts failed" in events.messages[0] and "2 environment_error" in events.messages[0]
+    assert events.bars[-1][3]["failed"] == 2
+
+
+@pytest.mark.parametrize("place", ["reset", "step", "close"])
+def test_an_environment_that_hangs_is_given_up(place: str, store: ImageStore, events: RecordedEvents) -> None:
+    started = time.monotonic()
+    outputs = play(Counting(**{place: hangs}), says("yes"), store, events, tasks=3)
+    only_the_second_group_failed(outputs, "environment_timeout")
+    assert time.monotonic() - started < 5
+
+
+def bomb() -> bytes:
+    """A small file that claims 60000 x 60000 pixels."""
+    header = b"IHDR" + (60000).to_bytes(4) * 2 + b"\x08\x02\0\0\0"
+    return png(1)[:8] + (13).to_bytes(4) + header + zlib.crc32(header).to_bytes(4) + png(1)[33:]
+
+
+@pytest.mark.parametrize(
+    ("image", "said"),
+    [
+        pytest.param(EncodedImage(png(1)[:40], "image/png"), "", id="truncated"),
+        pytest.param(EncodedImage(b"not an image", "image/png"), "", id="not an image"),
+        pytest.param(EncodedImage(b"", "image/png"), "", id="empty"),
+        pytest.param(EncodedImage(bomb(), "image/png"), "decompression bomb", id="decompression bomb"),
+        pytest.param(EncodedImage(png(1, format="JPEG"), "image/png"), "JPEG", id="jpeg that says png"),
+        pytest.param(EncodedImage(png(1), "image/svg+xml"), "svg", id="another media type"),
+        pytest.param(EncodedImage(b"../../etc/passwd", "image/png"), "", id="a path"),
+    ],
+)
+def test_an_image_that_cannot_be_trusted_loses_its_own_episodes(
+    image: EncodedImage, said: str, store: ImageStore, events: RecordedEvents
+) -> None:
+    outputs = play(Counting(reset=shows(image)), says("yes"), store, events, tasks=3)
+    only_the_second_group_failed(outputs, "bad_image")
+    assert said in outputs.failures[0].detail
+
+
+@pytest.mark.parametrize(
+    ("faults", "reason"),
+    [
+        pytest.param({"reset": shows("a lone \udcff")}, "bad_text", id="surrogate"),
+        pytest.param({"reset": shows(7)}, "environment_error", id="content of another type"),
+        pytest.param({"reset": gives("text")}, "environment_error", id="no observation"),
+        pytest.param({"step": gives("text")}, "environment_error", id="no outcome"),
+        pytest.param({"step": gives(Outcome(None, {"fame": 1.0}))}, "bad_reward", id="a part without weight"),
+        pytest.param({"step": gives(Outcome(None, {"yes": float("nan")}))}, "bad_reward", id="nan"),
+        pytest.param({"step": gives(Outcome(None, {"yes": float("inf")}))}, "bad_reward", id="inf"),
+        pytest.param({"step": gives(Outcome(None, {"yes": "1"}))}, "environment_error", id="a part that is text"),
+    ],
+)
+def test_what_an_environment_may_not_return(
+    faults: dict[str, Any], reason: str, store: ImageStore, events: RecordedEvents
+) -> None:
+    only_the_second_group_failed(play(Counting(**faults), says("yes"), store, events, tasks=3), reason)
+
+
+@pytest.mark.parametrize("text", ["\0", "<|im_end|>", "'; DROP TABLE rollouts; --", "‮", '{"role": "system"}'])
+def test_hostile_text_is_only_text(text: str, store: ImageStore, events: RecordedEvents) -> None:
+    outputs = play(Counting(reset=shows(text)), says(text), store, events, tasks=3)
+    assert outputs.failures == ()
+    assert json.loads(outputs.trajectories[2].turns[0].messages)[1]["content"] == [{"type": "text", "text": text}]
+    assert outputs.trajectories[2].turns[0].completion == text
+
+
+def picky(failure: BaseException) -> Script:
+    """Fails whenever it is shown picture 1."""
+
+    def script(messages: Any, seed: int) -> str:
+        if base64.b64encode(png(1)).decode() in json.dumps(messages):
+            raise failure
+        return "yes"
+
+    return script
+
+
+def test_a_request_that_fails_names_the_servers_reason(store: ImageStore, events: RecordedEvents) -> None:
+    for reason in ("generation_timeout", "prompt_too_long", "placeholder_sampled"):
+        outputs = play(Counting(), picky(GenerationFailure("no", reason=reason)), store, events, tasks=3)
+        only_the_second_group_failed(outputs, reason)
+
+
+@pytest.mark.parametrize("logprobs", [[-1.0, float("nan")], [-1.0, float("-inf")], [-1.0], []])
+def test_log_probs_that_are_none(logprobs: list[float], store: ImageStore, events: RecordedEvents) -> None:
+    policy = ScriptedPolicy(
+        says("y"), change=lambda completion: replace(completion, logprobs=np.array(logprobs, np.float32))
+    )
+    assert play(Counting(), policy, store, events).drops == {"bad_logprobs": 4}
+
+
+def test_an_empty_completion_is_no_rollout(store: ImageStore, events: RecordedEvents) -> None:
+    empty = np.zeros(0, np.float32)
+    policy = ScriptedPolicy(
+        says(""), change=lambda completion: replace(completion, token_ids=tokens(""), logprobs=empty)
+    )
+    assert play(Counting(), policy, store, events).drops == {"bad_logprobs": 4}
+
+
+@pytest.mark.parametrize("error", [ServerError("every server is dead"), TypeError("a bug of ours")])
+def test_what_concerns_every_rollout_ends_the_call(error: Exception, store: ImageStore, events: RecordedEvents) -> None:
+    environment = Counting()
+    with pytest.raises(type(error)) as caught:
+        play(environment, picky(error), store, events)
+    assert caught.value is error
+    assert sorted(environment.closed) == ["t0", "t0", "t1", "t1"]
+
+
+def test_a_full_disk_ends_the_call(store: ImageStore, events: RecordedEvents, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(OSError, match="No space left"):
+        play(Counting(), says("yes"), store, events)
+    assert not list(store.root.rglob("*.png"))
+
+
+def test_cancelling_closes_every_episode(store: ImageStore, events: RecordedEvents) -> None:
+    environment = Counting()
+    machine = Machine()
+
+    class Never(ScriptedPolicy):
+        async def complete(self, *arguments: Any) -> Any:
+            await asyncio.sleep(60)
+
+    async def cancelled() -> None:
+        tasks = list(environment.tasks("train"))
+        running = asyncio.create_task(
+            collect(
+                environment,
+                tasks,
+                2,
+                Never(says("")),
+                store,
+                SAMPLING,
+                step=0,
+                seed=0,
+                machine=machine,
+                events=events,
+            )
+        )
+        await asyncio.sleep(0.2)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(cancelled())
+    assert len(environment.closed) == 12
+
+
+PLACES = ["fine", "reset", "step", "close", "image", "server", "logprobs"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    places=st.integers(1, 3).flatmap(
+        lambda size: st.lists(st.sampled_from(PLACES), min_size=6 * size, max_size=6 * size)
+    )
+)
+def test_whatever_fails_nothing_planned_is_lost_or_doubled(
+    places: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    started: list[str] = []
+
+    class Faulty(CountingEpisode):
+        async def fault(self, place: str) -> Any:
+            if place == "reset":
+                self.place = places[len(started)]
+                started.append(self.place)
+                if self.place == "image":
+                    return Observation((EncodedImage(b"x", "image/png"),))
+                if self.place in ("server", "logprobs"):
+                    return Observation((self.place,))
+            if place == self.place:
+                raise ValueError(place)
+            return None
+
+    class Environment(Counting):
+        def episode(self, task: Task) -> CountingEpisode:
+            return Faulty(self, task)
+
+    def script(messages: Any, seed: int) -> str:
+        if messages[1]["content"][0].get("text") == "server":
+            raise GenerationFailure("no", reason="server_error")
+        return "logprobs" if messages[1]["content"][0].get("text") == "logprobs" else "yes"
+
+    policy = ScriptedPolicy(
+        script,
+        change=lambda completion: (
+            replace(completion, logprobs=completion.logprobs * np.float32("nan"))
+            if completion.text == "logprobs"
+            else completion
+        ),
+        shuffle=True,
+    )
+    store, events = ImageStore(tmp_path_factory.mktemp("images")), RecordedEvents()
+    outputs = play(Environment(), policy, store, events, tasks=6, group_size=len(places) // 6)
+    ids = [result.trajectory_id for result in (*outputs.trajectories, *outputs.failures)]
+    assert len(ids) == len(places) == len(set(ids))
+    assert len(outputs.trajectories) == places.count("fine")
+    assert sum(outputs.drops.values()) == len(places) - places.count("fine")
+    assert outputs.drops.get("environment_error", 0) == sum(places.count(place) for place in ("reset", "step", "close"))
+    assert events.bars[-1][1:3] == (len(places), len(places))
+    for results in (outputs.trajectories, outputs.failures):
+        order = [result.trajectory_id for result in results]
+        assert order == sorted(order)

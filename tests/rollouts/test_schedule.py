@@ -1,0 +1,31 @@
+"""Which tasks a step plays."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from components.contracts.episodes import Task
+from components.rollouts.schedule import tasks_of_step
+
+
+def some_tasks(count: int) -> list[Task]:
+    return [Task(str(number), "train", {}) for number in range(count)]
+
+
+@given(count=st.integers(1, 30), groups=st.integers(1, 40), steps=st.integers(1, 12), seed=st.integers(0, 2**31))
+def test_no_task_comes_again_before_all_have_come(count: int, groups: int, steps: int, seed: int) -> None:
+    tasks = some_tasks(count)
+    walked = [task for step in range(steps) for task in tasks_of_step(tasks, groups, step, seed)]
+    assert len(walked) == groups * steps
+    for start in range(0, len(walked), count):
+        assert max(Counter(task.task_id for task in walked[start : start + count]).values()) == 1
+
+
+def test_a_step_depends_on_nothing_but_its_number_and_the_seed() -> None:
+    tasks = some_tasks(50)
+    assert tasks_of_step(tasks, 8, 17, 3) == tasks_of_step(list(tasks), 8, 17, 3)
+    assert tasks_of_step(tasks, 8, 17, 3) != tasks_of_step(tasks, 8, 17, 4)
+    assert tasks_of_step(tasks, 50, 0, 3) != tasks_of_step(tasks, 50, 1, 3)
