@@ -10,7 +10,7 @@ from PIL import Image
 
 from components.adapters.images import PLACEHOLDER_RUNS, image_features, process_one
 from components.adapters.joins import Features, Join, cat, pad_cat
-from components.adapters.spec import FamilySpec, token_id
+from components.adapters.spec import FamilySpec
 from components.contracts.errors import ConfigurationError, DataError
 
 # Wide, tall, small and large, so that tiles, grids and padding differ.
@@ -25,16 +25,21 @@ REMEDY = (
 def infer_spec(processor: Any) -> FamilySpec:
     """The entry whose joins reproduce `processor` on images of several sizes.
 
-    Every output must be a tensor that is joined along dim 0, with or without zero padding of the other dims. Type
-    ids are rebuilt where the processor returns them and they mark feature tokens alone.
+    The feature token is the one that an image's expansion holds most of. Every output must be a tensor that is
+    joined along dim 0, with or without zero padding of the other dims. Type ids are rebuilt where the processor
+    returns them, and must mark the feature tokens alone.
 
     Raises:
         ConfigurationError: the processor has no placeholder, or its joint output cannot be reproduced.
     """
     where = type(processor).__name__
-    feature_token = _feature_token(processor)
-    token = token_id(feature_token, processor)
+    if not isinstance(getattr(processor, "image_token", None), str):
+        raise ConfigurationError(
+            "the processor does not say which token stands for an image (image_token)", where=where, remedy=REMEDY
+        )
     images = [Image.effect_noise(size, 64.0).convert("RGB") for size in SIZES]
+    ids = processor(images=images[-1:], text=[processor.image_token], return_tensors="pt")["input_ids"][0]
+    token = int(ids.mode().values)
     try:
         features = [process_one(processor, image, token) for image in images]
     except DataError as error:
@@ -42,23 +47,20 @@ def infer_spec(processor: Any) -> FamilySpec:
     if not all(len(one[PLACEHOLDER_RUNS]) for one in features):
         raise ConfigurationError("an image is not expanded into image tokens", where=where, remedy=REMEDY)
     together = processor(images=images, text=["".join([processor.image_token] * len(images))], return_tensors="pt")
-    joins = {name: _infer_join(name, features, together, where) for name in image_features(features[0])}
     return FamilySpec(
-        feature_token=feature_token,
-        joins=joins,
+        feature_token=processor.tokenizer.convert_ids_to_tokens(token),
+        joins={name: _infer_join(name, features, together, where) for name in image_features(features[0])},
         type_ids=_type_ids(together, token, where),
-        merge_turns=False,  # nothing is known about attention across images: one sample per turn is always exact
+        reserved=_reserved(processor.tokenizer, set(ids.tolist())),
+        merge_turns=False,  # nothing is known of attention across images: one sample per turn is always exact
     )
 
 
-def _feature_token(processor: Any) -> str:
-    if not isinstance(getattr(processor, "image_token", None), str):
-        raise ConfigurationError(
-            "the processor does not say which token stands for an image (image_token)",
-            where=type(processor).__name__,
-            remedy=REMEDY,
-        )
-    return ".image_token"
+def _reserved(tokenizer: Any, expansion: set[int]) -> tuple[str, ...]:
+    """The added tokens of an image's expansion that have no other use."""
+    other = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
+    added = tokenizer.get_added_vocab()
+    return tuple(token for token, number in added.items() if number in expansion and token not in other)
 
 
 def _infer_join(name: str, features: Sequence[Features], together: Any, where: str) -> Join:

@@ -14,6 +14,7 @@ from components.adapters.images import ImageSource
 from components.adapters.spec import FamilySpec
 from components.contracts.errors import ConfigurationError
 from components.models.families import FAMILIES, family_of
+from components.models.source import locate
 
 
 def get_adapter(
@@ -22,7 +23,7 @@ def get_adapter(
     images: ImageSource | None = None,
     max_tokens: int | None = None,
 ) -> FamilyAdapter:
-    """The adapter for `model`: its configuration, a checkpoint folder, a family name or a `model_type`.
+    """The adapter for `model`: its configuration, a checkpoint folder or artifact, a family name or a `model_type`.
 
     `processor` is the model's Hugging Face processor, `images` opens an image by its reference, and `max_tokens`
     bounds the length of a sample (None: unbounded).
@@ -33,6 +34,12 @@ def get_adapter(
         ConfigurationError: nothing fits; the message says what to write. Or the model expects another
             image token than the processor writes.
     """
+    if getattr(processor, "image_processor", None) is None:
+        raise ConfigurationError(
+            f"{type(processor).__name__} cannot process images",
+            where="get_adapter",
+            remedy="pass the model's processor (AutoProcessor), not its tokenizer",
+        )
     config = _config(model)
     adapter = FamilyAdapter(processor, _spec(config, processor), images, max_tokens)
     expected = config.get("image_token_id", config.get("image_token_index"))
@@ -49,7 +56,7 @@ def _config(model: Any) -> dict[str, Any]:
     """The model's configuration; of a name, one that holds nothing but the `model_type`."""
     if not isinstance(model, str | Path):
         return dict(model.to_dict())
-    file = Path(model) / "config.json"
+    file = (locate(model) if Path(model).is_dir() else Path(model)) / "config.json"
     if file.is_file():
         return dict(json.loads(file.read_text()))
     if isinstance(model, Path) or "/" in model:

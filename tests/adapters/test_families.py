@@ -92,7 +92,8 @@ def test_batch_equals_single_rows(tiny: Any, outputs: Any) -> None:
     assert grads.keys() == total.keys()
     assert any("vis" in name for name in grads)
     for name, grad in grads.items():
-        torch.testing.assert_close(grad, total[name], atol=1e-5, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
+        scale = max(1.0, float(total[name].abs().max()))
+        torch.testing.assert_close(grad / scale, total[name] / scale, atol=1e-5, rtol=0)
 
 
 def test_left_padding_equals_right_padding(tiny: Any, outputs: Any) -> None:

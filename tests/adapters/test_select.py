@@ -1,0 +1,101 @@
+"""Which adapter a model gets, and what is said when there is none."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from components.adapters import FamilyAdapter, get_adapter
+from components.adapters.families import ENTRIES
+from components.adapters.generic import infer_spec
+from components.contracts.errors import ConfigurationError
+from components.models.source import make_reference
+
+
+def test_folder_name_and_config_give_the_same_entry(tiny: Any) -> None:
+    for model in (tiny.folder, str(tiny.folder), tiny.family, tiny.model.config):
+        assert get_adapter(model, tiny.processor).spec == ENTRIES[tiny.family]
+
+
+def test_a_model_artifact_that_refers_to_a_folder_is_followed(qwen: Any, tmp_path: Path) -> None:
+    make_reference(str(qwen.folder), None).write(tmp_path)
+    assert get_adapter(tmp_path, qwen.processor).spec == ENTRIES["qwen2-vl"]
+
+
+def test_an_adapter_survives_the_way_to_a_worker(tiny: Any) -> None:
+    image = tiny.pictures[tiny.picture(64, 150)]
+    copy = pickle.loads(pickle.dumps(get_adapter(tiny.folder, tiny.processor, max_tokens=9)))
+    for name, value in tiny.adapter.process_image(image).items():
+        assert torch.equal(copy.process_image(image)[name], value)
+
+
+def test_an_unknown_family_gets_an_entry_that_equals_the_one_written_by_hand(tiny: Any) -> None:
+    adapter = get_adapter("some_new_vlm", tiny.processor)
+    written = tiny.adapter
+    assert adapter.image_token_id == written.image_token_id
+    assert adapter.spec.type_ids == written.spec.type_ids
+    assert adapter.typed_token_ids == written.typed_token_ids
+    assert adapter.spec.joins.keys() == written.spec.joins.keys()
+    assert written.image_token_id in adapter.forbidden_token_ids
+    assert tiny.processor.tokenizer.eos_token_id not in adapter.forbidden_token_ids
+    assert not adapter.spec.merge_turns
+    features = [written.process_image(tiny.pictures[tiny.picture(*size)]) for size in ((90, 40), (300, 260), (50, 50))]
+    for name, value in written.join(features).items():
+        assert torch.equal(adapter.join(features)[name], value)
+
+
+class Counting:
+    """A processor whose output says which image of the call it belongs to, as indices into a batch do."""
+
+    def __init__(self, processor: Any) -> None:
+        self.inner, self.tokenizer, self.image_token = processor, processor.tokenizer, processor.image_token
+
+    def __call__(self, images: Any, text: Any, return_tensors: str) -> Any:
+        outputs = self.inner(images=images, text=text, return_tensors=return_tensors)
+        return outputs | {"image_number": torch.arange(len(images))}
+
+
+def test_a_processor_that_no_join_reproduces_is_refused(qwen: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"image_number.*\n.*\n.*write a FamilySpec"):
+        infer_spec(Counting(qwen.processor))
+    with pytest.raises(ConfigurationError, match="which token stands for an image"):
+        infer_spec(SimpleNamespace(tokenizer=qwen.processor.tokenizer))
+
+
+def test_a_processor_with_other_outputs_than_declared_is_refused(qwen: Any) -> None:
+    adapter = FamilyAdapter(qwen.processor, ENTRIES["llava"])
+    with pytest.raises(ConfigurationError, match=r"returns \['image_grid_thw', 'pixel_values'\]"):
+        adapter.process_image(qwen.pictures[qwen.picture(100, 80)])
+
+
+def test_a_tokenizer_is_not_enough(qwen: Any) -> None:
+    with pytest.raises(ConfigurationError, match="cannot process images"):
+        get_adapter("qwen2-vl", qwen.processor.tokenizer)
+
+
+def test_the_processor_of_another_model_is_refused(qwen: Any, tmp_path: Path) -> None:
+    config = json.loads((qwen.folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"image_token_id": 99}))
+    with pytest.raises(ConfigurationError, match="replaces token 99"):
+        get_adapter(tmp_path, qwen.processor)
+    with pytest.raises(ConfigurationError, match="no token"):
+        FamilyAdapter(qwen.processor, ENTRIES["gemma3"])
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen2-VL-2B-Instruct", Path("nowhere")])
+def test_a_model_that_is_no_folder_is_refused(qwen: Any, model: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"no config\.json"):
+        get_adapter(model, qwen.processor)
+
+
+def test_the_package_imports_without_torch() -> None:
+    code = "import components.adapters, sys; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,130 @@
+"""Batches of a user's own adapter: what is accepted, and how a wrong one is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from components.adapters import MultimodalAdapter, MultimodalBatch, model_inputs, validate_batch
+from components.contracts.errors import DataError
+
+ROWS, LENGTH, WORDS = 2, 5, 11
+
+
+def batch(**changes: Any) -> MultimodalBatch:
+    fields: dict[str, Any] = {
+        "input_ids": torch.arange(ROWS * LENGTH).reshape(ROWS, LENGTH),
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]]),
+        "loss_mask": torch.tensor([[0, 0, 0, 1, 1], [0, 0, 1, 1, 0]]),
+        "behavior_logprobs": torch.tensor([[0, 0, 0, -0.5, -1], [0, 0, -2, -0.1, 0]]),
+        "rewards": torch.tensor([1.0, 0.0]),
+    }
+    return MultimodalBatch(**(fields | changes))
+
+
+class Own(MultimodalAdapter):
+    """An adapter as the seed's readme shows it: one method, pixels of shape (B, 3, H, W)."""
+
+    def build_batch(self, outputs: Any) -> MultimodalBatch:
+        return batch(pixel_values=torch.zeros(len(outputs.trajectories), 3, 224, 224))
+
+
+class Seeing(torch.nn.Module):
+    """A model whose every logit depends on the pixels, and that notes how it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.vision = torch.nn.Embedding(WORDS, WORDS), torch.nn.Linear(3, WORDS)
+        self.calls: list[dict[str, Any]] = []
+
+    def forward(self, input_ids: Any, attention_mask: Any, pixel_values: Any = None, **extra: Any) -> Any:
+        self.calls.append({"pixel_values": pixel_values, **extra})
+        logits = self.words(input_ids)
+        return logits if pixel_values is None else logits + self.vision(pixel_values.mean((-2, -1)))[:, None]
+
+
+def test_an_own_adapter_needs_one_method(qwen: Any, outputs_of: Any) -> None:
+    for given in (qwen.processor, qwen.processor.tokenizer):
+        adapter = Own(given)
+        assert adapter.tokenizer is qwen.processor.tokenizer
+        built = validate_batch(adapter.build_batch(outputs_of([], [])))
+        dims = (built.input_ids, built.attention_mask, built.loss_mask, built.behavior_logprobs, built.rewards)
+        assert {len(value) for value in (*dims, built.pixel_values)} == {2}
+        assert built.pixel_values is not None
+        assert built.pixel_values.ndim == 4
+    with pytest.raises(TypeError, match="abstract"):
+        MultimodalAdapter(qwen.processor)  # type: ignore[abstract]
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 224, 224), (2, 3, 336, 336), (2, 1, 224, 224), (2, 3, 512, 512), (2, 4, 3, 224, 224), (48, 1176)]
+)
+def test_pixels_of_any_family_are_kept_as_they_are(shape: tuple[int, ...]) -> None:
+    pixels = torch.randn(shape)
+    assert model_inputs(validate_batch(batch(pixel_values=pixels)))["pixel_values"] is pixels
+
+
+def test_extra_inputs_reach_the_model_unchanged() -> None:
+    extra = {
+        "image_sizes": torch.tensor([[224, 224], [336, 112]]),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "image_embeddings": torch.randn(2, 7, 8),
+    }
+    model, pixels = Seeing(), torch.randn(2, 3, 8, 8)
+    given = batch(pixel_values=pixels, extra_model_kwargs=extra)
+    assert model(**model_inputs(given)).shape == (ROWS, LENGTH, WORDS)
+    (call,) = model.calls
+    assert call.keys() == {"pixel_values", *extra}
+    assert all(call[name] is value for name, value in extra.items())
+
+
+def test_without_images_the_model_is_called_without_pixels() -> None:
+    inputs = model_inputs(validate_batch(batch()))
+    assert inputs.keys() == {"input_ids", "attention_mask"}
+    assert batch().extra_model_kwargs == {}
+    assert batch().extra_model_kwargs is not batch().extra_model_kwargs
+
+
+def test_gradients_reach_what_looks_at_the_pixels() -> None:
+    model = Seeing()
+    given = batch(pixel_values=torch.randn(2, 3, 8, 8))
+    logprobs = model(**model_inputs(given))[:, :-1].log_softmax(-1).gather(-1, given.input_ids[:, 1:, None])[..., 0]
+    (logprobs * given.loss_mask[:, 1:]).sum().backward()
+    assert model.vision.weight.grad is not None
+    assert model.vision.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("input_ids", torch.zeros(5, dtype=torch.int64), r"\(B, L\) integers.*found \(5,\) int64"),
+        ("input_ids", torch.zeros(2, 5), r"found \(2, 5\) float32"),
+        ("input_ids", torch.zeros(0, 5, dtype=torch.int64), r"B, L >= 1"),
+        ("input_ids", [[1, 2]], "must be a torch.Tensor, found list"),
+        ("attention_mask", torch.ones(2, 4), r"attention_mask must have shape \(2, 5\), found \(2, 4\)"),
+        ("loss_mask", torch.zeros(1, 5), r"loss_mask must have shape \(2, 5\), found \(1, 5\)"),
+        ("behavior_logprobs", torch.zeros(2, 4), r"behavior_logprobs must have shape \(2, 5\), found \(2, 4\)"),
+        ("behavior_logprobs", torch.full((2, 5), float("nan")), "behavior_logprobs has 10 of 10 values"),
+        ("behavior_logprobs", torch.full((2, 5), 0.5), r"behavior_logprobs is 0\.5 on a sampled token"),
+        ("rewards", torch.zeros(2, 1), r"rewards must have shape \(2,\), found \(2, 1\)"),
+        ("rewards", torch.tensor([1.0, float("inf")]), "rewards has 1 of 2 values"),
+        ("advantages", torch.zeros(2), r"advantages must have shape \(2, 5\), found \(2,\)"),
+        ("loss_mask", torch.ones(2, 5), "loss_mask is set on 1 padding tokens"),
+        ("loss_mask", torch.tensor([[1, 0, 0, 0, 0], [0] * 5]), "first token of 1 rows"),
+        ("pixel_values", torch.zeros(2, 3, 8, 8, dtype=torch.uint8), r"floating point.*found \(2, 3, 8, 8\) uint8"),
+        ("pixel_values", torch.zeros(5), r"at least 2 dims, found \(5,\)"),
+        ("pixel_values", torch.full((1, 3, 2, 2), float("nan")), "pixel_values has 12 of 12"),
+        ("extra_model_kwargs", {"image_sizes": [[8, 8]]}, r"\['image_sizes'\] must be a torch.Tensor, found list"),
+        ("extra_model_kwargs", {"mm_token_type_ids": torch.zeros(2, 4)}, r"shape \(2, 5\), found \(2, 4\)"),
+    ],
+)
+def test_a_wrong_batch_is_built_without_complaint_and_then_refused_by_name(
+    field: str, value: Any, message: str
+) -> None:
+    wrong = batch(**{field: value})
+    with pytest.raises(DataError, match=message) as error:
+        validate_batch(wrong)
+    assert f"MultimodalBatch.{field}" in error.value.where
+    assert error.value.remedy
