@@ -1,6 +1,7 @@
 """Recipes: `configs/<flow>/<deployment>.toml`, validated section by section.
 
 A file may extend another (`extends = "base.toml"`, relative to itself); its tables are merged over the base's.
+`extends = {file = "base.toml", sections = ["model"]}` takes only these of its sections.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 _TRAIN_VLM = {
     "model": "components.models.settings:ModelSettings",
     "environment": "components.environments.settings:EnvironmentSettings",
+    "inference": "components.inference.settings:ServerSettings",
     "rollouts": "components.rollouts.settings:RolloutSettings",
     "batches": "components.batches.settings:BatchSettings",
     "trainer": "components.training.settings:TrainerSettings",
@@ -29,7 +31,13 @@ _TRAIN_VLM = {
     "evaluation": "components.evaluation.settings:EvaluationSettings",
     "machine": "components.contracts.machine:Machine",
 }
-SECTIONS: dict[str, dict[str, str]] = {"train-vlm": _TRAIN_VLM}
+_EVALUATED = {name: _TRAIN_VLM[name] for name in ("model", "environment", "inference", "evaluation", "machine")}
+SECTIONS: dict[str, dict[str, str]] = {
+    "train-vlm": _TRAIN_VLM,
+    "evaluate": {"subject": "components.evaluation.subjects:SubjectSettings", **_EVALUATED},
+    "evaluate/sweep": {"sweep": "components.evaluation.subjects:SweepSettings", **_EVALUATED},
+}
+"""The sections of a recipe: those of its whole name, else those of its flow."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +64,23 @@ class Recipe:
         return settings.model_validate({name: self.sections[name] for name in settings.model_fields})
 
 
-def section_class(flow: str, section: str) -> type[BaseModel]:
-    module, _, name = SECTIONS[flow][section].partition(":")
-    found: type[BaseModel] = getattr(import_module(module), name)
+def sections_of(name: str, where: str = "") -> dict[str, str]:
+    """The sections of a recipe, each with the "module:class" that validates it.
+
+    Raises:
+        ConfigurationError: there is no such flow.
+    """
+    flow = name.partition("/")[0]
+    known = SECTIONS.get(name) or SECTIONS.get(flow)
+    if known is None:
+        flows = sorted({each.partition("/")[0] for each in SECTIONS})
+        raise ConfigurationError(f"no flow is called {flow!r}", where=where, remedy=suggestion(flow, flows))
+    return known
+
+
+def section_class(name: str, section: str) -> type[BaseModel]:
+    module, _, attribute = sections_of(name)[section].partition(":")
+    found: type[BaseModel] = getattr(import_module(module), attribute)
     return found
 
 
@@ -90,7 +112,12 @@ def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"not valid TOML: {error}", where=str(path)) from error
     base = values.pop("extends", None)
-    return merge(read_toml(path.parent / base, (*seen, path)), values) if base else values
+    if base is None:
+        return values
+    file, only = (base, None) if isinstance(base, str) else (base["file"], base["sections"])
+    inherited = read_toml(path.parent / file, (*seen, path))
+    kept = {key: value for key, value in inherited.items() if only is None or key in only}
+    return merge(kept, values)
 
 
 def parse_override(text: str) -> dict[str, Any]:
@@ -140,18 +167,14 @@ def build_recipe(name: str, values: Mapping[str, Any], where: str) -> Recipe:
     Raises:
         ConfigurationError: an unknown or missing section or key, or a value out of bounds.
     """
-    flow = name.partition("/")[0]
-    if flow not in SECTIONS:
-        raise ConfigurationError(f"no flow is called {flow!r}", where=where, remedy=f"known: {', '.join(SECTIONS)}")
+    known = sections_of(name, where)
     values = dict(values)
     description = str(values.pop("description", ""))
-    if unknown := sorted(set(values) - set(SECTIONS[flow])):
-        raise ConfigurationError(
-            f"unknown section {unknown[0]!r}", where=where, remedy=suggestion(unknown[0], SECTIONS[flow])
-        )
+    if unknown := sorted(set(values) - set(known)):
+        raise ConfigurationError(f"unknown section {unknown[0]!r}", where=where, remedy=suggestion(unknown[0], known))
     sections = {}
-    for section in SECTIONS[flow]:
-        model = section_class(flow, section)
+    for section in known:
+        model = section_class(name, section)
         try:
             sections[section] = model.model_validate(values.get(section, {}))
         except ValidationError as error:
