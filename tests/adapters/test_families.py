@@ -96,6 +96,17 @@ def test_batch_equals_single_rows(tiny: Any, outputs: Any) -> None:
         torch.testing.assert_close(grad / scale, total[name] / scale, atol=1e-5, rtol=0)
 
 
+def test_training_mode_takes_batches_with_and_without_images(tiny: Any, outputs: Any) -> None:
+    samples, _ = tiny.adapter.samples(outputs)
+    tiny.model.train()
+    try:
+        for chosen in ([0], [0, 1]):
+            inputs = model_inputs(tiny.adapter.collate([samples[row] for row in chosen]))
+            assert torch.isfinite(tiny.model(**inputs).logits).all()
+    finally:
+        tiny.model.eval()
+
+
 def test_left_padding_equals_right_padding(tiny: Any, outputs: Any) -> None:
     samples, _ = tiny.adapter.samples(outputs)
     batch = tiny.adapter.collate(samples)
