@@ -1,0 +1,109 @@
+"""The command line and environment of one vLLM server."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from components.contracts.errors import ConfigurationError
+from components.contracts.machine import Machine, Scalar
+from components.inference.client import MODEL_NAME
+from components.inference.settings import ServerSettings
+
+SERVED = Path(__file__).parent / "served"
+"""The only folder of ours that a server can import from."""
+
+_OURS = {
+    "model": "the pool's weights",
+    "served_model_name": "the pool",
+    "host": "the pool: servers listen on loopback only",
+    "api_key": "the environment variable VLLM_API_KEY",
+    "middleware": "the pool",
+    "logprobs_mode": "the pool: anything but processed_logprobs biases importance ratios",
+    "generation_config": "the pool: a checkpoint's own top_k or penalties would bias importance ratios",
+    "max_model_len": "server.max_model_len",
+    "limit_mm_per_prompt": "server.max_images_per_prompt",
+    "dtype": "server.dtype",
+    "tensor_parallel_size": "machine.server_gpus",
+    "weight_transfer_config": "machine.weight_transfer",
+}
+
+
+def server_command(
+    model: Path, settings: ServerSettings, machine: Machine, *, port: int, gpus: tuple[int, ...]
+) -> list[str]:
+    """The command that serves `model` on 127.0.0.1:`port`.
+
+    Raises:
+        ConfigurationError: `machine.server_arguments` names something that is set elsewhere.
+    """
+    arguments: dict[str, Scalar] = {
+        "model": str(model),
+        "served-model-name": MODEL_NAME,
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": settings.dtype,
+        "max-model-len": settings.max_model_len,
+        "limit-mm-per-prompt": json.dumps({"image": settings.max_images_per_prompt, "video": 0}),
+        "logprobs-mode": "processed_logprobs",
+        "generation-config": "vllm",
+        "seed": 0,
+        "middleware": "require_key.RequireKey",
+        "allowed-origins": "[]",
+        "disable-fastapi-docs": True,
+        "disable-uvicorn-access-log": True,
+        "disable-log-stats": True,
+        "uvicorn-log-level": "warning",
+    }
+    if gpus:
+        arguments["tensor-parallel-size"] = len(gpus)
+    else:
+        arguments |= {
+            "enforce-eager": True,
+            # A seeded request whose prompt is prefilled in pieces ends the engine on CPU (vLLM 0.32, "CPU
+            # Generator does not use offset"), so prompts are prefilled whole.
+            "enable-chunked-prefill": False,
+            "max-num-batched-tokens": max(8192, settings.max_model_len),
+        }
+    if machine.weight_transfer != "file":
+        arguments["weight-transfer-config"] = json.dumps({"backend": machine.weight_transfer})
+    for key, value in machine.server_arguments.items():
+        name = key.replace("-", "_")
+        if name in _OURS:
+            raise ConfigurationError(
+                f"server_arguments may not set {key!r}: it comes from {_OURS[name]}",
+                where=f"machine.server_arguments.{key}",
+                remedy="take it out",
+            )
+        if name != "port":
+            arguments[name.replace("_", "-")] = value
+    command = [str(machine.server_python), "-m", "vllm.entrypoints.openai.api_server"]
+    for name, value in arguments.items():
+        command += [f"--{name}", str(value)] if not isinstance(value, bool) else [f"--{'' if value else 'no-'}{name}"]
+    return command
+
+
+def server_environment(machine: Machine, *, api_key: str, gpus: tuple[int, ...]) -> dict[str, str | None]:
+    """The variables to add to ours; None takes one away. The key travels here, not where `ps` shows it."""
+    environment: dict[str, str | None] = {
+        "VLLM_API_KEY": api_key,
+        "VLLM_SERVER_DEV_MODE": "1",  # the routes that reload weights and reset caches
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # by default 5 s: a kept connection may close as we write on it
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(SERVED.resolve()),
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
+    }
+    if not gpus:
+        threads = machine.threads or max(1, (os.cpu_count() or 1) // machine.servers)
+        environment |= {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            # Pinned threads would share a core with the trainer's while another core is idle.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(threads),
+        }
+    if machine.weight_transfer == "ipc":
+        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the handles travel as pickles
+    return environment | machine.server_environment

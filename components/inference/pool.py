@@ -1,0 +1,377 @@
+"""A pool of vLLM servers that answers every request once, with weights of a known version."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+import numpy as np
+
+from components.contracts.errors import DataError, ServerError, WeightSyncError
+from components.contracts.machine import Machine
+from components.contracts.rollouts import LogProbs
+from components.inference.checkpoint import placeholder_token_ids, read_tensors
+from components.inference.client import (
+    Completion,
+    GenerationFailure,
+    Message,
+    Sampling,
+    Transient,
+    ask,
+    read_completions,
+    request_body,
+)
+from components.inference.keeper import Keeper
+from components.inference.replica import Replica, probe, reset_caches
+from components.inference.server import VllmServer
+from components.inference.settings import ServerSettings
+from components.inference.statistics import PoolStatistics
+from components.inference.weights import WEIGHT_TRANSFERS, WeightTransfer
+from components.inference.weights.base import Publish
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 4
+"""Times that one request is tried before it is a failure."""
+
+PROBE_TOLERANCE = 0.05
+"""Largest difference, in nats, between two servers that hold the same weights (bfloat16, other batches)."""
+
+
+class ServerPool:
+    """Starts `machine.servers` local servers, or joins `machine.endpoints`; used as `async with`.
+
+    A request is answered exactly once or raises; what fails on one server is tried on another, up to
+    `MAX_ATTEMPTS` times. A server that dies or hangs is taken out, started again with the current weights, and
+    put back. `sync` waits until no request is under way, so the `policy_version` of a completion is that of
+    every token in it. All calls have to come from the event loop that entered the pool.
+
+    Args:
+        weights: the checkpoint folder that the servers start with.
+        version: the policy version that it is.
+        log_folder: gets one log file for each server and start.
+        forbidden_token_ids: never sampled; None: the placeholder ids in the checkpoint's config.json. The
+            trainer has to take the same ids out of its softmax: the log-probs are of the rest.
+    """
+
+    def __init__(
+        self,
+        weights: Path,
+        settings: ServerSettings,
+        machine: Machine,
+        *,
+        log_folder: Path,
+        version: int = 0,
+        forbidden_token_ids: Sequence[int] | None = None,
+    ) -> None:
+        self.settings, self.machine, self.log_folder = settings, machine, log_folder
+        self.weights, self.version = weights.absolute(), version
+        if forbidden_token_ids is None:
+            forbidden_token_ids = placeholder_token_ids(weights)
+        self.forbidden_token_ids = tuple(sorted(set(forbidden_token_ids)))
+        self.statistics = PoolStatistics()
+        self._forbidden = frozenset(self.forbidden_token_ids)
+        self._tensors = read_tensors(weights)
+        self._transfer: WeightTransfer = WEIGHT_TRANSFERS[machine.weight_transfer]()
+        self._api_key = os.environ.get("VLLM_API_KEY") or secrets.token_urlsafe(32)
+        self._slots = asyncio.Semaphore(machine.max_concurrent)
+        self._changed = asyncio.Condition()
+        self._sync_lock = asyncio.Lock()
+        self._syncing = False
+        self._under_way = 0
+        self._broken: WeightSyncError | None = None
+        self._fingerprint: tuple[int, LogProbs] | None = None
+        self._keepers: list[asyncio.Task[None]] = []
+        self.replicas = self._make_replicas()
+
+    def _make_replicas(self) -> list[Replica]:
+        if self.machine.endpoints:
+            return [Replica(url, self._api_key, url=url.rstrip("/")) for url in self.machine.endpoints]
+        servers = [
+            VllmServer(self.settings, self.machine, index=index, log_folder=self.log_folder, api_key=self._api_key)
+            for index in range(self.machine.servers)
+        ]
+        return [Replica(server.name, self._api_key, server=server) for server in servers]
+
+    async def __aenter__(self) -> Self:
+        """Start or join every server.
+
+        Raises:
+            ServerError: one of them does not come up.
+        """
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.machine.max_concurrent)
+        self._http = httpx.AsyncClient(limits=limits, timeout=self.machine.generation_timeout, trust_env=False)
+        keepers = [Keeper(self, replica) for replica in self.replicas]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for keeper in keepers:
+                    group.create_task(keeper.start())
+        except BaseExceptionGroup as error:
+            await self._close()
+            raise error.exceptions[0] from None
+        except BaseException:
+            await self._close()
+            raise
+        self._keepers = [asyncio.create_task(keeper.run()) for keeper in keepers]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._close()
+
+    async def _close(self) -> None:
+        for task in self._keepers:
+            task.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await self._http.aclose()
+        await asyncio.gather(*(replica.server.stop() for replica in self.replicas if replica.server))
+
+    # Requests
+
+    async def complete(self, messages: Sequence[Message], sampling: Sampling, seed: int) -> Completion:
+        """One sample.
+
+        Raises:
+            GenerationFailure: this request failed for good; `reason` says why.
+            ServerError: no server is left.
+            WeightSyncError: an earlier sync failed.
+        """
+        (result,) = await self.sample(messages, sampling, seed, n=1)
+        if isinstance(result, GenerationFailure):
+            raise result
+        return result
+
+    async def sample(
+        self, messages: Sequence[Message], sampling: Sampling, seed: int, n: int
+    ) -> list[Completion | GenerationFailure]:
+        """`n` samples of one prompt in one request, in order; a failure stands where one cannot be trusted.
+
+        Sample i has the seed `seed + i`. Prompt and images are processed once, so this is several times faster
+        than n requests. Raises as `complete` does when the request as a whole fails.
+        """
+        body = request_body(messages, sampling, seed, n, self.forbidden_token_ids)
+        async with self._slots, self._admitted():
+            began = time.monotonic()
+            try:
+                results = await self._attempts(body, n)
+            except GenerationFailure as failure:
+                self.statistics.failed(failure.reason, n)
+                raise
+            self.statistics.answered(results, time.monotonic() - began)
+            return results
+
+    @asynccontextmanager
+    async def _admitted(self) -> AsyncIterator[None]:
+        """Counts a request as under way; waits while weights are being changed."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._syncing or self._broken is not None)
+            if self._broken is not None:
+                raise self._broken
+            self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+            await self.notify()
+
+    async def _attempts(self, body: dict[str, object], n: int) -> list[Completion | GenerationFailure]:
+        tried: set[str] = set()
+        last = Transient("no_attempt", "")
+        for attempt in range(MAX_ATTEMPTS):
+            if attempt:
+                self.statistics.retries += 1
+                await asyncio.sleep(0.1 * 2**attempt)
+            replica = await self._take(tried)
+            began, version = time.monotonic(), replica.version
+            try:
+                answer = await ask(self._http, replica.endpoint, body, self.machine.generation_timeout)
+            except Transient as error:
+                last = error
+                tried.add(replica.name)
+                replica.failures += 1
+                replica.suspect.set()
+                self.statistics.timeouts += error.reason == "generation_timeout"
+                log.warning("attempt %d of %d failed: %s", attempt + 1, MAX_ATTEMPTS, error)
+                continue
+            finally:
+                replica.outstanding -= 1
+                await self.notify()
+            replica.failures = replica.restarts = 0
+            return read_completions(answer, n, self._forbidden, version, replica.name, time.monotonic() - began)
+        raise GenerationFailure(
+            f"{MAX_ATTEMPTS} attempts failed, the last one: {last.detail}",
+            reason=last.reason,
+            where=", ".join(sorted(tried)),
+            remedy="read the servers' logs in " + str(self.log_folder),
+        ) from last
+
+    async def _take(self, tried: set[str]) -> Replica:
+        """The ready server with the fewest requests, one not yet tried if there is one; waits for any."""
+        async with self._changed:
+            while True:
+                ready = [replica for replica in self.replicas if replica.ready]
+                if ready:
+                    best = min(ready, key=lambda replica: (replica.name in tried, replica.outstanding))
+                    best.outstanding += 1
+                    return best
+                reasons = [replica.given_up for replica in self.replicas if replica.given_up]
+                if len(reasons) == len(self.replicas):
+                    raise ServerError(
+                        f"no server is left; the last one: {reasons[-1]}", where=str(self.log_folder)
+                    ) from reasons[-1]
+                await self._changed.wait()
+
+    async def notify(self) -> None:
+        """Wake whatever waits for a change of the servers or of the requests under way."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    # Weights
+
+    async def sync(self, weights: Path, version: int, publish: Publish | None = None) -> None:
+        """Give every server new weights; returns when all of them have proved to hold them.
+
+        New requests wait; those under way are finished first. All caches are reset. A server that dies
+        meanwhile is no failure: it is started again with the new weights. The folder, a new one for each
+        version, has to stay until the next call has returned, because a server may be started from it.
+
+        Args:
+            publish: with weight_transfer "nccl" or "ipc": makes the trainer send to the given endpoints.
+
+        Raises:
+            WeightSyncError: the folder holds another model, a server refused it, servers disagree, or
+                `machine.sync_timeout` passed after the last request was done. From then on every request raises it too.
+        """
+        if self._broken is not None:
+            raise self._broken
+        try:
+            async with self._drained(), asyncio.timeout(self.machine.sync_timeout), self._sync_lock:
+                await self._give(weights.absolute(), version, publish)
+        except TimeoutError:
+            self._broken = WeightSyncError(
+                f"version {version} did not reach every server in {self.machine.sync_timeout:g} s",
+                where=str(weights),
+                remedy="raise machine.sync_timeout, or read the servers' logs",
+            )
+            raise self._broken from None
+        except WeightSyncError as error:
+            self._broken = error
+            raise
+        except DataError as error:
+            self._broken = WeightSyncError(error.what, where=error.where, remedy=error.remedy)
+            raise self._broken from error
+        finally:
+            await self.notify()
+
+    @asynccontextmanager
+    async def _drained(self) -> AsyncIterator[None]:
+        self._syncing = True
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._under_way == 0)
+            yield
+        finally:
+            self._syncing = False
+
+    async def _give(self, weights: Path, version: int, publish: Publish | None) -> None:
+        if version <= self.version:
+            raise WeightSyncError(
+                f"version {version} is not newer than {self.version}", where=str(weights), remedy="count upwards"
+            )
+        self._check_folder(weights)
+        self.weights, self.version = weights, version
+        ready = [replica for replica in self.replicas if replica.ready]
+        if self._transfer.single:
+            await asyncio.gather(*(self._bring_up_to_date(replica) for replica in ready))
+            return
+        if len(ready) < len(self.replicas):
+            missing = ", ".join(replica.name for replica in self.replicas if not replica.ready)
+            raise WeightSyncError("not every server is up", where=missing, remedy="start again from the checkpoint")
+        await self._transfer.transfer(self._http, [replica.endpoint for replica in ready], weights, publish)
+        await asyncio.gather(*(self._verify(replica) for replica in ready))
+
+    def _check_folder(self, weights: Path) -> None:
+        if not self._transfer.single:
+            return
+        tensors = read_tensors(weights)
+        if tensors != self._tensors:
+            name = min(
+                name for name in tensors.keys() | self._tensors.keys() if tensors.get(name) != self._tensors.get(name)
+            )
+            raise WeightSyncError(
+                f"a checkpoint of another model: {name} is {tensors.get(name, 'missing')}, the servers have "
+                f"{self._tensors.get(name, 'none')}",
+                where=str(weights),
+                remedy="publish with the names, shapes and types of the checkpoint that the servers started with",
+            )
+
+    def admission(self) -> asyncio.Lock:
+        """Held while a server joins or weights change, so that neither sees the other half done."""
+        return self._sync_lock
+
+    async def make_current(self, replica: Replica) -> bool:
+        """See that a server that joins holds the current weights; whether it may be used.
+
+        Raises:
+            WeightSyncError: it does not, and cannot be given them now.
+        """
+        if replica.version == self.version:
+            await self._check_fingerprint(replica)
+            return True
+        if self._transfer.single:
+            return await self._bring_up_to_date(replica)
+        if self._fingerprint is None:
+            # Joined before the first sync: it was started with the weights that we were given, or the check
+            # of log-probs before training will tell.
+            replica.version = self.version
+            return True
+        raise WeightSyncError(
+            f"it holds version {replica.version}, not {self.version}, and the trainer alone can send that",
+            where=replica.name,
+            remedy="start again from the checkpoint",
+        )
+
+    async def _bring_up_to_date(self, replica: Replica) -> bool:
+        """Load the current weights into one server and verify. False: it is gone, its keeper will see to it."""
+        try:
+            await self._transfer.transfer(self._http, [replica.endpoint], self.weights, None)
+            await self._verify(replica)
+        except httpx.TransportError as error:
+            log.warning("%s went away while it was given weights: %s", replica.name, error)
+            replica.ready = False
+            replica.suspect.set()
+            return False
+        return True
+
+    async def _verify(self, replica: Replica) -> None:
+        await reset_caches(self._http, replica.endpoint)
+        await self._check_fingerprint(replica)
+        replica.version = self.version
+
+    async def _check_fingerprint(self, replica: Replica) -> None:
+        """Compare what the server answers to a fixed prompt with what the others answered at this version.
+
+        Raises:
+            WeightSyncError: they differ, or the answer is not finite.
+        """
+        values = await probe(self._http, replica.endpoint, self.forbidden_token_ids)
+        if self._fingerprint is None or self._fingerprint[0] != self.version:
+            self._fingerprint = (self.version, values)
+        difference = float(np.abs(values - self._fingerprint[1]).max())
+        if not np.isfinite(values).all() or not difference <= PROBE_TOLERANCE:
+            raise WeightSyncError(
+                f"at version {self.version} it gives a fixed prompt log-probs that differ by {difference:.3g} from "
+                "those of the other servers: its weights are not what they should be",
+                where=replica.name,
+                remedy="read its log for weights that were not loaded",
+            )

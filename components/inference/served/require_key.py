@@ -1,0 +1,39 @@
+"""Runs inside a vLLM server: every route needs the key, also those that vLLM's own check leaves open.
+
+vLLM checks its API key only below /v1, /v2, /inference and /cohere. The routes that load weights or run methods
+in the workers are outside of these. This folder is put on the server's path; nothing else of ours is.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+OPEN_PATHS = frozenset({"/health", "/ping"})
+
+
+class RequireKey:
+    """ASGI middleware: 401 without `Authorization: Bearer $VLLM_API_KEY`, except for liveness."""
+
+    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
+        self.app = app
+        self.expected = f"Bearer {os.environ['VLLM_API_KEY']}".encode()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in OPEN_PATHS):
+            await self.app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        if secrets.compare_digest(given, self.expected):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 401, "headers": []})
+            await send({"type": "http.response.body", "body": b"a key is needed"})
+        else:
+            await send({"type": "websocket.close", "code": 1008})

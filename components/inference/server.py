@@ -1,0 +1,201 @@
+"""One vLLM server of our own: start it, know when it is ready, say why it is not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import socket
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+
+from components.contracts.errors import ServerError
+from components.contracts.machine import Machine
+from components.inference.client import MODEL_NAME
+from components.inference.command import server_command, server_environment
+from components.inference.settings import ServerSettings
+from components.process import Program
+
+_POLL = 0.25
+_GIB = 2**30
+
+
+class VllmServer:
+    """A local vLLM server under the process guard; each start is an attempt with a log file of its own.
+
+    Args:
+        index: its place among the local servers; chooses GPUs, port and the name of the log files.
+        log_folder: gets `vllm-<index>-<attempt>.log`.
+        api_key: without it the server answers nothing but liveness.
+    """
+
+    def __init__(
+        self, settings: ServerSettings, machine: Machine, *, index: int, log_folder: Path, api_key: str
+    ) -> None:
+        self.settings, self.machine, self.index = settings, machine, index
+        self.log_folder, self.api_key = log_folder, api_key
+        self.gpus = machine.server_gpus[index] if index < len(machine.server_gpus) else ()
+        self.url = ""
+        self._program: Program | None = None
+
+    @property
+    def name(self) -> str:
+        return f"vllm-{self.index}"
+
+    @property
+    def log(self) -> Path | None:
+        """The log file of the latest attempt."""
+        return self._program.log if self._program else None
+
+    @property
+    def alive(self) -> bool:
+        return self._program is not None and self._program.returncode is None
+
+    def family(self) -> list[psutil.Process]:
+        """The server's process, first, and those that it started."""
+        return self._program.family() if self._program else []
+
+    def tail(self, lines: int = 30) -> str:
+        return self._program.tail(lines) if self._program else ""
+
+    async def start(self, model: Path) -> None:
+        """Start serving the checkpoint folder `model` and return when it answers.
+
+        Raises:
+            ServerError: it cannot start, dies, or is not ready after `machine.ready_timeout` seconds; with the
+                last lines of its log and, for known causes, what to do.
+        """
+        await self.stop()
+        self._check_machine(model)
+        port = self._choose_port()
+        self.url = f"http://127.0.0.1:{port}"
+        attempt = len(list(self.log_folder.glob(f"{self.name}-*.log")))
+        self._program = Program(
+            server_command(model, self.settings, self.machine, port=port, gpus=self.gpus),
+            log=self.log_folder / f"{self.name}-{attempt}.log",
+            env=server_environment(self.machine, api_key=self.api_key, gpus=self.gpus),
+        )
+        try:
+            await self._wait_ready(model)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """End the server and all its processes."""
+        if self._program is not None:
+            await asyncio.to_thread(self._program.stop)
+
+    async def _wait_ready(self, model: Path) -> None:
+        began = time.monotonic()
+        headers = {"Authorization": f"Bearer {self.api_key}"}
+        async with httpx.AsyncClient(headers=headers, timeout=5) as http:
+            while not await serves(http, self.url, model):
+                waited = time.monotonic() - began
+                if not self.alive:
+                    code = self._program.returncode if self._program else None
+                    raise self._failure(f"the vLLM server ended with exit code {code} before it was ready")
+                if waited > self.machine.ready_timeout:
+                    raise self._failure(f"the vLLM server was not ready after {waited:.0f} s")
+                await asyncio.sleep(_POLL)
+
+    def _failure(self, what: str) -> ServerError:
+        text = self.tail(400)
+        remedy = next((hint for pattern, hint in _HINTS if re.search(pattern, text)), "read the log")
+        if "{memory}" in remedy:
+            remedy = remedy.replace("{memory}", f"{psutil.virtual_memory().available / _GIB:.1f} GiB are free")
+        return ServerError(f"{what}; its last lines:\n{self.tail()}", where=str(self.log), remedy=remedy)
+
+    def _check_machine(self, model: Path) -> None:
+        python = self.machine.server_python
+        if shutil.which(python) is None:
+            raise ServerError(
+                "the environment that has vLLM is missing", where=str(python), remedy="make it: make .venv-vllm"
+            )
+        if not (model / "config.json").is_file():
+            raise ServerError("no checkpoint to serve", where=str(model), remedy="give a folder with config.json")
+        environment = server_environment(self.machine, api_key="", gpus=self.gpus)
+        if not self.gpus:
+            asked = float(environment["VLLM_CPU_KVCACHE_SPACE"] or 0)
+            weights = sum(file.stat().st_size for file in model.glob("*.safetensors")) / _GIB
+            free = psutil.virtual_memory().available / _GIB
+            if asked + weights > free:
+                raise ServerError(
+                    f"no free memory: {asked:g} GiB of KV cache and {weights:.1f} GiB of weights are asked for, "
+                    f"{free:.1f} GiB are free",
+                    where=self.name,
+                    remedy="lower machine.server_environment.VLLM_CPU_KVCACHE_SPACE, or free memory",
+                )
+
+    def _choose_port(self) -> int:
+        wanted = self.machine.server_arguments.get("port")
+        port = int(wanted) + self.index if wanted is not None else 0
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError as error:
+                raise ServerError(
+                    f"port {port} is in use{_owner(port)} ({error.strerror})",
+                    where="machine.server_arguments.port",
+                    remedy="end that program, choose another port, or leave the port out to get a free one",
+                ) from error
+            return int(probe.getsockname()[1])
+
+
+async def serves(http: httpx.AsyncClient, url: str, model: Path | None = None) -> bool:
+    """Whether a server at `url` is healthy and serves `policy` (from the folder `model`, if given).
+
+    Both routes are asked: /health alone stays 200 on an engine that cannot answer, and is open to anyone.
+    """
+    try:
+        if (await http.get(f"{url}/health")).status_code != 200:
+            return False
+        answer = await http.get(f"{url}/v1/models")
+    except httpx.TransportError:
+        return False
+    if answer.status_code != 200:
+        return False
+    served = {entry["id"]: entry.get("root") for entry in answer.json()["data"]}
+    return MODEL_NAME in served and (model is None or served[MODEL_NAME] == str(model))
+
+
+def _owner(port: int) -> str:
+    with contextlib.suppress(psutil.Error):
+        for connection in psutil.net_connections("tcp"):
+            if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
+                if connection.pid is None:
+                    return ""
+                process = psutil.Process(connection.pid)
+                return f" by {process.name()} (process {process.pid}{', this one' * (process.pid == os.getpid())})"
+    return ""
+
+
+_HINTS: tuple[tuple[str, str], ...] = (
+    (
+        r"No module named '?vllm",
+        "vLLM is not installed in machine.server_python; make its environment: make .venv-vllm",
+    ),
+    (
+        r"VLLM_CPU_KVCACHE_SPACE|KV cache is needed|No available memory for the cache blocks",
+        "the KV cache does not fit ({memory}): set machine.server_environment.VLLM_CPU_KVCACHE_SPACE (GiB) or "
+        "machine.server_arguments.gpu_memory_utilization, or lower server.max_model_len",
+    ),
+    (
+        r"CUDA out of memory|OutOfMemoryError|Cannot allocate memory|MemoryError",
+        "it ran out of memory ({memory}): lower machine.server_arguments.gpu_memory_utilization, serve fewer "
+        "servers, or free memory",
+    ),
+    (r"[Aa]ddress already in use", "another program took the port; start again"),
+    (
+        r"are not supported for now|does not recognize this architecture|is not supported by vLLM|No model class",
+        "this vLLM cannot serve this model type; choose another family or another vLLM",
+    ),
+    (r"unrecognized arguments", "this vLLM does not know one of machine.server_arguments"),
+    (r"head_size|[Hh]ead size", "this head size has no attention kernel on CPU; use 32, 64, 80, 96, 112 or 128"),
+)

@@ -1,0 +1,31 @@
+"""Weights through a checkpoint folder that the servers can read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+
+from components.contracts.errors import WeightSyncError
+from components.inference.weights.base import Endpoint, Publish, post
+
+
+class FileTransfer:
+    """Each server loads the folder itself, in place, without starting again."""
+
+    single = True
+
+    async def transfer(
+        self, http: httpx.AsyncClient, endpoints: Sequence[Endpoint], weights: Path, publish: Publish | None
+    ) -> None:
+        """See `WeightTransfer.transfer`; `publish` is not used."""
+        await asyncio.gather(*(self._reload(http, endpoint, weights) for endpoint in endpoints))
+
+    async def _reload(self, http: httpx.AsyncClient, endpoint: Endpoint, weights: Path) -> None:
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
+        response = await post(http, endpoint, "/collective_rpc", body)
+        results = response.json()["results"]
+        if not results or any(result is not None for result in results):
+            raise WeightSyncError(f"reload_weights answered {results}", where=endpoint.url, remedy="read its log")
