@@ -1,0 +1,4 @@
+CREATE DATABASE mlflow;
+CREATE DATABASE prefect;
+\connect prefect
+CREATE EXTENSION pg_trgm;

@@ -1,0 +1,12 @@
+#!/bin/sh
+# Serves the checkpoint in $MODEL; more arguments go to vLLM. VLLM_API_KEY must be set.
+set -eu
+: "${MODEL:?set MODEL to the folder of a checkpoint}"
+: "${VLLM_API_KEY:?set VLLM_API_KEY; the routes that load weights must not be open}"
+exec python3 -m vllm.entrypoints.openai.api_server \
+  --model "$MODEL" --served-model-name policy --host 0.0.0.0 --port 8000 \
+  --logprobs-mode processed_logprobs --generation-config vllm --seed 0 \
+  --max-model-len "${MAX_MODEL_LEN:-4096}" \
+  --limit-mm-per-prompt "{\"image\": ${MAX_IMAGES:-4}, \"video\": 0}" \
+  --dtype "${DTYPE:-bfloat16}" --tensor-parallel-size "${GPUS:-1}" \
+  --middleware require_key.RequireKey --allowed-origins "[]" --disable-fastapi-docs "$@"

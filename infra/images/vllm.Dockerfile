@@ -1,0 +1,17 @@
+# A vLLM server that a pool can join. The middleware that asks for the key on every route is all it has of ours.
+#   docker build -f infra/images/vllm.Dockerfile -t armature-vllm .
+FROM vllm/vllm-openai:v0.32.0
+
+# vLLM 0.32 declares transformers < 5.20 but serves with it; trainer and server must process images alike.
+RUN pip install --no-cache-dir "transformers==5.23.0"
+
+COPY components/inference/served /opt/served
+COPY infra/images/serve.sh /opt/serve.sh
+ENV PYTHONPATH=/opt/served \
+    VLLM_SERVER_DEV_MODE=1 \
+    VLLM_HTTP_TIMEOUT_KEEP_ALIVE=600 \
+    VLLM_NO_USAGE_STATS=1 \
+    DO_NOT_TRACK=1 \
+    HF_HUB_OFFLINE=1
+EXPOSE 8000
+ENTRYPOINT ["/bin/sh", "/opt/serve.sh"]
