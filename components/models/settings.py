@@ -30,7 +30,7 @@ class Transcript(Settings):
 
 
 class FormatSettings(Settings):
-    """Next-token training on conversations whose answers are independent of the images.
+    """Next-token training on conversations whose images are all blank.
 
     It gives random weights what every pretrained model has: the environment's answer format, at chance accuracy.
     """
@@ -38,11 +38,13 @@ class FormatSettings(Settings):
     system: str = Field(description="System prompt of every conversation; empty for none.")
     transcripts: tuple[Transcript, ...] = Field(description="Conversations, used in turn.", min_length=1)
     answers: tuple[str, ...] = Field(description="What {answer} is drawn from, each equally often.", min_length=1)
-    image_side: PositiveInt = Field(description="Width and height of the random images, in pixels.")
+    image_side: PositiveInt = Field(description="Width and height of the blank images, in pixels.")
     steps: PositiveInt = Field(description="Optimiser steps.")
     batch_size: PositiveInt = Field(description="Conversations per step.")
     learning_rate: PositiveFloat = Field(description="Peak learning rate of AdamW; five steps up, then a cosine.")
-    train_vision: bool = Field(description="Whether the vision tower and the projector are trained as well.")
+    trained: Literal["embeddings", "language"] = Field(
+        description="What learns the format: the input and output embeddings, or the whole language model."
+    )
 
 
 class TinySettings(Settings):

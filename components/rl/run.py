@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from components.adapters import get_adapter
+from components.adapters import FamilyAdapter, get_adapter
 from components.artifacts.images import ImageStore
 from components.artifacts.manifest import write_manifest
 from components.artifacts.store import ArtifactStore
@@ -23,6 +24,7 @@ from components.environments.make import make_environment
 from components.environments.stage import load_tasks
 from components.inference.pool import ServerPool
 from components.models.load import load_processor
+from components.models.source import locate
 from components.rl.agreement import Agreement, compare, refuse_mismatch
 from components.rl.history import History
 from components.rl.metrics import rollout_metrics
@@ -31,6 +33,7 @@ from components.rollouts.collect import collect
 from components.rollouts.schedule import tasks_of_step
 from components.rollouts.table import read_rollouts, write_rollouts
 from components.training.client import TrainerClient
+from components.training.service_settings import PolicySettings
 
 MAX_TRAINER_RESTARTS = 3
 
@@ -48,19 +51,16 @@ class RLRun:
         inputs: Mapping[str, Artifact],
         context: StageContext,
         store: ArtifactStore,
+        adapter: FamilyAdapter,
         pool: ServerPool,
         trainer: TrainerClient,
         portal: BlockingPortal,
     ) -> None:
         self.settings, self.inputs, self.context, self.store = settings, inputs, context, store
         self.pool, self.trainer, self.portal = pool, trainer, portal
-        self.images = ImageStore(context.images)
+        self.adapter, self.images = adapter, ImageStore(context.images)
         self.environment = make_environment(settings.environment)
         self.tasks: list[Task] = load_tasks(inputs["tasks"].path, "train")
-        processor = load_processor(inputs["model"].path, settings.model)
-        self.adapter = get_adapter(
-            inputs["model"].path, processor, self.images.open, settings.batches.max_sequence_tokens
-        )
         self.history = History(context.workspace / "history.jsonl")
         self.weights = context.workspace / "weights"
         self._step_metrics: dict[int, dict[str, float]] = {}
@@ -206,13 +206,45 @@ def open_run(
     settings: TrainVLMSettings, inputs: Mapping[str, Artifact], context: StageContext, store: ArtifactStore
 ) -> Iterator[tuple[RLRun, int]]:
     """The run with its servers and its trainer up, and the last step that the trainer has saved."""
-    with start_blocking_portal(name="servers") as portal:
-        starting = ServerPool(inputs["model"].path, settings.inference, context.machine, context.workspace / "logs")
-        trainer = TrainerClient(settings, inputs["model"].path, context)
-        with portal.wrap_async_context_manager(starting) as pool, trainer:
-            run = RLRun(settings, inputs, context, store, pool, trainer, portal)
-            done = trainer.resume()
-            if done:
-                context.events.message(f"resuming after step {done}")
-                run.sync(done)
-            yield run, done
+    weights = locate(inputs["model"].path, settings.model.revision)
+    policy = PolicySettings(
+        model_path=weights,
+        model=settings.model,
+        trainer=settings.trainer,
+        temperature=settings.rollouts.sampling.temperature,
+        images=context.images,
+    )
+    trainer = TrainerClient(policy, context.machine, context.workspace / "trainer")
+    adapter = get_adapter(
+        weights,
+        load_processor(weights, settings.model),
+        ImageStore(context.images).open,
+        settings.batches.max_sequence_tokens,
+    )
+    servers = ServerPool(
+        weights,
+        settings.inference,
+        context.machine,
+        log_folder=context.workspace / "servers",
+        forbidden_token_ids=sorted(adapter.forbidden_token_ids),
+    )
+    with ThreadPoolExecutor(1) as starter, start_blocking_portal(name="servers") as portal:
+        context.events.message("starting the trainer and the servers")
+        resumed = starter.submit(_start, trainer)
+        try:
+            with portal.wrap_async_context_manager(servers) as pool:
+                done = resumed.result()
+                run = RLRun(settings, inputs, context, store, adapter, pool, trainer, portal)
+                if done:
+                    context.events.message(f"resuming after step {done}")
+                    run.sync(done)
+                yield run, done
+        finally:
+            with suppress(TrainerError):  # one that did not start has said so, or something worse has
+                resumed.result()
+            trainer.stop()
+
+
+def _start(trainer: TrainerClient) -> int:
+    trainer.start()
+    return trainer.resume()

@@ -24,19 +24,16 @@ IGNORE = -100  # cross_entropy's mark for positions without a target
 def format_pretraining(
     model: PreTrainedModel, processor: ProcessorMixin, settings: FormatSettings, seed: int
 ) -> list[float]:
-    """Train `model` in place on conversations whose answers are drawn independently of the random images.
+    """Train `model` in place on conversations with blank images and answers that are drawn at random.
 
-    Every answer appears equally often, so the trained model answers well-formed and at chance. The loss counts
-    the assistant's tokens and the token that ends its turn.
+    Every answer appears equally often, so the trained model answers well-formed and at chance. Training no more
+    than the embeddings leaves what the model makes of images as it was: training all of it teaches it to ignore
+    them, and reinforcement learning then has nothing to start from. The loss counts the assistant's tokens and
+    the token that ends its turn.
 
     Returns: the loss of each step, in nats per token.
     """
-    family = family_of(model.config)
-    parameters = [
-        parameter
-        for name, parameter in model.named_parameters()
-        if settings.train_vision or family.component_of(name) == "language"
-    ]
+    parameters = _trained(model, settings.trained)
     optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0.0)
     batches = _Batches(processor, settings, np.random.default_rng(seed))
     losses = []
@@ -55,6 +52,14 @@ def format_pretraining(
     optimizer.zero_grad()
     model.eval()
     return losses
+
+
+def _trained(model: PreTrainedModel, trained: str) -> list[torch.nn.Parameter]:
+    if trained == "embeddings":
+        tables = (model.get_input_embeddings(), model.get_output_embeddings())
+        return list({id(parameter): parameter for table in tables for parameter in table.parameters()}.values())
+    family = family_of(model.config)
+    return [parameter for name, parameter in model.named_parameters() if family.component_of(name) == "language"]
 
 
 class _Answers:
@@ -82,6 +87,7 @@ class _Batches:
         self.answers = _Answers(settings.answers, rng)
         self.rows = cycle(settings.transcripts)
         self.prompt_lengths: dict[str, int] = {}
+        self.blank = Image.new("RGB", (settings.image_side, settings.image_side), (128, 128, 128))
 
     def next(self) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
         """The processor's tensors of B conversations, and labels (B, L) int64: IGNORE but on answers."""
@@ -90,7 +96,7 @@ class _Batches:
             text, spans = self._conversation(script, self.answers.draw())
             texts.append(text)
             answers.append(spans)
-            images.append([self._image() for _ in range("".join(script.user).count("{image}"))])
+            images.append([self.blank] * "".join(script.user).count("{image}"))
         inputs = self._process(texts, images)
         labels = torch.full_like(inputs["input_ids"], IGNORE)
         for row, spans in enumerate(answers):
@@ -125,8 +131,7 @@ class _Batches:
 
     def _length(self, prompt: str, images: int) -> int:
         if prompt not in self.prompt_lengths:
-            blank = Image.new("RGB", (self.settings.image_side, self.settings.image_side))
-            ids = self._process([prompt], [[blank] * images])["input_ids"]
+            ids = self._process([prompt], [[self.blank] * images])["input_ids"]
             self.prompt_lengths[prompt] = int(ids.shape[1])
         return self.prompt_lengths[prompt]
 
@@ -141,12 +146,6 @@ class _Batches:
             return_tensors="pt",
         )
         return cast(Mapping[str, torch.Tensor], inputs)
-
-    def _image(self) -> Image.Image:
-        """One random colour with noise: images unlike each other, so that features do not all collapse."""
-        side = self.settings.image_side
-        pixels = self.rng.uniform(0, 255, 3) + self.rng.normal(0, 16, (side, side, 3))
-        return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
 
 
 def _parts(user: str) -> list[dict[str, str]]:
