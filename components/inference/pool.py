@@ -68,8 +68,8 @@ class ServerPool:
         weights: Path,
         settings: ServerSettings,
         machine: Machine,
-        *,
         log_folder: Path,
+        *,
         version: int = 0,
         forbidden_token_ids: Sequence[int] | None = None,
     ) -> None:
