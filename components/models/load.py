@@ -69,6 +69,7 @@ def load_model(source: str | Path, settings: ModelSettings, device: str | torch.
         dtype=DTYPES[settings.dtype],
         attn_implementation=settings.attn_implementation,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # reported here instead, with what to do
         **local_code_options(settings.trust_remote_code),
     )
     _check_weights(report, source)

@@ -65,13 +65,17 @@ def _serve(folder: Path, log: Path) -> Iterator[str]:
 def _wait(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
     deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline:
-        assert server.poll() is None, log.read_text()[-6000:]
+        assert server.poll() is None, _errors(log)
         try:
             with urllib.request.urlopen(url, timeout=5):
                 return
         except OSError:
             time.sleep(1)
-    raise AssertionError(f"not ready in {READY_SECONDS} s\n{log.read_text()[-6000:]}")
+    raise AssertionError(f"not ready in {READY_SECONDS} s\n{_errors(log)}")
+
+
+def _errors(log: Path) -> str:
+    return "\n".join(line for line in log.read_text().splitlines() if "ERROR" in line)[:8000]
 
 
 def _picture(image: Image.Image) -> dict[str, Any]:

@@ -71,6 +71,7 @@ def make_tiny_checkpoint(family: str, folder: Path, seed: int, settings: TinySet
     processor = recipe.processor(settings, tokenizer)
     with _reproducible(seed):
         model = AutoModelForImageTextToText.from_config(recipe.config(settings, tokenizer), dtype=torch.float32)
+        recipe.initialise(model, settings)
         model.generation_config = _generation(tokenizer)
         if settings.format is not None:
             format_pretraining(model, processor, settings.format, seed)

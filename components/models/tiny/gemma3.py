@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from transformers import (
     Gemma3Config,
     Gemma3ImageProcessor,
@@ -81,4 +82,9 @@ def _processor(settings: TinySettings, tokenizer: Any) -> Gemma3Processor:
     )
 
 
-GEMMA3 = Recipe(VOCABULARY, gemma("<start_of_image>"), _config, _processor)
+def _initialise(model: Any, settings: TinySettings) -> None:
+    """Gemma3's projection starts at zero, which no gradient of the vision tower gets through."""
+    nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=settings.initializer_range)
+
+
+GEMMA3 = Recipe(VOCABULARY, gemma("<start_of_image>"), _config, _processor, _initialise)

@@ -14,12 +14,16 @@ PATCH = 14  # pixels of a side, of every family but Qwen3-VL
 
 @dataclass(frozen=True)
 class Recipe:
-    """`config(settings, tokenizer)` and `processor(settings, tokenizer)` build the Hugging Face objects."""
+    """`config(settings, tokenizer)` and `processor(settings, tokenizer)` build the Hugging Face objects.
+
+    `initialise(model, settings)` replaces initial weights that would leave the model blind.
+    """
 
     vocabulary: Vocabulary
     template: str
     config: Callable[[TinySettings, Any], Any]
     processor: Callable[[TinySettings, Any], Any]
+    initialise: Callable[[Any, TinySettings], None] = lambda model, settings: None
 
 
 def text_sizes(settings: TinySettings, tokenizer: Any) -> dict[str, Any]:

@@ -1,0 +1,50 @@
+"""The table of families against the models themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+
+from components.contracts.errors import ConfigurationError
+from components.models.families import COMPONENTS, FAMILIES, family_of, image_token_ids
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_parameter_belongs_to_one_component(name: str, checkpoint: Callable[[str], Path]) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint(name))
+    family = family_of(model.config)
+    assert family.name == name
+    found = {family.component_of(key) for key, _ in model.named_parameters()}
+    assert found == set(COMPONENTS)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_wrap_classes_are_those_of_the_blocks(name: str, checkpoint: Callable[[str], Path]) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint(name))
+    classes = {type(module).__name__ for module in model.modules()}
+    assert set(FAMILIES[name].wrap_classes) <= classes
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_placeholder_is_among_the_forbidden_tokens(name: str, checkpoint: Callable[[str], Path]) -> None:
+    folder, family = checkpoint(name), FAMILIES[name]
+    config = AutoConfig.from_pretrained(folder)
+    tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
+    forbidden = image_token_ids(family, tokenizer)
+    assert getattr(config, family.placeholder) in forbidden
+    assert len(forbidden) == len(family.image_tokens)
+    assert tokenizer.eos_token_id not in forbidden
+
+
+def test_unknown_model_type_lists_the_families() -> None:
+    with pytest.raises(ConfigurationError, match="model_type 'bert'") as caught:
+        family_of("bert")
+    assert all(name in str(caught.value) for name in FAMILIES)
+
+
+def test_a_parameter_of_no_component_is_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"model\.audio_tower"):
+        FAMILIES["llava"].component_of("model.audio_tower.weight")

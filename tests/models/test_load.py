@@ -1,0 +1,201 @@
+"""Loading, freezing, adapters and saving, for every family."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from torch import nn
+
+from components.contracts.errors import ConfigurationError, DataError
+from components.models.families import COMPONENTS, FAMILIES
+from components.models.load import load_config, load_model, load_processor, save_checkpoint
+from components.models.settings import LoraSettings, ModelSettings
+
+SETTINGS = ModelSettings(
+    source="/given/to/the/loader",
+    dtype="float32",
+    attn_implementation="sdpa",
+    trust_remote_code=False,
+    freeze=(),
+    gradient_checkpointing=False,
+)
+LORA = LoraSettings(
+    rank=4,
+    alpha=8.0,
+    dropout=0.0,
+    targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    scope="language",
+)
+
+
+def _inputs(processor: Any, images: list[Image.Image]) -> dict[str, torch.Tensor]:
+    parts = [{"type": "image"} for _ in images]
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]}],
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    return dict(processor(text=[text], images=[images], add_special_tokens=False, return_tensors="pt"))
+
+
+def _backward(model: nn.Module, inputs: dict[str, torch.Tensor]) -> set[str]:
+    """The names of the parameters that a gradient other than zero reached."""
+    model.train()
+    logits = model(**inputs).logits
+    logits[:, -1].log_softmax(-1)[:, 5].sum().backward()
+    return {name for name, parameter in model.named_parameters() if parameter.grad is not None and parameter.grad.any()}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_frozen_component_gets_no_gradient_and_the_others_do(
+    name: str, checkpoint: Callable[[str], Path], images: list[Image.Image]
+) -> None:
+    folder, family = checkpoint(name), FAMILIES[name]
+    inputs = _inputs(load_processor(folder, SETTINGS), images)
+    for frozen in COMPONENTS:
+        model = load_model(folder, SETTINGS.model_copy(update={"freeze": (frozen,)}))
+        reached = {family.component_of(key) for key in _backward(model, inputs)}
+        assert reached == set(COMPONENTS) - {frozen}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_adapters_are_in_the_language_model_alone(
+    name: str, checkpoint: Callable[[str], Path], images: list[Image.Image]
+) -> None:
+    folder, family = checkpoint(name), FAMILIES[name]
+    model = load_model(folder, SETTINGS.model_copy(update={"lora": LORA}))
+    adapted = {
+        key.removeprefix("base_model.model.").rpartition(".lora_")[0]
+        for key, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    assert len(adapted) == 7 * 2  # seven targets in each of two layers
+    assert {family.component_of(key) for key in adapted} == {"language"}
+    reached = _backward(model, _inputs(load_processor(folder, SETTINGS), images))
+    assert reached
+    assert all(".lora_" in key for key in reached)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_saved_adapters_are_merged_under_base_names(
+    name: str, checkpoint: Callable[[str], Path], images: list[Image.Image], tmp_path: Path
+) -> None:
+    folder = checkpoint(name)
+    processor = load_processor(folder, SETTINGS)
+    inputs = _inputs(processor, images)
+    model = load_model(folder, SETTINGS.model_copy(update={"lora": LORA}))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if ".lora_" in key:
+                parameter.normal_(0, 0.2)
+        before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+        expected = model(**inputs).logits
+        save_checkpoint(model, processor, tmp_path / "saved")
+        plain = load_model(folder, SETTINGS)(**inputs).logits
+        merged = load_model(tmp_path / "saved", SETTINGS)(**inputs).logits
+    assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
+    torch.testing.assert_close(merged, expected, atol=2e-5, rtol=1e-4)
+    assert (plain - expected).abs().max() > 0.05
+    old, new = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "saved"))
+    assert {key: tensor.shape for key, tensor in old.items()} == {key: tensor.shape for key, tensor in new.items()}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_saving_what_was_loaded_changes_nothing(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = checkpoint(name)
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "stale").touch()
+    save_checkpoint(load_model(folder, SETTINGS), load_processor(folder, SETTINGS), tmp_path / "saved")
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == {path.name for path in folder.iterdir()}
+    assert (tmp_path / "saved/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_dtype_attention_and_checkpointing_are_as_set(checkpoint: Callable[[str], Path]) -> None:
+    changed = {"dtype": "bfloat16", "attn_implementation": "eager", "gradient_checkpointing": True}
+    model = load_model(checkpoint("qwen2-vl"), SETTINGS.model_copy(update=changed))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.config.text_config._attn_implementation == "eager"
+    assert model.is_gradient_checkpointing
+    assert not model.training
+
+
+def test_adapters_may_reach_the_vision_tower_when_asked(checkpoint: Callable[[str], Path]) -> None:
+    lora = LORA.model_copy(update={"scope": "all", "targets": ("q_proj",)})
+    model = load_model(checkpoint("llava"), SETTINGS.model_copy(update={"lora": lora}))
+    adapted = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
+    assert any("vision_tower" in key for key in adapted)
+    frozen = SETTINGS.model_copy(update={"lora": lora, "freeze": ("vision",)})
+    adapted = {key for key, p in load_model(checkpoint("llava"), frozen).named_parameters() if p.requires_grad}
+    assert adapted
+    assert not any("vision_tower" in key for key in adapted)
+
+
+def test_a_wrong_adapter_target_names_the_right_ones(checkpoint: Callable[[str], Path]) -> None:
+    lora = LORA.model_copy(update={"targets": ("query",)})
+    with pytest.raises(ConfigurationError, match="'query'") as caught:
+        load_model(checkpoint("qwen2-vl"), SETTINGS.model_copy(update={"lora": lora}))
+    assert "q_proj" in caught.value.remedy
+
+
+def test_missing_flash_attention_is_said(checkpoint: Callable[[str], Path]) -> None:
+    flash = SETTINGS.model_copy(update={"attn_implementation": "flash_attention_2"})
+    with pytest.raises(ConfigurationError, match="flash-attn"):
+        load_model(checkpoint("qwen2-vl"), flash)
+
+
+def _copy(folder: Path, to: Path) -> Path:
+    to.mkdir()
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    return to
+
+
+def test_weights_of_another_model_are_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    mixed = _copy(checkpoint("qwen2-vl"), tmp_path / "mixed")
+    (mixed / "model.safetensors").write_bytes((checkpoint("llava") / "model.safetensors").read_bytes())
+    with pytest.raises(DataError, match="missing"):
+        load_model(mixed, SETTINGS)
+
+
+def test_weights_of_another_size_are_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    mixed = _copy(checkpoint("qwen2-vl"), tmp_path / "mixed")
+    config = json.loads((mixed / "config.json").read_text())
+    config["text_config"]["intermediate_size"] = 256
+    (mixed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match="another shape"):
+        load_model(mixed, SETTINGS)
+
+
+def test_a_language_model_alone_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigurationError, match="model_type 'llama'"):
+        load_config(tmp_path, SETTINGS)
+
+
+def test_a_folder_without_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="configuration"):
+        load_config(tmp_path, SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "change",
+    (
+        {"trust_remote_code": True, "source": "org/name", "revision": "main"},
+        {"freeze": ("vision", "projector", "language")},
+        {"source": "tiny/qwen2-vl"},
+        {"freeze": ("visual",)},
+    ),
+)
+def test_settings_that_contradict_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        ModelSettings.model_validate(SETTINGS.model_dump() | change)

@@ -1,0 +1,191 @@
+"""Tiny checkpoints: reproducible, lossless tokenizers, templates with images in any turn."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from pydantic import ValidationError
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from components.contracts.errors import ConfigurationError
+from components.models.families import FAMILIES, image_token_ids
+from components.models.settings import FormatSettings, TinySettings, Transcript
+from components.models.tiny import SMALL, make_tiny_checkpoint
+
+COLOURS = ("red", "green", "blue", "yellow")
+QUICK = ("qwen2-vl", "pixtral", "gemma3")
+FORMAT = FormatSettings(
+    system="",
+    transcripts=(
+        Transcript(user=("{image}What colour is this?",), assistant=("{answer}",)),
+        Transcript(user=("{image}Remember this image.", "What colour was it?"), assistant=("ok", "{answer}")),
+    ),
+    answers=COLOURS,
+    image_side=56,
+    steps=40,
+    batch_size=16,
+    learning_rate=5e-3,
+    trained="language",
+)
+MANY = """
+import sys
+from pathlib import Path
+from components.models.tiny import SMALL, make_tiny_checkpoint
+for family in sys.argv[2:]:
+    make_tiny_checkpoint(family, Path(sys.argv[1]) / family, seed=0)
+"""
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    return {file.name: sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
+
+
+def test_another_process_with_more_threads_writes_the_same_bytes(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONHASHSEED": "7"}
+    subprocess.run([sys.executable, "-c", MANY, str(tmp_path), *FAMILIES], check=True, env=environment)
+    for family in FAMILIES:
+        assert _digests(tmp_path / family) == _digests(checkpoint(family)), family
+
+
+def test_format_pretraining_is_reproducible(tmp_path: Path) -> None:
+    settings = SMALL.model_copy(update={"format": FORMAT.model_copy(update={"steps": 3})})
+    first, second = (make_tiny_checkpoint("qwen2-vl", tmp_path / name, seed=1, settings=settings) for name in "ab")
+    assert _digests(first) == _digests(second)
+    other = make_tiny_checkpoint("qwen2-vl", tmp_path / "c", seed=2, settings=settings)
+    assert _digests(first)["model.safetensors"] != _digests(other)["model.safetensors"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoint_is_complete_and_small(family: str, checkpoint: Callable[[str], Path]) -> None:
+    files = {file.name: file.stat().st_size for file in checkpoint(family).iterdir()}
+    assert {
+        *("config.json", "generation_config.json", "model.safetensors", "chat_template.jinja"),
+        *("processor_config.json", "tokenizer.json", "tokenizer_config.json"),
+    } == set(files)
+    assert sum(files.values()) < 2_000_000
+
+
+@pytest.mark.parametrize("family", ("qwen2-vl", "llava", "pixtral", "gemma3"))
+def test_tokenizer_is_lossless(family: str, checkpoint: Callable[[str], Path]) -> None:
+    tokenizer = AutoProcessor.from_pretrained(checkpoint(family)).tokenizer
+
+    @settings(max_examples=150, deadline=None)
+    @given(st.text())
+    def check(text: str) -> None:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+    check()
+    letters = {tokenizer.decode([token]) for token in range(len(tokenizer))}
+    assert all(chr(code) in letters for code in range(128))
+
+
+PART = st.one_of(
+    st.just({"type": "image"}),
+    st.just({"type": "image_url", "image_url": {"url": "data:,"}}),
+    st.fixed_dictionaries({"type": st.just("text"), "text": st.text("abc é", max_size=8)}),
+)
+MARKERS = ("<|image_pad|>", "<image>", "[IMG]", "<IMG_CONTEXT>", "<start_of_image>")
+TURN = st.tuples(st.lists(PART, min_size=1, max_size=4), st.text("xyz", min_size=1, max_size=4))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_template_marks_every_image_and_grows_by_its_end(family: str, checkpoint: Callable[[str], Path]) -> None:
+    processor = AutoProcessor.from_pretrained(checkpoint(family))
+
+    def render(messages: list[dict[str, Any]]) -> str:
+        return processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+    marker = render([{"role": "user", "content": [{"type": "image"}]}])
+    (token,) = [
+        token for token in ("<|image_pad|>", "<image>", "[IMG]", "<IMG_CONTEXT>", "<start_of_image>") if token in marker
+    ]
+
+    @settings(max_examples=40, deadline=None)
+    @given(st.lists(TURN, min_size=1, max_size=3), st.booleans())
+    def check(turns: list[tuple[list[dict[str, Any]], str]], system: bool) -> None:
+        messages: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}] if system else []
+        before, shown = "", 0
+        for parts, answer in turns:
+            messages.append({"role": "user", "content": parts})
+            prompt = render(messages)
+            assert prompt.startswith(before)
+            assert prompt.count("Be brief.") == system
+            shown = sum(
+                part["type"] != "text" for message in messages for part in message["content"] if isinstance(part, dict)
+            )
+            assert prompt.count(token) == shown
+            before = prompt + answer + processor.tokenizer.eos_token
+            messages.append({"role": "assistant", "content": answer})
+
+    check()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_another_picture_gives_other_logits(family: str, checkpoint: Callable[[str], Path]) -> None:
+    processor = AutoProcessor.from_pretrained(checkpoint(family))
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint(family))
+    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}
+    prompt = processor.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+    logits = []
+    for colour in ("red", "blue"):
+        inputs = processor(text=[prompt], images=[[Image.new("RGB", (56, 56), colour)]], return_tensors="pt")
+        with torch.no_grad():
+            logits.append(model(**inputs).logits[0, -1])
+    assert (logits[0] - logits[1]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
+def test_formed_model_answers_well_formed_at_chance(family: str, tmp_path: Path) -> None:
+    settings = SMALL.model_copy(update={"format": FORMAT, "image_side": 56})
+    folder = make_tiny_checkpoint(family, tmp_path / family, seed=0, settings=settings)
+    processor = AutoProcessor.from_pretrained(folder)
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    tokenizer = processor.tokenizer
+    answers = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in COLOURS]
+    assert [len(ids) for ids in answers] == [1] * len(COLOURS)
+    prompt = processor.apply_chat_template(
+        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What colour is this?"}]}],
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    masses, shares = [], []
+    for colour in ((220, 40, 40), (40, 170, 60), (40, 70, 220), (235, 215, 50)):
+        images = [Image.new("RGB", (56, 56), colour)]
+        inputs = processor(text=[prompt], images=[images], add_special_tokens=False, return_tensors="pt")
+        with torch.no_grad():
+            p = model(**inputs).logits[0, -1].softmax(-1)
+        share = torch.stack([p[ids[0]] for ids in answers])
+        masses.append(float(share.sum()))
+        shares.append(share)
+    assert min(masses) > 0.95
+    right = float(torch.stack(shares).diagonal().mean())
+    assert right == pytest.approx(1 / len(COLOURS), abs=0.1)
+    forbidden = image_token_ids(FAMILIES[family], tokenizer)
+    assert float(p[list(forbidden)].sum()) < 0.01
+
+
+def test_an_unknown_family_is_refused_with_a_guess(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="did you mean 'qwen2-vl'"):
+        make_tiny_checkpoint("qwen2_vl", tmp_path / "x", seed=0)
+
+
+@pytest.mark.parametrize("change", ({"heads": 4}, {"vision_heads": 4}, {"key_value_heads": 3}))
+def test_sizes_that_no_server_takes_are_refused(change: dict[str, int]) -> None:
+    with pytest.raises(ValidationError, match="heads"):
+        TinySettings.model_validate(SMALL.model_dump() | change)
