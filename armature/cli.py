@@ -41,7 +41,10 @@ def _overrides(settings: list[str] | None, machine: list[str] | None) -> list[st
 
 @app.command(epilog="Example: armature run train-vlm/colors --set trainer.max_steps=20 --machine servers=2")
 def run(name: Name, set_: Overrides = None, machine: MachineOverrides = None) -> None:
-    """Run a recipe in this process; a Prefect server is started for it when none is up."""
+    """Run a recipe in this process.
+
+    A Prefect server is started for it when none is up.
+    """
     from armature.run import run_recipe
     from components.configuration import load_recipe
 
@@ -62,7 +65,10 @@ def stage(
     set_: Overrides = None,
     machine: MachineOverrides = None,
 ) -> None:
-    """Run one stage without Prefect, as DVC does; nothing is made twice."""
+    """Run one stage, without Prefect.
+
+    This is what DVC does. Nothing is made twice.
+    """
     from armature.stage import run_one_stage
 
     artifact = run_one_stage(name, config, input_ or [], out, _overrides(set_, machine))
@@ -76,7 +82,10 @@ def check(
     machine: MachineOverrides = None,
     configuration_only: Annotated[bool, typer.Option(help="Do not start a server and the trainer.")] = False,
 ) -> None:
-    """Say whether a recipe can run here: its values, this machine, and whether server and trainer agree."""
+    """Say whether a recipe can run here.
+
+    Its values, this machine, and whether server and trainer agree on log-probs.
+    """
     from armature.check import check_recipe
     from components.configuration import load_recipe
 
@@ -92,7 +101,10 @@ def show(
     set_: Overrides = None,
     most: Annotated[int, typer.Option("--most", help="How many of a long series of steps to show.")] = 3,
 ) -> None:
-    """Show a recipe's values, or walk back from a result to the data; without an argument, the latest runs."""
+    """Show a recipe, or what a result was made from.
+
+    Without an argument, the latest runs.
+    """
     from armature.show import show as show_it
 
     show_it(what, set_ or [], most)
@@ -117,14 +129,22 @@ def list_(as_json: Annotated[bool, typer.Option("--json", help="For programs.")]
 @app.command(epilog="Then: prefect deployment run train-vlm/colors")
 def up(
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when all is up.")] = False,
-    prefect_port: Annotated[int, typer.Option("--prefect-server-port", help="Port of the dashboard.")] = 4200,
-    mlflow_port: Annotated[int, typer.Option("--mlflow-port", help="Port of MLflow.")] = 5000,
+    prefect_port: Annotated[
+        int, typer.Option("--prefect-server-port", metavar="PORT", help="Port of the dashboard.")
+    ] = 4200,
+    mlflow_port: Annotated[int, typer.Option("--mlflow-port", metavar="PORT", help="Port of MLflow.")] = 5000,
     pool: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option(help="Work pools to serve here; repeat. Default: cpu, and the GPU pools where there is a GPU."),
+        typer.Option(
+            metavar="POOL",
+            help="Work pool to serve here; repeat. Default: cpu, with a GPU all.",
+        ),
     ] = None,
 ) -> None:
-    """Start Prefect's server, a worker and MLflow; Ctrl-C ends them all."""
+    """Start Prefect, a worker and MLflow.
+
+    Ctrl-C ends them all.
+    """
     from armature import supervisor
 
     pools = tuple(pool) if pool else supervisor.default_pools()
@@ -176,7 +196,10 @@ def deployments_check() -> None:
 def train_multimodal(
     arguments: Annotated[Optional[list[str]], typer.Argument(metavar="@ FILE")] = None,  # noqa: UP045
 ) -> None:
-    """Train from a TOML file with model, [env], [inference] and [trainer]; the server is started as well."""
+    """Train from a TOML file of four tables.
+
+    They are model, [env], [inference] and [trainer]; the model server is started as well.
+    """
     from armature.run import run_recipe
     from armature.seed_layout import recipe_from_arguments
 

@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from components.configuration import Recipe, load_recipe, recipe_names
 from components.contracts.errors import ConfigurationError

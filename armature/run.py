@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from armature import supervisor
 from armature.services import free_port, prefect_environment, prefect_server, wait_until_ready
 from components.configuration import Recipe
+from components.contracts.errors import ArmatureError
+
+if TYPE_CHECKING:
+    from prefect import State
 
 SERVER_SECONDS = 180.0
 
 
 @contextmanager
-def prefect_api() -> Iterator[Callable[[], None]]:
+def prefect_api() -> Iterator[Callable[[], object]]:
     """A Prefect API for this process; call what is yielded when it is needed, to wait until it answers.
 
     In order: PREFECT_API_URL, the platform that is up in this folder, a server for this run alone. The last shares
@@ -32,13 +36,9 @@ def prefect_api() -> Iterator[Callable[[], None]]:
         os.environ.update(service.environment)
         server = service.start()
         try:
-            yield lambda: _wait(service, server)
+            yield lambda: wait_until_ready(service, server, SERVER_SECONDS)
         finally:
             server.stop()
-
-
-def _wait(service: object, server: object) -> None:
-    wait_until_ready(service, server, SERVER_SECONDS, lambda: None)  # type: ignore[arg-type]
 
 
 def run_recipe(recipe: Recipe) -> None:
@@ -57,10 +57,19 @@ def run_recipe(recipe: Recipe) -> None:
         from prefect import tags
 
         with tags(f"deployment:{recipe.name.partition('/')[2]}"):
-            summary = flow(**dict(recipe.sections))
-    for line in summary or ():
+            state = flow(**dict(recipe.sections), return_state=True)
+    _report(state)
+
+
+def _report(state: State[Any]) -> None:
+    """Print what the flow returned, or leave with what it failed with."""
+    if not state.is_completed():
+        error = state.result(raise_on_failure=False)
+        if isinstance(error, ArmatureError):
+            raise error
+        raise ArmatureError(str(state.message), remedy="the lines above and the run's page say more")
+    for line in state.result() or ():
         print(line)
-    sys.stdout.flush()
 
 
 def _provide_gpu_limit() -> None:

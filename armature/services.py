@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -121,7 +121,7 @@ def refuse_taken_port(port: int, name: str) -> None:
 
 def _holder(port: int) -> str:
     for connection in psutil.net_connections("tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+        if connection.status == psutil.CONN_LISTEN and connection.laddr[1:2] == (port,) and connection.pid:
             try:
                 return f"process {connection.pid}: {' '.join(psutil.Process(connection.pid).cmdline())[:160]}"
             except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -136,15 +136,14 @@ def answers(url: str) -> bool:
         return False
 
 
-def wait_until_ready(service: Service, running: Program, seconds: float, tick: Callable[[], None]) -> float:
-    """Seconds until the service answered.
+def wait_until_ready(service: Service, running: Program, seconds: float) -> None:
+    """Return when the service answers.
 
     Raises:
         ServerError: it ended, or did not answer in time; its last lines are shown.
     """
     began = time.monotonic()
     while service.ready_url is not None and not answers(service.ready_url):
-        tick()
         waited = time.monotonic() - began
         if running.returncode is not None or waited > seconds:
             state = "is not up after" if running.returncode is None else f"ended ({running.returncode}) after"
@@ -154,7 +153,6 @@ def wait_until_ready(service: Service, running: Program, seconds: float, tick: C
                 remedy="mend what the lines name, then start again",
             )
         time.sleep(0.1)
-    return time.monotonic() - began
 
 
 def free_port() -> int:

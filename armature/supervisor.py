@@ -12,6 +12,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from types import FrameType
@@ -88,6 +90,7 @@ def up(prefect_port: int, mlflow_port: int, pools: tuple[str, ...]) -> int:
     with ExitStack() as stack:
         try:
             children = _start(stack, platform)
+            stack.callback(_stop_together, children.values())
             return _watch(children)
         except KeyboardInterrupt:
             _say("stopping")
@@ -102,10 +105,13 @@ def _start(stack: ExitStack, platform: Platform) -> dict[str, Program]:
         mlflow_server(int(platform.mlflow.rpartition(":")[2])),
     ]
     workers = [worker(pool, platform.api_url, platform.mlflow) for pool in platform.pools]
+    began = time.monotonic()
+    for service in first:
+        _say(f"{service.name:<16} starting      log: {service.log}")
     children = {service.name: _enter(stack, service) for service in first}
     for service in first:
-        seconds = wait_until_ready(service, children[service.name], READY_SECONDS, lambda: None)
-        _say(f"{service.name:<16} up after {seconds:.0f} s   log: {service.log}")
+        wait_until_ready(service, children[service.name], READY_SECONDS)
+        _say(f"{service.name:<16} up after {time.monotonic() - began:.0f} s")
     _provision(platform)
     for service in workers:
         children[service.name] = _enter(stack, service)
@@ -120,6 +126,12 @@ def _enter(stack: ExitStack, service: Service) -> Program:
     child = service.start()
     stack.callback(child.stop)
     return child
+
+
+def _stop_together(children: Iterable[Program]) -> None:
+    """Stopping one takes seconds, so all are stopped at once."""
+    with ThreadPoolExecutor() as executor:
+        list(executor.map(Program.stop, children))
 
 
 def _provision(platform: Platform) -> None:

@@ -10,6 +10,7 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from threading import Event, Lock, Thread
 from types import TracebackType
+from typing import cast
 from uuid import UUID
 
 from mlflow.exceptions import MlflowException
@@ -42,10 +43,12 @@ class PrefectEvents:
 
     Reporting never waits for a server: a thread sends what has gathered every few seconds. While MLflow does not
     answer, its numbers are kept and sent again; only at the end does that become an error.
+
+    `reported` is filled with the steps and the digests that were reported.
     """
 
-    def __init__(self, run: TrackedRun) -> None:
-        self._run = run
+    def __init__(self, run: TrackedRun, reported: set[str | int]) -> None:
+        self._run, self._reported = run, reported
         self._log: logging.Logger | logging.LoggerAdapter[logging.Logger] = get_run_logger()
         self._terminal = TerminalEvents() if sys.stderr.isatty() else None
         self._lock, self._stop = Lock(), Event()
@@ -67,10 +70,12 @@ class PrefectEvents:
     def metrics(self, values: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)
         with self._lock:
+            self._reported.add(step)
             self._metrics.extend((key, float(value), now, step) for key, value in values.items())
 
     def artifact(self, artifact: Artifact, role: str, step: int | None = None) -> None:
         with self._lock:
+            self._reported.add(artifact.digest)
             self._artifacts.append((artifact, role, step))
 
     def message(self, text: str) -> None:
@@ -113,6 +118,6 @@ class PrefectEvents:
         for name, bar in changed:
             percent = 100.0 * bar.done / max(bar.total, 1)
             if bar.artifact is None:
-                bar.artifact = create_progress_artifact(percent, description=bar.text(name))
+                bar.artifact = cast(UUID, create_progress_artifact(percent, description=bar.text(name)))
             else:
                 update_progress_artifact(bar.artifact, progress=percent, description=bar.text(name))

@@ -14,14 +14,15 @@ from prefect.runtime import flow_run, task_run
 from prefect.states import Completed
 from pydantic import BaseModel
 
-from components.artifacts.manifest import read_manifest
+from components.configuration import Recipe
 from components.contracts.errors import ServerError, TrainerError, WeightSyncError
 from components.contracts.machine import Machine
 from components.contracts.stages import Artifact
-from components.stages import find_made, run_stage
+from components.stages import STAGES, find_made, run_stage
 from tasks import mlflow_client as names
 from tasks.events import PrefectEvents
 from tasks.flow_run import current_run
+from tasks.outputs import record_output
 from tasks.tracking import TrackedRun, tracked
 from tasks.units import PrefectUnits
 
@@ -51,30 +52,34 @@ def stage_task(
     tags = {names.STAGE_TAG: name, names.FLOW_RUN_TAG: str(flow_run.id), "prefect.task_run_id": str(task_run.id)}
     with tracked(flow_run.flow_name, task_run.name, tags, sections={name: settings}, parent=current_run()) as tracking:
         tracking.log_artifacts([(each, "input", None) for each in inputs.values()])
-        artifact = made or _make(name, settings, inputs, machine, tracking)
+        reported: set[str | int] = set()
+        artifact = made or _make(name, settings, inputs, machine, tracking, reported)
         tracking.log_artifacts([(artifact, "output", None)])
         tracking.tag({names.DIGEST_TAG: artifact.digest, "armature.reused": str(made is not None).lower()})
-        _log_counts(tracking, artifact)
+        record_output(tracking, artifact, inputs, machine, reported)
     if made is not None:
         return Completed(name="Reused", message=f"already made: {made.path}", data=made)
     return artifact
 
 
-def run(name: str, settings: BaseModel, machine: Machine, **inputs: Artifact) -> Artifact:
-    """Run a stage from a flow and wait for its artifact, new or reused."""
-    state: State[Artifact] = stage_task(name, settings, inputs, machine, return_state=True)
-    return state.result()
+def run(name: str, sections: Mapping[str, BaseModel], machine: Machine, **inputs: Artifact) -> Artifact:
+    """Run a stage from a flow with its part of the flow's sections; wait for its artifact, new or reused."""
+    settings = Recipe("", "", sections).settings_for(STAGES[name].settings)
+    state: State[Any] = stage_task(name, settings, inputs, machine, return_state=True)
+    artifact: Artifact = state.result()
+    return artifact
 
 
 def _make(
-    name: str, settings: BaseModel, inputs: Mapping[str, Artifact], machine: Machine, tracking: TrackedRun
+    name: str,
+    settings: BaseModel,
+    inputs: Mapping[str, Artifact],
+    machine: Machine,
+    tracking: TrackedRun,
+    reported: set[str | int],
 ) -> Artifact:
-    units = PrefectUnits()
-    try:
-        with gpus(machine), PrefectEvents(tracking) as events:
-            return run_stage(name, settings, inputs, machine, events, units)
-    finally:
-        units.close()
+    with gpus(machine), PrefectEvents(tracking, reported) as events, PrefectUnits() as units:
+        return run_stage(name, settings, inputs, machine, events, units)
 
 
 @contextmanager
@@ -91,10 +96,3 @@ def gpus(machine: Machine) -> Iterator[None]:
     )
     with lock:
         yield
-
-
-def _log_counts(tracking: TrackedRun, artifact: Artifact) -> None:
-    manifest = read_manifest(artifact.path)
-    counts = {f"rows/{key}": float(count) for key, count in manifest.rows.items()}
-    counts |= {f"drops/{key}": float(count) for key, count in manifest.drops.items()}
-    tracking.log_numbers(counts)

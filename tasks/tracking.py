@@ -16,8 +16,8 @@ from typing import Any
 
 import mlflow
 from mlflow.data.dataset_source_registry import resolve_dataset_source
-from mlflow.data.meta_dataset import MetaDataset
 from mlflow.entities import (
+    Dataset,
     DatasetInput,
     InputTag,
     LoggedModel,
@@ -139,7 +139,7 @@ def _as_dataset(artifact: Artifact, role: str, step: int | None) -> DatasetInput
         tags[names.STEP_TAG] = str(step)
     name = artifact.kind if step is None else f"{artifact.kind}-{step}"
     source = resolve_dataset_source(str(artifact.path))
-    described = MetaDataset(source=source, name=name, digest=artifact.digest)._to_mlflow_entity()
+    described = Dataset(name, artifact.digest, source._get_source_type(), source.to_json())
     return DatasetInput(described, [InputTag(key, value) for key, value in tags.items()])
 
 

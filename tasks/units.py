@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
+from types import TracebackType
 from typing import Any
 
 from prefect import task
@@ -47,6 +48,11 @@ class PrefectUnits:
         self._executor.submit(copy_context().run, carry)
         return future
 
-    def close(self) -> None:
-        """Drop what has not begun; wait for what has."""
-        self._executor.shutdown(wait=True, cancel_futures=True)
+    def __enter__(self) -> PrefectUnits:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error nobody waits: a unit may be waiting for a server that is being stopped.
+        self._executor.shutdown(wait=kind is None, cancel_futures=True)

@@ -19,9 +19,10 @@ def chain(demo_stages, machine):
 
     @flow(name="demo-chain")
     def demo_chain(tasks, train):
-        with tracked_flow({"tasks": tasks, "train": train, "machine": machine}) as tracking:
-            made = run("demo-tasks", tasks, machine)
-            trained = run("demo-train", train, machine, tasks=made)
+        sections = {"tasks": tasks, "train": train, "machine": machine}
+        with tracked_flow(sections) as tracking:
+            made = run("demo-tasks", sections, machine)
+            trained = run("demo-train", sections, machine, tasks=made)
         return tracking.run_id, made, trained
 
     return demo_chain

@@ -1,0 +1,62 @@
+"""Names that people give to checkpoints, and the artifacts behind them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mlflow.exceptions import MlflowException
+
+from components.artifacts.manifest import open_artifact
+from components.contracts.errors import DataError
+from components.contracts.machine import Machine
+from components.contracts.stages import Artifact
+from components.models.settings import ModelSettings
+from components.stages import open_store
+from tasks.mlflow_client import client
+from tasks.run_stage import run
+
+ALIAS_PREFIX = "models:/"
+
+
+def checkpoint_artifact(name: str, model: ModelSettings, machine: Machine) -> Artifact:
+    """The artifact of a folder, a digest, an MLflow alias, a hub name or tiny/<family>, as its field describes.
+
+    Raises:
+        DataError: the alias is unknown, or its checkpoint is not where it was.
+    """
+    if name.startswith(ALIAS_PREFIX):
+        return open_artifact(_aliased(name))
+    if (Path(name) / "manifest.json").is_file():
+        return open_artifact(Path(name))
+    if found := open_store(machine).find_digest(name):
+        return found
+    settings = ModelSettings.model_validate(model.model_dump() | _source(name, model))
+    return run("model", {"model": settings}, machine)
+
+
+def _source(name: str, model: ModelSettings) -> dict[str, object]:
+    """A hub name in place of tiny/<family> has no tiny sizes."""
+    return {"source": name} if name.startswith("tiny/") else {"source": name, "tiny": None}
+
+
+def _aliased(name: str) -> Path:
+    """The folder of `models:/<name>@<alias>` or `models:/<name>/<version>`."""
+    body = name.removeprefix(ALIAS_PREFIX)
+    registered, _, alias = body.partition("@")
+    try:
+        if alias:
+            version = client().get_model_version_by_alias(registered, alias)
+        else:
+            registered, _, number = body.rpartition("/")
+            version = client().get_model_version(registered, number)
+    except MlflowException as error:
+        raise DataError(
+            f"MLflow has no model {name!r}",
+            where=str(error),
+            remedy="train first (a training run registers its checkpoint), or name a folder or a digest",
+        ) from error
+    tags = client().get_logged_model(str(version.source).rpartition("/")[2]).tags
+    folder = Path(tags["checkpoint.uri"])
+    if not folder.is_dir():
+        raise DataError(f"the checkpoint of {name!r} is gone", where=str(folder), remedy="run its training again")
+    return folder

@@ -1,0 +1,96 @@
+"""What a stage wrote, made visible in MLflow: numbers, histories, pages, lineage and checkpoints, by their file names.
+
+The same for a reused artifact as for a new one, so that every flow run's record is whole; and after a resume it
+fills in the steps that an earlier process reported.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mlflow.entities import LoggedModel
+
+from components.artifacts.manifest import read_manifest
+from components.contracts.machine import Machine
+from components.contracts.stages import Artifact
+from components.stages import open_store
+from tasks.tracking import MetricPoint, TrackedRun
+
+MODEL_KIND = "model"
+PAGE_SUFFIXES = (".html", ".png", ".svg")
+TABLES = ("metrics.json", "history.json", "lineage.json")
+MAX_PAGE_BYTES = 64 * 2**20
+
+
+def record_output(
+    run: TrackedRun, artifact: Artifact, inputs: Mapping[str, Artifact], machine: Machine, reported: set[str | int]
+) -> None:
+    """`reported`: digests and steps that the stage has reported itself."""
+    model = _models(run, artifact, inputs)
+    manifest = read_manifest(artifact.path)
+    counts = {f"rows/{key}": float(count) for key, count in manifest.rows.items()}
+    counts |= {f"drops/{key}": float(count) for key, count in manifest.drops.items()}
+    run.log_numbers(counts)
+    run.log_numbers(numbers(artifact), model, inputs.get("tasks"))
+    run.log_metrics(_history(artifact.path / "history.json", reported))
+    run.log_artifacts(_lineage(artifact.path / "lineage.json", machine, reported))
+    for page in pages(artifact):
+        run.log_file(page)
+
+
+def numbers(artifact: Artifact) -> dict[str, float]:
+    """The numbers of the artifact's `metrics.json`, nested ones under names joined by slashes."""
+    path = artifact.path / "metrics.json"
+    return _flat_numbers(json.loads(path.read_text())) if path.is_file() else {}
+
+
+def pages(artifact: Artifact) -> list[Path]:
+    """Pages, pictures and small tables for people."""
+    files = sorted(artifact.path.iterdir())
+    shown = [path for path in files if path.suffix in PAGE_SUFFIXES or path.name in TABLES]
+    return [path for path in shown if path.stat().st_size <= MAX_PAGE_BYTES]
+
+
+def _models(run: TrackedRun, artifact: Artifact, inputs: Mapping[str, Artifact]) -> LoggedModel | None:
+    """The checkpoint that the stage wrote; else the one that it used."""
+    used = run.log_model("checkpoint", inputs["model"], "input") if "model" in inputs else None
+    if artifact.kind == MODEL_KIND or (artifact.path / "checkpoint").is_dir():
+        return run.log_model(artifact.kind, artifact, "output")
+    return used
+
+
+def _flat_numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    flat: dict[str, float] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update(_flat_numbers(value, f"{prefix}{key}/"))
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            flat[f"{prefix}{key}"] = float(value)
+    return flat
+
+
+def _history(path: Path, reported: set[str | int]) -> list[MetricPoint]:
+    if not path.is_file():
+        return []
+    now = int(time.time() * 1000)
+    rows = [row for row in json.loads(path.read_text()) if int(row["step"]) not in reported]
+    return [(key, float(value), now, int(row["step"])) for row in rows for key, value in row.items() if key != "step"]
+
+
+def _lineage(path: Path, machine: Machine, reported: set[str | int]) -> list[tuple[Artifact, str, int | None]]:
+    if not path.is_file():
+        return []
+    steps = [
+        (digest, int(row["step"]))
+        for row in json.loads(path.read_text())
+        for key, digest in row.items()
+        if key != "step" and digest not in reported
+    ]
+    if not steps:
+        return []
+    known = {each.digest: each for each in open_store(machine)}
+    return [(known[digest], "output", step) for digest, step in steps if digest in known]

@@ -1,0 +1,61 @@
+"""What a person finds on the run's page: the results as a table, and links to where more is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from prefect import task
+from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
+from prefect.cache_policies import NO_CACHE
+
+from components.contracts.stages import Artifact
+from tasks.outputs import numbers, pages
+from tasks.tracking import TrackedRun, find_model, promote
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One evaluated checkpoint, or one that could not be evaluated."""
+
+    name: str
+    artifact: Artifact | None
+    error: str = ""
+
+    def row(self) -> dict[str, str | float]:
+        values = numbers(self.artifact) if self.artifact else {}
+        shown = {key: round(value, 4) for key, value in values.items()}
+        digest = {"digest": self.artifact.digest[:12]} if self.artifact else {"error": self.error.splitlines()[0]}
+        return {"checkpoint": self.name, **shown, **digest}
+
+
+@task(name="report", task_run_name="report", cache_policy=NO_CACHE, persist_result=False)
+def report(
+    tracking: TrackedRun, findings: Sequence[Finding], made: Mapping[str, Artifact], promoted: str = ""
+) -> list[str]:
+    """Write the page's artifacts; returns the lines that say where everything is."""
+    rows = [finding.row() for finding in findings]
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    create_table_artifact([{key: row.get(key, "") for key in columns} for row in rows], key="results")
+    create_link_artifact(tracking.page, link_text="The run in MLflow", key="mlflow")
+    lines = [f"MLflow    {tracking.page}"]
+    evaluated = {finding.name: finding.artifact for finding in findings if finding.artifact}
+    for name, artifact in {**made, **evaluated}.items():
+        lines += [f"{name:<9} {page.resolve().as_uri()}" for page in pages(artifact) if page.suffix == ".html"]
+        lines.append(f"{name:<9} {artifact.digest}  {artifact.path}")
+    if promoted:
+        lines.append(f"alias     {promoted}")
+    for finding in findings:
+        shown = "  ".join(f"{key}={value}" for key, value in finding.row().items() if key != "checkpoint")
+        lines.append(f"result    {finding.name}  {shown}")
+    text = "\n".join(f"- `{line}`" for line in lines[1:])
+    create_markdown_artifact(f"[The run in MLflow]({tracking.page})\n\n{text}\n", key="summary")
+    return lines
+
+
+@task(name="promote", task_run_name="promote", cache_policy=NO_CACHE, persist_result=False)
+def promote_candidate(checkpoint: Artifact, registered_name: str) -> str:
+    """Point `models:/<registered name>@candidate` at the checkpoint; returns this name."""
+    model = find_model(checkpoint.digest)
+    assert model is not None, "the stage that made a checkpoint logs it"
+    return promote(model, registered_name)
