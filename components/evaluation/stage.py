@@ -87,7 +87,9 @@ async def play(
 
     plan = settings.evaluation
     environment = load_environment(tasks_folder)
-    async with ServerPool(checkpoint, settings.inference, context.machine, context.workspace / "logs") as pool:
+    async with ServerPool(
+        checkpoint, settings.inference, context.machine, log_folder=context.workspace / "logs"
+    ) as pool:
         return await collect(
             environment,
             tasks,

@@ -1,0 +1,83 @@
+"""The whole stage on a real server, with a checkpoint that has learned nothing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from components.artifacts.manifest import open_artifact
+from components.artifacts.tables import read_table
+from components.contracts.errors import DataError
+from components.contracts.machine import Machine
+from components.contracts.stages import Artifact
+from components.environments.settings import EnvironmentSettings
+from components.evaluation.results import RESULTS, RESULTS_FILE
+from components.evaluation.settings import EvaluateSettings
+from components.evaluation.stage import checkpoint_folder
+from components.rollouts.table import read_rollouts
+from components.stages import run_stage
+from tests.evaluation.test_results import VALUES
+
+COLOURS = {"red": [220, 40, 40], "blue": [40, 70, 220]}
+
+
+@pytest.fixture
+def machine(tmp_path) -> Machine:
+    return Machine(store=str(tmp_path / "store"), threads=1)
+
+
+@pytest.fixture
+def tasks(machine) -> Artifact:
+    settings = {
+        "name": "colors",
+        "train_tasks": 4,
+        "heldout_tasks": 10,
+        "seed": 0,
+        "args": {
+            "question": "What colour is this?",
+            "correct_weight": 1.0,
+            "format_weight": 0.0,
+            "image_size": 56,
+            "noise": 16.0,
+            "tint_jitter": 12.0,
+            "brightness_jitter": 0.12,
+            "colours": COLOURS,
+        },
+    }
+    return run_stage("tasks", EnvironmentSettings.model_validate(settings), {}, machine)
+
+
+@pytest.mark.slow
+def test_every_task_is_played_once(machine, tasks, tmp_path):
+    from components.models.tiny import make_tiny_checkpoint
+
+    model = Artifact(kind="model", path=make_tiny_checkpoint("qwen2-vl", tmp_path / "model", 0), digest="0")
+    settings = EvaluateSettings.model_validate(
+        {
+            "evaluation": VALUES | {"max_tasks": 8},
+            "inference": {"max_model_len": 512, "max_images_per_prompt": 1, "dtype": "float32"},
+        }
+    )
+    made = run_stage("evaluate", settings, {"tasks": tasks, "model": model}, machine)
+    open_artifact(made.path, "evaluate")
+    numbers = json.loads((made.path / "metrics.json").read_text())
+    rows = read_table(made.path / RESULTS_FILE, RESULTS).to_pylist()
+    assert (numbers["tasks"], numbers["episodes"], numbers["failed"]) == (8, 8, 0)
+    assert len({row["task_id"] for row in rows}) == 8
+    assert numbers["accuracy_low"] <= numbers["accuracy"] <= numbers["accuracy_high"]
+    assert {t.task_id for t in read_rollouts(made.path).trajectories} == {row["task_id"] for row in rows}
+    viewer = (made.path / "rollouts.html").read_text()
+    assert all(row["task_id"] in viewer for row in rows) and viewer.count("data:image/png;base64,") == 8
+    assert "accuracy" in (made.path / "report.html").read_text()
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"no config\.json"):
+        checkpoint_folder(Artifact(kind="model", path=tmp_path, digest="0"))
+
+
+def test_a_training_runs_checkpoint_is_found(tmp_path):
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint/config.json").write_text("{}")
+    assert checkpoint_folder(Artifact(kind="train-vlm", path=tmp_path, digest="0")) == tmp_path / "checkpoint"
