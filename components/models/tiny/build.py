@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForImageTextToText, GenerationConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from components.models.load import save_checkpoint
 from components.models.settings import FormatSettings, TinySettings
@@ -75,6 +76,9 @@ def make_tiny_checkpoint(family: str, folder: Path, seed: int, settings: TinySet
         model.generation_config = _generation(tokenizer)
         if settings.format is not None:
             format_pretraining(model, processor, settings.format, seed)
+    # Weights under the names that released checkpoints have, which vLLM reads. transformers writes those for a
+    # model that was loaded from such names; one made from a configuration would get the names of its modules.
+    model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
     save_checkpoint(model, processor, folder)
     return folder
 
