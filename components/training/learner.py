@@ -20,11 +20,11 @@ from torch.nn.utils import get_total_norm
 
 from components.adapters.validate import model_inputs, validate_batch
 from components.contracts.batches import MultimodalBatch, Sample
-from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.errors import ConfigurationError
 from components.training.logprobs import Policy, check_head
 from components.training.metrics import Meter, batch_report, peak_memory_gib
 from components.training.objectives import Tokens, loss_of, normaliser
-from components.training.plan import MicroBatch, micro_batches, share, updates
+from components.training.plan import MicroBatch, check_samples, micro_batches, share, updates
 from components.training.ranks import Ranks, whole
 from components.training.schedule import learning_rate
 from components.training.settings import TrainerSettings
@@ -93,10 +93,9 @@ class Learner:
             The metrics of the step, over all ranks; see `components.training.metrics`.
 
         Raises:
-            DataError: no samples, or tensors that do not fit together.
+            DataError: samples that cannot be trained on; see `check_samples`.
         """
-        if not samples:
-            raise DataError("a training step needs at least one sample", where=f"step {self.steps_done + 1}")
+        check_samples(samples)
         began, meter = perf_counter(), Meter()
         all_rows = list(updates(len(samples), self.settings.samples_per_update))
         start = None
@@ -196,13 +195,17 @@ class Learner:
 
     @torch.no_grad()
     def _reference_logprobs(self, batch: MultimodalBatch) -> Tensor | None:
+        """(N,) log-probs under the initial model: its frozen copy, or the policy without its adapters."""
         if self.settings.kl_coefficient == 0:
             return None
         without: AbstractContextManager[Any] = nullcontext()
         if self.reference is None:
             without = self.policy.model.disable_adapter()
+        logprobs: Tensor
         with without:
-            return (self.reference or self.policy)(model_inputs(batch), batch.loss_mask)[0]
+            policy = self.policy if self.reference is None else self.reference
+            logprobs, _ = policy(model_inputs(batch), batch.loss_mask)
+        return logprobs
 
 
 def _pack(batch: MultimodalBatch, logprobs: Tensor, at_start: Tensor, corrected: bool) -> Tokens:

@@ -64,7 +64,7 @@ class Policy(nn.Module):
                 for h, t in zip(hidden.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True)
             ]
         if not len(targets):
-            empty = hidden.float().sum(-1)
+            empty = hidden.to(torch.promote_types(hidden.dtype, torch.float32)).sum(-1)
             return empty, empty.detach()
         logprobs, entropy = zip(*pieces, strict=True)
         return torch.cat(logprobs), torch.cat(entropy)
@@ -73,7 +73,8 @@ class Policy(nn.Module):
         return base_model(self.model).model(**inputs, use_cache=False).last_hidden_state
 
     def _chunk(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = base_model(self.model).get_output_embeddings()(hidden).float()
+        logits = base_model(self.model).get_output_embeddings()(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         logits = (logits / self.temperature).index_fill(-1, self.forbidden, float("-inf"))

@@ -1,0 +1,188 @@
+"""`TrainerClient`: starts a trainer service and speaks to it. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+
+from components.contracts.errors import ArmatureError, TrainerError
+from components.contracts.machine import Machine
+from components.process import Program
+from components.training.errors import rebuild
+from components.training.service_settings import PolicySettings, service_settings
+
+TOKEN = "ARMATURE_TRAINER_TOKEN"
+FATAL = 500
+DEATH = 30.0
+"""Seconds for a service that dropped a connection to end."""
+
+
+class TrainerClient:
+    """A trainer service, up within the `with` block.
+
+    Args:
+        policy: which model, and how it is trained.
+        machine: processes, GPUs, threads and timeouts.
+        workspace: folder that outlives the service; its checkpoints are there.
+
+    Every method raises what the service raised: a DataError for a batch that cannot be used, a ConfigurationError
+    for a command out of order, and a TrainerError, with the traceback or the last lines of the log, if it failed or
+    died. After that `alive` tells whether it still runs.
+    """
+
+    def __init__(self, policy: PolicySettings, machine: Machine, workspace: Path) -> None:
+        self.machine = machine
+        self.settings = service_settings(policy, machine, workspace)
+        self._token = secrets.token_hex(32)
+        self._program: Program | None = None
+        self._http = httpx.Client(trust_env=False, headers={"authorization": f"Bearer {self._token}"})
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def alive(self) -> bool:
+        return self._program is not None and self._program.returncode is None
+
+    def start(self) -> None:
+        """Start the service and wait until it answers.
+
+        Raises:
+            TrainerError: it is not up within `machine.ready_timeout`, or died; with the reason.
+        """
+        settings = self.settings
+        settings.workspace.mkdir(parents=True, exist_ok=True)
+        for stale in (settings.address, *(settings.error(rank) for rank in range(settings.processes))):
+            stale.unlink(missing_ok=True)
+        file = settings.workspace / "settings.json"
+        file.write_text(settings.model_dump_json(indent=1))
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={settings.processes}"]
+        self._program = Program(
+            [sys.executable, *launcher, "-m", "components.training.service", str(file)],
+            log=settings.workspace / "trainer.log",
+            env=self._environment(),
+        )
+        deadline = time.monotonic() + self.machine.ready_timeout
+        while not settings.address.exists():
+            if not self.alive:
+                raise self._died("the trainer service did not start")
+            if time.monotonic() > deadline:
+                error = self._died(f"the trainer service was not ready after {self.machine.ready_timeout:g} s")
+                self.stop()
+                raise error
+            time.sleep(0.05)
+        self._http.base_url = httpx.URL(json.loads(settings.address.read_text())["url"])
+
+    def restart(self) -> None:
+        """Stop what is left of the service and start it again; then `resume`."""
+        self.stop()
+        self.start()
+
+    def stop(self) -> None:
+        """End the service and all its processes."""
+        if self._program is not None:
+            self._program.stop()
+            self._program = None
+
+    def resume(self) -> int:
+        """Load the newest checkpoint, if there is one. The number of steps that the weights contain."""
+        return int(self._ask("resume", self.machine.ready_timeout))
+
+    def step(self, step: int, batch: Path) -> dict[str, float]:
+        """Train on the batch in folder `batch` as step `step` = 1, 2, ...; the metrics of the step.
+
+        A step is applied once: asking again returns the same metrics.
+        """
+        metrics: dict[str, float] = self._ask("step", self.machine.train_timeout, step=step, batch=str(batch.resolve()))
+        return metrics
+
+    def score(self, batch: Path) -> list[npt.NDArray[np.float32]]:
+        """For each sample of the batch (L,) log-probs of its trained tokens, 0 elsewhere."""
+        scores = self._ask("score", self.machine.train_timeout, batch=str(batch.resolve()))
+        return [np.array(score, dtype=np.float32) for score in scores]
+
+    def publish(self, folder: Path, version: int) -> None:
+        """Write the weights after step `version` to `folder` in the Hugging Face layout, at once or not at all.
+
+        Of sibling folders whose names are numbers, as this one's, the newest two stay.
+
+        Raises:
+            ConfigurationError: the weights are of another version.
+        """
+        self._ask("publish", self.machine.train_timeout, folder=str(folder.resolve()), version=version)
+
+    def save(self) -> Path:
+        """Write a checkpoint; see `components.training.checkpoints`."""
+        return Path(self._ask("save", self.machine.train_timeout))
+
+    def _environment(self) -> dict[str, str | None]:
+        env: dict[str, str | None] = {TOKEN: self._token, **self.machine.trainer_environment}
+        if self.settings.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.settings.gpus))
+        if self.settings.threads:
+            env["OMP_NUM_THREADS"] = str(self.settings.threads)
+        return env
+
+    def _ask(self, name: str, timeout: float, **arguments: Any) -> Any:
+        if not self.alive:
+            raise self._died("the trainer service is not running")
+        try:
+            response = self._http.post(
+                "/command", json={"name": name, **arguments}, timeout=httpx.Timeout(timeout, connect=10.0)
+            )
+        except httpx.TimeoutException as error:
+            raise TrainerError(
+                f"the trainer did not finish {name!r} within {timeout:g} s",
+                where=str(self.settings.workspace / "trainer.log"),
+                remedy="ask again for the same step (it is applied once), or raise the timeout in [machine]",
+            ) from error
+        except httpx.TransportError as error:
+            self._wait_for_death()
+            raise self._died(f"the trainer died during {name!r}") from error
+        document = response.json()
+        if response.status_code == FATAL:
+            self._wait_for_death()
+        if "error" in document:
+            raise rebuild(document["error"])
+        return document["result"]
+
+    def _wait_for_death(self) -> None:
+        deadline = time.monotonic() + DEATH
+        while self.alive and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _died(self, what: str) -> ArmatureError:
+        """The reason that a rank wrote down, else what the log says last."""
+        program = self._program
+        for rank in range(self.settings.processes):
+            file = self.settings.error(rank)
+            if file.exists():
+                document = json.loads(file.read_text())
+                cause = rebuild(document)
+                return TrainerError(
+                    f"{what}: rank {rank}: {cause.what}",
+                    where=document["traceback"],
+                    remedy=cause.remedy or "see the log beside the checkpoints; start again and resume",
+                )
+        tail = program.tail() if program is not None else ""
+        code = program.returncode if program is not None else None
+        return TrainerError(
+            f"{what} (exit code {code}); its log ends:\n{tail}",
+            where=str(self.settings.workspace / "trainer.log"),
+            remedy="start it again and resume from the last checkpoint",
+        )

@@ -1,0 +1,60 @@
+"""Joining the processes of a trainer service, and splitting a model over them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from components.training.logprobs import Policy
+from components.training.ranks import Ranks
+from components.training.service_settings import ServiceSettings
+
+IDLE = timedelta(days=365)
+"""Ranks wait for the next command as long as it takes; a rank that died is noticed by torchrun, not by a timeout."""
+
+
+@contextmanager
+def joined(settings: ServiceSettings) -> Iterator[Ranks]:
+    """This process as one of the ranks that torchrun started, seeded and deterministic on CPU."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if settings.gpus else torch.device("cpu")
+    if settings.gpus:
+        torch.cuda.set_device(device)
+    else:
+        torch.use_deterministic_algorithms(True)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    torch.manual_seed(settings.policy.trainer.seed)
+    if size == 1:
+        yield Ranks(device=device)
+        return
+    dist.init_process_group("cpu:gloo,cuda:nccl" if settings.gpus else "gloo", timeout=IDLE)
+    try:
+        yield Ranks(rank, size, device, dist.new_group(backend="gloo", timeout=IDLE))
+    finally:
+        dist.destroy_process_group()
+
+
+def sharder(ranks: Ranks, wrap_classes: Sequence[str], autocast: str) -> Callable[[Policy], None]:
+    """What splits a policy over `ranks` with FSDP2, block by block; blocks are of `wrap_classes`."""
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    return partial(_shard, mesh=mesh, wrap_classes=frozenset(wrap_classes), autocast=autocast)
+
+
+def _shard(policy: Policy, *, mesh: DeviceMesh, wrap_classes: frozenset[str], autocast: str) -> None:
+    policy.float()
+    precision = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if autocast == "bf16" else None, reduce_dtype=torch.float32
+    )
+    for module in reversed(list(policy.modules())):
+        if type(module).__name__ in wrap_classes:
+            fully_shard(module, mesh=mesh, mp_policy=precision)
+    fully_shard(policy, mesh=mesh, mp_policy=precision)

@@ -1,0 +1,80 @@
+"""The policy's weights as a folder that a model server can load."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from components.models.load import save_checkpoint
+from components.models.lora import base_model, merged_weights
+from components.training.ranks import Ranks, whole
+
+KEEP_VERSIONS = 2
+
+
+class Publisher:
+    """Writes complete checkpoints in the Hugging Face layout, adapters merged in.
+
+    The weights have the dtypes that the model had when this was made, before the trainer made fp32 of them.
+    The processor's files are written once, into `processor_folder`, and hard-linked from then on.
+    """
+
+    def __init__(self, model: nn.Module, processor: Any, processor_folder: Path) -> None:
+        self._dtypes = {
+            name.replace(".base_layer.", "."): value.dtype
+            for name, value in base_model(cast(Any, model)).state_dict().items()
+        }
+        self._processor, self._processor_folder = processor, processor_folder
+
+    def publish(self, model: nn.Module, folder: Path, ranks: Ranks) -> None:
+        """Write `folder`, at once or not at all. Every rank calls it; rank 0 writes.
+
+        A folder whose name is a number is one version of a series: of its siblings the newest two stay.
+        """
+        weights = self._weights(cast(Any, model))
+        if ranks.first:
+            if not self._processor_folder.exists():
+                self._processor.save_pretrained(self._processor_folder)
+            links = cast(Any, _Links(self._processor_folder))
+            save_checkpoint(base_model(cast(Any, model)), links, folder, weights)
+            if folder.name.isdecimal():
+                versions = sorted((p for p in folder.parent.iterdir() if p.name.isdecimal()), key=lambda p: int(p.name))
+                for old in versions[:-KEEP_VERSIONS]:
+                    shutil.rmtree(old)
+
+    @torch.no_grad()
+    def _weights(self, model: Any) -> dict[str, Tensor]:
+        """Full tensors on the CPU; parameters that share memory still do."""
+        copies: dict[Any, Tensor] = {}
+        weights = {}
+        for name, value in merged_weights(model).items():
+            key = (_address(value), value.shape) if value.numel() else name
+            if key not in copies:
+                copies[key] = whole(value).to(self._dtypes[name])
+            weights[name] = copies[key]
+        return weights
+
+
+class _Links:
+    """Has the one method of a processor that writing a checkpoint needs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def save_pretrained(self, target: Path) -> None:
+        for path in self.folder.rglob("*"):
+            new = Path(target) / path.relative_to(self.folder)
+            if path.is_dir():
+                new.mkdir(exist_ok=True)
+            else:
+                os.link(path, new)
+
+
+def _address(value: Tensor) -> int:
+    return (value.to_local() if isinstance(value, DTensor) else value).data_ptr()

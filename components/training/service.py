@@ -1,0 +1,90 @@
+"""The trainer service: a long-lived process group that trains, scores, publishes and saves when asked over HTTP.
+
+Started by `components.training.client` as `python -m torch.distributed.run ... -m components.training.service
+settings.json`. Rank 0 answers on loopback; every command runs on all ranks, one at a time. A command that cannot
+be carried out is refused before anything changes; an error after that ends the service, for the weights may be
+half-way, and the next one starts from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from components.contracts.errors import ArmatureError
+from components.training.errors import Fatal, describe
+from components.training.front import Front
+from components.training.launch import joined
+from components.training.ranks import Ranks
+from components.training.service_settings import ServiceSettings
+from components.training.worker import Command, Worker
+
+TOKEN = "ARMATURE_TRAINER_TOKEN"
+KEEPS_STATE = ("score", "save", "publish")
+"""Commands that change nothing in the trainer: when one fails on all ranks alike, the service goes on."""
+
+
+def main(settings_file: str) -> None:
+    """Run until told to stop. The exit code is 1 if an error ended it."""
+    settings = ServiceSettings.model_validate_json(Path(settings_file).read_text())
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    with joined(settings) as ranks:
+        try:
+            worker = Worker(settings, ranks)
+            serve(worker, settings, ranks)
+        except BaseException as error:
+            settings.error(ranks.rank).write_text(json.dumps(describe(error)))
+            raise
+
+
+def serve(worker: Worker, settings: ServiceSettings, ranks: Ranks) -> None:
+    """Take commands, one at a time, until "stop"."""
+    front = Front(os.environ[TOKEN], worker.recorded) if ranks.first else None
+    if front is not None:
+        settings.address.write_text(json.dumps({"url": front.start()}))
+    try:
+        while True:
+            command, answer = front.next() if front is not None else (None, None)
+            command = ranks.broadcast(command)
+            if command["name"] == "stop":
+                if answer is not None:
+                    answer.set_result(None)
+                return
+            carry_out(worker, command, answer, ranks)
+    finally:
+        if front is not None:
+            front.stop()
+
+
+def carry_out(worker: Worker, command: Command, answer: Future[Any] | None, ranks: Ranks) -> None:
+    """Check on all ranks, then run on all ranks; `answer` is rank 0's."""
+    samples, refused = [], None
+    try:
+        samples = worker.check(command)
+    except (ArmatureError, OSError, ValueError) as error:
+        refused = error
+    first_refusal = next((error for error in ranks.gather(refused) if error is not None), None)
+    if first_refusal is not None:
+        if answer is not None:
+            answer.set_exception(first_refusal)
+        return
+    try:
+        result = worker.run(command, samples)
+    except BaseException as error:
+        survives = ranks.size == 1 and command["name"] in KEEPS_STATE and isinstance(error, ArmatureError)
+        if answer is not None:
+            answer.set_exception(error if survives else Fatal(error))
+        if survives:
+            return
+        raise
+    if answer is not None:
+        answer.set_result(result)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,124 @@
+"""The commands of a trainer service, as every rank carries them out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from components.adapters import get_adapter
+from components.artifacts.images import ImageStore
+from components.batches.table import read_batch
+from components.contracts.batches import Sample
+from components.contracts.errors import ConfigurationError
+from components.models.families import family_of
+from components.models.load import load_model, load_processor
+from components.models.lora import base_model
+from components.training import checkpoints
+from components.training.launch import sharder
+from components.training.learner import Learner
+from components.training.loader import MicroBatchLoader
+from components.training.plan import check_samples
+from components.training.publish import Publisher
+from components.training.ranks import Ranks
+from components.training.service_settings import ServiceSettings
+
+Command = dict[str, Any]
+
+
+class Worker:
+    """One rank's model, optimiser and position. `results` are those of the steps that the weights contain."""
+
+    def __init__(self, settings: ServiceSettings, ranks: Ranks) -> None:
+        policy = settings.policy
+        self.settings, self.ranks = settings, ranks
+        self.results: dict[int, dict[str, Any]] = {}
+        processor = load_processor(policy.model_path, policy.model)
+        adapter = get_adapter(policy.model_path, processor)
+        model = load_model(policy.model_path, policy.model)
+        family = family_of(base_model(model).config)
+        self._identity = checkpoints.identity(
+            model, policy.trainer, temperature=policy.temperature, loading=policy.model.model_dump(mode="json")
+        )
+        self._publisher = Publisher(model, processor, settings.workspace / "processor")
+        self.learner = Learner(
+            model,
+            policy.trainer,
+            temperature=policy.temperature,
+            forbidden_token_ids=sorted(adapter.forbidden_token_ids),
+            ranks=ranks,
+            shard=sharder(ranks, family.wrap_classes, policy.trainer.autocast) if settings.shard else None,
+        )
+        self._load = MicroBatchLoader(adapter, ImageStore(policy.images), settings.loader_workers)
+
+    def check(self, command: Command) -> list[Sample]:
+        """What can be refused before anything is changed. The samples that the command names, if any.
+
+        Raises:
+            ConfigurationError: a step out of order.
+            DataError: no readable batch, or one that cannot be trained on.
+        """
+        if command["name"] == "step" and command["step"] != self.learner.steps_done + 1:
+            raise ConfigurationError(
+                f"step {command['step']} was asked for, but {self.learner.steps_done} steps are applied",
+                where="trainer service",
+                remedy=f"train step {self.learner.steps_done + 1} first",
+            )
+        if command["name"] == "publish" and command["version"] != self.learner.steps_done:
+            raise ConfigurationError(
+                f"version {command['version']} was asked for, but the weights are of {self.learner.steps_done} steps",
+                where="trainer service",
+                remedy="publish right after the step",
+            )
+        if "batch" not in command:
+            return []
+        samples = read_batch(Path(command["batch"]))
+        if command["name"] == "step":
+            check_samples(samples)
+        return samples
+
+    def recorded(self, command: Command) -> dict[str, float] | None:
+        """The result of a step that is applied already.
+
+        Raises:
+            ConfigurationError: that step was trained on another batch.
+        """
+        known = self.results.get(command.get("step", 0)) if command["name"] == "step" else None
+        if known is None:
+            return None
+        if known["batch"] != command["batch"]:
+            raise ConfigurationError(
+                f"step {command['step']} was trained on another batch",
+                where=f"{known['batch']} and now {command['batch']}",
+                remedy="resume from a checkpoint before that step to train it anew",
+            )
+        metrics: dict[str, float] = known["metrics"]
+        return metrics
+
+    def run(self, command: Command, samples: list[Sample]) -> Any:
+        """Carry out a checked command; on every rank."""
+        match command["name"]:
+            case "step":
+                with self._load.batch():
+                    metrics = self.learner.step(samples, self._load)
+                self.results[command["step"]] = {"batch": command["batch"], "metrics": metrics}
+                return metrics
+            case "score":
+                with self._load.batch():
+                    return [one.tolist() for one in self.learner.score(samples, self._load)]
+            case "publish":
+                self._publisher.publish(self.learner.model, Path(command["folder"]), self.ranks)
+                return None
+            case "save":
+                state = {"results": {str(step): result for step, result in self.results.items()}}
+                return str(checkpoints.save(self.learner, self.settings.checkpoints, state, self._identity))
+            case "resume":
+                return self._resume()
+            case other:
+                raise ConfigurationError(f"the trainer has no command {other!r}")
+
+    def _resume(self) -> int:
+        path = self.ranks.broadcast(checkpoints.latest(self.settings.checkpoints))
+        if path is not None:
+            state = checkpoints.load(self.learner, path, self._identity)
+            self.results = {int(step): result for step, result in state["results"].items()}
+        return self.learner.steps_done
