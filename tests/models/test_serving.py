@@ -41,7 +41,12 @@ def _serve(folder: Path, log: Path) -> Iterator[str]:
     arguments = ["--model", str(folder), "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
     arguments += ["--enforce-eager", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     arguments += ["--dtype", "float32", "--max-model-len", "2048", "--limit-mm-per-prompt", '{"image": 4}']
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+    arguments += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192"]
+    environment = os.environ | {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+    }
     with log.open("wb") as stream:
         server = subprocess.Popen(
             [PYTHON, "-m", "vllm.entrypoints.openai.api_server", *arguments],
