@@ -54,7 +54,9 @@ class Keeper:
         replica = self.replica
         while replica.ready:
             try:
-                await asyncio.wait_for(replica.suspect.wait(), _WATCH)
+                # Not wait_for: in Python 3.11 it may swallow a cancellation that comes with the event.
+                async with asyncio.timeout(_WATCH):
+                    await replica.suspect.wait()
             except TimeoutError:
                 if replica.server is None or replica.server.alive:
                     continue

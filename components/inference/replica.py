@@ -50,11 +50,11 @@ async def reset_caches(http: httpx.AsyncClient, endpoint: Endpoint) -> None:
     Raises:
         WeightSyncError: the prefix cache is still in use after some seconds.
     """
-    for attempt in range(8):
+    for _ in range(20):
         if (await post(http, endpoint, "/reset_prefix_cache")).json()["success"]:
             break
         # Blocks of an aborted request are given back by the engine's next step.
-        await asyncio.sleep(0.1 * 2**attempt)
+        await asyncio.sleep(0.25)
     else:
         raise WeightSyncError("its prefix cache could not be reset", where=endpoint.url, remedy="read its log")
     await post(http, endpoint, "/reset_mm_cache")

@@ -1,0 +1,92 @@
+"""Stand-in servers and checkpoint folders for the tests of the pool."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from components.contracts.machine import Machine
+from components.inference.pool import ServerPool
+from components.inference.settings import SamplingSettings, ServerSettings
+
+KEY = "a-key"
+
+
+def _load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+stand_in = _load("stand_in")
+
+
+@pytest.fixture
+def sampling() -> SamplingSettings:
+    return make_sampling()
+
+
+def make_sampling(**changes: Any) -> SamplingSettings:
+    neutral = {
+        "temperature": 1.0,
+        "max_tokens": 3,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
+    return SamplingSettings.model_validate(neutral | changes)
+
+
+@pytest.fixture
+def sampling_factory() -> Callable[..., SamplingSettings]:
+    return make_sampling
+
+
+def write_checkpoint(folder: Path, width: int = 4) -> Path:
+    """A folder that looks like a checkpoint to whoever does not load it."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"image_token_id": 7, "video_token_id": 8}))
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2, width], "data_offsets": [0, 8 * width]}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8 * width))
+    return folder
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Callable[..., Path]:
+    return lambda name, **kwargs: write_checkpoint(tmp_path / name, **kwargs)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[Any]]]:
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    with ExitStack() as stack:
+        yield lambda count: [stack.enter_context(stand_in.run_stand_in(KEY)) for _ in range(count)]
+
+
+@pytest.fixture
+def make_pool(tmp_path: Path) -> Callable[..., ServerPool]:
+    def make(servers: list[Any], weights: Path, **machine: Any) -> ServerPool:
+        limits: dict[str, Any] = {"generation_timeout": 1.0, "ready_timeout": 5.0, "sync_timeout": 2.0}
+        return ServerPool(
+            weights,
+            ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="float32"),
+            Machine(endpoints=tuple(server.url for server in servers), **(limits | machine)),
+            tmp_path / "logs",
+        )
+
+    return make

@@ -1,0 +1,185 @@
+"""A stand-in for vLLM at the outermost edge: a real HTTP server that speaks its protocol and misbehaves on demand.
+
+It answers like a server with a vocabulary of ten tokens whose log-probs name the weights that it holds, so that
+a test sees which weights answered. Faults are set for the next so many requests, or for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+PROMPT = [1, 7, 7, 7, 2]
+
+
+@dataclass
+class StandIn:
+    """The state of one stand-in server; `url` once it runs."""
+
+    key: str
+    url: str = ""
+    version: str = "start"
+    fault: str = ""
+    fault_count: int = 0
+    """Requests that the fault still applies to; -1: all."""
+    delay: float = 0.0
+    healthy: bool = True
+    answered: Counter[int] = field(default_factory=Counter)
+    """Seeds of chat requests that got a whole answer."""
+    seen: int = 0
+    most_at_once: int = 0
+    at_once: int = 0
+    calls: list[str] = field(default_factory=list)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+
+    def misbehave(self, fault: str, count: int = -1) -> None:
+        self.fault, self.fault_count = fault, count
+
+    def _next_fault(self) -> str:
+        if self.fault_count == 0:
+            return ""
+        self.fault_count -= self.fault_count > 0
+        return self.fault
+
+    async def chat(self, request: Request) -> Response:
+        body = await request.json()
+        self.bodies.append(body)
+        self.seen += 1
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            fault = self._next_fault()
+            await asyncio.sleep(self.delay)
+            if fault == "hang":
+                await asyncio.sleep(60)
+            if fault == "500":
+                return JSONResponse({"error": {"message": "EngineCore encountered an issue"}}, 500)
+            if fault == "400":
+                return JSONResponse({"error": {"message": "maximum context length is 512 tokens"}}, 400)
+            if fault == "not json":
+                return Response("<html>", 200)
+            if fault == "die":
+                return _Broken()
+            answer = self._answer(body, fault)
+            self.answered[body["seed"]] += 1
+            # json.dumps and not JSONResponse: NaN has to get through.
+            return Response(json.dumps(answer), media_type="application/json")
+        finally:
+            self.at_once -= 1
+
+    def _answer(self, body: dict[str, Any], fault: str) -> dict[str, Any]:
+        choices = []
+        for index in range(body["n"]):
+            tokens = [3, 4, 5]
+            logprobs: list[Any] = [-0.5, -1.0, -float(self.version == "start")]
+            if fault == "placeholder":
+                tokens[1] = 7
+            if fault == "short":
+                logprobs.pop()
+            if fault == "nan":
+                logprobs[1] = float("nan")
+            if fault == "null":
+                logprobs[1] = None
+            if fault == "floor":
+                logprobs[1] = -9999.0
+            choices.append(
+                {
+                    "index": index,
+                    "message": {"content": f"{self.version}"},
+                    "token_ids": None if fault == "no ids" else tokens,
+                    "logprobs": None
+                    if fault == "no logprobs"
+                    else {"content": [{"logprob": value} for value in logprobs]},
+                    "finish_reason": "stop",
+                }
+            )
+        if fault == "too few":
+            choices.pop()
+        return {"prompt_token_ids": None if fault == "no prompt" else PROMPT, "choices": choices[::-1]}
+
+    async def control(self, request: Request) -> Response:
+        self.calls.append(request.url.path)
+        fault = self._next_fault() if self.fault.startswith("sync") else ""
+        if request.url.path == "/reset_prefix_cache":
+            return JSONResponse({"success": fault != "sync cache busy"})
+        if request.url.path == "/collective_rpc":
+            body = await request.json()
+            assert body["method"] == "reload_weights"
+            if fault == "sync refuse":
+                return JSONResponse({"error": "shape mismatch"}, 500)
+            if fault == "sync hang":
+                await asyncio.sleep(60)
+            if fault == "sync die":
+                return _Broken()
+            if fault != "sync nothing":
+                self.version = Path(body["kwargs"]["weights_path"]).name
+            return JSONResponse({"results": [None]})
+        return JSONResponse({})
+
+    async def completions(self, request: Request) -> Response:
+        tokens = (await request.json())["prompt"]
+        value = -float(sum(self.version.encode()) % 97)
+        entries = [None, *({str(token): {"logprob": value}} for token in tokens[1:])]
+        return JSONResponse({"choices": [{"prompt_logprobs": entries}]})
+
+    async def health(self, _: Request) -> Response:
+        return Response(status_code=200 if self.healthy else 503)
+
+    async def models(self, request: Request) -> Response:
+        if request.headers.get("authorization") != f"Bearer {self.key}":
+            return Response(status_code=401)
+        return JSONResponse({"data": [{"id": "policy", "root": "somewhere"}]})
+
+    def app(self) -> Starlette:
+        post = ["POST"]
+        controls = ["/collective_rpc", "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"]
+        return Starlette(
+            routes=[
+                Route("/health", self.health),
+                Route("/v1/models", self.models),
+                Route("/v1/chat/completions", self.chat, methods=post),
+                Route("/v1/completions", self.completions, methods=post),
+                *(Route(path, self.control, methods=post) for path in controls),
+            ]
+        )
+
+
+class _Broken(Response):
+    """Promises a body and ends the connection before it is whole, as a server does that is killed."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-length", b"1000")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b'{"choices": [', "more_body": True})
+        raise ConnectionResetError
+
+
+@contextlib.contextmanager
+def run_stand_in(key: str, port: int = 0) -> Iterator[StandIn]:
+    """A stand-in on a port of its own, in a thread."""
+    stand_in = StandIn(key)
+    config = uvicorn.Config(stand_in.app(), host="127.0.0.1", port=port, log_level="critical", lifespan="off")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        threading.Event().wait(0.01)
+    stand_in.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    try:
+        yield stand_in
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(5)

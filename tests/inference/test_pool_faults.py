@@ -1,0 +1,299 @@
+"""What the pool does when servers hang, fail, die or answer wrongly; against stand-in servers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from components.contracts.errors import ServerError, WeightSyncError
+from components.inference.client import GenerationFailure
+from components.inference.pool import ServerPool
+from components.inference.settings import SamplingSettings
+
+MESSAGES = [{"role": "user", "content": "?"}]
+MakePool = Callable[..., ServerPool]
+StandIns = Callable[[int], list[Any]]
+Checkpoint = Callable[..., Path]
+
+
+async def ask_many(pool: ServerPool, sampling: SamplingSettings, count: int) -> list[Any]:
+    jobs = (pool.complete(MESSAGES, sampling, seed) for seed in range(count))
+    return await asyncio.gather(*jobs, return_exceptions=True)
+
+
+def run(pool: ServerPool, work: Callable[[ServerPool], Any]) -> Any:
+    async def inside() -> Any:
+        async with pool:
+            return await work(pool)
+
+    return asyncio.run(inside())
+
+
+def test_every_sample_has_its_tokens_and_the_version(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    (server,) = stand_ins(1)
+    pool = make_pool([server], checkpoint("v7"))
+
+    async def work(pool: ServerPool) -> Any:
+        return await pool.complete(MESSAGES, sampling, 11), await pool.sample(MESSAGES, sampling, 12, n=4)
+
+    one, four = run(pool, work)
+    assert one.prompt_token_ids.tolist() == [1, 7, 7, 7, 2]
+    assert one.prompt_token_ids.dtype == one.token_ids.dtype == np.int32
+    assert one.token_ids.tolist() == [3, 4, 5]
+    assert one.logprobs.dtype == np.float32
+    assert one.logprobs.tolist() == [-0.5, -1.0, 0.0]
+    assert (one.finish_reason, one.policy_version, one.text) == ("stop", 0, "v7")
+    assert len(four) == 4
+    body = server.bodies[0]
+    assert body["seed"] == 11
+    assert body["logit_bias"] == {"7": -100.0, "8": -100.0}
+    assert (body["top_p"], body["top_k"], body["min_p"], body["repetition_penalty"]) == (1.0, 0, 0.0, 1.0)
+    assert body["logprobs"] and body["return_token_ids"] and not body["skip_special_tokens"]
+    assert pool.statistics.completions == 5
+
+
+def test_requests_go_to_the_least_loaded_server_and_are_bounded(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    servers = stand_ins(2)
+    servers[0].delay, servers[1].delay = 0.05, 0.2
+    pool = make_pool(servers, checkpoint("a"), max_concurrent=6)
+    results = run(pool, lambda pool: ask_many(pool, sampling, 40))
+    assert all(result.text for result in results)
+    assert servers[0].seen > 1.8 * servers[1].seen > 0
+    assert servers[0].most_at_once + servers[1].most_at_once <= 7
+    assert max(server.most_at_once for server in servers) <= 5
+
+
+@pytest.mark.parametrize("fault", ["500", "die", "hang", "not json"])
+def test_a_failed_attempt_is_tried_on_the_other_server(
+    fault: str, stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    servers = stand_ins(2)
+    servers[0].misbehave(fault)
+    pool = make_pool(servers, checkpoint("a"))
+    results = run(pool, lambda pool: ask_many(pool, sampling, 12))
+    assert [result.server for result in results] == [servers[1].url] * 12
+    assert sum(servers[1].answered.values()) == 12
+    assert pool.statistics.completions == pool.statistics.requests == 12
+    assert pool.statistics.retries >= 3
+    assert (pool.statistics.timeouts > 0) == (fault == "hang")
+    assert pool.statistics.ejections >= 1
+    assert not pool.statistics.failures
+
+
+def test_a_server_that_fails_for_ever_makes_typed_failures(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    (server,) = stand_ins(1)
+    server.misbehave("500")
+    pool = make_pool([server], checkpoint("a"))
+    results = run(pool, lambda pool: ask_many(pool, sampling, 3))
+    assert [result.reason for result in results] == ["server_error"] * 3
+    assert pool.statistics.failures == {"server_error": 3}
+    assert "EngineCore" in str(results[0])
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("nan", "bad_logprobs"),
+        ("null", "bad_logprobs"),
+        ("floor", "bad_logprobs"),
+        ("short", "length_mismatch"),
+        ("no logprobs", "missing_logprobs"),
+        ("no ids", "missing_logprobs"),
+        ("no prompt", "malformed_answer"),
+        ("too few", "malformed_answer"),
+        ("placeholder", "placeholder_sampled"),
+        ("400", "prompt_too_long"),
+    ],
+)
+def test_a_wrong_answer_fails_that_request_alone_at_once(
+    fault: str,
+    reason: str,
+    stand_ins: StandIns,
+    make_pool: MakePool,
+    checkpoint: Checkpoint,
+    sampling: SamplingSettings,
+) -> None:
+    (server,) = stand_ins(1)
+    server.misbehave(fault, count=1)
+    pool = make_pool([server], checkpoint("a"))
+    results = run(pool, lambda pool: ask_many(pool, sampling, 5))
+    failures = [result for result in results if isinstance(result, GenerationFailure)]
+    assert [failure.reason for failure in failures] == [reason]
+    assert server.seen == 5
+    assert pool.statistics.completions == 4
+    assert pool.statistics.failures == {reason: 1}
+    assert pool.statistics.ejections == 0
+
+
+def test_an_ejected_server_comes_back_with_the_current_weights(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    servers = stand_ins(2)
+    pool = make_pool(servers, checkpoint("a"))
+    newer = checkpoint("b")
+
+    async def work(pool: ServerPool) -> None:
+        servers[0].healthy = False
+        servers[0].misbehave("500")
+        await ask_many(pool, sampling, 8)
+        await pool.sync(newer, 1)
+        assert (servers[0].version, servers[1].version) == ("a", "b")
+        servers[0].healthy = True
+        servers[0].misbehave("")
+        while not all(replica.ready for replica in pool.replicas):
+            await asyncio.sleep(0.05)
+        results = await ask_many(pool, sampling, 20)
+        assert {result.server for result in results} == {server.url for server in servers}
+        assert {(result.text, result.policy_version) for result in results} == {("b", 1)}
+
+    run(pool, work)
+
+
+def test_a_wrong_key_is_said_at_once(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = stand_ins(1)
+    monkeypatch.setenv("VLLM_API_KEY", "another")
+    with pytest.raises(ServerError, match="VLLM_API_KEY"):
+        run(make_pool(servers, checkpoint("a"), ready_timeout=1), lambda pool: pool.notify())
+
+
+def test_images_are_never_fetched_by_the_server(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    (server,) = stand_ins(1)
+    part = {"type": "image_url", "image_url": {"url": "http://example.org/a.png"}}
+    pool = make_pool([server], checkpoint("a"))
+    with pytest.raises(GenerationFailure, match="by address") as caught:
+        run(pool, lambda pool: pool.complete([{"role": "user", "content": [part]}], sampling, 0))
+    assert caught.value.reason == "image_not_inline"
+    assert server.seen == 0
+
+
+# Weights
+
+
+def test_sync_waits_for_requests_and_stamps_the_version(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    servers = stand_ins(2)
+    for server in servers:
+        server.delay = 0.3
+    pool = make_pool(servers, checkpoint("a"))
+    newer = checkpoint("b")
+
+    async def work(pool: ServerPool) -> Any:
+        before = asyncio.create_task(ask_many(pool, sampling, 6))
+        await asyncio.sleep(0.1)
+        sync = asyncio.create_task(pool.sync(newer, 5))
+        await asyncio.sleep(0.05)
+        after = asyncio.create_task(ask_many(pool, sampling, 6))
+        await sync
+        return await before, await after
+
+    before, after = run(pool, work)
+    assert {(result.text, result.policy_version) for result in before} == {("a", 0)}
+    assert {(result.text, result.policy_version) for result in after} == {("b", 5)}
+    for server in servers:
+        assert server.calls[-4:-3] == ["/collective_rpc"]
+        assert set(server.calls[-3:]) == {"/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("sync refuse", "shape mismatch"),
+        ("sync hang", "did not reach every server"),
+        ("sync nothing", "differ"),
+        ("sync cache busy", "prefix cache"),
+    ],
+)
+def test_a_failed_sync_stops_everything(
+    fault: str,
+    message: str,
+    stand_ins: StandIns,
+    make_pool: MakePool,
+    checkpoint: Checkpoint,
+    sampling: SamplingSettings,
+) -> None:
+    servers = stand_ins(2)
+    pool = make_pool(servers, checkpoint("a"), sync_timeout=30 if "busy" in fault else 1)
+    newer = checkpoint("b")
+
+    async def work(pool: ServerPool) -> None:
+        servers[1].misbehave(fault)
+        with pytest.raises(WeightSyncError, match=message):
+            await pool.sync(newer, 1)
+        with pytest.raises(WeightSyncError, match=message):
+            await pool.complete(MESSAGES, sampling, 0)
+        with pytest.raises(WeightSyncError, match=message):
+            await pool.sync(newer, 2)
+
+    run(pool, work)
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint
+) -> None:
+    pool = make_pool(stand_ins(1), checkpoint("a"))
+    with pytest.raises(WeightSyncError, match=r"another model: w is .*\(2, 5\).*\(2, 4\)"):
+        run(pool, lambda pool: pool.sync(checkpoint("b", width=5), 1))
+
+
+def test_a_half_written_checkpoint_is_refused(stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint) -> None:
+    pool = make_pool(stand_ins(1), checkpoint("a"))
+    file = checkpoint("b") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(WeightSyncError, match="promises"):
+        run(pool, lambda pool: pool.sync(file.parent, 1))
+
+
+def test_a_server_that_dies_during_a_sync_comes_back_with_the_new_weights(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    servers = stand_ins(2)
+    pool = make_pool(servers, checkpoint("a"))
+    newer = checkpoint("b")
+
+    async def work(pool: ServerPool) -> None:
+        servers[1].misbehave("sync die", count=1)
+        await pool.sync(newer, 1)
+        assert not pool.replicas[1].ready
+        while not pool.replicas[1].ready:
+            await asyncio.sleep(0.05)
+        assert servers[1].version == "b"
+        assert {result.text for result in await ask_many(pool, sampling, 8)} == {"b"}
+
+    run(pool, work)
+
+
+def test_cancelled_requests_free_their_place(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    (server,) = stand_ins(1)
+    server.delay = 0.2
+    pool = make_pool([server], checkpoint("a"), max_concurrent=1)
+
+    async def work(pool: ServerPool) -> None:
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(pool.complete(MESSAGES, sampling, 1), 0.05)
+        began = time.monotonic()
+        assert (await pool.complete(MESSAGES, sampling, 2)).text == "a"
+        await pool.sync(pool.weights, 1)
+        assert time.monotonic() - began < 2
+        assert pool.replicas[0].outstanding == 0
+
+    run(pool, work)
