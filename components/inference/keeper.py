@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
@@ -111,8 +110,8 @@ class Keeper:
     async def _start_local(self) -> None:
         replica, pool = self.replica, self.pool
         assert replica.server is not None
-        weights, version = pool.weights, pool.version
-        await replica.server.start(Path(weights))
+        folder, version = pool.weights.folder, pool.weights.version
+        await replica.server.start(folder)
         replica.url, replica.version = replica.server.url, version
 
     async def _wait_remote(self, timeout: float) -> None:
@@ -130,11 +129,11 @@ class Keeper:
     async def _admit(self) -> None:
         """Let requests through, once the server holds the current weights. Not while weights are changing."""
         replica, pool = self.replica, self.pool
-        async with pool.admission():
+        async with pool.weights.changing:
             replica.failures = 0
             replica.suspect.clear()
             try:
-                replica.ready = await pool.make_current(replica)
+                replica.ready = await pool.weights.make_current(pool.http, replica)
             except httpx.TransportError as error:
                 raise ServerError(f"{replica.name} went away as it joined: {error!r}", where=replica.url) from error
         await pool.notify()

@@ -14,12 +14,10 @@ from types import TracebackType
 from typing import Self
 
 import httpx
-import numpy as np
 
 from components.contracts.errors import DataError, ServerError, WeightSyncError
 from components.contracts.machine import Machine
-from components.contracts.rollouts import LogProbs
-from components.inference.checkpoint import placeholder_token_ids, read_tensors
+from components.inference.checkpoint import placeholder_token_ids
 from components.inference.client import (
     Completion,
     GenerationFailure,
@@ -31,20 +29,17 @@ from components.inference.client import (
     request_body,
 )
 from components.inference.keeper import Keeper
-from components.inference.replica import Replica, probe, reset_caches
+from components.inference.replica import Replica
 from components.inference.server import VllmServer
 from components.inference.settings import ServerSettings
 from components.inference.statistics import PoolStatistics
-from components.inference.weights import WEIGHT_TRANSFERS, WeightTransfer
-from components.inference.weights.base import Publish
+from components.inference.sync import ServedWeights
+from components.inference.weights import Publish
 
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
 """Times that one request is tried before it is a failure."""
-
-PROBE_TOLERANCE = 0.05
-"""Largest difference, in nats, between two servers that hold the same weights (bfloat16, other batches)."""
 
 
 class ServerPool:
@@ -74,22 +69,18 @@ class ServerPool:
         forbidden_token_ids: Sequence[int] | None = None,
     ) -> None:
         self.settings, self.machine, self.log_folder = settings, machine, log_folder
-        self.weights, self.version = weights.absolute(), version
         if forbidden_token_ids is None:
             forbidden_token_ids = placeholder_token_ids(weights)
         self.forbidden_token_ids = tuple(sorted(set(forbidden_token_ids)))
         self.statistics = PoolStatistics()
         self._forbidden = frozenset(self.forbidden_token_ids)
-        self._tensors = read_tensors(weights)
-        self._transfer: WeightTransfer = WEIGHT_TRANSFERS[machine.weight_transfer]()
+        self.weights = ServedWeights(weights, version, machine.weight_transfer, self.forbidden_token_ids)
         self._api_key = os.environ.get("VLLM_API_KEY") or secrets.token_urlsafe(32)
         self._slots = asyncio.Semaphore(machine.max_concurrent)
         self._changed = asyncio.Condition()
-        self._sync_lock = asyncio.Lock()
         self._syncing = False
         self._under_way = 0
         self._broken: WeightSyncError | None = None
-        self._fingerprint: tuple[int, LogProbs] | None = None
         self._keepers: list[asyncio.Task[None]] = []
         self.replicas = self._make_replicas()
 
@@ -109,7 +100,7 @@ class ServerPool:
             ServerError: one of them does not come up.
         """
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.machine.max_concurrent)
-        self._http = httpx.AsyncClient(limits=limits, timeout=self.machine.generation_timeout, trust_env=False)
+        self.http = httpx.AsyncClient(limits=limits, timeout=self.machine.generation_timeout, trust_env=False)
         keepers = [Keeper(self, replica) for replica in self.replicas]
         try:
             async with asyncio.TaskGroup() as group:
@@ -133,7 +124,7 @@ class ServerPool:
         for task in self._keepers:
             task.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
-        await self._http.aclose()
+        await self.http.aclose()
         await asyncio.gather(*(replica.server.stop() for replica in self.replicas if replica.server))
 
     # Requests
@@ -194,7 +185,7 @@ class ServerPool:
             replica = await self._take(tried)
             began, version = time.monotonic(), replica.version
             try:
-                answer = await ask(self._http, replica.endpoint, body, self.machine.generation_timeout)
+                answer = await ask(self.http, replica.endpoint, body, self.machine.generation_timeout)
             except Transient as error:
                 last = error
                 tried.add(replica.name)
@@ -255,8 +246,8 @@ class ServerPool:
         if self._broken is not None:
             raise self._broken
         try:
-            async with self._drained(), asyncio.timeout(self.machine.sync_timeout), self._sync_lock:
-                await self._give(weights.absolute(), version, publish)
+            async with self._drained(), asyncio.timeout(self.machine.sync_timeout), self.weights.changing:
+                await self.weights.give(self.http, self.replicas, weights, version, publish)
         except TimeoutError:
             self._broken = WeightSyncError(
                 f"version {version} did not reach every server in {self.machine.sync_timeout:g} s",
@@ -282,96 +273,3 @@ class ServerPool:
             yield
         finally:
             self._syncing = False
-
-    async def _give(self, weights: Path, version: int, publish: Publish | None) -> None:
-        if version <= self.version:
-            raise WeightSyncError(
-                f"version {version} is not newer than {self.version}", where=str(weights), remedy="count upwards"
-            )
-        self._check_folder(weights)
-        self.weights, self.version = weights, version
-        ready = [replica for replica in self.replicas if replica.ready]
-        if self._transfer.single:
-            await asyncio.gather(*(self._bring_up_to_date(replica) for replica in ready))
-            return
-        if len(ready) < len(self.replicas):
-            missing = ", ".join(replica.name for replica in self.replicas if not replica.ready)
-            raise WeightSyncError("not every server is up", where=missing, remedy="start again from the checkpoint")
-        await self._transfer.transfer(self._http, [replica.endpoint for replica in ready], weights, publish)
-        await asyncio.gather(*(self._verify(replica) for replica in ready))
-
-    def _check_folder(self, weights: Path) -> None:
-        if not self._transfer.single:
-            return
-        tensors = read_tensors(weights)
-        if tensors != self._tensors:
-            name = min(
-                name for name in tensors.keys() | self._tensors.keys() if tensors.get(name) != self._tensors.get(name)
-            )
-            raise WeightSyncError(
-                f"a checkpoint of another model: {name} is {tensors.get(name, 'missing')}, the servers have "
-                f"{self._tensors.get(name, 'none')}",
-                where=str(weights),
-                remedy="publish with the names, shapes and types of the checkpoint that the servers started with",
-            )
-
-    def admission(self) -> asyncio.Lock:
-        """Held while a server joins or weights change, so that neither sees the other half done."""
-        return self._sync_lock
-
-    async def make_current(self, replica: Replica) -> bool:
-        """See that a server that joins holds the current weights; whether it may be used.
-
-        Raises:
-            WeightSyncError: it does not, and cannot be given them now.
-        """
-        if replica.version == self.version:
-            await self._check_fingerprint(replica)
-            return True
-        if self._transfer.single:
-            return await self._bring_up_to_date(replica)
-        if self._fingerprint is None:
-            # Joined before the first sync: it was started with the weights that we were given, or the check
-            # of log-probs before training will tell.
-            replica.version = self.version
-            return True
-        raise WeightSyncError(
-            f"it holds version {replica.version}, not {self.version}, and the trainer alone can send that",
-            where=replica.name,
-            remedy="start again from the checkpoint",
-        )
-
-    async def _bring_up_to_date(self, replica: Replica) -> bool:
-        """Load the current weights into one server and verify. False: it is gone, its keeper will see to it."""
-        try:
-            await self._transfer.transfer(self._http, [replica.endpoint], self.weights, None)
-            await self._verify(replica)
-        except httpx.TransportError as error:
-            log.warning("%s went away while it was given weights: %s", replica.name, error)
-            replica.ready = False
-            replica.suspect.set()
-            return False
-        return True
-
-    async def _verify(self, replica: Replica) -> None:
-        await reset_caches(self._http, replica.endpoint)
-        await self._check_fingerprint(replica)
-        replica.version = self.version
-
-    async def _check_fingerprint(self, replica: Replica) -> None:
-        """Compare what the server answers to a fixed prompt with what the others answered at this version.
-
-        Raises:
-            WeightSyncError: they differ, or the answer is not finite.
-        """
-        values = await probe(self._http, replica.endpoint, self.forbidden_token_ids)
-        if self._fingerprint is None or self._fingerprint[0] != self.version:
-            self._fingerprint = (self.version, values)
-        difference = float(np.abs(values - self._fingerprint[1]).max())
-        if not np.isfinite(values).all() or not difference <= PROBE_TOLERANCE:
-            raise WeightSyncError(
-                f"at version {self.version} it gives a fixed prompt log-probs that differ by {difference:.3g} from "
-                "those of the other servers: its weights are not what they should be",
-                where=replica.name,
-                remedy="read its log for weights that were not loaded",
-            )

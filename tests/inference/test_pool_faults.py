@@ -292,7 +292,7 @@ def test_cancelled_requests_free_their_place(
                 await asyncio.wait_for(pool.complete(MESSAGES, sampling, 1), 0.05)
         began = time.monotonic()
         assert (await pool.complete(MESSAGES, sampling, 2)).text == "a"
-        await pool.sync(pool.weights, 1)
+        await pool.sync(pool.weights.folder, 1)
         assert time.monotonic() - began < 2
         assert pool.replicas[0].outstanding == 0
 
