@@ -28,6 +28,7 @@ from components.models.source import locate
 from components.rl.agreement import Agreement, compare, refuse_mismatch
 from components.rl.history import History
 from components.rl.metrics import rollout_metrics
+from components.rl.reporting import Gallery
 from components.rl.settings import TrainVLMSettings
 from components.rollouts.collect import collect
 from components.rollouts.schedule import tasks_of_step
@@ -63,6 +64,7 @@ class RLRun:
         self.tasks: list[Task] = load_tasks(inputs["tasks"].path, "train")
         self.history = History(context.workspace / "history.jsonl")
         self.weights = context.workspace / "weights"
+        self.gallery = Gallery()
         self._step_metrics: dict[int, dict[str, float]] = {}
 
     def rollouts(self, step: int) -> Artifact:
@@ -84,8 +86,7 @@ class RLRun:
         """The training samples of `step` with their advantages."""
         outputs = read_rollouts(rollouts.path)
         metrics = rollout_metrics(outputs)
-        made = self.store.find("batches", self._key(step))
-        if made is None:
+        if (made := self.store.find("batches", self._key(step))) is None:
             built = build_batch(outputs, self.adapter, self.settings.batches)
 
             def fill(folder: Path) -> None:
@@ -97,6 +98,8 @@ class RLRun:
             metrics |= built.metrics | {f"drops/{reason}": float(count) for reason, count in built.drops.items()}
             self.context.events.artifact(made, "output", step)
         self._step_metrics[step] = metrics
+        if step in (1, self.settings.trainer.max_steps):
+            self.gallery.add(rollouts, made, self.trainer.score(made.path))
         return made
 
     def train(self, step: int, batch: Artifact) -> dict[str, float]:

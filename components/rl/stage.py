@@ -15,7 +15,7 @@ CHECKPOINT = "checkpoint"
 def train_vlm(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext) -> Report:
     """Writes `checkpoint/` (Hugging Face layout), `history.json`, `metrics.json`, `lineage.json` and the report."""
     from components.rl.loop import run_loop
-    from components.rl.reporting import write_report
+    from components.rl.reporting import write_pages
     from components.rl.run import open_run
     from components.stages import open_store
 
@@ -26,11 +26,11 @@ def train_vlm(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], out: P
         staleness = settings.rollouts.max_staleness
         run_loop(run, done + 1, trainer.max_steps, staleness, context.units, context.events)
         run.finish(out / CHECKPOINT)
-        history, lineage = run.history.read(), run.lineage()
+        history, lineage, gallery = run.history.read(), run.lineage(), run.gallery
     _write_json(out / "history.json", history)
     _write_json(out / "lineage.json", lineage)
     _write_json(out / "metrics.json", summary(history))
-    write_report(out, settings, history)
+    write_pages(out, settings, history, gallery, context.images)
     planned = trainer.max_steps * settings.rollouts.groups_per_step * settings.rollouts.group_size
     drops = _total(history, "failures/") | _total(history, "drops/")
     return Report(rows={"steps": len(history), "rollouts": planned}, drops=drops)
