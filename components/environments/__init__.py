@@ -11,6 +11,6 @@ ENVIRONMENTS = Registry(
         "colors": "components.environments.colors:Colors",
         "coordinates": "components.environments.coordinates:Coordinates",
         "recall": "components.environments.recall:Recall",
-        "verifiers": "components.environments.verifiers:make_verifiers_environment",
+        "verifiers": "components.environments.verifiers:VerifiersEnvironment",
     },
 )

@@ -1,0 +1,144 @@
+"""A verifiers environment as one of ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from importlib.util import find_spec
+from typing import Any, ClassVar, Literal, Protocol
+
+import numpy as np
+from pydantic import Field, PositiveInt
+
+from components.contracts.episodes import Split, Task
+from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.settings import Settings
+from components.environments.verifiers.episode import AskedEpisode
+
+
+class VerifiersSettings(Settings):
+    """Which verifiers environment, and through which of its two interfaces."""
+
+    interface: Literal["legacy", "v1"] = Field(
+        description="legacy: load_environment with datasets and rubrics (0.1.9 to 0.3); v1: tasksets (0.4)."
+    )
+    id: str = Field(min_length=1, description="The environment's or the taskset's package.")
+    args: dict[str, Any] = Field(
+        description="legacy: arguments of load_environment; v1: the env section, e.g. {agent = {harness = {...}}}."
+    )
+    max_turns: PositiveInt = Field(description="Turns after which an episode is ended and scored.")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One task of the environment: `value` is what it takes, `identity` a digest of its content."""
+
+    value: Any
+    identity: str
+    system_prompt: str | None
+
+
+class Source(Protocol):
+    """What differs between the interfaces."""
+
+    max_turns: int
+
+    def rows(self) -> tuple[Sequence[Row], Sequence[Row] | None]:
+        """The training rows, and those for evaluation if they are others."""
+
+    async def play(self, row: Row, base_url: str) -> dict[str, float]:
+        """Play the row against the endpoint at `base_url`: `reward`, and its parts and metrics by name."""
+
+
+class VerifiersEnvironment:
+    """The reward is the environment's own, its parts and metrics are recorded with weight 0.
+
+    Tasks name rows by position and content, so a data set that changes is noticed. Both splits are drawn from
+    the training rows where the environment has no others for evaluation; they never share a row.
+    """
+
+    name: ClassVar[str] = "verifiers"
+    Settings: ClassVar[type[VerifiersSettings]] = VerifiersSettings
+
+    def __init__(self, settings: VerifiersSettings, *, train_tasks: int, heldout_tasks: int, seed: int) -> None:
+        if find_spec("verifiers") is None:
+            raise ConfigurationError(
+                "environment 'verifiers' needs the package verifiers", remedy="pip install 'armature[verifiers]'"
+            )
+        self._source: Source = _source(settings)
+        self._counts = {"train": train_tasks, "heldout": heldout_tasks}
+        self._seed = seed
+        self.max_turns = self._source.max_turns
+        self.reward_weights: dict[str, float] = {"reward": 1.0}
+
+    @cached_property
+    def _rows(self) -> dict[Split, list[tuple[int, Row]]]:
+        train, heldout = self._source.rows()
+        counts = self._counts
+        need = {"train": counts["train"] + (0 if heldout else counts["heldout"]), "heldout": counts["heldout"]}
+        for split, rows in (("train", train), ("heldout", heldout)):
+            if rows is not None and len(rows) < need[split]:
+                raise ConfigurationError(
+                    f"{need[split]} rows are asked for and the environment has {len(rows)}",
+                    where=f"{split}_tasks",
+                    remedy=f"lower train_tasks = {counts['train']} or heldout_tasks = {counts['heldout']}",
+                )
+        order = np.random.default_rng((self._seed, 0)).permutation(len(train)).tolist()
+        picked = [(index, train[index]) for index in order]
+        if heldout is None:
+            return {"train": picked[: counts["train"]], "heldout": picked[counts["train"] : need["train"]]}
+        others = np.random.default_rng((self._seed, 1)).permutation(len(heldout)).tolist()
+        return {
+            "train": picked[: counts["train"]],
+            "heldout": [(index, heldout[index]) for index in others[: counts["heldout"]]],
+        }
+
+    @cached_property
+    def system_prompt(self) -> str | None:
+        return self._rows["train"][0][1].system_prompt
+
+    def tasks(self, split: Split) -> Iterator[Task]:
+        for number, (index, row) in enumerate(self._rows[split]):
+            payload = {"number": number, "row": index, "identity": row.identity}
+            yield Task(f"verifiers-{split}-{number:05d}", split, payload)
+
+    def episode(self, task: Task) -> AskedEpisode:
+        """
+        Raises:
+            DataError: the environment's rows are not those that the task was made from.
+        """
+        rows = self._rows[task.split]
+        number = task.payload["number"]
+        if number >= len(rows) or rows[number][1].identity != task.payload["identity"]:
+            raise DataError(
+                f"row {task.payload['row']} of the environment is not the one that the task was made from",
+                where=task.task_id,
+                remedy="install the version of the environment that made the tasks, or make the tasks again",
+            )
+        row = rows[number][1]
+
+        async def play(base_url: str) -> Mapping[str, float]:
+            parts = await self._source.play(row, base_url)
+            for name in parts:
+                self.reward_weights.setdefault(name, 0.0)
+            return parts
+
+        return AskedEpisode(play, self.system_prompt)
+
+
+def _source(settings: VerifiersSettings) -> Source:
+    if settings.interface == "legacy":
+        from components.environments.verifiers.legacy import LegacySource
+
+        return LegacySource(settings.id, settings.args, settings.max_turns)
+    from components.environments.verifiers.v1 import V1Source
+
+    return V1Source(settings.id, settings.args, settings.max_turns)
+
+
+def digest(document: Any) -> str:
+    """Names a row by its content, which need not be JSON throughout."""
+    return sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()[:16]

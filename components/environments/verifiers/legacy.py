@@ -1,0 +1,100 @@
+"""verifiers 0.1.9 to 0.3: `load_environment`, data sets, rubrics."""
+
+from __future__ import annotations
+
+import inspect
+import signal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import verifiers
+from openai import AsyncOpenAI
+
+from components.contracts.errors import ConfigurationError
+from components.environments.verifiers.environment import Row, digest
+from components.environments.verifiers.episode import content
+
+
+class LegacySource:
+    """One loaded environment; its rollouts are independent of each other."""
+
+    def __init__(self, id: str, args: Mapping[str, Any], max_turns: int) -> None:
+        load = getattr(verifiers, "load_environment", None)
+        if load is None:
+            raise ConfigurationError(
+                "the installed verifiers has no load_environment",
+                remedy='pip install "verifiers<0.4", or use interface = "v1"',
+            )
+        with _signals_untouched():
+            self._environment = load(id, **args)
+        if self._environment.max_turns < 1 or self._environment.max_turns > max_turns:
+            self._environment.max_turns = max_turns
+        self.max_turns: int = self._environment.max_turns
+
+    def rows(self) -> tuple[Sequence[Row], Sequence[Row] | None]:
+        train, heldout = self._environment.get_dataset(), self._environment.get_eval_dataset()
+        return _rows(train), None if heldout is train else _rows(heldout)
+
+    async def play(self, row: Row, base_url: str) -> dict[str, float]:
+        async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=None) as client:
+            state = await self._environment.rollout(materialised(row.value), _client(client), "policy", {})
+        if state["error"] is not None:
+            raise RuntimeError(f"the environment failed: {state['error']!r}") from state["error"]
+        rubric = self._environment.rubric
+        if "score_sem" in inspect.signature(rubric.score_rollout).parameters:  # until 0.1.9
+            from verifiers.utils.async_utils import NullAsyncContext
+
+            await rubric.score_rollout(state, score_sem=NullAsyncContext())
+        else:
+            await rubric.score_rollout(state)
+            await rubric.cleanup(state)
+        return {**state["metrics"], "reward": float(state["reward"])}
+
+
+def _client(client: AsyncOpenAI) -> Any:
+    """0.1 calls the OpenAI client itself, later versions wrap it."""
+    try:
+        from verifiers.clients import OpenAIChatCompletionsClient
+    except ImportError:
+        return client
+    return OpenAIChatCompletionsClient(client)
+
+
+def _rows(dataset: Iterable[Mapping[str, Any]]) -> list[Row]:
+    return [_row(materialised(row)) for row in dataset]
+
+
+def _row(value: dict[str, Any]) -> Row:
+    prompt = value["prompt"]
+    if not isinstance(prompt, list):
+        raise ConfigurationError("the environment completes text; the bridge plays environments that chat")
+    system = "".join(str(part) for part in content(prompt[0])) if prompt[0]["role"] == "system" else None
+    return Row(value, digest(value), system)
+
+
+def materialised(value: Any) -> Any:
+    """`value` with every iterable in it as a list.
+
+    Message contents that pydantic has validated as `Iterable` can be read once only and are empty afterwards;
+    whatever looks at a prompt before it is sent would otherwise send a blank one.
+    """
+    if isinstance(value, Mapping):
+        return {key: materialised(item) for key, item in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        return [materialised(item) for item in value]
+    return value
+
+
+@contextmanager
+def _signals_untouched() -> Iterator[None]:
+    """Environments of verifiers install handlers for SIGINT and SIGTERM in their constructor.
+
+    That fails in any thread but the main one, and would replace the handlers of the program that plays them.
+    """
+    install = signal.signal
+    signal.signal = lambda *arguments: None
+    try:
+        yield
+    finally:
+        signal.signal = install

@@ -1,0 +1,62 @@
+"""verifiers 0.4: tasksets, harnesses and traces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from itertools import islice
+from typing import Any
+
+from components.contracts.errors import ConfigurationError
+from components.environments.verifiers.environment import Row
+
+VERSION = version("verifiers")
+if tuple(int(part) for part in VERSION.split(".")[:2]) < (0, 4):
+    raise ConfigurationError(
+        f"verifiers {VERSION} has no finished v1", remedy='pip install "verifiers>=0.4", or use interface = "legacy"'
+    )
+
+import verifiers.v1 as vf  # noqa: E402
+from verifiers.v1.utils.loaders import load_environment, resolve_env_config  # noqa: E402
+
+ENDLESS = 10_000
+
+
+class V1Source:
+    """A taskset played by one agent: the harness asks our endpoint through verifiers' interception server.
+
+    The harness is `null`, the plain chat loop, run as a child process, unless `args` name another; that is the
+    agent's program and not the sampler, so one process per episode is what v1 costs.
+    """
+
+    def __init__(self, id: str, args: Mapping[str, Any], max_turns: int) -> None:
+        agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}, "network_notice": False}
+        self._config = resolve_env_config(
+            {
+                **args,
+                "taskset": {**args.get("taskset", {}), "id": id},
+                "agent": {**agent, **args.get("agent", {}), "max_turns": max_turns},
+            }
+        )
+        self.max_turns = max_turns
+
+    def rows(self) -> tuple[Sequence[Row], Sequence[Row] | None]:
+        taskset = load_environment(self._config).taskset
+        tasks = list(taskset if taskset.bounded else islice(taskset, ENDLESS))
+        return [Row(task, task.hash, task.data.system_prompt) for task in tasks], None
+
+    async def play(self, row: Row, base_url: str) -> dict[str, float]:
+        context = vf.ModelContext(
+            model="policy", client=vf.EvalClientConfig(base_url=base_url, api_key_var="VERIFIERS_POLICY_KEY")
+        )
+        environment = load_environment(self._config)
+        async with environment.serving():
+            episode = await environment.run_episode(row.value, context)
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        if not episode.ok or len(episode.traces) != 1:
+            said = "; ".join(f"{error.type}: {error.message}" for error in errors)
+            raise RuntimeError(f"the episode of {len(episode.traces)} agents failed: {said}")
+        (trace,) = episode.traces
+        parts = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+        metrics = {name: value for name, value in trace.metrics.items() if value is not None}
+        return {**metrics, **parts, "reward": trace.reward}

@@ -1,0 +1,37 @@
+"""A multi-turn verifiers environment: guess a number with hints; each hint comes with a picture."""
+
+import verifiers as vf
+from datasets import Dataset
+from sample_colours import picture
+
+
+class Guess(vf.MultiTurnEnv):
+    def __init__(self, fail, rewrite, **kwargs):
+        super().__init__(**kwargs)
+        self.fail, self.rewrite = fail, rewrite
+
+    async def env_response(self, messages, state, **kwargs):
+        said = messages[-1]["content"]
+        if self.fail:
+            raise vf.ToolError("the game has crashed")
+        if self.rewrite:
+            messages[0]["content"] = "Something else."
+        if said == state["answer"]:
+            end = [{"role": "user", "content": "Right."}]
+            state["final_env_response"] = end
+            return end
+        hint = "more" if int(said) < int(state["answer"]) else "less"
+        parts = [
+            {"type": "text", "text": hint},
+            {"type": "image_url", "image_url": {"url": picture("red" if hint == "more" else "blue", 16)}},
+        ]
+        return [{"role": "user", "content": parts}]
+
+
+def load_environment(max_turns=-1, fail=False, rewrite=False):
+    data = [{"question": f"Game {number}: a number from 0 to 7?", "answer": str(number % 8)} for number in range(16)]
+
+    def right(completion, answer):
+        return float(any(message["role"] == "assistant" and message["content"] == answer for message in completion))
+
+    return Guess(fail, rewrite, dataset=Dataset.from_list(data), rubric=vf.Rubric(funcs=[right]), max_turns=max_turns)
