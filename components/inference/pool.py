@@ -29,6 +29,7 @@ from components.inference.client import (
     request_body,
 )
 from components.inference.keeper import Keeper
+from components.inference.merge import Merger
 from components.inference.replica import Replica
 from components.inference.server import VllmServer
 from components.inference.settings import ServerSettings
@@ -76,6 +77,7 @@ class ServerPool:
         self._forbidden = frozenset(self.forbidden_token_ids)
         self.weights = ServedWeights(weights, version, machine.weight_transfer, self.forbidden_token_ids)
         self._api_key = os.environ.get("VLLM_API_KEY") or secrets.token_urlsafe(32)
+        self._merger = Merger(self.sample)
         self._slots = asyncio.Semaphore(machine.max_concurrent)
         self._changed = asyncio.Condition()
         self._syncing = False
@@ -130,17 +132,15 @@ class ServerPool:
     # Requests
 
     async def complete(self, messages: Sequence[Message], sampling: Sampling, seed: int) -> Completion:
-        """One sample.
+        """One sample. Calls that differ in their seeds alone, and whose seeds follow one another, share a request
+        when they come within milliseconds.
 
         Raises:
             GenerationFailure: this request failed for good; `reason` says why.
             ServerError: no server is left.
             WeightSyncError: an earlier sync failed.
         """
-        (result,) = await self.sample(messages, sampling, seed, n=1)
-        if isinstance(result, GenerationFailure):
-            raise result
-        return result
+        return await self._merger.complete(messages, sampling, seed)
 
     async def sample(
         self, messages: Sequence[Message], sampling: Sampling, seed: int, n: int

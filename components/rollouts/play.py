@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from types import NoneType
 from typing import TYPE_CHECKING, TypeVar
@@ -20,6 +20,7 @@ from components.inference.client import Completion, GenerationFailure
 from components.rollouts.conversation import Conversation, SharedImages
 from components.rollouts.failures import RolloutFailed
 from components.rollouts.generator import Generator
+from components.rollouts.opening import Opening
 
 if TYPE_CHECKING:
     from components.inference.settings import EvaluationSamplingSettings, SamplingSettings
@@ -44,9 +45,12 @@ class Place:
         return f"{self.group_id}-{self.member:02d}"
 
     def request_seed(self, seed: int, turn: int) -> int:
-        """63 bits that depend on the run's `seed`, on the place and on the turn."""
-        text = f"{seed}/{self.step}/{self.group}/{self.member}/{turn}"
-        return int.from_bytes(sha256(text.encode()).digest()[:8]) >> 1
+        """62 bits that depend on the run's `seed`, on the group and on the turn, plus the member.
+
+        Seeds of a group follow one another, so that the pool may ask for its members in one request.
+        """
+        text = f"{seed}/{self.step}/{self.group}/{turn}"
+        return (int.from_bytes(sha256(text.encode()).digest()[:8]) >> 2) + self.member
 
 
 @dataclass(frozen=True)
@@ -60,20 +64,32 @@ class Player:
     seed: int
     environment_timeout: float
 
-    async def play(self, task: Task, place: Place) -> Trajectory:
+    def opening(self, place: Place, size: int) -> Opening:
+        """For the group of `size` members that begins at `place`."""
+        return Opening(
+            self.pool,
+            self.sampling,
+            lambda member: replace(place, member=member).request_seed(self.seed, 0),
+            size,
+        )
+
+    async def play(self, task: Task, place: Place, opening: Opening) -> Trajectory:
         """
         Raises:
             RolloutFailed: whatever concerns this rollout alone.
         """
-        with _foreign("episode"):
-            episode = self.environment.episode(task)
         try:
-            turns, done = await self._turns(episode, place)
-        except BaseException:
-            with suppress(RolloutFailed):  # the first failure is the one to report
-                await self._ask(episode.close, NoneType)
-            raise
-        await self._ask(episode.close, NoneType)
+            with _foreign("episode"):
+                episode = self.environment.episode(task)
+            try:
+                turns, done = await self._turns(episode, place, opening)
+            except BaseException:
+                with suppress(RolloutFailed):  # the first failure is the one to report
+                    await self._ask(episode.close, NoneType)
+                raise
+            await self._ask(episode.close, NoneType)
+        finally:
+            await opening.leave(place.member)
         return Trajectory(
             place.trajectory_id,
             place.group_id,
@@ -84,7 +100,7 @@ class Player:
             truncated=not done,
         )
 
-    async def _turns(self, episode: Episode, place: Place) -> tuple[list[Turn], bool]:
+    async def _turns(self, episode: Episode, place: Place, opening: Opening) -> tuple[list[Turn], bool]:
         conversation = Conversation(self.environment.system_prompt, self.images)
         turns: list[Turn] = []
         clock = time.perf_counter()
@@ -93,7 +109,11 @@ class Player:
         for index in range(self.environment.max_turns):
             await conversation.observe(observation)
             clock = time.perf_counter()
-            generated = await self._generate(conversation, place.request_seed(self.seed, index))
+            generated = await self._checked(
+                opening.ask(place.member, list(conversation.messages))
+                if index == 0
+                else self.pool.complete(conversation.messages, self.sampling, place.request_seed(self.seed, index))
+            )
             generate_seconds = time.perf_counter() - clock
             conversation.answer(generated.text)
             clock = time.perf_counter()
@@ -138,9 +158,9 @@ class Player:
             raise RolloutFailed("environment_error", f"{method.__name__} gave {type(result).__name__}")
         return result
 
-    async def _generate(self, conversation: Conversation, seed: int) -> Completion:
+    async def _checked(self, request: Awaitable[Completion]) -> Completion:
         try:
-            generated = await self.pool.complete(conversation.messages, self.sampling, seed)
+            generated = await request
         except GenerationFailure as failure:
             raise RolloutFailed(failure.reason, str(failure)) from failure
         logprobs, tokens = generated.logprobs, generated.token_ids
