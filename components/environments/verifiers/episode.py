@@ -53,7 +53,8 @@ class AskedEpisode:
         assert self._loop is not None
         request = asyncio.ensure_future(self._endpoint.next())
         try:
-            await asyncio.wait([request, self._loop], return_when=asyncio.FIRST_COMPLETED)
+            either: list[asyncio.Future[Any]] = [request, self._loop]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not request.done():
                 return Outcome(None, await self._loop)
             self._asked = request.result()
