@@ -100,7 +100,9 @@ def server_environment(machine: Machine, *, api_key: str, gpus: tuple[int, ...])
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
     }
     if not gpus:
-        threads = machine.threads or max(1, (os.cpu_count() or 1) // machine.servers)
+        # Half of the cores: the HTTP front, the environments and the trainer need theirs. With a tiny model on
+        # two cores, one thread answers ten times as much as two, which wait for each other.
+        threads = machine.threads or max(1, (os.cpu_count() or 1) // (2 * machine.servers))
         environment |= {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             # Pinned threads would share a core with the trainer's while another core is idle.

@@ -1,0 +1,49 @@
+"""The middleware inside the server: no route but liveness without the key."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from components.inference.command import SERVED
+
+
+async def answer(_: Request) -> PlainTextResponse:
+    return PlainTextResponse("inside")
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "status"),
+    [
+        ("/health", None, 200),
+        ("/collective_rpc", None, 401),
+        ("/collective_rpc", "Bearer wrong", 401),
+        ("/collective_rpc", "right", 401),
+        ("/collective_rpc", "Bearer right", 200),
+        ("/v1/models", None, 401),
+        ("/health/collective_rpc", None, 401),
+    ],
+)
+def test_every_route_needs_the_key(path: str, key: str | None, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "right")
+    spec = importlib.util.spec_from_file_location("require_key", SERVED / "require_key.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    app = Starlette(routes=[Route("/{path:path}", answer)], middleware=[Middleware(module.RequireKey)])
+
+    async def get() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as http:
+            return await http.get(path, headers={"Authorization": key} if key else {})
+
+    response = asyncio.run(get())
+    assert response.status_code == status
+    assert ("inside" in response.text) == (status == 200)

@@ -1,0 +1,129 @@
+"""What one hears of a server that cannot start. The program that stands in for vLLM is a shell script."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from components.contracts.errors import ConfigurationError, ServerError
+from components.contracts.machine import Machine
+from components.inference.command import server_command, server_environment
+from components.inference.server import VllmServer
+from components.inference.settings import ServerSettings
+
+SETTINGS = ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="float32")
+Checkpoint = Callable[..., Path]
+
+
+def start(tmp_path: Path, checkpoint: Path, machine: Machine, index: int = 0) -> VllmServer:
+    server = VllmServer(SETTINGS, machine, index=index, log_folder=tmp_path / "logs", api_key="secret")
+    asyncio.run(server.start(checkpoint))
+    return server
+
+
+def script(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("output", "remedy"),
+    [
+        ("ValueError: Model architectures ['X'] are not supported for now", "another family"),
+        ("ModuleNotFoundError: No module named 'vllm'", "make"),
+        ("ValueError: To serve one request, 9 GiB KV cache is needed", "VLLM_CPU_KVCACHE_SPACE"),
+        ("OSError: [Errno 98] Address already in use", "start again"),
+        ("api_server.py: error: unrecognized arguments: --x", "machine.server_arguments"),
+        ("something else", "read the log"),
+    ],
+)
+def test_a_server_that_dies_shows_its_last_lines_and_what_to_do(
+    output: str, remedy: str, tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    python = script(tmp_path, f'for i in $(seq 100); do echo "line $i"; done\necho "{output}"\nexit 3')
+    with pytest.raises(ServerError, match="exit code 3") as caught:
+        start(tmp_path, checkpoint("a"), Machine(server_python=python))
+    assert output in str(caught.value)
+    assert "line 72\n" in str(caught.value)
+    assert "line 71\n" not in str(caught.value)
+    assert remedy in caught.value.remedy
+    assert caught.value.where == str(tmp_path / "logs" / "vllm-0-0.log")
+
+
+def test_a_server_that_never_gets_ready_is_ended(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    python = script(tmp_path, "echo loading; echo $$ > pid; exec sleep 60")
+    here = Path.cwd()
+    os.chdir(tmp_path)
+    try:
+        with pytest.raises(ServerError, match=r"not ready after 1 s.*\nloading"):
+            start(tmp_path, checkpoint("a"), Machine(server_python=python, ready_timeout=0.6))
+    finally:
+        os.chdir(here)
+    pid = int((tmp_path / "pid").read_text())
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_every_attempt_has_a_log_of_its_own(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    folder = checkpoint("a")
+    for attempt in range(2):
+        with pytest.raises(ServerError, match=f"vllm-1-{attempt}.log"):
+            start(tmp_path, folder, Machine(server_python=script(tmp_path, "exit 1")), index=1)
+
+
+def test_a_port_in_use_names_its_owner(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        machine = Machine(server_python=script(tmp_path, "exit 1"), server_arguments={"port": port - 1})
+        with pytest.raises(ServerError, match=rf"port {port} is in use by .*process {os.getpid()}, this one"):
+            start(tmp_path, checkpoint("a"), machine, index=1)
+
+
+def test_a_missing_environment_says_make(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    with pytest.raises(ServerError, match="make"):
+        start(tmp_path, checkpoint("a"), Machine(server_python=tmp_path / "no" / "python"))
+
+
+def test_too_little_memory_is_said_before_starting(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    machine = Machine(server_python=script(tmp_path, "exit 1"), server_environment={"VLLM_CPU_KVCACHE_SPACE": "999999"})
+    with pytest.raises(ServerError, match=r"no free memory: 999999 GiB of KV cache .* GiB are free"):
+        start(tmp_path, checkpoint("a"), machine)
+
+
+def test_a_folder_without_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ServerError, match="no checkpoint"):
+        start(tmp_path, tmp_path, Machine(server_python=script(tmp_path, "exit 1")))
+
+
+@pytest.mark.parametrize("name", ["logprobs_mode", "generation-config", "host", "api_key", "max-model-len", "dtype"])
+def test_arguments_that_change_results_come_from_settings_alone(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=name):
+        server_command(Path("m"), SETTINGS, Machine(server_arguments={name: "x"}), port=1, gpus=())
+
+
+def test_command_and_environment() -> None:
+    machine = Machine(
+        server_gpus=((2, 3),), server_arguments={"gpu_memory_utilization": 0.8, "enable_prefix_caching": False}
+    )
+    command = server_command(Path("m"), SETTINGS, machine, port=1234, gpus=(2, 3))
+    pairs = dict(pairwise(command))
+    assert pairs["--host"] == "127.0.0.1"
+    assert pairs["--logprobs-mode"] == "processed_logprobs"
+    assert pairs["--generation-config"] == "vllm"
+    assert pairs["--tensor-parallel-size"] == "2"
+    assert pairs["--gpu-memory-utilization"] == "0.8"
+    assert "--no-enable-prefix-caching" in command
+    assert "--enforce-eager" not in command
+    environment = server_environment(machine, api_key="secret", gpus=(2, 3))
+    assert environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert environment["VLLM_API_KEY"] == "secret"
+    assert "secret" not in command
