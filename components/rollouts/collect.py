@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from components.artifacts.images import ImageStore
 from components.contracts.episodes import Environment, Task
@@ -14,14 +14,10 @@ from components.contracts.stages import Events
 from components.rollouts.conversation import SharedImages
 from components.rollouts.failures import RolloutFailed
 from components.rollouts.generator import Generator
-from components.rollouts.opening import Opening
 from components.rollouts.play import Place, Player
 
 if TYPE_CHECKING:
     from components.inference.settings import EvaluationSamplingSettings, SamplingSettings
-
-
-ResultT = TypeVar("ResultT")
 
 
 async def collect(
@@ -39,8 +35,7 @@ async def collect(
 ) -> GenerateOutputs:
     """Play `group_size` rollouts of each task; `tasks[g]` becomes group g of step `step`.
 
-    The members of a group play at the same time; of groups, as many as keep at most `machine.max_concurrent`
-    episodes under way (one group at least). A rollout that fails becomes a `Failure` and leaves
+    At most `machine.max_concurrent` episodes are under way. A rollout that fails becomes a `Failure` and leaves
     the others alone. The result is in the order of the plan, whatever finished first.
 
     Raises:
@@ -48,26 +43,29 @@ async def collect(
         OSError: an image cannot be stored, as on a full disk.
     """
     player = Player(environment, pool, SharedImages(images), sampling, seed, machine.environment_timeout)
-    limit = asyncio.Semaphore(max(1, machine.max_concurrent // group_size))
+    limit = asyncio.Semaphore(machine.max_concurrent)
     finished = Tally(len(tasks) * group_size, events)
 
-    async def play(task: Task, place: Place, opening: Opening) -> Trajectory | Failure:
-        try:
-            result: Trajectory | Failure = await player.play(task, place, opening)
-        except RolloutFailed as failed:
-            detail = _readable(failed.detail)
-            result = Failure(place.trajectory_id, place.group_id, task.task_id, failed.reason, detail)
+    async def play(task: Task, place: Place) -> Trajectory | Failure:
+        async with limit:
+            try:
+                result: Trajectory | Failure = await player.play(task, place)
+            except RolloutFailed as failed:
+                detail = _readable(failed.detail)
+                result = Failure(place.trajectory_id, place.group_id, task.task_id, failed.reason, detail)
         finished.add(result)
         return result
 
-    async def play_group(task: Task, group: int) -> list[Trajectory | Failure]:
-        places = [Place(step, group, member) for member in range(group_size)]
-        opening = player.opening(places[0], group_size)
-        async with limit:
-            return await _together([play(task, place, opening) for place in places])
-
-    groups = await _together([play_group(task, group) for group, task in enumerate(tasks)])
-    results = [result for group in groups for result in group]
+    try:
+        async with asyncio.TaskGroup() as episodes:
+            running = [
+                episodes.create_task(play(task, Place(step, group, member)))
+                for group, task in enumerate(tasks)
+                for member in range(group_size)
+            ]
+    except BaseExceptionGroup as errors:  # what concerns the whole run, such as a full disk
+        raise errors.exceptions[0] from None
+    results = [episode.result() for episode in running]
     outputs = GenerateOutputs(
         tuple(result for result in results if isinstance(result, Trajectory)),
         tuple(result for result in results if isinstance(result, Failure)),
@@ -75,16 +73,6 @@ async def collect(
     if outputs.failures:
         events.message(_summary(outputs, step))
     return outputs
-
-
-async def _together(work: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-    """All results in order; the first error cancels the rest and is raised."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            running = [group.create_task(coroutine) for coroutine in work]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in running]
 
 
 class Tally:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from components.inference.client import Completion, GenerationFailure
+    from components.inference.client import Completion
     from components.inference.settings import EvaluationSamplingSettings, SamplingSettings
 
 
@@ -21,15 +21,9 @@ class Generator(Protocol):
     ) -> Completion:
         """One assistant message after `messages`.
 
+        The members of a group ask at the same time with seeds that follow one another, so that where they are
+        shown the same, one request to a server can sample for all of them.
+
         Raises:
             GenerationFailure: this request cannot be answered, others can.
         """
-
-    async def sample(
-        self,
-        messages: Sequence[dict[str, Any]],
-        sampling: SamplingSettings | EvaluationSamplingSettings,
-        seed: int,
-        n: int,
-    ) -> list[Completion | GenerationFailure]:
-        """`n` assistant messages after the same `messages`, independent of each other; raises as `complete`."""

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from types import NoneType
 from typing import TYPE_CHECKING, TypeVar
@@ -20,7 +20,6 @@ from components.inference.client import Completion, GenerationFailure
 from components.rollouts.conversation import Conversation, SharedImages
 from components.rollouts.failures import RolloutFailed
 from components.rollouts.generator import Generator
-from components.rollouts.opening import Opening
 
 if TYPE_CHECKING:
     from components.inference.settings import EvaluationSamplingSettings, SamplingSettings
@@ -64,32 +63,20 @@ class Player:
     seed: int
     environment_timeout: float
 
-    def opening(self, place: Place, size: int) -> Opening:
-        """For the group of `size` members that begins at `place`."""
-        return Opening(
-            self.pool,
-            self.sampling,
-            lambda member: replace(place, member=member).request_seed(self.seed, 0),
-            size,
-        )
-
-    async def play(self, task: Task, place: Place, opening: Opening) -> Trajectory:
+    async def play(self, task: Task, place: Place) -> Trajectory:
         """
         Raises:
             RolloutFailed: whatever concerns this rollout alone.
         """
+        with _foreign("episode"):
+            episode = self.environment.episode(task)
         try:
-            with _foreign("episode"):
-                episode = self.environment.episode(task)
-            try:
-                turns, done = await self._turns(episode, place, opening)
-            except BaseException:
-                with suppress(RolloutFailed):  # the first failure is the one to report
-                    await self._ask(episode.close, NoneType)
-                raise
-            await self._ask(episode.close, NoneType)
-        finally:
-            await opening.leave(place.member)
+            turns, done = await self._turns(episode, place)
+        except BaseException:
+            with suppress(RolloutFailed):  # the first failure is the one to report
+                await self._ask(episode.close, NoneType)
+            raise
+        await self._ask(episode.close, NoneType)
         return Trajectory(
             place.trajectory_id,
             place.group_id,
@@ -100,7 +87,7 @@ class Player:
             truncated=not done,
         )
 
-    async def _turns(self, episode: Episode, place: Place, opening: Opening) -> tuple[list[Turn], bool]:
+    async def _turns(self, episode: Episode, place: Place) -> tuple[list[Turn], bool]:
         conversation = Conversation(self.environment.system_prompt, self.images)
         turns: list[Turn] = []
         clock = time.perf_counter()
@@ -109,11 +96,7 @@ class Player:
         for index in range(self.environment.max_turns):
             await conversation.observe(observation)
             clock = time.perf_counter()
-            generated = await self._checked(
-                opening.ask(place.member, list(conversation.messages))
-                if index == 0
-                else self.pool.complete(conversation.messages, self.sampling, place.request_seed(self.seed, index))
-            )
+            generated = await self._generate(conversation, place.request_seed(self.seed, index))
             generate_seconds = time.perf_counter() - clock
             conversation.answer(generated.text)
             clock = time.perf_counter()
@@ -158,9 +141,9 @@ class Player:
             raise RolloutFailed("environment_error", f"{method.__name__} gave {type(result).__name__}")
         return result
 
-    async def _checked(self, request: Awaitable[Completion]) -> Completion:
+    async def _generate(self, conversation: Conversation, seed: int) -> Completion:
         try:
-            generated = await request
+            generated = await self.pool.complete(conversation.messages, self.sampling, seed)
         except GenerationFailure as failure:
             raise RolloutFailed(failure.reason, str(failure)) from failure
         logprobs, tokens = generated.logprobs, generated.token_ids

@@ -15,7 +15,7 @@ import pytest
 from components.artifacts.images import ImageStore
 from components.contracts.rollouts import TokenIds
 from components.contracts.stages import Artifact
-from components.inference.client import Completion, GenerationFailure
+from components.inference.client import Completion
 from components.inference.settings import SamplingSettings
 
 END = 256
@@ -53,13 +53,6 @@ class ScriptedPolicy:
     change: Callable[[Completion], Completion] = lambda completion: completion
     shuffle: bool = False
     requests: list[tuple[list[dict[str, Any]], int]] = field(default_factory=list)
-    shared: list[int] = field(default_factory=list)
-
-    async def sample(
-        self, messages: Sequence[dict[str, Any]], sampling: SamplingSettings, seed: int, n: int
-    ) -> list[Completion | GenerationFailure]:
-        self.shared.append(n)
-        return [await self.complete(messages, sampling, seed + index) for index in range(n)]
 
     async def complete(self, messages: Sequence[dict[str, Any]], sampling: SamplingSettings, seed: int) -> Completion:
         self.requests.append((list(messages), seed))

@@ -206,34 +206,13 @@ def test_progress_shows_the_mean_reward(store: ImageStore, events: RecordedEvent
     assert events.messages == []
 
 
-def test_a_groups_first_request_is_one_for_all_members_that_are_shown_the_same(
-    store: ImageStore, events: RecordedEvents
-) -> None:
+def test_seeds_of_a_group_follow_one_another(store: ImageStore, events: RecordedEvents) -> None:
     policy = ScriptedPolicy(says("yes"))
-    play(Counting(), policy, store, events, tasks=3, group_size=4)
-    assert policy.shared == [4, 4, 4] and len(policy.requests) == 3 * 4 * 2
-
-    lots = iter("aabbabab")
-
-    async def draws(episode: CountingEpisode) -> Observation:
-        return Observation((next(lots),))
-
-    policy = ScriptedPolicy(lambda messages, seed: messages[1]["content"][0]["text"])
-    outputs = play(Counting(turns=1, reset=draws), policy, store, events, tasks=2, group_size=4)
-    assert sorted(policy.shared) == [2, 2, 2, 2]
-    assert [trajectory.turns[0].completion for trajectory in outputs.trajectories] == list("aabbabab")
-
-
-def test_a_member_that_fails_early_does_not_hold_up_its_group(store: ImageStore, events: RecordedEvents) -> None:
-    numbers = iter(range(8))
-
-    async def fails(episode: CountingEpisode) -> None:
-        if next(numbers) % 4 == 1:
-            raise RuntimeError("no luck")
-
-    policy = ScriptedPolicy(says("yes"))
-    outputs = play(Counting(reset=fails), policy, store, events, tasks=2, group_size=4)
-    assert policy.shared == [3, 3] and len(outputs.trajectories) == 6 and outputs.drops == {"environment_error": 2}
+    play(Counting(), policy, store, events, tasks=1, group_size=4)
+    seeds = sorted(seed for _, seed in policy.requests)
+    assert len(seeds) == 8
+    for turn in (seeds[:4], seeds[4:]):
+        assert turn == list(range(turn[0], turn[0] + 4))
 
 
 def test_no_more_episodes_are_under_way_than_allowed(store: ImageStore, events: RecordedEvents) -> None:
@@ -248,10 +227,10 @@ def test_no_more_episodes_are_under_way_than_allowed(store: ImageStore, events: 
         nonlocal under_way
         under_way -= 1
 
-    machine = Machine.model_validate({"max_concurrent": 9})
+    machine = Machine.model_validate({"max_concurrent": 3})
     policy = ScriptedPolicy(says("yes"), shuffle=True)
     play(Counting(reset=enter, close=leave), policy, store, events, tasks=5, group_size=4, machine=machine)
-    assert most == 8 and under_way == 0
+    assert most == 3 and under_way == 0
 
 
 # --- faults -----------------------------------------------------------------------------------------------------
