@@ -89,6 +89,8 @@ class Learner:
     def step(self, samples: Sequence[Sample], load: Load) -> dict[str, float]:
         """Train on one batch: one update, or one per `samples_per_update` samples. Every rank calls it alike.
 
+        A batch without samples (every group agreed on its reward) is a step without an update.
+
         Returns:
             The metrics of the step, over all ranks; see `components.training.metrics`.
 
@@ -200,7 +202,7 @@ class Learner:
             return None
         without: AbstractContextManager[Any] = nullcontext()
         if self.reference is None:
-            without = self.policy.model.disable_adapter()
+            without = self.model.disable_adapter()
         logprobs: Tensor
         with without:
             policy = self.policy if self.reference is None else self.reference

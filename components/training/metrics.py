@@ -78,6 +78,8 @@ def _quantiles(log_ratios: npt.NDArray[np.float32]) -> dict[str, float]:
 
 def batch_report(samples: Sequence[Sample]) -> dict[str, float]:
     """Rewards, groups, lengths and versions of the samples of a step. Lengths are in tokens."""
+    if not samples:
+        return {"sequences": 0.0, "tokens/trained": 0.0, "tokens/total": 0.0}
     rewards = np.array([sample.reward for sample in samples])
     lengths = np.array([len(sample.input_ids) for sample in samples])
     trained = np.array([int(sample.loss_mask[1:].sum()) for sample in samples])

@@ -26,12 +26,8 @@ class MicroBatch:
 def check_samples(samples: Sequence[Sample]) -> None:
     """
     Raises:
-        DataError: no samples, nothing to train on, or a trained token without a usable log-prob or advantage.
+        DataError: a trained token has no usable log-prob or advantage.
     """
-    if not any(sample.loss_mask[1:].any() for sample in samples):
-        raise DataError(
-            f"nothing to train on in {len(samples)} samples", remedy="look at the drops of the batch and its groups"
-        )
     for sample in samples:
         for name in ("behavior_logprobs", "advantages"):
             values = getattr(sample, name)[sample.loss_mask]
@@ -45,7 +41,7 @@ def check_samples(samples: Sequence[Sample]) -> None:
 
 def updates(n_samples: int, samples_per_update: int) -> Iterator[range]:
     """The positions of the samples of each optimiser update, in order; 0 means one update for all."""
-    size = samples_per_update or n_samples
+    size = samples_per_update or max(n_samples, 1)
     for start in range(0, n_samples, size):
         yield range(start, min(start + size, n_samples))
 

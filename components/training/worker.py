@@ -55,7 +55,7 @@ class Worker:
 
         Raises:
             ConfigurationError: a step out of order.
-            DataError: no readable batch, or one that cannot be trained on.
+            DataError: no readable batch, or one with unusable numbers.
         """
         if command["name"] == "step" and command["step"] != self.learner.steps_done + 1:
             raise ConfigurationError(

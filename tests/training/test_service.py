@@ -17,6 +17,7 @@ from components.contracts.errors import ConfigurationError, DataError, TrainerEr
 from components.contracts.machine import Machine
 from components.training.client import TrainerClient
 from components.training.service_settings import PolicySettings
+
 from .conftest import Tiny, model_settings, trainer_settings
 
 Start = Callable[..., TrainerClient]

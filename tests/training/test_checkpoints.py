@@ -1,0 +1,198 @@
+"""Checkpoints: everything comes back, nothing foreign is taken, and a full disk costs nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from components.contracts.errors import DataError
+from components.models.load import load_model, load_processor
+from components.training import checkpoints
+from components.training.learner import Learner
+from components.training.loader import MicroBatchLoader
+from components.training.publish import Publisher
+
+from .conftest import LORA, Tiny, model_settings, trainer_settings
+
+
+def make(tiny: Tiny, lora: Any = None, folder: Path | None = None, **changes: Any) -> tuple[Learner, dict[str, Any]]:
+    settings = trainer_settings(**changes)
+    torch.manual_seed(0)  # of the adapters
+    model = load_model(folder or tiny.folder, model_settings(lora=lora))
+    who = checkpoints.identity(model, settings)
+    return Learner(model, settings, temperature=1.0), who
+
+
+def train(learner: Learner, tiny: Tiny, *seeds: int) -> list[float]:
+    load = MicroBatchLoader(tiny.adapter, tiny.images, 0)
+    with load.batch():
+        return [learner.step(tiny.samples(4, seed=seed), load)["loss"] for seed in seeds]
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_a_resumed_run_is_bit_for_bit_the_run(tiny: Tiny, tmp_path: Path, lora: Any) -> None:
+    straight, who = make(tiny, lora)
+    losses = train(straight, tiny, 1, 2, 3, 4)
+    first, _ = make(tiny, lora)
+    train(first, tiny, 1, 2)
+    checkpoints.save(first, tmp_path, {"note": [1]}, who)
+    second, who_again = make(tiny, lora)
+    newest = checkpoints.latest(tmp_path)
+    assert newest is not None
+    assert checkpoints.load(second, newest, who_again) == {"note": [1]}
+    assert second.steps_done == 2
+    assert train(second, tiny, 3, 4) == losses[2:]
+    for one, two in zip(straight.policy.parameters(), second.policy.parameters(), strict=True):
+        assert torch.equal(one, two)
+    for one, two in zip(straight.optimizer.state.values(), second.optimizer.state.values(), strict=True):
+        assert all(torch.equal(one[slot], two[slot]) for slot in one)
+
+
+def test_random_numbers_come_back(tiny: Tiny, tmp_path: Path) -> None:
+    learner, who = make(tiny)
+    path = checkpoints.save(learner, tmp_path, {}, who)
+    expected = torch.rand(3)
+    torch.rand(100)
+    checkpoints.load(learner, path, who)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_only_the_newest_are_kept_and_a_half_written_one_is_not_seen(tiny: Tiny, tmp_path: Path) -> None:
+    learner, who = make(tiny, keep_checkpoints=2)
+    assert checkpoints.latest(tmp_path / "none") is None
+    for learner.steps_done in (1, 2, 12):
+        checkpoints.save(learner, tmp_path, {}, who)
+    (tmp_path / ".new-step-000099").mkdir()
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-000002", "step-000012"]
+    newest = checkpoints.latest(tmp_path)
+    assert newest is not None
+    assert newest.name == "step-000012"
+
+
+def test_another_objective_another_model_and_another_base_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    learner, who = make(tiny, LORA)
+    path = checkpoints.save(learner, tmp_path, {}, who)
+    other, who_other = make(tiny, LORA, learning_rate=5e-4, aggregation="sequence")
+    with pytest.raises(DataError) as refused:
+        checkpoints.load(other, path, who_other)
+    assert "trainer.aggregation was 'token', is 'sequence'" in refused.value.what
+    assert "trainer.learning_rate was 0.001, is 0.0005" in refused.value.what
+    full, who_full = make(tiny)
+    with pytest.raises(DataError, match="trained_weights"):
+        checkpoints.load(full, path, who_full)
+    changed = tmp_path / "other-base"
+    shutil.copytree(tiny.folder, changed)
+    model = load_model(changed, model_settings())
+    with torch.no_grad():
+        model.model.language_model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    model.save_pretrained(changed)
+    based, who_based = make(tiny, LORA, changed)
+    with pytest.raises(DataError, match="frozen_weights"):
+        checkpoints.load(based, path, who_based)
+
+
+def test_how_often_to_save_may_change(tiny: Tiny, tmp_path: Path) -> None:
+    learner, who = make(tiny)
+    path = checkpoints.save(learner, tmp_path, {}, who)
+    other, who_other = make(tiny, save_every=7, keep_checkpoints=5, max_steps=99)
+    checkpoints.load(other, path, who_other)
+    cosine, who_cosine = make(tiny, lr_scheduler="cosine")
+    with pytest.raises(DataError, match="lr_scheduler"):
+        checkpoints.load(cosine, path, who_cosine)
+
+
+def test_a_damaged_checkpoint_is_named(tiny: Tiny, tmp_path: Path) -> None:
+    learner, who = make(tiny)
+    path = checkpoints.save(learner, tmp_path, {}, who)
+    model = path / checkpoints.MODEL_FILE
+    model.write_bytes(model.read_bytes()[:1000])
+    with pytest.raises(DataError, match="cannot be read") as refused:
+        checkpoints.load(learner, path, who)
+    assert refused.value.where == str(path)
+    (path / checkpoints.STATE_FILE).write_text(json.dumps({"format": 99}))
+
+
+FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+from components.contracts.errors import TrainerError
+from components.training import checkpoints
+from components.training.learner import Learner
+from components.models.load import load_model
+from components.training.settings import TrainerSettings
+from components.models.settings import ModelSettings
+folder, model_folder, trainer, model = sys.argv[1:]
+settings = TrainerSettings.model_validate_json(trainer)
+net = load_model(model_folder, ModelSettings.model_validate_json(model))
+who = checkpoints.identity(net, settings)
+learner = Learner(net, settings, temperature=1.0)
+learner.steps_done = 1
+checkpoints.save(learner, Path(folder), {}, who)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+learner.steps_done = 2
+try:
+    checkpoints.save(learner, Path(folder), {}, who)
+except TrainerError as error:
+    print(error)
+    checkpoints.load(learner, checkpoints.latest(Path(folder)), who)
+    print("steps", learner.steps_done)
+"""
+
+
+def test_no_room_leaves_the_last_checkpoint(tiny: Tiny, tmp_path: Path) -> None:
+    """A file-size limit stands for the full disk: writing fails in the middle of a file in the same way."""
+    values = [trainer_settings().model_dump_json(), model_settings().model_dump_json()]
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path), str(tiny.folder), *values]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "checkpoint step-000002 could not be written" in done.stdout
+    assert "the newest complete checkpoint is step-000001" in done.stdout
+    assert "steps 1" in done.stdout
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_published_weights_are_the_policy(tiny: Tiny, tmp_path: Path, lora: Any) -> None:
+    model = load_model(tiny.folder, model_settings(lora=lora))
+    publisher = Publisher(model, load_processor(tiny.folder, model_settings()), tmp_path / "processor")
+    learner = Learner(model, trainer_settings(learning_rate=1e-2), temperature=1.0)
+    train(learner, tiny, 1, 2)
+    for version in (1, 2, 3):
+        publisher.publish(learner.model, tmp_path / f"{version:06d}", learner.ranks)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["000002", "000003", "processor"]
+    folder = tmp_path / "000003"
+    with (
+        safe_open(folder / "model.safetensors", "pt") as new,
+        safe_open(tiny.folder / "model.safetensors", "pt") as old,
+    ):
+        assert set(new.keys()) == set(old.keys())
+    assert {p.name for p in folder.iterdir()} == {p.name for p in tiny.folder.iterdir()}
+    assert (folder / "tokenizer.json").samefile(tmp_path / "000002" / "tokenizer.json")
+    published = load_model(folder, model_settings())
+    load_processor(folder, model_settings())
+    batch = tiny.adapter.collate(tiny.samples(4, seed=1), tiny.images.open)
+    from components.adapters import model_inputs
+
+    with torch.no_grad():
+        expected = learner.model(**model_inputs(batch)).logits
+        torch.testing.assert_close(published(**model_inputs(batch)).logits, expected, atol=1e-4, rtol=1e-4)
+    before = load_file(tiny.folder / "model.safetensors")
+    after = load_file(folder / "model.safetensors")
+    assert any(not torch.equal(value, before[name]) for name, value in after.items())
+
+
+def test_a_bf16_model_is_published_in_bf16(tiny: Tiny, tmp_path: Path) -> None:
+    model = load_model(tiny.folder, model_settings(dtype="bfloat16"))
+    publisher = Publisher(model, load_processor(tiny.folder, model_settings()), tmp_path / "processor")
+    learner = Learner(model, trainer_settings(autocast="bf16"), temperature=1.0)
+    publisher.publish(learner.model, tmp_path / "000001", learner.ranks)
+    assert {value.dtype for value in load_file(tmp_path / "000001" / "model.safetensors").values()} == {torch.bfloat16}

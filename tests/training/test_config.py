@@ -1,0 +1,79 @@
+"""`MultimodalRLConfig`: its published fields and defaults, and that none is silently ignored."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from components.contracts.errors import ConfigurationError
+from components.training import MultimodalRLConfig
+
+PUBLISHED = {
+    "max_steps": 500,
+    "batch_size": 512,
+    "micro_batch_size": 4,
+    "mask_ratio_low": 0.1,
+    "mask_ratio_high": 10.0,
+    "temperature": 1.0,
+    "env_id": "",
+    "env_args": {},
+    "rollouts_per_step": 512,
+    "vllm_server_host": "0.0.0.0",
+    "vllm_server_port": 8000,
+    "vllm_server_timeout": 600.0,
+    "generation_timeout": 600.0,
+    "max_concurrent": 128,
+    "sync_to_vllm_every": 1,
+    "log_every_steps": 10,
+    "primary_reward_key": None,
+    "learning_rate": 5e-5,
+}
+
+
+def test_published_names_and_defaults() -> None:
+    config = MultimodalRLConfig()
+    assert {name: getattr(config, name) for name in PUBLISHED} == PUBLISHED
+    assert config.server_url == "http://127.0.0.1:8000"
+
+
+def test_values_reach_the_trainer() -> None:
+    config = MultimodalRLConfig(
+        batch_size=32, micro_batch_size=2, mask_ratio_high=8.0, save_steps=5, bf16=True, lr_scheduler_type="cosine"
+    )
+    settings = config.trainer_settings()
+    assert (settings.samples_per_update, settings.max_rows_per_micro_batch, settings.save_every) == (32, 2, 5)
+    assert (settings.autocast, settings.lr_scheduler) == ("bf16", "cosine")
+    assert settings.objective.name == "mask_ratio"
+    assert settings.objective.mask_ratio_high == 8.0
+
+
+@pytest.mark.parametrize(("rollouts", "group"), [(512, 8), (16, 8), (20, 4), (5, 1), (1, 1)])
+def test_groups_divide_the_step(rollouts: int, group: int) -> None:
+    assert MultimodalRLConfig(rollouts_per_step=rollouts).group_size == group
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"learning_rte": 1e-5}, "did you mean 'learning_rate'"),
+        ({"report_to": "wandb"}, "no effect"),
+        ({"vllm_server_group_port": 51216}, "no effect"),
+        ({"rollouts_per_step": 10, "rollouts_per_example": 4}, "no multiple"),
+        ({"mask_ratio_low": 2.0, "mask_ratio_high": 1.0}, "must be below"),
+        ({"warmup_steps": 600}, "exceeds max_steps"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        MultimodalRLConfig(**options)
+
+
+def test_settings_are_imported_without_torch() -> None:
+    code = (
+        "import sys, components.training, components.training.settings, components.training.service_settings, "
+        "components.training.client; assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
