@@ -10,6 +10,7 @@ from typing import Annotated, Optional
 
 import typer
 
+from armature.hardware import MLFLOW_PORT, PREFECT_PORT
 from components.contracts.errors import ArmatureError, ConfigurationError
 
 app = typer.Typer(
@@ -131,8 +132,8 @@ def up(
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when all is up.")] = False,
     prefect_port: Annotated[
         int, typer.Option("--prefect-server-port", metavar="PORT", help="Port of the dashboard.")
-    ] = 4200,
-    mlflow_port: Annotated[int, typer.Option("--mlflow-port", metavar="PORT", help="Port of MLflow.")] = 5000,
+    ] = PREFECT_PORT,
+    mlflow_port: Annotated[int, typer.Option("--mlflow-port", metavar="PORT", help="Port of MLflow.")] = MLFLOW_PORT,
     pool: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Option(
@@ -200,10 +201,9 @@ def train_multimodal(
 
     They are model, [env], [inference] and [trainer]; the model server is started as well.
     """
-    from armature.run import run_recipe
-    from armature.seed_layout import recipe_from_arguments
+    from armature.train_multimodal import train
 
-    run_recipe(recipe_from_arguments(arguments or []))
+    train(arguments or [])
 
 
 def main() -> None:

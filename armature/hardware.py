@@ -7,6 +7,8 @@ import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
+PREFECT_PORT, MLFLOW_PORT = 4200, 5000
+
 
 def gpu_count() -> int:
     """CUDA devices that the driver lists."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from armature import supervisor
+from armature.hardware import PREFECT_PORT
 from armature.services import free_port, prefect_environment, prefect_server, wait_until_ready
 from components.configuration import Recipe
 from components.contracts.errors import ArmatureError
@@ -33,7 +34,8 @@ def prefect_api() -> Iterator[Callable[[], object]]:
         yield lambda: None
     else:
         service = prefect_server(free_port(), with_pages=False)
-        os.environ.update(service.environment)
+        # The link in the log is to the page that `armature up` will serve: this server has none.
+        os.environ.update({**service.environment, "PREFECT_UI_URL": f"http://127.0.0.1:{PREFECT_PORT}"})
         server = service.start()
         try:
             yield lambda: wait_until_ready(service, server, SERVER_SECONDS)

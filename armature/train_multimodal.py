@@ -1,0 +1,159 @@
+"""`armature train-multimodal @ FILE`: one TOML file with model, [env], [inference] and [trainer].
+
+The server that [inference] describes is started first and ended with the training; without [inference] the one at
+trainer.args.vllm_server_host and _port is joined.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+
+from armature.hardware import gpu_count
+from components.configuration import explain, read_toml
+from components.contracts.errors import ConfigurationError
+from components.contracts.machine import Machine, Scalar
+from components.inference.settings import ServerSettings
+from components.training.config import MultimodalRLConfig
+
+USAGE = "Usage: armature train-multimodal @ path/to/file.toml"
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EnvTable(_Table):
+    id: str
+    args: dict[str, Any] = Field(default_factory=dict)
+
+
+class InferenceArgs(BaseModel):
+    """What of vLLM's arguments has a meaning here; all others go to vLLM as they are."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    max_model_len: PositiveInt = 8192
+    limit_mm_per_prompt: int | str | dict[str, int] = 4
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+
+    @property
+    def images(self) -> int:
+        """Images per prompt, written as 4, "image=4", '{"image": 4}' or {image = 4}."""
+        limit = self.limit_mm_per_prompt
+        if isinstance(limit, str):
+            limit = json.loads(limit) if limit.lstrip().startswith("{") else int(limit.rpartition("=")[2])
+        return limit if isinstance(limit, int) else limit["image"]
+
+
+class InferenceTable(_Table):
+    gpus: NonNegativeInt = 1
+    args: InferenceArgs = InferenceArgs()
+
+
+class TrainerTable(_Table):
+    gpus: NonNegativeInt = 1
+    args: dict[str, Any] = Field(default_factory=dict)
+
+
+class Layout(_Table):
+    """The file. `revision` pins a `model` that is a hub name."""
+
+    model: str
+    revision: str | None = None
+    env: EnvTable
+    inference: InferenceTable | None = None
+    trainer: TrainerTable = TrainerTable()
+
+
+def parse(arguments: Sequence[str]) -> Layout:
+    """The file behind `@ FILE` (or `@FILE`).
+
+    Raises:
+        ConfigurationError: not called like that, no such file, or an unknown key in it.
+    """
+    path = " ".join(arguments).removeprefix("@").strip()
+    if not arguments or not arguments[0].startswith("@") or not path:
+        raise ConfigurationError(USAGE)
+    try:
+        return Layout.model_validate(read_toml(Path(path)))
+    except ValidationError as error:
+        raise ConfigurationError(explain(error, "file", Layout), where=path, remedy=USAGE) from error
+
+
+def train(arguments: Sequence[str]) -> dict[str, float]:
+    """Start the server if the file describes one, train, and return the last step's metrics."""
+    layout = parse(arguments)
+    server_gpus, trainer_gpus = divide_gpus(layout)
+    if trainer_gpus:  # before torch looks for devices
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, trainer_gpus))
+    config = MultimodalRLConfig(env_id=layout.env.id, env_args=layout.env.args, **layout.trainer.args)
+
+    from components.models.source import locate
+
+    model = locate(layout.model, layout.revision)
+    with _server(layout.inference, config, model, server_gpus):
+        from components.training.trainer import MultimodalGRPOTrainer
+
+        return MultimodalGRPOTrainer(model, config=config).train()
+
+
+def divide_gpus(layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Devices of the server and of the trainer, one after the other; none of either without a GPU.
+
+    Raises:
+        ConfigurationError: more are asked for than there are, or several for the trainer.
+    """
+    found = gpu_count()
+    if found == 0:
+        print("no GPU here: server and trainer run on the CPU", flush=True)
+        return (), ()
+    serving = layout.inference.gpus if layout.inference else 0
+    if layout.trainer.gpus > 1:
+        raise ConfigurationError(
+            f"trainer.gpus = {layout.trainer.gpus}, but this command trains in one process",
+            remedy="set trainer.gpus = 1, or use `armature run train-vlm/...` with machine.trainer_gpus",
+        )
+    if serving + layout.trainer.gpus > found:
+        raise ConfigurationError(
+            f"inference.gpus = {serving} and trainer.gpus = {layout.trainer.gpus}, but there are {found} GPUs"
+        )
+    return tuple(range(serving)), tuple(range(serving, serving + layout.trainer.gpus))
+
+
+@contextmanager
+def _server(
+    table: InferenceTable | None, config: MultimodalRLConfig, model: Path, gpus: tuple[int, ...]
+) -> Iterator[None]:
+    if table is None:
+        yield
+        return
+    from components.inference.server import VllmServer
+
+    extra: Mapping[str, Any] = table.args.model_extra or {}
+    arguments: dict[str, Scalar] = {"port": config.vllm_server_port, **extra}
+    machine = Machine(
+        server_gpus=(gpus,) if gpus else (),
+        server_arguments=arguments,
+        ready_timeout=config.vllm_server_timeout,
+    )
+    settings = ServerSettings(
+        max_model_len=table.args.max_model_len,
+        max_images_per_prompt=table.args.images,
+        dtype=table.args.dtype or ("bfloat16" if gpus else "float32"),
+    )
+    key = os.environ.setdefault("VLLM_API_KEY", secrets.token_urlsafe(32))
+    server = VllmServer(settings, machine, index=0, log_folder=config.folder / "servers", api_key=key)
+    asyncio.run(server.start(model))
+    try:
+        yield
+    finally:
+        asyncio.run(server.stop())
