@@ -92,9 +92,12 @@ def make(name: str, *packages: str | Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("environment", choices=["project", "vllm"])
+    parser.add_argument("environment", choices=["project", "vllm", "trl"])
     os.environ.setdefault("UV_SYSTEM_CERTS", "1")  # trust what the machine trusts, as pip does
-    if parser.parse_args().environment == "project":
+    environment = parser.parse_args().environment
+    if environment == "trl":  # only what a benchmark compares with
+        make(".venv-trl", "--no-deps", "--requirement", ROOT / "requirements/trl.txt")
+    elif environment == "project":
         make(".venv", "--constraint", ROOT / "requirements/constraints.txt", "--editable", f"{ROOT}[{EXTRAS}]")
     else:
         pins = ROOT / f"requirements/{'vllm-cuda' if has_gpu() else 'vllm-cpu'}.txt"

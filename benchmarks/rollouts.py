@@ -1,0 +1,77 @@
+"""Rollouts as a server would have returned them, without a server: exact placeholders, random completions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from components.adapters import get_adapter
+from components.adapters.family import FamilyAdapter
+from components.artifacts.images import ImageStore, encode_png
+from components.contracts.rollouts import GenerateOutputs, Trajectory, Turn
+from components.models.load import load_processor
+from components.models.settings import ModelSettings
+
+FAMILY = "qwen2-vl"
+SETTINGS = {
+    "dtype": "float32",
+    "attn_implementation": "sdpa",
+    "trust_remote_code": False,
+    "freeze": [],
+    "gradient_checkpointing": False,
+}
+
+
+def model_settings(checkpoint: Path) -> ModelSettings:
+    return ModelSettings.model_validate({"source": str(checkpoint), **SETTINGS})
+
+
+def adapter_of(checkpoint: Path, images: ImageStore) -> FamilyAdapter:
+    return get_adapter(checkpoint, load_processor(checkpoint, model_settings(checkpoint)), images.open, None)
+
+
+def make_rollouts(
+    adapter: FamilyAdapter,
+    images: ImageStore,
+    *,
+    groups: int,
+    group_size: int,
+    side: int,
+    tokens: int,
+    prompt: int | None = None,
+) -> GenerateOutputs:
+    """`groups` images of `side` pixels, each played `group_size` times with `tokens` sampled tokens.
+
+    `prompt`: tokens of the prompt, those of the image included; None: 24 besides the image's.
+    """
+    random = np.random.default_rng(0)
+    trajectories = []
+    for group in range(groups):
+        picture = Image.fromarray(random.integers(0, 255, (side, side, 3), dtype=np.uint8))
+        ref = images.put(encode_png(picture))
+        runs = adapter.process_image(picture)["placeholder_runs"].tolist()
+        text = [7] * (24 if prompt is None else prompt - runs[0])
+        ids = np.array(text[:12] + [adapter.image_token_id] * runs[0] + text[12:], np.int32)
+        for member in range(group_size):
+            turn = Turn(
+                index=0,
+                prompt_token_ids=ids,
+                completion_token_ids=random.integers(8, 200, tokens).astype(np.int32),
+                completion_logprobs=np.full(tokens, -2.0, np.float32),
+                finish_reason="length",
+                policy_version=0,
+                images=(ref,),
+                messages="[]",
+                completion="",
+                reward=float(random.integers(0, 2)),
+                reward_parts={"correct": 0.0},
+                anchor_key=None,
+                action_valid=True,
+                generate_seconds=0.0,
+                environment_seconds=0.0,
+            )
+            name = f"{group:06d}-{member:02d}"
+            trajectories.append(Trajectory(name, f"{group:06d}", "bench", f"t{group}", "train", (turn,), False))
+    return GenerateOutputs(trajectories)

@@ -1,0 +1,69 @@
+"""`make bench`: run the benchmarks that are named, or all."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """`benchmarks.<module>.measure() -> list[Row]`."""
+
+    module: str
+    title: str
+    question: str
+
+
+BENCHMARKS = {
+    "logprobs": Benchmark(
+        "logprobs",
+        "Log-prob memory",
+        "What do the log-probs of a micro-batch cost in memory, forward and backward, with logits of the response "
+        "tokens alone and in chunks, against logits for all positions? Both give the same gradients.",
+    ),
+    "batches": Benchmark(
+        "batches",
+        "Batches",
+        "How fast are batches built from rollouts, written and loaded, and how many bytes do references to stored "
+        "images save against storing pixel values?",
+    ),
+    "overhead": Benchmark(
+        "overhead",
+        "Orchestration",
+        "What does a step cost besides generating, training and syncing: the loop over units on threads, and as "
+        "Prefect tasks, against calling the same functions in a bare loop?",
+    ),
+    "pool": Benchmark(
+        "pool",
+        "Server pool",
+        "How much throughput does the pool cost against sending the same requests to the bare server?",
+    ),
+    "trl": Benchmark(
+        "trl_step",
+        "Trainer step",
+        "How long does an optimiser step take against TRL's GRPOTrainer: same tiny model, same images, as many "
+        "sequences of as many tokens, fp32, generation not counted on either side?",
+    ),
+}
+
+
+def main(names: list[str]) -> int:
+    from benchmarks.table import keep
+
+    if unknown := sorted(set(names) - set(BENCHMARKS)):
+        print(f"no benchmark is called {unknown[0]!r}; known: {', '.join(BENCHMARKS)}", file=sys.stderr)
+        return 2
+    for name in names or BENCHMARKS:
+        benchmark = BENCHMARKS[name]
+        print(f"\n{benchmark.title} ({name})", flush=True)
+        rows = import_module(f"benchmarks.{benchmark.module}").measure()
+        for row in rows:
+            print(f"  {row}", flush=True)
+        keep(name, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,87 @@
+"""Seconds per optimiser step, ours and TRL's, on the same tiny model and equal shapes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.rollouts import FAMILY, adapter_of, make_rollouts, model_settings
+from benchmarks.table import Row, seconds
+
+ROWS, SIDE, TOKENS, STEPS, ROUNDS = 8, 112, 32, 6, 2
+ROOT = Path(__file__).parents[1]
+PYTHON = ROOT / ".venv-trl/bin/python"
+
+
+def measure() -> list[Row]:
+    make_environment()
+    from components.models.tiny import make_tiny_checkpoint
+
+    with tempfile.TemporaryDirectory() as scratch:
+        checkpoint = make_tiny_checkpoint(FAMILY, Path(scratch) / "model", 0)
+        mine: list[float] = []
+        theirs: list[float] = []
+        for _ in range(ROUNDS):
+            found = _theirs(checkpoint)
+            prompt, tokens = found["prompt"][1], found["completion"][1]
+            theirs += found["seconds"]
+            mine += _ours(checkpoint, Path(scratch), int(prompt), int(tokens))
+    note = f"{ROWS} sequences of {prompt + tokens} tokens, {tokens} sampled, one image of {SIDE} x {SIDE} each"
+    return [
+        Row("an optimiser step, image processing included", median(mine), median(theirs), "TRL", "s", "lower", note)
+    ]
+
+
+def make_environment() -> None:
+    """`.venv-trl`, made when it is first needed."""
+    if PYTHON.exists():
+        return
+    # The installer asks pip for its wheel folders, and the project's environment has no pip.
+    python = getattr(sys, "_base_executable", sys.executable)
+    subprocess.run([python, ROOT / "infra/setup/install.py", "trl"], check=True)
+
+
+def _theirs(checkpoint: Path) -> dict[str, Any]:
+    script = Path(__file__).with_name("trl_side.py")
+    command = [PYTHON, script, checkpoint, *map(str, (ROWS, SIDE, TOKENS, STEPS))]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"TRL's half failed:\n{done.stderr[-3000:]}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def _ours(checkpoint: Path, scratch: Path, prompt: int, tokens: int) -> list[float]:
+    import torch
+
+    from components.artifacts.images import ImageStore
+    from components.batches.build import build_batch
+    from components.batches.settings import BatchSettings
+    from components.configuration import load_recipe
+    from components.models.load import load_model
+    from components.training.learner import Learner
+    from components.training.loader import MicroBatchLoader
+
+    torch.set_num_threads(1)
+    images = ImageStore(scratch / "images")
+    adapter = adapter_of(checkpoint, images)
+    outputs = make_rollouts(adapter, images, groups=1, group_size=ROWS, side=SIDE, tokens=tokens, prompt=prompt)
+    settings = BatchSettings(scale="none", skip_zero_variance=False, max_sequence_tokens=4096)
+    samples = list(build_batch(outputs, adapter, settings).samples)
+    trainer = load_recipe("train-vlm/colors").sections["trainer"].model_copy(update={"samples_per_update": 0})
+    learner = Learner(load_model(checkpoint, model_settings(checkpoint)), trainer, temperature=1.0)  # type: ignore[arg-type]
+    loader = MicroBatchLoader(adapter, images, workers=0)
+
+    def step() -> None:
+        with loader.batch():
+            learner.step(samples, loader)
+
+    step()
+    return [seconds(step) for _ in range(STEPS)]
