@@ -14,6 +14,10 @@ from tasks.outputs import numbers, pages
 from tasks.tracking import TrackedRun, find_model, promote
 
 
+SHOWN = ("accuracy", "accuracy_low", "accuracy_high", "reward", "episodes", "failed")
+"""Columns of the table of results; MLflow has all numbers."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """One evaluated checkpoint, or one that could not be evaluated."""
@@ -24,7 +28,7 @@ class Finding:
 
     def row(self) -> dict[str, str | float]:
         values = numbers(self.artifact) if self.artifact else {}
-        shown = {key: round(value, 4) for key, value in values.items()}
+        shown = {key: round(values[key], 4) for key in SHOWN if key in values}
         digest = {"digest": self.artifact.digest[:12]} if self.artifact else {"error": self.error.splitlines()[0]}
         return {"checkpoint": self.name, **shown, **digest}
 
