@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,7 +74,8 @@ def _spec(config: dict[str, Any], processor: Any) -> FamilySpec:
     name = _name(config)
     if name in ENTRIES:
         spec: FamilySpec = ENTRIES[name]
-        return spec
+        # vLLM reads this flag too: the model attends causally inside images, so they need no marking.
+        return spec if config.get("is_mm_prefix_lm", True) else replace(spec, type_ids=None)
     return infer_spec(processor)
 
 

@@ -30,6 +30,7 @@ RECIPES = Registry(
         "mistral3": "components.models.tiny.pixtral:MISTRAL3",
         "internvl": "components.models.tiny.internvl:INTERNVL",
         "gemma3": "components.models.tiny.gemma3:GEMMA3",
+        "gemma3-causal": "components.models.tiny.gemma3:GEMMA3_CAUSAL",
     },
 )
 SMALL = TinySettings(
