@@ -30,7 +30,7 @@ class SamplingSettings(Settings):
         ConfigurationError: a setting that biases the ratios is not neutral.
     """
 
-    temperature: float = Field(gt=0, le=10, description="Softmax temperature; the trainer divides by the same.")
+    temperature: float = Field(gt=0, le=2, description="Softmax temperature; the trainer divides by the same.")
     max_tokens: int = Field(gt=0, description="Longest completion of one turn, in tokens.")
     top_p: float = Field(description="Has to be 1: anything less biases importance ratios.")
     top_k: int = Field(description="Has to be 0 (off): anything else biases importance ratios.")
@@ -56,7 +56,7 @@ class SamplingSettings(Settings):
 class EvaluationSamplingSettings(Settings):
     """How completions are sampled for evaluation, where no ratio is computed and any distribution will do."""
 
-    temperature: float = Field(ge=0, le=10, description="0 takes the likeliest token at every step.")
+    temperature: float = Field(ge=0, le=2, description="0 takes the likeliest token at every step.")
     max_tokens: int = Field(gt=0, description="Longest completion of one turn, in tokens.")
     top_p: float = Field(gt=0, le=1, description="Smallest set of tokens with this mass; 1 keeps all.")
     top_k: int = Field(ge=0, description="Number of likeliest tokens to keep; 0 keeps all.")

@@ -1,0 +1,67 @@
+"""vLLM's weight-transfer routes (0.26 and newer), called by the trainer on all servers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from components.contracts.errors import WeightSyncError
+from components.inference.endpoint import Endpoint
+
+
+class ServerControl:
+    """Posts to every endpoint in parallel; each call returns futures that raise WeightSyncError."""
+
+    def __init__(self, endpoints: Sequence[Endpoint], timeout: float) -> None:
+        self.endpoints = list(endpoints)
+        self._http = httpx.Client(timeout=timeout, trust_env=False)
+        self._threads = ThreadPoolExecutor(max_workers=max(1, len(self.endpoints)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._threads.shutdown(wait=error is None, cancel_futures=True)
+        self._http.close()
+
+    def world_sizes(self) -> list[int]:
+        """GPUs of each server."""
+        sizes = []
+        for endpoint in self.endpoints:
+            response = self._http.get(f"{endpoint.url}/get_world_size", headers=endpoint.headers)
+            sizes.append(int(_checked(response, endpoint).json()["world_size"]))
+        return sizes
+
+    def post(self, path: str, bodies: Sequence[Any]) -> list[Future[None]]:
+        """Post `bodies[i]` to endpoint i, all at once."""
+        return [
+            self._threads.submit(self._post, endpoint, path, body)
+            for endpoint, body in zip(self.endpoints, bodies, strict=True)
+        ]
+
+    def post_all(self, path: str, body: Any = None) -> None:
+        """Post the same to all and wait for all."""
+        for future in self.post(path, [body] * len(self.endpoints)):
+            future.result()
+
+    def _post(self, endpoint: Endpoint, path: str, body: Any) -> None:
+        try:
+            _checked(self._http.post(f"{endpoint.url}{path}", json=body, headers=endpoint.headers), endpoint)
+        except httpx.TransportError as error:
+            raise WeightSyncError(f"{path}: {error!r}", where=endpoint.url, remedy="read the server's log") from error
+
+
+def _checked(response: httpx.Response, endpoint: Endpoint) -> httpx.Response:
+    if response.status_code != 200:
+        raise WeightSyncError(
+            f"{response.url.path} answered {response.status_code}: {response.text[:500]}",
+            where=endpoint.url,
+            remedy="read the server's log",
+        )
+    return response

@@ -1,0 +1,34 @@
+"""Weights from the trainer's GPUs: the pool's side of NCCL and CUDA IPC."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+
+from components.contracts.errors import WeightSyncError
+from components.inference.endpoint import Endpoint
+from components.inference.weights.base import Publish
+
+
+class DeviceTransfer:
+    """The trainer sends; the pool only holds back requests meanwhile, resets caches and verifies.
+
+    The trainer calls `nccl.NcclSender` or `ipc.send_ipc` on all its ranks. A server that dies can be started
+    again, but not given the current weights: the run has to resume from a checkpoint.
+    """
+
+    single = False
+
+    async def transfer(
+        self, http: httpx.AsyncClient, endpoints: Sequence[Endpoint], weights: Path, publish: Publish | None
+    ) -> None:
+        """See `WeightTransfer.transfer`."""
+        if publish is None:
+            raise WeightSyncError(
+                "only the trainer can send weights from its GPUs",
+                where="machine.weight_transfer",
+                remedy='give sync(publish=...), or set machine.weight_transfer = "file"',
+            )
+        await publish(endpoints)

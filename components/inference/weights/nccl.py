@@ -1,0 +1,156 @@
+"""The trainer's side of NCCL: rank 0 broadcasts to the GPUs of all servers.
+
+vLLM need not be installed beside the trainer: the rendezvous and the few NCCL calls that its workers expect are
+made here. Workers join a TCP store of ours, read a pickled `ncclUniqueId` under the key "broadcast_from/0/0",
+and begin with an all-reduce of one float (vLLM 0.26 to 0.32).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import socket
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from components.contracts.errors import WeightSyncError
+from components.inference.endpoint import Endpoint
+from components.inference.weights.control import ServerControl
+from components.inference.weights.parameters import Parameters, describe, whole
+
+_SUM = 0
+_NCCL_TYPES = {
+    torch.int8: 0,
+    torch.uint8: 1,
+    torch.int32: 2,
+    torch.int64: 4,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bfloat16: 9,
+}
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_byte * 128),)
+
+
+class NcclSender:
+    """Connects rank 0 with every GPU of every server, once, and then sends as often as wanted.
+
+    Made and used on all ranks of the trainer; the others only take part in gathering sharded tensors.
+
+    Args:
+        address: of this host, as the servers reach it.
+        timeout: seconds for each transfer.
+
+    Raises:
+        WeightSyncError: a server does not join.
+    """
+
+    def __init__(self, endpoints: Sequence[Endpoint], *, address: str, timeout: float) -> None:
+        self._timeout = timeout
+        self._first = not dist.is_initialized() or dist.get_rank() == 0
+        if self._first:
+            self._control = ServerControl(endpoints, timeout)
+            self._connect(address)
+
+    def send(self, parameters: Parameters) -> None:
+        """Send to all servers; called on every rank.
+
+        Raises:
+            WeightSyncError: a server refused, or the transfer takes too long. The connection is then gone.
+        """
+        if not self._first:
+            for tensor in parameters.values():
+                whole(tensor)
+            return
+        self._control.post_all("/start_weight_update")
+        bodies = [{"update_info": describe(parameters)}] * len(self._control.endpoints)
+        updates = self._control.post("/update_weights", bodies)
+        deadline = time.monotonic() + self._timeout
+        for tensor in parameters.values():
+            data = whole(tensor)  # kept until the GPU is done with it
+            self._call("ncclBroadcast", data, 0)
+            self._finish(updates, deadline)
+        for update in updates:
+            update.result(max(0.0, deadline - time.monotonic()))
+        self._control.post_all("/finish_weight_update")
+
+    def _connect(self, address: str) -> None:
+        self._nccl = ctypes.CDLL("libnccl.so.2")
+        unique = _UniqueId()
+        self._check(self._nccl.ncclGetUniqueId(ctypes.byref(unique)))
+        sizes = self._control.world_sizes()
+        world = 1 + sum(sizes)
+        listener = socket.create_server((address, 0))
+        port = listener.getsockname()[1]
+        infos = [
+            {
+                "init_info": {
+                    "master_address": address,
+                    "master_port": port,
+                    "rank_offset": 1 + sum(sizes[:index]),
+                    "world_size": world,
+                }
+            }
+            for index in range(len(sizes))
+        ]
+        joining = self._control.post("/init_weight_transfer_engine", infos)
+        self._store = dist.TCPStore(
+            address,
+            port,
+            world,
+            is_master=True,
+            timeout=timedelta(seconds=self._timeout),
+            master_listen_fd=listener.detach(),
+            use_libuv=False,
+        )
+        self._store.set("broadcast_from/0/0", _pickled(unique))  # type: ignore[arg-type]
+        self._comm = ctypes.c_void_p()
+        self._check(self._nccl.ncclCommInitRank(ctypes.byref(self._comm), world, unique, 0))
+        one = torch.zeros(1, device="cuda")
+        self._call("ncclAllReduce", one, _SUM)
+        deadline = time.monotonic() + self._timeout
+        self._finish(joining, deadline)
+        for join in joining:
+            join.result(max(0.0, deadline - time.monotonic()))
+
+    def _call(self, name: str, data: torch.Tensor, argument: int) -> None:
+        """A collective in place on the current stream; `argument` is the root or the operation."""
+        pointer = ctypes.c_void_p(data.data_ptr())
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        function = getattr(self._nccl, name)
+        count, kind = ctypes.c_size_t(data.numel()), _NCCL_TYPES[data.dtype]
+        self._check(function(pointer, pointer, count, kind, argument, self._comm, stream))
+
+    def _finish(self, calls: Sequence[Future[None]], deadline: float) -> None:
+        """Wait for the GPU, but no longer than the servers take part: a lost peer hangs a collective for ever."""
+        event = torch.cuda.Event()
+        event.record()
+        while not event.query():
+            failed = [call for call in calls if call.done() and call.exception()]
+            if failed or time.monotonic() > deadline:
+                self._nccl.ncclCommAbort(self._comm)
+                if failed:
+                    failed[0].result()
+                raise WeightSyncError(f"the servers did not receive the weights in {self._timeout:g} s")
+            time.sleep(0.0005)
+
+    def _check(self, code: int) -> None:
+        if code != 0:
+            self._nccl.ncclGetErrorString.restype = ctypes.c_char_p
+            raise WeightSyncError(f"NCCL: {self._nccl.ncclGetErrorString(code).decode()}")
+
+
+def _pickled(unique: _UniqueId) -> bytes:
+    """What `pickle` makes of the workers' own class of unique ids, which is not importable here."""
+    theirs = b"vllm.distributed.device_communicators.pynccl_wrapper\nncclUniqueId\n"
+    make = pickle.GLOBAL + b"_ctypes\n_unpickle\n" + pickle.GLOBAL + theirs
+    state = pickle.EMPTY_DICT + pickle.SHORT_BINBYTES + bytes([128]) + bytes(unique) + pickle.TUPLE2
+    return pickle.PROTO + b"\x04" + make + state + pickle.TUPLE2 + pickle.REDUCE + pickle.STOP

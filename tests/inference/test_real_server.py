@@ -1,0 +1,200 @@
+"""The pool on real vLLM servers, checked against the transformers model itself."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import os
+import random
+import signal
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+import pytest
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+from PIL import Image
+
+from components.contracts.machine import Machine
+from components.inference.client import Completion
+from components.inference.pool import ServerPool
+from components.inference.settings import EvaluationSamplingSettings, SamplingSettings, ServerSettings
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+GREEDY = EvaluationSamplingSettings(temperature=0.0, max_tokens=4, top_p=1.0, top_k=0)
+
+
+class Running:
+    """A pool with one server, and the loop that it lives in."""
+
+    def __init__(self, pool: ServerPool, portal: BlockingPortal, checkpoints: list[Path]) -> None:
+        self.pool, self.portal, self.checkpoints = pool, portal, checkpoints
+
+    def call(self, work: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> Any:
+        return self.portal.call(work, *arguments)
+
+    def complete(self, picture: Image.Image, sampling: Any = GREEDY, seed: int = 0) -> Completion:
+        return self.call(self.pool.complete, ask(picture), sampling, seed)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    if not PYTHON.exists():
+        pytest.skip("needs .venv-vllm: make .venv-vllm")
+    from components.models.tiny import make_tiny_checkpoint
+
+    folder = tmp_path_factory.mktemp("real")
+    checkpoints = [make_tiny_checkpoint("qwen2-vl", folder / str(seed), seed=seed) for seed in range(3)]
+    pool = ServerPool(
+        checkpoints[0],
+        ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="float32"),
+        Machine(server_python=PYTHON, ready_timeout=400),
+        folder / "logs",
+    )
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(pool):
+        yield Running(pool, portal, checkpoints)
+
+
+def picture(seed: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (56, 56, 3), dtype=np.uint8))
+
+
+def ask(image: Image.Image) -> list[dict[str, Any]]:
+    data = io.BytesIO()
+    image.save(data, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
+    text = {"type": "text", "text": "Which colour is it?"}
+    return [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}, text]}]
+
+
+def reference_logprobs(
+    checkpoint: Path, completion: Completion, image: Image.Image, forbidden: tuple[int, ...], temperature: float
+) -> npt.NDArray[np.float32]:
+    """The completion's log-probs (C,) from the transformers model on the ids that the server reported."""
+    import torch
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    ids = torch.tensor(np.concatenate([completion.prompt_token_ids, completion.token_ids])[None].astype(np.int64))
+    features = processor.image_processor(images=[image], return_tensors="pt")
+    with torch.no_grad():
+        logits = model(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            mm_token_type_ids=(ids == model.config.image_token_id).int(),
+            **features,
+        ).logits[0]
+    logits[:, list(forbidden)] = -torch.inf
+    logprobs = (logits / (temperature or 1.0)).log_softmax(-1)
+    count = completion.token_ids.size
+    values: npt.NDArray[np.float32] = logprobs[-count - 1 : -1].gather(1, ids[0, -count:, None])[:, 0].numpy()
+    return values
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_are_those_of_the_model(
+    running: Running, sampling_factory: Callable[..., SamplingSettings], temperature: float
+) -> None:
+    pool, image = running.pool, picture(1)
+    sampling = sampling_factory(temperature=temperature, max_tokens=12)
+    completion = running.complete(image, sampling, seed=5)
+    assert (completion.prompt_token_ids == 6).sum() >= 4 or completion.prompt_token_ids.size > 20
+    expected = reference_logprobs(running.checkpoints[0], completion, image, pool.forbidden_token_ids, temperature)
+    np.testing.assert_allclose(completion.logprobs, expected, atol=2e-3)
+    # With the placeholders left in the softmax the two would differ by the mass that they have.
+    naive = reference_logprobs(running.checkpoints[0], completion, image, (), temperature)
+    assert np.all(completion.logprobs > naive)
+
+
+def test_members_of_a_group_get_what_single_requests_get(
+    running: Running, sampling_factory: Callable[..., SamplingSettings]
+) -> None:
+    sampling = sampling_factory(max_tokens=6)
+    messages = ask(picture(2))
+
+    async def group() -> list[Completion]:
+        jobs = (running.pool.complete(messages, sampling, 100 + member) for member in range(6))
+        return list(await asyncio.gather(*jobs))
+
+    requests = running.pool.statistics.requests
+    together = running.call(group)
+    assert running.pool.statistics.requests == requests + 1
+    alone = [running.complete(picture(2), sampling, seed=100 + member) for member in range(6)]
+    for one, other in zip(together, alone, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+    assert len({tuple(one.token_ids.tolist()) for one in together}) > 1
+
+
+def test_forbidden_tokens_are_never_sampled(
+    running: Running, sampling_factory: Callable[..., SamplingSettings]
+) -> None:
+    # At temperature 2 an untrained model takes every token about as often: some 40 of 3,200 would be placeholders.
+    results = running.call(
+        running.pool.sample, ask(picture(3)), sampling_factory(temperature=2.0, max_tokens=100), 0, 32
+    )
+    sampled = {int(token) for result in results for token in result.token_ids}
+    assert len(sampled) > 200
+    assert not sampled & set(running.pool.forbidden_token_ids)
+
+
+def test_no_route_is_open_without_the_key(running: Running) -> None:
+    url = running.pool.replicas[0].url
+    assert httpx.get(f"{url}/health").status_code == 200
+    for path in ("/v1/models", "/metrics", "/server_info", "/openapi.json"):
+        assert httpx.get(url + path).status_code == 401, path
+    for path in ("/collective_rpc", "/pause", "/tokenize", "/update_weights", "/sleep", "/reset_prefix_cache"):
+        assert httpx.post(url + path, json={}).status_code == 401, path
+
+
+def test_sync_changes_weights_and_forgets_what_the_old_ones_computed(running: Running) -> None:
+    pool, image = running.pool, picture(4)
+    before = running.complete(image)
+    assert running.complete(image).token_ids.tolist() == before.token_ids.tolist()  # now everything is cached
+    running.call(pool.sync, running.checkpoints[1], 1)
+    after = running.complete(image)
+    assert (before.policy_version, after.policy_version) == (0, 1)
+    expected = reference_logprobs(running.checkpoints[1], after, image, pool.forbidden_token_ids, 0.0)
+    np.testing.assert_allclose(after.logprobs, expected, atol=2e-3)
+    old = reference_logprobs(running.checkpoints[0], after, image, pool.forbidden_token_ids, 0.0)
+    assert np.abs(old - expected).max() > 0.05
+
+
+@pytest.mark.parametrize("victim", ["front", "engine"])
+def test_a_killed_server_comes_back_with_the_current_weights_and_no_request_is_lost(
+    running: Running, sampling_factory: Callable[..., SamplingSettings], victim: str
+) -> None:
+    pool = running.pool
+    version = pool.weights.version + 1
+    checkpoint = running.checkpoints[2 if victim == "front" else 1]
+    running.call(pool.sync, checkpoint, version)
+    image, sampling = picture(5), sampling_factory(max_tokens=64)
+    count, before, restarts = 24, pool.statistics.completions, pool.statistics.restarts
+
+    async def work() -> list[Completion]:
+        # Seeds that do not follow one another: each is a request of its own.
+        jobs = [asyncio.create_task(pool.complete(ask(picture(9 + i)), sampling, 3 * i)) for i in range(count)]
+        await asyncio.sleep(random.uniform(0.1, 0.6))
+        assert pool.replicas[0].server is not None
+        family = pool.replicas[0].server.family()
+        process = family[0] if victim == "front" else next(p for p in family if "EngineCore" in " ".join(p.cmdline()))
+        os.kill(process.pid, signal.SIGKILL)
+        return list(await asyncio.gather(*jobs))
+
+    results = running.call(work)
+    assert len(results) == count
+    assert pool.statistics.completions == before + count
+    assert pool.statistics.restarts == restarts + 1
+    assert not pool.statistics.failures
+    assert {result.policy_version for result in results} == {version}
+    after = running.complete(image)
+    expected = reference_logprobs(checkpoint, after, image, pool.forbidden_token_ids, 0.0)
+    np.testing.assert_allclose(after.logprobs, expected, atol=2e-3)
