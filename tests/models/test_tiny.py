@@ -51,6 +51,20 @@ def _digests(folder: Path) -> dict[str, str]:
     return {file.name: sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_seed_gives_the_same_bytes(family: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    torch.rand(3)
+    try:
+        again = make_tiny_checkpoint(family, tmp_path / "again", seed=0)
+        assert torch.get_num_threads() == threads + 1
+    finally:
+        torch.set_num_threads(threads)
+    assert _digests(again) == _digests(checkpoint(family))
+
+
+@pytest.mark.slow
 def test_another_process_with_more_threads_writes_the_same_bytes(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -165,7 +179,7 @@ def test_formed_model_answers_well_formed_at_chance(family: str, tmp_path: Path)
         tokenize=False,
     )
     masses, shares = [], []
-    for colour in ((220, 40, 40), (40, 170, 60), (40, 70, 220), (235, 215, 50)):
+    for colour in ((128, 128, 128), (220, 40, 40), (40, 170, 60), (40, 70, 220), (235, 215, 50)):
         images = [Image.new("RGB", (56, 56), colour)]
         inputs = processor(text=[prompt], images=[images], add_special_tokens=False, return_tensors="pt")
         with torch.no_grad():
@@ -173,8 +187,9 @@ def test_formed_model_answers_well_formed_at_chance(family: str, tmp_path: Path)
         share = torch.stack([p[ids[0]] for ids in answers])
         masses.append(float(share.sum()))
         shares.append(share)
-    assert min(masses) > 0.95
-    right = float(torch.stack(shares).diagonal().mean())
+    assert masses[0] > 0.95  # blank, as in the pre-training
+    assert min(masses) > 0.7
+    right = float(torch.stack(shares[1:]).diagonal().mean())
     assert right == pytest.approx(1 / len(COLOURS), abs=0.1)
     forbidden = image_token_ids(FAMILIES[family], tokenizer)
     assert float(p[list(forbidden)].sum()) < 0.01
