@@ -1,0 +1,126 @@
+"""Every command and every reference in the documentation is one that exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROGRAMS = ("armature", "make", "dvc", "prefect")
+
+
+def commands() -> list[tuple[str, str]]:
+    """(page, command) of every line of a shell block and every inline command, without comments."""
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        blocks = re.findall(r"^```(?:bash|sh|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        lines = [line.split("  #")[0].strip().removeprefix("$ ") for block in blocks for line in block.splitlines()]
+        prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+        lines += re.findall(r"`([^`\n]+)`", prose)
+        found += [(page.name, line) for line in lines if line.split(" ")[0] in PROGRAMS and " " in line]
+    return sorted(set(found))
+
+
+def of(program: str) -> list[tuple[str, str]]:
+    return [(page, line) for page, line in commands() if line.split()[0] == program]
+
+
+def test_the_documentation_has_commands():
+    assert len(commands()) >= 20 and {line.split()[0] for _, line in commands()} == set(PROGRAMS)
+
+
+@pytest.mark.parametrize(("page", "line"), of("armature"))
+def test_armature_commands_parse(page, line, monkeypatch):
+    import typer.main
+
+    from armature.cli import app
+
+    monkeypatch.chdir(ROOT)
+    command, words = typer.main.get_command(app), shlex.split(line)[1:]
+    while hasattr(command, "commands"):
+        assert words[0] in command.commands, f"{page}: {line}"
+        command = command.commands[words.pop(0)]
+    if words:  # a bare `armature stage` names the command without its arguments
+        command.make_context("armature", words)
+
+
+def recipes_in(line: str) -> list[str]:
+    return re.findall(r"\b(?:train-vlm|train-vla|evaluate|quantile-stats)/[\w.-]+", line)
+
+
+@pytest.mark.parametrize(("page", "line"), [(p, c) for p, c in commands() if recipes_in(c)])
+def test_recipes_and_overrides_exist(page, line):
+    from components.configuration import load_recipe, recipe_names
+
+    words = shlex.split(line)
+    sets = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
+    sets += [f"machine.{words[i + 1]}" for i, word in enumerate(words) if word == "--machine"]
+    for name in recipes_in(line):
+        name = name.removesuffix(".toml")
+        assert name in recipe_names(), f"{page}: {line}"
+        load_recipe(name, sets)
+
+
+@pytest.mark.parametrize(("page", "line"), of("make"))
+def test_make_targets_exist(page, line):
+    words = shlex.split(line)
+    result = subprocess.run(["make", "--dry-run", *words[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(("page", "line"), of("dvc"))
+def test_dvc_commands_parse(page, line):
+    from dvc.cli.parser import get_main_parser
+
+    get_main_parser().parse_args(shlex.split(line)[1:])
+
+
+@pytest.mark.parametrize("words", sorted({tuple(line.split()[1:3]) for _, line in of("prefect")}))
+def test_prefect_commands_exist(words):
+    command = [Path(sys.executable).parent / "prefect", *words, "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0 and words[-1] in result.stdout, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        if not target.startswith(("http://", "https://")):
+            assert (page.parent / unquote(target)).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_files_exist(page):
+    folders = "armature|benchmarks|components|configs|docs|flows|infra|tasks|tests"
+    for path in re.findall(rf"`((?:{folders})/[\w./-]+)`", page.read_text()):
+        assert (ROOT / path).exists() or path.endswith(".env"), f"{page.name}: {path}"
+
+
+def named_tests() -> list[tuple[str, str]]:
+    text = (ROOT / "docs/operations.md").read_text()
+    return re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+
+
+@pytest.mark.parametrize(("file", "name"), named_tests())
+def test_the_tests_of_the_fault_table_exist(file, name):
+    assert re.search(rf"^(async )?def {name}\(", (ROOT / file).read_text(), re.MULTILINE), f"{file} has no {name}"
+
+
+def test_the_benchmarks_page_is_what_the_template_makes_of_the_results():
+    import json
+
+    from benchmarks.table import PAGE, RESULTS, render
+
+    assert PAGE.read_text() == render(json.loads(RESULTS.read_text()))
+
+
+def test_there_are_five_pages_at_most():
+    assert len(list((ROOT / "docs").glob("*.md"))) <= 5
