@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt
 from components.contracts.settings import Settings
 
 CHECKPOINT = (
-    "An artifact's folder or digest, models:/<name>@<alias> of MLflow, a hub name, or tiny/<family>; the last two "
+    "An artifact's folder or digest, models:/NAME@ALIAS of MLflow, a hub name, or tiny/FAMILY; the last two "
     "are loaded as the section model says."
 )
 
