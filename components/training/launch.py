@@ -57,4 +57,6 @@ def _shard(policy: Policy, *, mesh: DeviceMesh, wrap_classes: frozenset[str], au
     for module in reversed(list(policy.modules())):
         if type(module).__name__ in wrap_classes:
             fully_shard(module, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
+    # Resharded explicitly: by default the root stays whole after a forward pass without a backward, and then its
+    # parameters are not those that the optimiser knows.
+    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import multiprocessing
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -73,9 +74,12 @@ class MicroBatchLoader:
         self.scratch = scratch
         self._folder: str | None = None
         self._jobs: list[Job] = []
-        options: dict[str, Any] = (
-            {"multiprocessing_context": "spawn", "persistent_workers": True, "prefetch_factor": 2} if workers else {}
-        )
+        options: dict[str, Any] = {}
+        if workers:
+            # One server process imports what workers need; they are forked from it, before it has any thread.
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload([__name__])
+            options = {"multiprocessing_context": context, "persistent_workers": True, "prefetch_factor": 2}
         self._loader = DataLoader(
             Batches(adapter, images), batch_size=None, sampler=_Jobs(self._jobs), num_workers=workers, **options
         )

@@ -1,0 +1,91 @@
+"""FSDP2 on two gloo ranks: the same step as one rank, and checkpoints that either can read."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from components.contracts.machine import Machine
+from components.process import Program
+
+from .conftest import LORA, Tiny, model_settings, trainer_settings
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from components.training.launch import joined
+from components.training.service_settings import ServiceSettings
+from components.training.worker import Worker
+
+settings = ServiceSettings.model_validate_json(Path(sys.argv[1]).read_text())
+batches = sys.argv[2].split(",")
+with joined(settings) as ranks:
+    worker = Worker(settings, ranks)
+    done = worker.run({"name": "resume"}, [])
+    results = []
+    for step, batch in enumerate(batches, 1):
+        command = {"name": "step", "step": step, "batch": batch}
+        if step > done:
+            results.append(worker.run(command, worker.check(command)))
+    scores = worker.run({"name": "score", "batch": batches[0]}, worker.check({"name": "score", "batch": batches[0]}))
+    worker.run({"name": "save"}, [])
+    worker.run({"name": "publish", "folder": str(settings.workspace / "out"), "version": 0}, [])
+    if ranks.first:
+        (settings.workspace / "results.json").write_text(json.dumps([results, scores]))
+"""
+
+
+def run(tiny: Tiny, folder: Path, batches: list[Path], processes: int, shard: bool, lora: Any) -> tuple[Any, Any, Any]:
+    from components.training.service_settings import PolicySettings, service_settings
+
+    policy = PolicySettings(
+        model_path=tiny.folder,
+        model=model_settings(lora=lora),
+        trainer=trainer_settings(adam_epsilon=1e-3),
+        temperature=1.0,
+        images=tiny.images.root,
+    )
+    machine = Machine(trainer_processes=processes, threads=1, loader_workers=0)
+    settings = service_settings(policy, machine, folder).model_copy(update={"shard": shard})
+    folder.mkdir(exist_ok=True)
+    (folder / "settings.json").write_text(settings.model_dump_json())
+    (folder / "script.py").write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    program = Program(
+        [*torchrun, str(folder / "script.py"), str(folder / "settings.json"), ",".join(map(str, batches))],
+        log=folder / "log",
+        env={"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()},  # noqa: PTH109
+    )
+    assert program.wait(280) == 0, program.tail(60)
+    metrics, scores = json.loads((folder / "results.json").read_text())
+    return metrics, scores, load_file(folder / "out" / "model.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_sharded_steps_are_those_of_one_rank(tiny: Tiny, tmp_path: Path, lora: Any) -> None:
+    from components.batches.table import write_batch
+
+    batches = []
+    for step in (1, 2, 3):
+        batches.append(tmp_path / f"batch-{step}")
+        batches[-1].mkdir()
+        write_batch(batches[-1], tiny.samples(6, seed=step))
+    one, scores_one, weights_one = run(tiny, tmp_path / "one", batches, 1, False, lora)
+    run(tiny, tmp_path / "two", batches[:2], 2, True, lora)
+    two, scores_two, weights_two = run(tiny, tmp_path / "two", batches, 2, True, lora)  # resumes after step 2
+    assert len(two) == 1
+    for name in ("loss", "importance_ratio", "entropy", "mismatch_kl", "grad_norm"):
+        assert two[0][name] == pytest.approx(one[2][name], rel=1e-3, abs=1e-5), name
+    for a, b in zip(scores_one, scores_two, strict=True):
+        torch.testing.assert_close(torch.tensor(a), torch.tensor(b), atol=1e-4, rtol=0)
+    assert weights_one.keys() == weights_two.keys()
+    for name, value in weights_one.items():
+        torch.testing.assert_close(value, weights_two[name], atol=1e-4, rtol=1e-4)
