@@ -46,7 +46,7 @@ def measure() -> list[Row]:
         def build_and_write_pixels() -> float:
             return rows / seconds(lambda: (build_batch(outputs, adapter, settings), write_pixels()))
 
-        build, build_pixels = alternate(3, build_and_write, build_and_write_pixels)
+        building = alternate(3, build_and_write, build_and_write_pixels)
 
         loader = MicroBatchLoader(adapter, images, workers=0)
 
@@ -62,13 +62,29 @@ def measure() -> list[Row]:
         def load_each_row() -> float:
             return rows / seconds(lambda: [adapter.collate([sample]) for sample in read_batch(root)])
 
-        loading, each_row = alternate(3, load, load_each_row)
+        loading = alternate(3, load, load_each_row)
         stored = sum(p.stat().st_size for p in (root / "images").rglob("*") if p.is_file())
         ours = (root / "batch.parquet").stat().st_size + stored
         theirs = sum(p.stat().st_size for p in pixels.iterdir())
     return [
-        Row("build and write", build, build_pixels, "storing pixels", "rows/s", "higher"),
-        Row("read and make tensors", loading, each_row, "processing every row's images", "rows/s", "higher"),
+        Row(
+            "build and write",
+            building.ours,
+            building.baseline,
+            "storing pixels",
+            "rows/s",
+            "higher",
+            spread=building.spread,
+        ),
+        Row(
+            "read and make tensors",
+            loading.ours,
+            loading.baseline,
+            "processing every row's images",
+            "rows/s",
+            "higher",
+            spread=loading.spread,
+        ),
         Row(
             "bytes per row, images included",
             ours / rows,

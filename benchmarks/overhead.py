@@ -1,28 +1,33 @@
-"""What the loop and its units cost per step when generating, training and syncing take no time."""
+"""What a step costs besides generating, training and syncing, which take a known time here."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.table import Row, alternate, seconds
 
-STEPS = 100
+STEPS = 15
+GENERATE, TRAIN, SYNC = 0.2, 0.2, 0.1  # seconds of a step's units, as sleep
 
 
-class NoWork:
-    """Steps whose units return at once."""
+class Sleeping:
+    """Steps whose units take a known time and no processor."""
 
     def rollouts(self, step: int) -> Any:
+        time.sleep(GENERATE)
         return step
 
     def batch(self, step: int, rollouts: Any) -> Any:
         return step
 
     def train(self, step: int, batch: Any) -> dict[str, float]:
+        time.sleep(TRAIN)
         return {"loss": 0.0}
 
-    def sync(self, version: int) -> None: ...
+    def sync(self, version: int) -> None:
+        time.sleep(SYNC)
 
     def record(self, step: int, metrics: dict[str, float]) -> None: ...
 
@@ -45,20 +50,32 @@ def measure() -> list[Row]:
 
     def bare() -> float:
         def work() -> None:
-            steps = NoWork()
+            steps = Sleeping()
             for step in range(1, STEPS + 1):
                 steps.record(step, steps.train(step, steps.batch(step, steps.rollouts(step))))
-                steps.sync(step)
+                if step < STEPS:
+                    steps.sync(step)
 
         return seconds(work) / STEPS * 1000
 
     def threads() -> float:
-        return seconds(lambda: run_loop(NoWork(), 1, STEPS, 0, ThreadUnits(), Silent())) / STEPS * 1000
+        return seconds(lambda: run_loop(Sleeping(), 1, STEPS, 0, ThreadUnits(), Silent())) / STEPS * 1000
 
-    bare_ms, threads_ms = alternate(5, bare, threads)
+    loop = alternate(3, threads, bare)
+    tasks = _prefect()
+    note = f"of {(GENERATE + TRAIN + SYNC) * 1000:.0f} ms of work; {tasks - loop.baseline:.0f} ms more"
     rows = [
-        Row("a step, units on threads", threads_ms, bare_ms, "bare loop", "ms", "lower"),
-        Row("a step, units as Prefect tasks", _prefect(), threads_ms, "threads", "ms", "lower"),
+        Row(
+            "a step, units on threads",
+            loop.ours,
+            loop.baseline,
+            "the units in a bare loop",
+            "ms",
+            "lower",
+            f"{loop.ours - loop.baseline:.1f} ms more",
+            loop.spread,
+        ),
+        Row("a step, units as Prefect tasks", tasks, loop.baseline, "the units in a bare loop", "ms", "lower", note),
     ]
     return rows + _of_a_run()
 
@@ -74,7 +91,7 @@ def _prefect() -> float:
     @task
     def stage() -> float:
         with PrefectUnits() as units:
-            return seconds(lambda: run_loop(NoWork(), 1, STEPS, 0, units, Silent())) / STEPS * 1000
+            return seconds(lambda: run_loop(Sleeping(), 1, STEPS, 0, units, Silent())) / STEPS * 1000
 
     @flow
     def measured() -> float:

@@ -6,7 +6,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,26 +29,42 @@ class Row:
     unit: str
     better: str  # "higher" or "lower"
     note: str = ""
+    spread: tuple[float, float] | None = None  # smallest and largest ratio of one round
 
     @property
     def ratio(self) -> float:
         return self.ours / self.baseline
 
     def __str__(self) -> str:
+        spread = f" [{self.spread[0]:.3g} to {self.spread[1]:.3g}]" if self.spread else ""
         return (
             f"{self.what:<44} {self.ours:>10.4g} {self.unit:<10} {self.baseline_name}: {self.baseline:.4g}   "
-            f"ratio {self.ratio:.3f} ({self.better} is better) {self.note}"
+            f"ratio {self.ratio:.3f}{spread} ({self.better} is better) {self.note}"
         )
 
 
-def alternate(rounds: int, *sides: Callable[[], float]) -> list[float]:
-    """Median of `rounds` measurements of each side, taken in turn so that a busy machine disturbs all alike."""
-    taken: list[list[float]] = [[] for _ in sides]
+@dataclass(frozen=True)
+class Pair:
+    """Medians of both sides, and the smallest and largest ratio of one round."""
+
+    ours: float
+    baseline: float
+    spread: tuple[float, float]
+
+
+def pair(ours: Sequence[float], baseline: Sequence[float]) -> Pair:
+    """Of measurements taken in turn, round by round."""
+    ratios = [a / b for a, b in zip(ours, baseline, strict=True)]
+    return Pair(statistics.median(ours), statistics.median(baseline), (min(ratios), max(ratios)))
+
+
+def alternate(rounds: int, ours: Callable[[], float], baseline: Callable[[], float]) -> Pair:
+    """Measure both sides in turn, so that a busy machine disturbs both alike."""
+    taken: tuple[list[float], list[float]] = ([], [])
     for round_ in range(rounds):
-        order = list(range(len(sides)))
-        for index in order if round_ % 2 == 0 else reversed(order):
-            taken[index].append(sides[index]())
-    return [statistics.median(values) for values in taken]
+        for index in (0, 1) if round_ % 2 == 0 else (1, 0):
+            taken[index].append((ours, baseline)[index]())
+    return pair(*taken)
 
 
 def seconds(work: Callable[[], object]) -> float:
