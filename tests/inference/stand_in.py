@@ -6,9 +6,12 @@ a test sees which weights answered. Faults are set for the next so many requests
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
+import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -31,6 +34,7 @@ class StandIn:
 
     key: str
     url: str = ""
+    root: str = "somewhere"
     version: str = "start"
     fault: str = ""
     fault_count: int = 0
@@ -141,7 +145,7 @@ class StandIn:
     async def models(self, request: Request) -> Response:
         if request.headers.get("authorization") != f"Bearer {self.key}":
             return Response(status_code=401)
-        return JSONResponse({"data": [{"id": "policy", "root": "somewhere"}]})
+        return JSONResponse({"data": [{"id": "policy", "root": self.root}]})
 
     def app(self) -> Starlette:
         post = ["POST"]
@@ -183,3 +187,22 @@ def run_stand_in(key: str, port: int = 0) -> Iterator[StandIn]:
     finally:
         server.should_exit = server.force_exit = True
         thread.join(5)
+
+
+def main() -> None:
+    """Stand in for the program: the arguments and variables of vLLM's server that the protocol depends on.
+
+    It does not come up while there is a file called "refuse" beside the checkpoint.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--model", type=Path)
+    given, _ = parser.parse_known_args()
+    if (given.model.parent / "refuse").exists():
+        sys.exit("it does not want to")
+    stand_in = StandIn(os.environ["VLLM_API_KEY"], root=str(given.model), version=given.model.name, delay=0.3)
+    uvicorn.run(stand_in.app(), host="127.0.0.1", port=given.port, log_level="critical")
+
+
+if __name__ == "__main__":
+    main()
