@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
-from mlflow.data.dataset_source_registry import resolve_dataset_source
 from mlflow.entities import (
     Dataset,
     DatasetInput,
@@ -138,8 +137,7 @@ def _as_dataset(artifact: Artifact, role: str, step: int | None) -> DatasetInput
     if step is not None:
         tags[names.STEP_TAG] = str(step)
     name = artifact.kind if step is None else f"{artifact.kind}-{step}"
-    source = resolve_dataset_source(str(artifact.path))
-    described = Dataset(name, artifact.digest, source._get_source_type(), source.to_json())
+    described = Dataset(name, artifact.digest, "local", json.dumps({"uri": str(artifact.path)}))
     return DatasetInput(described, [InputTag(key, value) for key, value in tags.items()])
 
 

@@ -36,7 +36,7 @@ class PrefectUnits:
                 raise
 
         kind = name.rpartition("-")[0] or name
-        run = task(work, name=kind, task_run_name=name, cache_policy=NO_CACHE, persist_result=False, log_prints=False)
+        run = task(name=kind, task_run_name=name, cache_policy=NO_CACHE, persist_result=False)(work)
 
         def carry() -> None:
             try:
