@@ -44,7 +44,11 @@ def measure() -> list[Row]:
             np.save(pixels / "pixels.npy", stacked)
 
         def build_and_write_pixels() -> float:
-            return rows / seconds(lambda: (build_batch(outputs, adapter, settings), write_pixels()))
+            def work() -> None:
+                build_batch(outputs, adapter, settings)
+                write_pixels()
+
+            return rows / seconds(work)
 
         building = alternate(3, build_and_write, build_and_write_pixels)
 

@@ -97,7 +97,7 @@ def _prefect() -> float:
     def measured() -> float:
         return stage()
 
-    with prefect_test_harness():
+    with prefect_test_harness(server_startup_timeout=300):
         return float(measured())
 
 

@@ -36,7 +36,7 @@ async def _measure(scratch: Path) -> Pair:
     checkpoint = make_tiny_checkpoint(FAMILY, scratch / "model", 0)
     neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     penalties = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-    sampling = SamplingSettings(temperature=1.0, max_tokens=TOKENS, **neutral, **penalties)  # type: ignore[arg-type]
+    sampling = SamplingSettings(temperature=1.0, max_tokens=TOKENS, **neutral, **penalties)
     settings = ServerSettings(max_model_len=512, max_images_per_prompt=1, dtype="float32")
     machine = Machine(max_concurrent=CONCURRENT)
     messages = [_message(index) for index in range(REQUESTS)]

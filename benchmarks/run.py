@@ -43,8 +43,8 @@ BENCHMARKS = {
     "trl": Benchmark(
         "trl_step",
         "Trainer step",
-        "How long does an optimiser step take against TRL's GRPOTrainer: same tiny model, same images, as many "
-        "sequences of as many tokens, fp32, generation not counted on either side?",
+        "How long does an optimiser step take against TRL's GRPOTrainer: same tiny model, images of the same size, as "
+        "many sequences of as many tokens, fp32, generation not counted on either side?",
     ),
 }
 

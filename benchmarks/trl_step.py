@@ -49,7 +49,7 @@ def make_environment() -> None:
 
 def _theirs(checkpoint: Path) -> dict[str, Any]:
     script = Path(__file__).with_name("trl_side.py")
-    command = [PYTHON, script, checkpoint, *map(str, (ROWS, SIDE, TOKENS, STEPS))]
+    command = [str(PYTHON), str(script), str(checkpoint), *map(str, (ROWS, SIDE, TOKENS, STEPS))]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode != 0:

@@ -34,7 +34,7 @@ class Limits:
     """How much goes into one page; what is left out is counted on the page."""
 
     trajectories: int = 2000
-    tokens: int = 2_000_000
+    tokens: int = 400_000
     image_side: int = 512  # pixels; larger images are scaled down
     image_bytes: int = 24 * 2**20  # all embedded images together
 
