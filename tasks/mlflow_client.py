@@ -9,6 +9,7 @@ from pathlib import Path
 # Before mlflow is imported: nothing of a run leaves the machine.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 
 import mlflow
 from mlflow import MlflowClient

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -12,3 +16,32 @@ os.environ.update(
     PREFECT_SERVER_ANALYTICS_ENABLED="false",
     TOKENIZERS_PARALLELISM="false",
 )
+
+
+@pytest.fixture(scope="session")
+def prefect_server() -> Iterator[None]:
+    """Starting it takes about 15 s, so it is never started per test."""
+    from prefect.testing.utilities import prefect_test_harness
+
+    with prefect_test_harness(server_startup_timeout=120):
+        yield
+
+
+@pytest.fixture(scope="session")
+def empty_mlflow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with its tables made once; making them takes seconds."""
+    from mlflow import MlflowClient
+
+    path = tmp_path_factory.mktemp("mlflow") / "empty.db"
+    MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture
+def tracking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_mlflow: Path) -> str:
+    """An empty MLflow of this test's own; the test's folder becomes the working folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mlflow.db").write_bytes(empty_mlflow.read_bytes())
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    return uri

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,16 +10,6 @@ import pytest
 
 from components.contracts.machine import Machine
 from components.stages import STAGES
-
-
-@pytest.fixture(scope="session")
-def prefect_server() -> Iterator[None]:
-    """Starting it takes about 15 s, so it is never started per test."""
-    os.environ.update(PREFECT_SERVER_ANALYTICS_ENABLED="false", DO_NOT_TRACK="1")
-    from prefect.testing.utilities import prefect_test_harness
-
-    with prefect_test_harness(server_startup_timeout=120):
-        yield
 
 
 @pytest.fixture(scope="session")
@@ -35,26 +24,6 @@ def demo_stages() -> Iterator[ModuleType]:
     yield module
     for name in names:
         del STAGES._entries[name]
-
-
-@pytest.fixture(scope="session")
-def empty_mlflow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with its tables made once; making them takes seconds."""
-    from mlflow import MlflowClient
-
-    path = tmp_path_factory.mktemp("mlflow") / "empty.db"
-    MlflowClient(f"sqlite:///{path}").search_experiments()
-    return path
-
-
-@pytest.fixture
-def tracking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_mlflow: Path) -> str:
-    """An empty MLflow of this test's own; the test's folder becomes the working folder."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mlflow.db").write_bytes(empty_mlflow.read_bytes())
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    return uri
 
 
 @pytest.fixture

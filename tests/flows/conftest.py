@@ -1,0 +1,70 @@
+"""Flows over stages that finish at once: real settings, artifacts, Prefect and MLflow; only the work is small."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from components.configuration import Recipe, load_recipe
+from components.contracts.errors import DataError
+from components.contracts.stages import Report
+from components.stages import STAGES
+
+
+def small_tasks(settings, inputs, folder, context):
+    (folder / "tasks.json").write_text(json.dumps(settings.model_dump(mode="json")["name"]))
+    return Report(rows={"heldout": 4})
+
+
+def small_model(settings, inputs, folder, context):
+    (folder / "weights.txt").write_text(settings.source)
+    return Report()
+
+
+def small_training(settings, inputs, folder, context):
+    (folder / "checkpoint").mkdir()
+    (folder / "checkpoint/weights.txt").write_text("trained")
+    history = [{"step": step, "reward": step / 4} for step in range(1, 5)]
+    for row in history[2:]:  # the first two were reported by a process that died
+        context.events.metrics({"reward": row["reward"]}, row["step"])
+    (folder / "history.json").write_text(json.dumps(history))
+    (folder / "metrics.json").write_text(json.dumps({"reward": 1.0}))
+    (folder / "report.html").write_text("<title>report</title>")
+    return Report(rows={"steps": 4})
+
+
+def small_evaluation(settings, inputs, folder, context):
+    if settings.evaluation.seed == 13:
+        raise DataError("seed 13 brings no luck", where="evaluation.seed", remedy="take another")
+    (folder / "metrics.json").write_text(json.dumps({"accuracy": 0.5 + settings.evaluation.seed / 100}))
+    (folder / "rollouts.html").write_text("<title>rollouts</title>")
+    return Report(rows={"episodes": 4})
+
+
+@pytest.fixture
+def small_stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    import sys
+    import types
+
+    runs = {"tasks": small_tasks, "model": small_model, "train-vlm": small_training, "evaluate": small_evaluation}
+    module = types.ModuleType("small_stages")
+    for name, run in runs.items():
+        setattr(module, name.replace("-", "_"), replace(STAGES[name], run=run))
+    monkeypatch.setitem(sys.modules, "small_stages", module)
+    for name in runs:
+        monkeypatch.setitem(STAGES._entries, name, f"small_stages:{name.replace('-', '_')}")
+    yield
+
+
+@pytest.fixture
+def recipe(tmp_path: Path):
+    """A committed recipe with its artifacts in this test's folder."""
+
+    def load(name: str, *overrides: str) -> Recipe:
+        return load_recipe(name, [*overrides, f"machine.store={tmp_path / 'store'}"])
+
+    return load

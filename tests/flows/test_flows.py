@@ -1,0 +1,98 @@
+"""Flows on a real Prefect API and a real MLflow."""
+
+from __future__ import annotations
+
+import inspect
+import json
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.exceptions import ParameterTypeError
+
+from armature.deployments import flow_of
+from components.configuration import SECTIONS, section_class
+
+pytestmark = pytest.mark.usefixtures("prefect_server", "tracking", "small_stages")
+
+
+def artifacts_of(state) -> dict[str, object]:
+    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
+
+    chosen = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[state.state_details.flow_run_id]))
+    with get_client(sync_client=True) as client:
+        return {each.key: each.data for each in client.read_artifacts(artifact_filter=chosen, limit=50)}
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_parameters_are_the_sections_of_the_recipe(name):
+    flow = flow_of(name if "/" in name else f"{name}/any")
+    parameters = inspect.signature(flow.fn, eval_str=True).parameters
+    assert {key: each.annotation for key, each in parameters.items()} == {
+        key: section_class(name, key) for key in SECTIONS[name]
+    }
+    assert all(each.default is inspect.Parameter.empty for each in parameters.values())
+
+
+def test_training_ends_with_a_candidate_whose_evaluation_leads_back_to_everything(recipe):
+    from flows.train_vlm import train_vlm
+    from tasks.lineage import lineage
+    from tasks.mlflow_client import client
+
+    loaded = recipe("train-vlm/colors")
+    state = train_vlm(**loaded.sections, return_state=True)
+    lines = state.result()
+    assert any(line.startswith("MLflow") for line in lines)
+    assert any("report.html" in line for line in lines) and any("rollouts.html" in line for line in lines)
+    shown = artifacts_of(state)
+    assert {"results", "summary", "mlflow"} <= set(shown)
+    assert [row["checkpoint"] for row in json.loads(shown["results"])] == ["before training", "after training"]
+
+    version = client().get_model_version_by_alias("train-vlm.custom", "candidate")
+    model = client().get_logged_model(version.source.rpartition("/")[2])
+    (run,) = client().search_runs(["1"], "tags.`armature.stage` = 'train-vlm'")
+    assert [point.value for point in client().get_metric_history(run.info.run_id, "reward")][-4:] is not None
+    assert {point.step for point in client().get_metric_history(run.info.run_id, "reward")} >= {1, 2, 3, 4}
+    evaluations = client().search_runs(["1"], "tags.`armature.stage` = 'evaluate'")
+    measured = {metric.run_id for metric in model.metrics if metric.key == "accuracy"}
+    (after,) = [each for each in evaluations if each.info.run_id in measured]
+    kinds = {node.name for node in lineage(after.info.run_id).walk()}
+    assert {"evaluate", "train-vlm", "tasks", "model"} <= kinds
+    digests = {node.digest for node in lineage(after.info.run_id).walk()}
+    assert model.tags["checkpoint.digest"] in digests
+
+
+def test_a_failing_cell_leaves_the_good_ones(recipe):
+    from flows.sweep import sweep
+
+    loaded = recipe("evaluate/sweep", 'sweep.checkpoints=["tiny/qwen2-vl", "tiny/llava"]', "sweep.seeds=[1, 13]")
+    state = sweep(**loaded.sections, return_state=True)
+    assert state.is_failed()
+    assert state.message.startswith("2/4 cells failed: tiny/qwen2-vl-seed13: ")
+    assert "seed 13 brings no luck" in state.message
+    rows = {row["checkpoint"]: row for row in json.loads(artifacts_of(state)["results"])}
+    assert len(rows) == 4
+    assert rows["tiny/llava-seed1"]["accuracy"] == 0.51 and "no luck" in rows["tiny/llava-seed13"]["error"]
+
+
+def test_a_checkpoint_may_be_an_alias_a_digest_or_a_folder(recipe):
+    from components.stages import open_store
+    from flows.evaluate import evaluate
+    from flows.train_vlm import train_vlm
+
+    loaded = recipe("train-vlm/colors")
+    train_vlm(**loaded.sections)
+    trained = next(each for each in open_store(loaded.sections["machine"]) if each.kind == "train-vlm")
+    results = []
+    for name in ("models:/train-vlm.custom@candidate", trained.digest, trained.digest[:10], str(trained.path)):
+        state = evaluate(**recipe("evaluate/vlm", f"subject.checkpoint={name}").sections, return_state=True)
+        (row,) = json.loads(artifacts_of(state)["results"])
+        results.append(row["digest"])
+    assert len(set(results)) == 1
+
+
+def test_a_half_given_section_is_refused_and_not_half_defaulted(recipe):
+    from flows.train_vlm import train_vlm
+
+    sections = dict(recipe("train-vlm/colors").sections)
+    with pytest.raises(ParameterTypeError, match="Field required"):
+        train_vlm(**{**sections, "trainer": {"learning_rate": 1e-3}})

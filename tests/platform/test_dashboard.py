@@ -1,0 +1,112 @@
+"""Show a person's way: a sweep started from the dashboard's form in a real browser, its results on the run's page."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from armature import deployments
+from armature.services import free_port
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+LABEL = "//span[contains(@class,'schema-form-property__label') and normalize-space()='{}']"
+PROPERTY = "/ancestor::div[contains(concat(' ',@class,' '),' schema-form-property ')][1]"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.browser,
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH; on Debian: apt-get install chromium"),
+]
+
+
+def small_deployments() -> str:
+    """prefect.yaml with the recipes' values but fewer tasks and a briefer preparation of the tiny model."""
+    document = deployments.document()
+    document["deployments"] = [each for each in document["deployments"] if each["name"] == "sweep"]
+    parameters = document["deployments"][0]["parameters"]
+    parameters["evaluation"]["max_tasks"] = 8
+    parameters["model"]["tiny"]["format"]["steps"] = 2
+    return yaml.safe_dump(document, sort_keys=False)
+
+
+@pytest.fixture
+def platform(tmp_path: Path) -> Iterator[str]:
+    """`armature up` in a folder of its own; yields the dashboard's address."""
+    for name in ("flows", ".venv-vllm"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    (tmp_path / "prefect.yaml").write_text(small_deployments())
+    port = free_port()
+    armature = [sys.executable, "-m", "armature"]
+    up = [*armature, "up", "--detach", "--prefect-server-port", str(port), "--mlflow-port", str(free_port())]
+    subprocess.run(up, cwd=tmp_path, check=True, timeout=400)
+    yield f"http://127.0.0.1:{port}"
+    subprocess.run([*armature, "down"], cwd=tmp_path, check=True, timeout=90)
+
+
+def fill_list(page, label: str, values: list[str], control: str) -> None:
+    """Leave exactly these values in the form's list."""
+    box = page.locator(f"xpath={LABEL.format(label)}{PROPERTY}").first
+    while box.locator(control).count() < len(values):
+        box.get_by_text("Add item").click()
+        page.wait_for_timeout(300)
+    for index, value in enumerate(values):
+        box.locator(control).nth(index).fill(value)
+    assert box.locator(control).count() == len(values)
+
+
+def wait_for_end(api: str, run_id: str, seconds: float) -> dict:
+    deadline = time.monotonic() + seconds
+    while True:
+        run = httpx.get(f"{api}/flow_runs/{run_id}").json()
+        if run["state_type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED"):
+            return run
+        assert time.monotonic() < deadline, run["state_name"]
+        time.sleep(2)
+
+
+def sweep_from_the_form(dashboard: str, checkpoints: list[str], seeds: list[str], seconds: float) -> str:
+    """Fill the custom-run form, wait for the run, and return the text of its table of results."""
+    from playwright.sync_api import sync_playwright
+
+    api = f"{dashboard}/api"
+    deployment = httpx.get(f"{api}/deployments/name/evaluate/sweep").json()["id"]
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1400, "height": 1600})
+        page.set_default_timeout(120_000)
+        page.goto(f"{dashboard}/deployments/deployment/{deployment}/run", wait_until="domcontentloaded")
+        page.locator(f"xpath={LABEL.format('Checkpoints')}").first.wait_for()
+        fill_list(page, "Checkpoints", checkpoints, "textarea")
+        fill_list(page, "Seeds", seeds, "input")
+        page.get_by_role("button", name="Submit").click()
+        query = {"deployments": {"id": {"any_": [deployment]}}}
+        while not (runs := httpx.post(f"{api}/flow_runs/filter", json=query).json()):
+            page.wait_for_timeout(500)
+        assert runs[0]["parameters"]["sweep"] == {"checkpoints": checkpoints, "seeds": [int(seed) for seed in seeds]}
+        run = wait_for_end(api, runs[0]["id"], seconds)
+        assert run["state_type"] == "COMPLETED", run["state"]
+        page.goto(f"{dashboard}/runs/flow-run/{run['id']}", wait_until="domcontentloaded")
+        page.get_by_role("tab", name="Artifacts").click()
+        page.get_by_text("results", exact=True).first.click()
+        page.get_by_text("accuracy_low").first.wait_for()
+        text: str = page.inner_text("body")
+        browser.close()
+    return text
+
+
+def test_sweep_of_two_checkpoints_and_two_seeds_from_the_dashboard(platform: str):
+    checkpoints = ["tiny/qwen2-vl", "tiny/qwen2.5-vl"]
+    shown = sweep_from_the_form(platform, checkpoints, ["3", "4"], seconds=1200)
+    for checkpoint in checkpoints:
+        for seed in (3, 4):
+            assert f"{checkpoint}-seed{seed}" in shown
