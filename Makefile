@@ -33,7 +33,7 @@ bench: environments  ## measure, as ratios within one run; choose with NAMES="po
 	$(BIN)/python -m benchmarks.run $(NAMES)
 
 clean:  ## remove the environments; artifacts and runs stay
-	rm -rf .venv .venv-vllm .venv-uv
+	rm -rf .venv .venv-vllm .venv-uv .venv-trl
 
 .PHONY: environments
 environments: .venv/.made .venv-vllm/.made
