@@ -144,9 +144,7 @@ def test_from_a_thread_that_ends_before_the_program(tmp_path: Path) -> None:
 
 
 def test_log_environment_and_folder(tmp_path: Path) -> None:
-    script = (
-        "import os, sys; print(os.environ['A'], 'HOME' in os.environ, os.getcwd()); sys.stderr.write('x\\n'*100)"
-    )
+    script = "import os, sys; print(os.environ['A'], 'HOME' in os.environ, os.getcwd()); sys.stderr.write('x\\n'*100)"
     log = tmp_path / "deep" / "log.txt"
     with program([sys.executable, "-c", script], log=log, env={"A": "b", "HOME": None}, cwd=tmp_path) as running:
         assert running.wait(20) == 0
