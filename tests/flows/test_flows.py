@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import json
 
+import httpx
 import pytest
-from prefect.client.orchestration import get_client
 from prefect.exceptions import ParameterTypeError
+from prefect.settings import get_current_settings
 
 from armature.deployments import flow_of
 from components.configuration import SECTIONS, section_class
@@ -15,12 +16,11 @@ from components.configuration import SECTIONS, section_class
 pytestmark = pytest.mark.usefixtures("prefect_server", "tracking", "small_stages")
 
 
-def artifacts_of(state) -> dict[str, object]:
-    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
-
-    chosen = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[state.state_details.flow_run_id]))
-    with get_client(sync_client=True) as client:
-        return {each.key: each.data for each in client.read_artifacts(artifact_filter=chosen, limit=50)}
+def artifacts_of(state) -> dict[str, str]:
+    """The artifacts on the run's page, by key."""
+    chosen = {"artifacts": {"flow_run_id": {"any_": [str(state.state_details.flow_run_id)]}}}
+    answer = httpx.post(f"{get_current_settings().api.url}/artifacts/filter", json=chosen)
+    return {each["key"]: each["data"] for each in answer.raise_for_status().json()}
 
 
 @pytest.mark.parametrize("name", SECTIONS)
@@ -50,7 +50,6 @@ def test_training_ends_with_a_candidate_whose_evaluation_leads_back_to_everythin
     version = client().get_model_version_by_alias("train-vlm.custom", "candidate")
     model = client().get_logged_model(version.source.rpartition("/")[2])
     (run,) = client().search_runs(["1"], "tags.`armature.stage` = 'train-vlm'")
-    assert [point.value for point in client().get_metric_history(run.info.run_id, "reward")][-4:] is not None
     assert {point.step for point in client().get_metric_history(run.info.run_id, "reward")} >= {1, 2, 3, 4}
     evaluations = client().search_runs(["1"], "tags.`armature.stage` = 'evaluate'")
     measured = {metric.run_id for metric in model.metrics if metric.key == "accuracy"}

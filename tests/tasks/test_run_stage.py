@@ -38,7 +38,7 @@ def task_runs(flow_run_id) -> dict[str, str]:
             limit=200,
             sort=TaskRunSort.NAME_ASC,
         )
-    return {run.name: run.state.name for run in runs}
+    return {run.name: run.state.name if run.state else "" for run in runs}
 
 
 def eventually(check, seconds=20.0):
