@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import isnan, sqrt
 from statistics import NormalDist, fmean
 
 _NORMAL = NormalDist()
@@ -26,6 +26,8 @@ class Interval:
     n: float
 
     def __str__(self) -> str:
+        if isnan(self.low):
+            return f"{self.estimate:.3f}"
         return f"{self.estimate:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
@@ -95,7 +97,8 @@ def clustered_wilson_interval(outcomes: Sequence[Sequence[bool]], confidence: fl
 def mean_interval(clusters: Sequence[Sequence[float]], confidence: float = 0.95) -> Interval:
     """The mean over all values with a normal interval whose standard error is taken between tasks.
 
-    `clusters[task][sample]`. Needs two tasks; with fewer the limits are NaN.
+    `clusters[task][sample]`. The limits are NaN where the error cannot be estimated: fewer than two tasks, or
+    values that are all equal.
     """
     kept = [list(cluster) for cluster in clusters if cluster]
     n, tasks = sum(map(len, kept)), len(kept)
@@ -107,6 +110,8 @@ def mean_interval(clusters: Sequence[Sequence[float]], confidence: float = 0.95)
         return Interval(mean, nan, nan, 1)
     residuals = [sum(cluster) - mean * len(cluster) for cluster in kept]
     error = sqrt(tasks / (tasks - 1) * sum(r * r for r in residuals)) / n
+    if error == 0.0:
+        return Interval(mean, nan, nan, tasks)
     half = normal_quantile(confidence) * error
     return Interval(mean, mean - half, mean + half, tasks)
 

@@ -129,4 +129,5 @@ def test_mean_interval_against_the_standard_error():
     half = 1.959963984540054 * stats.sem(values)
     assert interval.low == pytest.approx(0.55 - half) and interval.high == pytest.approx(0.55 + half)
     assert math.isnan(mean_interval([[1.0, 0.0]]).low)
+    assert str(mean_interval([[0.0]] * 8)) == "0.000"  # equal values say nothing of the error
     assert math.isnan(mean_interval([]).estimate)

@@ -51,11 +51,13 @@ def test_browsing(browser_page):
     tab = browser_page
     assert rows(tab) == ["first", "second", "third"]
     assert tab.evaluate("document.querySelector('.pictures img').naturalWidth") == 24
+    assert not tab.is_visible("#step")  # nothing to choose from
     tab.keyboard.press("ArrowRight")
     assert tab.inner_text("#detail .id") == "colors/second"
     assert tab.inner_text(".tokens").strip() == "blue"
     tab.select_option("#sort", "reward+")
     assert rows(tab) == ["first", "third", "second"]
+    assert tab.inner_text("#detail .id") == "colors/first"  # a new order begins at its top
     tab.fill("#low", "0.4")
     assert rows(tab) == ["third", "second"] and tab.inner_text("#count") == "2 of 3"
     tab.fill("#find", "BLUE")
@@ -65,6 +67,7 @@ def test_browsing(browser_page):
     tab.select_option("#group", "b")
     assert rows(tab) == ["third"]
     assert ATTACK in tab.inner_text(".tokens")
+    assert not tab.query_selector(".siblings") and "null" not in tab.inner_text("#detail")
     tab.click("#clear")
     tab.select_option("#task", "failures")
     assert ATTACK in tab.inner_text("#detail")

@@ -92,7 +92,7 @@ function apply() {
   shown.sort(orders[$("sort").value]);
   $("count").textContent = failures ? plural(data.failures.length, "failure")
     : `${shown.length.toLocaleString("en")} of ${data.trajectories.length.toLocaleString("en")}`;
-  list();
+  list(failures);
   if (failures) return drawFailures();
   if (!shown.includes(current)) current = shown[0] || null;
   draw();
@@ -105,7 +105,7 @@ function row(t) {
   if (!rows.has(t)) {
     const first = t.turns.flatMap((turn) => turn.images)[0];
     const picture = data.images[first];
-    const said = t.turns.map((turn) => turn.completion.trim()).join(" ⏵ ").slice(0, 120);
+    const said = t.turns.map((turn) => turn.completion.trim()).join(" › ").slice(0, 120);
     rows.set(t, h("button", { class: "row", type: "button", "data-trajectory": t.id, onclick: () => select(t) },
       picture ? h("img", { class: "thumb", src: picture.uri, alt: "" }) : h("span", { class: "thumb" }),
       h("span", { class: "name-box" }, h("div", { class: "name" }, (t.step === null ? "" : `step ${t.step} · `) + t.task),
@@ -115,10 +115,10 @@ function row(t) {
   }
   return rows.get(t);
 }
-function list() {
+function list(failures) {
   const left = data.omitted.trajectories;
   $("list").replaceChildren(...shown.map(row),
-    ...(shown.length ? [] : [h("p", { class: "empty" }, "Nothing fits these filters.")]),
+    ...(shown.length || failures ? [] : [h("p", { class: "empty" }, "Nothing fits these filters.")]),
     ...(left ? [h("p", { class: "empty" }, `${plural(left, "more trajectory").replace("trajectorys", "trajectories")} in the rollout tables.`)] : []));
 }
 function select(t) {
@@ -224,7 +224,7 @@ function draw() {
   if (!current) return $("detail").replaceChildren(h("p", { class: "empty" }, "No trajectory to show."));
   const t = current;
   const group = data.trajectories.filter((other) => other.group === t.group);
-  $("detail").replaceChildren(
+  const parts = [
     h("div", { class: "heading" }, h("span", { class: "id" }, t.task), pill(t.reward),
       t.truncated && h("span", { class: "failed" }, "ran out of turns")),
     h("dl", { class: "figures" }, ...Object.entries({ trajectory: t.id, group: t.group, environment: t.environment, split: t.split,
@@ -235,7 +235,9 @@ function draw() {
         "aria-current": String(other === t), onclick: () => select(other) }, number(other.reward)))) : null,
     legend(t.turns.some((turn) => turn.ratios)),
     ...t.turns.map((turn, i) => turnCard(turn, i, t)),
-    data.omitted.images ? h("p", { class: "soft" }, `${plural(data.omitted.images, "more image")} of this run did not fit into the page.`) : "");
+    data.omitted.images ? h("p", { class: "soft" }, `${plural(data.omitted.images, "more image")} of this run did not fit into the page.`) : null,
+  ];
+  $("detail").replaceChildren(...parts.filter(Boolean));
   $("detail").scrollTop = 0;
   rows.get(t)?.scrollIntoView({ block: "nearest" });
 }
@@ -260,7 +262,9 @@ document.addEventListener("keydown", (event) => {
   if (by) { event.preventDefault(); move(by); }
   if (event.key === "/") { event.preventDefault(); $("find").focus(); }
 });
-$("filters").addEventListener("input", apply);
+$("sort").addEventListener("change", () => { current = null; });
+$("filters").addEventListener("change", (event) => { if (event.target === $("sort")) apply(); });
+$("filters").addEventListener("input", (event) => { if (event.target !== $("sort")) apply(); });
 $("filters").addEventListener("submit", (event) => event.preventDefault());
 $("filters").addEventListener("reset", () => setTimeout(apply));
 apply();
