@@ -37,6 +37,9 @@ def format_pretraining(
     optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0.0)
     batches = _Batches(processor, settings, np.random.default_rng(seed))
     losses = []
+    model.requires_grad_(False)  # what is not trained costs no backward pass
+    for parameter in parameters:
+        parameter.requires_grad_(True)
     model.train()
     for step in range(settings.steps):
         for group in optimizer.param_groups:
@@ -50,6 +53,7 @@ def format_pretraining(
         optimizer.step()
         losses.append(float(loss.detach()))
     optimizer.zero_grad()
+    model.requires_grad_(True)
     model.eval()
     return losses
 
@@ -80,12 +84,13 @@ def _schedule(step: int, steps: int) -> float:
 
 
 class _Batches:
-    """Conversations as tensors. Where an answer lies among the tokens is measured once per distinct prompt."""
+    """Conversations as tensors. Where an answer lies among the tokens is measured once per conversation."""
 
     def __init__(self, processor: Any, settings: FormatSettings, rng: np.random.Generator) -> None:
         self.processor, self.settings, self.rng = processor, settings, rng
         self.answers = _Answers(settings.answers, rng)
         self.rows = cycle(settings.transcripts)
+        self.conversations: dict[tuple[Transcript, str], tuple[str, list[tuple[int, list[int]]]]] = {}
         self.prompt_lengths: dict[str, int] = {}
         self.blank = Image.new("RGB", (settings.image_side, settings.image_side), (128, 128, 128))
 
@@ -93,7 +98,10 @@ class _Batches:
         """The processor's tensors of B conversations, and labels (B, L) int64: IGNORE but on answers."""
         texts, images, answers = [], [], []
         for script in islice(self.rows, self.settings.batch_size):
-            text, spans = self._conversation(script, self.answers.draw())
+            key = (script, self.answers.draw())
+            if key not in self.conversations:
+                self.conversations[key] = self._conversation(*key)
+            text, spans = self.conversations[key]
             texts.append(text)
             answers.append(spans)
             images.append([self.blank] * "".join(script.user).count("{image}"))
