@@ -12,7 +12,7 @@ import numpy as np
 from components.artifacts.images import ImageStore
 from components.batches.table import read_batch
 from components.contracts.batches import Sample
-from components.contracts.rollouts import LogProbs, Trajectory
+from components.contracts.rollouts import Failure, LogProbs, Trajectory
 from components.contracts.stages import Artifact
 from components.reports.tokens import token_decoder
 from components.reports.training import write_training_report
@@ -49,7 +49,10 @@ def write_pages(
         configuration=settings.model_dump(mode="json"),
         links={"Rollouts": VIEWER_FILE},
     )
-    trajectories, failures, steps, scores = [], [], {}, {}
+    trajectories: list[Trajectory] = []
+    failures: list[Failure] = []
+    steps: dict[str, int] = {}
+    scores: dict[str, list[TurnScores]] = {}
     for rollouts, batch, logprobs in zip(gallery.rollouts, gallery.batches, gallery.scores, strict=True):
         outputs = read_rollouts(rollouts.path)
         step = int(outputs.trajectories[0].trajectory_id.partition("-")[0]) if outputs.trajectories else 0

@@ -1,0 +1,166 @@
+"""kill -9 of the model server, of the trainer and of the run itself, at random moments: nothing is lost or doubled."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from components.artifacts.manifest import open_artifact
+from components.artifacts.store import ArtifactStore
+from components.configuration import CONFIGS, load_recipe
+from components.contracts.machine import Machine
+from components.models.settings import ModelSettings
+from components.rollouts.table import read_rollouts
+from components.training.client import TrainerClient
+from components.training.service_settings import PolicySettings
+from components.training.settings import TrainerSettings
+
+STEPS, GROUPS, MEMBERS = 8, 4, 4
+OVERRIDES = (
+    f"trainer.max_steps={STEPS}",
+    "trainer.save_every=3",
+    f"rollouts.groups_per_step={GROUPS}",
+    f"rollouts.group_size={MEMBERS}",
+    "batches.skip_zero_variance=false",
+    "preflight.groups=2",
+    "model.tiny.format.steps=20",
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+class Run:
+    """The stage train-vlm in a process of its own, started again as often as it is killed."""
+
+    def __init__(self, folder: Path, staleness: int) -> None:
+        self.folder, self.log = folder, folder / "run.log"
+        self.store = ArtifactStore(folder / "store")
+        self.overrides = (*OVERRIDES, f'machine.store="{folder / "store"}"', f"rollouts.max_staleness={staleness}")
+
+    def start(self, stage: str, *inputs: str) -> subprocess.Popen[bytes]:
+        sets = [part for override in self.overrides for part in ("--set", override)]
+        given = [part for name in inputs for part in ("--input", f"{name}={self.folder / name}")]
+        config = CONFIGS / "train-vlm/colors.toml"
+        command = [sys.executable, "-m", "armature", "stage", stage, "--config", str(config), *sets, *given]
+        with self.log.open("ab") as log:
+            return subprocess.Popen([*command, "--out", str(self.folder / stage)], stdout=log, stderr=log)
+
+    def finish(self, stage: str, *inputs: str) -> None:
+        process = self.start(stage, *inputs)
+        assert process.wait() == 0, self.log.read_text()[-4000:]
+
+    def history(self) -> list[int]:
+        """Steps recorded so far, a replayed one as often as it was recorded."""
+        files = list((self.folder / "store/workspaces").glob("train-vlm-*/history.jsonl"))
+        lines = files[0].read_text().splitlines() if files else []
+        return [json.loads(line)["step"] for line in lines if line.endswith("}")]
+
+
+def descendants(process: subprocess.Popen[bytes], wanted: Callable[[str], bool]) -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if wanted(" ".join(child.cmdline())):
+                found.append(child)
+    return found
+
+
+def is_server(command: str) -> bool:
+    return "vllm.entrypoints" in command and "components/process.py" not in command
+
+
+def is_trainer_rank(command: str) -> bool:
+    return "components.training.service" in command and "torch.distributed.run" not in command
+
+
+def wait_for_step(run: Run, process: subprocess.Popen[bytes], step: int) -> None:
+    while step not in run.history():
+        assert process.poll() is None, run.log.read_text()[-4000:]
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def killed_run(tmp_path_factory) -> Run:
+    """A run that lost its server, its trainer and itself, each at a random moment, and was started again."""
+    seed = int(os.environ.get("ARMATURE_KILL_SEED", random.randrange(1000)))
+    print(f"ARMATURE_KILL_SEED={seed}")
+    run, rng = Run(tmp_path_factory.mktemp("killed"), staleness=1), random.Random(seed)
+    run.finish("tasks")
+    run.finish("model")
+    process = run.start("train-vlm", "tasks", "model")
+    wait_for_step(run, process, 1)
+    time.sleep(rng.uniform(0, 1.5))
+    descendants(process, is_server)[0].kill()
+    wait_for_step(run, process, 2)
+    time.sleep(rng.uniform(0, 1.5))
+    descendants(process, is_trainer_rank)[0].kill()
+    wait_for_step(run, process, 5)
+    time.sleep(rng.uniform(0, 1.5))
+    orphans = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    _, alive = psutil.wait_procs(orphans, timeout=15)
+    assert not alive, "child programs outlived the run"
+    run.finish("train-vlm", "tasks", "model")
+    return run
+
+
+def test_every_planned_rollout_is_there_once(killed_run):
+    kept: Counter[str] = Counter()
+    for step in range(1, STEPS + 1):
+        (folder,) = (killed_run.folder / "store/rollouts").glob(f"*-{step:05d}")
+        outputs = read_rollouts(folder)
+        kept.update(trajectory.trajectory_id for trajectory in outputs.trajectories)
+        kept.update(failure.trajectory_id for failure in outputs.failures)
+        assert not outputs.failures
+    assert set(kept.values()) == {1}
+    assert kept.total() == STEPS * GROUPS * MEMBERS
+
+
+def test_the_history_has_every_step_once(killed_run):
+    history = json.loads((killed_run.folder / "train-vlm/history.json").read_text())
+    assert [row["step"] for row in history] == list(range(1, STEPS + 1))
+    assert all(row["policy_version/min"] >= row["step"] - 2 for row in history)
+
+
+def test_lineage_names_artifacts_that_exist(killed_run):
+    lineage = json.loads((killed_run.folder / "train-vlm/lineage.json").read_text())
+    for row in lineage:
+        for kind in ("rollouts", "batch"):
+            found = killed_run.store.find_digest(row[kind])
+            assert found is not None and found.digest == row[kind]
+
+
+def test_the_weights_are_those_of_a_run_that_was_never_stopped(killed_run, tmp_path):
+    sections = load_recipe("train-vlm/colors", killed_run.overrides).sections
+    machine, model, trainer = sections["machine"], sections["model"], sections["trainer"]
+    assert isinstance(machine, Machine) and isinstance(model, ModelSettings) and isinstance(trainer, TrainerSettings)
+    policy = PolicySettings(
+        model_path=open_artifact(killed_run.folder / "model").path,
+        model=model,
+        trainer=trainer,
+        temperature=1.0,
+        images=killed_run.store.images,
+    )
+    with TrainerClient(policy, machine, tmp_path / "trainer") as client:
+        for step in range(1, STEPS + 1):
+            (folder,) = (killed_run.folder / "store/batches").glob(f"*-{step:05d}")
+            client.step(step, folder)
+        client.publish(tmp_path / "straight", STEPS)
+    straight = load_file(tmp_path / "straight/model.safetensors")
+    resumed = load_file(killed_run.folder / "train-vlm/checkpoint/model.safetensors")
+    assert straight.keys() == resumed.keys()
+    assert all(straight[name].equal(resumed[name]) for name in straight)
