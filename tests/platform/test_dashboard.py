@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -74,39 +75,56 @@ def wait_for_end(api: str, run_id: str, seconds: float) -> dict:
         time.sleep(2)
 
 
-def sweep_from_the_form(dashboard: str, checkpoints: list[str], seeds: list[str], seconds: float) -> str:
-    """Fill the custom-run form, wait for the run, and return the text of its table of results."""
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
+    with sync_playwright() as play:
+        chromium = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+def open_page(browser: Any, url: str) -> Any:
+    page = browser.new_page(viewport={"width": 1400, "height": 1600})
+    page.set_default_timeout(120_000)
+    page.goto(url, wait_until="domcontentloaded")
+    return page
+
+
+def start_from_the_form(browser: Any, dashboard: str, checkpoints: list[str], seeds: list[str]) -> dict[str, Any]:
+    """Fill and submit the custom-run form of evaluate/sweep; the flow run that it started."""
     api = f"{dashboard}/api"
     deployment = httpx.get(f"{api}/deployments/name/evaluate/sweep").json()["id"]
-    with sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1400, "height": 1600})
-        page.set_default_timeout(120_000)
-        page.goto(f"{dashboard}/deployments/deployment/{deployment}/run", wait_until="domcontentloaded")
-        page.locator(f"xpath={LABEL.format('Checkpoints')}").first.wait_for()
-        fill_list(page, "Checkpoints", checkpoints, "textarea")
-        fill_list(page, "Seeds", seeds, "input")
-        page.get_by_role("button", name="Submit").click()
-        query = {"deployments": {"id": {"any_": [deployment]}}}
-        while not (runs := httpx.post(f"{api}/flow_runs/filter", json=query).json()):
-            page.wait_for_timeout(500)
-        assert runs[0]["parameters"]["sweep"] == {"checkpoints": checkpoints, "seeds": [int(seed) for seed in seeds]}
-        run = wait_for_end(api, runs[0]["id"], seconds)
-        assert run["state_type"] == "COMPLETED", run["state"]
-        page.goto(f"{dashboard}/runs/flow-run/{run['id']}", wait_until="domcontentloaded")
-        page.get_by_role("tab", name="Artifacts").click()
-        page.get_by_text("results", exact=True).first.click()
-        page.get_by_text("accuracy_low").first.wait_for()
-        text: str = page.inner_text("body")
-        browser.close()
+    page = open_page(browser, f"{dashboard}/deployments/deployment/{deployment}/run")
+    page.locator(f"xpath={LABEL.format('Checkpoints')}").first.wait_for()
+    fill_list(page, "Checkpoints", checkpoints, "textarea")
+    fill_list(page, "Seeds", seeds, "input")
+    page.get_by_role("button", name="Submit").click()
+    query = {"deployments": {"id": {"any_": [deployment]}}}
+    while not (runs := httpx.post(f"{api}/flow_runs/filter", json=query).json()):
+        page.wait_for_timeout(500)
+    started: dict[str, Any] = runs[0]
+    return started
+
+
+def table_of_results(browser: Any, dashboard: str, run_id: str) -> str:
+    """What the table on the run's page shows."""
+    page = open_page(browser, f"{dashboard}/runs/flow-run/{run_id}")
+    page.get_by_text("Artifacts", exact=True).last.click()
+    page.get_by_text("results", exact=True).first.click()
+    page.get_by_text("accuracy_low").first.wait_for()
+    text: str = page.inner_text("body")
     return text
 
 
-def test_sweep_of_two_checkpoints_and_two_seeds_from_the_dashboard(platform: str):
+def test_sweep_of_two_checkpoints_and_two_seeds_from_the_dashboard(platform: str, browser: Any):
     checkpoints = ["tiny/qwen2-vl", "tiny/qwen2.5-vl"]
-    shown = sweep_from_the_form(platform, checkpoints, ["3", "4"], seconds=1200)
+    started = start_from_the_form(browser, platform, checkpoints, ["3", "4"])
+    assert started["parameters"]["sweep"] == {"checkpoints": checkpoints, "seeds": [3, 4]}
+    ended = wait_for_end(f"{platform}/api", started["id"], seconds=1200)
+    assert ended["state_type"] == "COMPLETED", ended["state"]
+    shown = table_of_results(browser, platform, started["id"])
     for checkpoint in checkpoints:
         for seed in (3, 4):
             assert f"{checkpoint}-seed{seed}" in shown
