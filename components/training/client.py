@@ -6,6 +6,8 @@ import json
 import secrets
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +18,7 @@ import numpy.typing as npt
 
 from components.contracts.errors import ArmatureError, TrainerError
 from components.contracts.machine import Machine
+from components.inference.endpoint import Endpoint
 from components.process import Program
 from components.training.errors import rebuild
 from components.training.service_settings import PolicySettings, service_settings
@@ -125,6 +128,19 @@ class TrainerClient:
             ConfigurationError: the weights are of another version.
         """
         self._ask("publish", self.machine.train_timeout, folder=str(folder.resolve()), version=version)
+
+    def send(self, endpoints: Sequence[Endpoint], version: int) -> None:
+        """Send the weights after step `version` from the trainer's GPUs to vLLM servers, all of them together.
+
+        They are those that `publish` would write, under the same names. The servers must expect it: see
+        `components.inference.pool.ServerPool.sync`. Asking again sends again.
+
+        Raises:
+            ConfigurationError: the weights are of another version, or `machine.weight_transfer` needs no sender.
+            WeightSyncError: a server refused them.
+        """
+        addresses = [asdict(endpoint) for endpoint in endpoints]
+        self._ask("send", self.machine.sync_timeout, endpoints=addresses, version=version)
 
     def save(self) -> Path:
         """Write a checkpoint; see `components.training.checkpoints`."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from components.models.load import save_checkpoint
 from components.models.lora import base_model, merged_weights
@@ -19,7 +21,7 @@ KEEP_VERSIONS = 2
 
 
 class Publisher:
-    """Writes complete checkpoints in the Hugging Face layout, adapters merged in.
+    """Writes complete checkpoints in the Hugging Face layout, adapters merged in, or lists the same tensors.
 
     The weights have the dtypes that the model had when this was made, before the trainer made fp32 of them.
     The processor's files are written once, into `processor_folder`, and hard-linked from then on.
@@ -37,7 +39,7 @@ class Publisher:
 
         A folder whose name is a number is one version of a series: of its siblings the newest two stay.
         """
-        weights = self._weights(cast(Any, model))
+        weights = self._weights(cast(Any, model), whole)
         if ranks.first:
             if not self._processor_folder.exists():
                 self._processor.save_pretrained(self._processor_folder)
@@ -48,15 +50,22 @@ class Publisher:
                 for old in versions[:-KEEP_VERSIONS]:
                     shutil.rmtree(old)
 
+    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """What `publish` writes, under the same names, on the model's device; sharded weights as DTensors."""
+        base = base_model(cast(Any, model))
+        weights = self._weights(cast(Any, model), Tensor.detach)
+        tied = {name for name, source in base.all_tied_weights_keys.items() if weights[name] is weights[source]}
+        return revert_weight_conversion(base, {n: w for n, w in weights.items() if n not in tied})
+
     @torch.no_grad()
-    def _weights(self, model: Any) -> dict[str, Tensor]:
-        """Full tensors on the CPU; parameters that share memory still do."""
+    def _weights(self, model: Any, take: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """By name in the model, each as `take` gives it; parameters that share memory still do."""
         copies: dict[Any, Tensor] = {}
         weights = {}
         for name, value in merged_weights(model).items():
             key = (_address(value), value.shape) if value.numel() else name
             if key not in copies:
-                copies[key] = whole(value).to(self._dtypes[name])
+                copies[key] = take(value).to(self._dtypes[name])
             weights[name] = copies[key]
         return weights
 

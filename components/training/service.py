@@ -25,7 +25,7 @@ from components.training.service_settings import ServiceSettings
 from components.training.worker import Command, Worker
 
 TOKEN = "ARMATURE_TRAINER_TOKEN"
-KEEPS_STATE = ("score", "save", "publish")
+KEEPS_STATE = ("score", "save", "publish", "send")
 """Commands that change nothing in the trainer: when one fails on all ranks alike, the service goes on."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -35,6 +36,8 @@ class ServiceSettings(BaseModel):
     shard: bool = Field(description="Split the model over the processes (FSDP2) instead of copying it to each.")
     threads: NonNegativeInt
     loader_workers: NonNegativeInt
+    weight_transfer: Literal["file", "nccl", "ipc"]
+    sync_timeout: PositiveFloat
 
     @property
     def checkpoints(self) -> Path:
@@ -60,4 +63,6 @@ def service_settings(policy: PolicySettings, machine: Machine, workspace: Path) 
         shard=machine.trainer_processes > 1 and bool(machine.trainer_gpus),
         threads=machine.threads,
         loader_workers=machine.loader_workers,
+        weight_transfer=machine.weight_transfer,
+        sync_timeout=machine.sync_timeout,
     )

@@ -10,6 +10,8 @@ from components.artifacts.images import ImageStore
 from components.batches.table import read_batch
 from components.contracts.batches import Sample
 from components.contracts.errors import ConfigurationError
+from components.inference.endpoint import Endpoint
+from components.inference.weights import WEIGHT_SENDERS, WeightSender
 from components.models.families import family_of
 from components.models.load import load_model, load_processor
 from components.models.lora import base_model
@@ -48,6 +50,7 @@ class Worker:
             ranks=ranks,
             shard=sharder(ranks, family.wrap_classes, policy.trainer.autocast) if settings.shard else None,
         )
+        self._sender: WeightSender | None = None
         self._load = MicroBatchLoader(adapter, ImageStore(policy.images), settings.loader_workers)
 
     def check(self, command: Command) -> list[Sample]:
@@ -63,11 +66,17 @@ class Worker:
                 where="trainer service",
                 remedy=f"train step {self.learner.steps_done + 1} first",
             )
-        if command["name"] == "publish" and command["version"] != self.learner.steps_done:
+        if command["name"] in ("publish", "send") and command["version"] != self.learner.steps_done:
             raise ConfigurationError(
                 f"version {command['version']} was asked for, but the weights are of {self.learner.steps_done} steps",
                 where="trainer service",
                 remedy="publish right after the step",
+            )
+        if command["name"] == "send" and self.settings.weight_transfer not in WEIGHT_SENDERS:
+            raise ConfigurationError(
+                f"{self.settings.weight_transfer!r} needs no sender",
+                where="machine.weight_transfer",
+                remedy=f"publish a folder instead, or choose from {', '.join(WEIGHT_SENDERS)}",
             )
         if "batch" not in command:
             return []
@@ -108,6 +117,9 @@ class Worker:
             case "publish":
                 self._publisher.publish(self.learner.model, Path(command["folder"]), self.ranks)
                 return None
+            case "send":
+                self._send([Endpoint(**endpoint) for endpoint in command["endpoints"]])
+                return None
             case "save":
                 state = {"results": {str(step): result for step, result in self.results.items()}}
                 return str(checkpoints.save(self.learner, self.settings.checkpoints, state, self._identity))
@@ -115,6 +127,14 @@ class Worker:
                 return self._resume()
             case other:
                 raise ConfigurationError(f"the trainer has no command {other!r}")
+
+    def _send(self, endpoints: list[Endpoint]) -> None:
+        """Connections last from version to version; other servers, or a failure, make new ones."""
+        sender, self._sender = self._sender, None
+        if sender is None or sender.endpoints != endpoints:
+            sender = WEIGHT_SENDERS[self.settings.weight_transfer](endpoints, self.settings.sync_timeout)
+        sender.send(self._publisher.tensors(self.learner.model))
+        self._sender = sender
 
     def _resume(self) -> int:
         path = self.ranks.broadcast(checkpoints.latest(self.settings.checkpoints))
