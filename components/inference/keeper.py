@@ -110,7 +110,7 @@ class Keeper:
     async def _start_local(self) -> None:
         replica, pool = self.replica, self.pool
         assert replica.server is not None
-        folder, version = pool.weights.folder, pool.weights.version
+        folder, version = pool.weights.folder, pool.weights.folder_version
         await replica.server.start(folder)
         replica.url, replica.version = replica.server.url, version
 

@@ -237,7 +237,8 @@ class ServerPool:
         version, has to stay until the next call has returned, because a server may be started from it.
 
         Args:
-            publish: with weight_transfer "nccl" or "ipc": makes the trainer send to the given endpoints.
+            publish: with weight_transfer "nccl" or "ipc": makes the trainer send to the given endpoints; the folder
+                is then not read.
 
         Raises:
             WeightSyncError: the folder holds another model, a server refused it, servers disagree, or

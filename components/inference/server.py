@@ -178,6 +178,10 @@ def _owner(port: int) -> str:
 
 _HINTS: tuple[tuple[str, str], ...] = (
     (
+        r"No module named '?ray",
+        'vLLM\'s CUDA IPC imports ray: install it beside vLLM, or set machine.weight_transfer = "nccl" or "file"',
+    ),
+    (
         r"No module named '?vllm",
         "vLLM is not installed in machine.server_python; make its environment: make .venv-vllm",
     ),

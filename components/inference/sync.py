@@ -30,10 +30,12 @@ class ServedWeights:
 
     Attributes:
         changing: held while a server joins or weights change, so that neither sees the other half done.
+        folder, folder_version: what a server is started with. Not the current weights, once the trainer has sent
+            newer ones from its GPUs.
     """
 
     def __init__(self, weights: Path, version: int, transfer: str, forbidden_token_ids: Sequence[int]) -> None:
-        self.folder, self.version = weights.absolute(), version
+        self.folder, self.folder_version, self.version = weights.absolute(), version, version
         self.changing = asyncio.Lock()
         self._transfer: WeightTransfer = WEIGHT_TRANSFERS[transfer]()
         self._tensors = read_tensors(weights)
@@ -60,7 +62,8 @@ class ServedWeights:
             )
         if self._transfer.single:
             self._check_folder(weights)
-        self.folder, self.version = weights.absolute(), version
+            self.folder, self.folder_version = weights.absolute(), version
+        self.version = version
         ready = [replica for replica in replicas if replica.ready]
         if self._transfer.single:
             await asyncio.gather(*(self._bring_up_to_date(http, replica) for replica in ready))
@@ -88,7 +91,7 @@ class ServedWeights:
             return True
         if self._transfer.single:
             return await self._bring_up_to_date(http, replica)
-        if self._fingerprint is None or self._fingerprint[0] == self.version:
+        if self.version == self.folder_version:
             # Not ours and never synced: it should have been started with this folder; the fingerprints of the
             # servers that join after the first have to agree.
             await self._check_fingerprint(http, replica)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from components.contracts.rollouts import GenerateOutputs
 from components.contracts.stages import Artifact, StageContext
 from components.environments.make import make_environment
 from components.environments.stage import load_tasks
+from components.inference.endpoint import Endpoint
 from components.inference.pool import ServerPool
 from components.models.load import load_processor
 from components.models.source import locate
@@ -128,8 +130,15 @@ class RLRun:
         if all(self.store.find("rollouts", self._key(step)) for step in upcoming):
             return
         folder = self.weights / f"{version:06d}"
-        self.trainer.publish(folder, version)
-        self.portal.call(self.pool.sync, folder, version)
+        if self.context.machine.weight_transfer == "file":
+            self.trainer.publish(folder, version)
+            self.portal.call(self.pool.sync, folder, version)
+            return
+
+        async def send(endpoints: Sequence[Endpoint]) -> None:
+            await asyncio.to_thread(self.trainer.send, endpoints, version)
+
+        self.portal.call(self.pool.sync, folder, version, send)
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         metrics.update(self._step_metrics.pop(step, {}))

@@ -61,8 +61,7 @@ def test_the_server_answers_with_the_weights_that_were_sent(way: str, tmp_path: 
         pytest.skip("NCCL needs a GPU for the trainer and one for the server")
     from safetensors.torch import load_file
 
-    from components.inference.weights.ipc import send_ipc
-    from components.inference.weights.nccl import NcclSender
+    from components.inference.weights import WEIGHT_SENDERS
     from components.models.tiny import make_tiny_checkpoint
 
     old, new = (make_tiny_checkpoint("qwen2-vl", tmp_path / str(seed), seed=seed) for seed in range(2))
@@ -80,10 +79,8 @@ def test_the_server_answers_with_the_weights_that_were_sent(way: str, tmp_path: 
         parameters = load_file(new / "model.safetensors", device="cuda:0")
 
         def send() -> None:
-            if way == "ipc":
-                send_ipc(endpoints, parameters, first=True, timeout=60)
-            else:
-                NcclSender(endpoints, address="127.0.0.1", timeout=60).send(parameters)
+            torch.cuda.set_device(0)
+            WEIGHT_SENDERS[way](endpoints, 60).send(parameters)
 
         await asyncio.to_thread(send)
 

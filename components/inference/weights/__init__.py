@@ -1,6 +1,6 @@
 """How new weights reach the servers: through a folder, or from the trainer's GPUs."""
 
-from components.inference.weights.base import Publish, WeightTransfer
-from components.inference.weights.registry import WEIGHT_TRANSFERS
+from components.inference.weights.base import Publish, WeightSender, WeightTransfer
+from components.inference.weights.registry import WEIGHT_SENDERS, WEIGHT_TRANSFERS
 
-__all__ = ["WEIGHT_TRANSFERS", "Publish", "WeightTransfer"]
+__all__ = ["WEIGHT_SENDERS", "WEIGHT_TRANSFERS", "Publish", "WeightSender", "WeightTransfer"]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
 
 from components.contracts.errors import WeightSyncError
 from components.inference.endpoint import Endpoint
+
+if TYPE_CHECKING:
+    from components.inference.weights.parameters import Parameters
 
 Publish = Callable[[Sequence[Endpoint]], Awaitable[None]]
 """Makes the trainer send its weights to these servers, all of them together."""
@@ -29,6 +32,27 @@ class WeightTransfer(Protocol):
         Raises:
             WeightSyncError: a server refused them.
             httpx.TransportError: a server is gone.
+        """
+
+
+class WeightSender(Protocol):
+    """The trainer's side of a transfer between GPUs: made and used on all its ranks alike, for as many versions as
+    the servers live.
+
+    Args:
+        endpoints: the servers.
+        timeout: seconds for each transfer.
+    """
+
+    endpoints: Sequence[Endpoint]
+
+    def __init__(self, endpoints: Sequence[Endpoint], timeout: float) -> None: ...
+
+    def send(self, parameters: Parameters) -> None:
+        """Send to all servers.
+
+        Raises:
+            WeightSyncError: a server refused, or the transfer takes too long. This sender is then of no more use.
         """
 
 

@@ -15,8 +15,8 @@ from components.inference.weights.base import Publish
 class DeviceTransfer:
     """The trainer sends; the pool only holds back requests meanwhile, resets caches and verifies.
 
-    The trainer calls `nccl.NcclSender` or `ipc.send_ipc` on all its ranks. A server that dies can be started
-    again, but not given the current weights: the run has to resume from a checkpoint.
+    The trainer uses the `WeightSender` of the same name on all its ranks. A server that dies cannot be given the
+    current weights alone: the run has to resume from a checkpoint.
     """
 
     single = False

@@ -16,35 +16,44 @@ from components.inference.weights.control import ServerControl
 from components.inference.weights.parameters import Parameters, describe, whole
 
 
-def send_ipc(endpoints: Sequence[Endpoint], parameters: Parameters, *, first: bool, timeout: float) -> None:
-    """Send to all servers. Called on every rank; each rank serves the server ranks on its own GPU.
+class IpcSender:
+    """Hands handles of its own GPU memory to the servers; see `WeightSender`.
 
-    Args:
-        first: this is the first transfer to these servers.
-        timeout: seconds for each call to a server.
-
-    Raises:
-        WeightSyncError: a server refused.
+    Each rank serves the server ranks on its own GPU, so it gathers every sharded tensor.
     """
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    kept = [whole(tensor) for tensor in parameters.values()]  # handles keep no memory alive, these do
-    handles: list[dict[str, Any]] = [{gpu: reduce_tensor(tensor)[1]} for tensor in kept]
-    torch.cuda.synchronize()
-    if ranks > 1:
-        gathered: list[Any] = [None] * ranks
-        dist.all_gather_object(gathered, handles)
-        handles = [{key: value for entry in of_all for key, value in entry.items()} for of_all in zip(*gathered)]  # noqa: B905
-    if rank == 0:
-        pickled = base64.b64encode(pickle.dumps(handles)).decode()
-        update = {"update_info": describe(parameters) | {"ipc_handles_pickled": pickled}}
-        with ServerControl(endpoints, timeout) as control:
-            if first:
+
+    def __init__(self, endpoints: Sequence[Endpoint], timeout: float) -> None:
+        self.endpoints, self._timeout = endpoints, timeout
+        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self._first = self._ranks == 1 or dist.get_rank() == 0
+        if self._first:
+            with ServerControl(endpoints, timeout) as control:
                 control.post_all("/init_weight_transfer_engine", {"init_info": {}})
-            control.post_all("/start_weight_update")
-            control.post_all("/update_weights", update)
-            control.post_all("/finish_weight_update")
-    if ranks > 1:
-        dist.barrier()
-    del kept
-    torch.cuda.ipc_collect()
+
+    def send(self, parameters: Parameters) -> None:
+        """See `WeightSender.send`."""
+        gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        kept = [whole(tensor) for tensor in parameters.values()]  # handles keep no memory alive, these do
+        handles = self._handles_of_all_ranks([{gpu: reduce_tensor(tensor)[1]} for tensor in kept])
+        torch.cuda.synchronize()
+        if self._first:
+            pickled = base64.b64encode(pickle.dumps(handles)).decode()
+            update = {"update_info": describe(parameters) | {"ipc_handles_pickled": pickled}}
+            with ServerControl(self.endpoints, self._timeout) as control:
+                control.post_all("/start_weight_update")
+                control.post_all("/update_weights", update)
+                control.post_all("/finish_weight_update")
+        if self._ranks > 1:
+            dist.barrier()
+        del kept
+        torch.cuda.ipc_collect()
+
+    def _handles_of_all_ranks(self, handles: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """One dictionary for each tensor, from GPU to handle."""
+        if self._ranks == 1:
+            return handles
+        gathered: list[Any] = [None] * self._ranks
+        dist.all_gather_object(gathered, handles)
+        return [
+            {gpu: handle for entry in of_all for gpu, handle in entry.items()} for of_all in zip(*gathered, strict=True)
+        ]

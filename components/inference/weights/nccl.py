@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 
+import httpx
 import torch
 import torch.distributed as dist
 
@@ -41,31 +42,23 @@ class _UniqueId(ctypes.Structure):
 
 
 class NcclSender:
-    """Connects rank 0 with every GPU of every server, once, and then sends as often as wanted.
+    """Connects rank 0 with every GPU of every server, once, and then sends as often as wanted; see `WeightSender`.
 
-    Made and used on all ranks of the trainer; the others only take part in gathering sharded tensors.
-
-    Args:
-        address: of this host, as the servers reach it.
-        timeout: seconds for each transfer.
+    The other ranks only take part in gathering sharded tensors.
 
     Raises:
         WeightSyncError: a server does not join.
     """
 
-    def __init__(self, endpoints: Sequence[Endpoint], *, address: str, timeout: float) -> None:
-        self._timeout = timeout
+    def __init__(self, endpoints: Sequence[Endpoint], timeout: float) -> None:
+        self.endpoints, self._timeout = endpoints, timeout
         self._first = not dist.is_initialized() or dist.get_rank() == 0
         if self._first:
             self._control = ServerControl(endpoints, timeout)
-            self._connect(address)
+            self._connect(own_address(endpoints[0].url))
 
     def send(self, parameters: Parameters) -> None:
-        """Send to all servers; called on every rank.
-
-        Raises:
-            WeightSyncError: a server refused, or the transfer takes too long. The connection is then gone.
-        """
+        """See `WeightSender.send`."""
         if not self._first:
             for tensor in parameters.values():
                 whole(tensor)
@@ -146,6 +139,15 @@ class NcclSender:
         if code != 0:
             self._nccl.ncclGetErrorString.restype = ctypes.c_char_p
             raise WeightSyncError(f"NCCL: {self._nccl.ncclGetErrorString(code).decode()}")
+
+
+def own_address(url: str) -> str:
+    """The address of this host on the way to `url`. Nothing is sent."""
+    target = httpx.URL(url)
+    family, kind, _, _, where = socket.getaddrinfo(target.host, target.port or 80, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(where)
+        return str(probe.getsockname()[0])
 
 
 def _pickled(unique: _UniqueId) -> bytes:

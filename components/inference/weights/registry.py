@@ -1,4 +1,4 @@
-"""The ways that a name in `machine.weight_transfer` stands for."""
+"""What a name in `machine.weight_transfer` stands for: on the pool's side, and on the trainer's."""
 
 from components.registry import Registry
 
@@ -9,5 +9,14 @@ WEIGHT_TRANSFERS = Registry(
         "file": "components.inference.weights.file:FileTransfer",
         "nccl": "components.inference.weights.device:DeviceTransfer",
         "ipc": "components.inference.weights.device:DeviceTransfer",
+    },
+)
+
+WEIGHT_SENDERS = Registry(
+    "weight sender",
+    "armature.weight_senders",
+    {
+        "nccl": "components.inference.weights.nccl:NcclSender",
+        "ipc": "components.inference.weights.ipc:IpcSender",
     },
 )
