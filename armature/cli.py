@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Optional
@@ -207,7 +206,7 @@ def train_multimodal(
 
 
 def main() -> None:
-    """Exit codes: 0 done, 1 failed, 2 the configuration or the command line is wrong, 130 interrupted."""
+    """Exit codes: 0 done, 1 failed, 2 the configuration or the command line is wrong, 130 a run was interrupted."""
     try:
         app(standalone_mode=True)
     except ConfigurationError as error:
@@ -216,7 +215,3 @@ def main() -> None:
     except ArmatureError as error:
         print(f"armature: {error}", file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt:
-        print("armature: interrupted", file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(130)  # threads that wait for a server must not hold the terminal

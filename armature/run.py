@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from prefect import State
 
 SERVER_SECONDS = 180.0
+SENDING_SECONDS = 4.0
 
 
 @contextmanager
@@ -40,7 +42,19 @@ def prefect_api() -> Iterator[Callable[[], object]]:
         try:
             yield lambda: wait_until_ready(service, server, SERVER_SECONDS)
         finally:
+            _send_what_is_left()
             server.stop()
+
+
+def _send_what_is_left() -> None:
+    """Logs and events that Prefect still holds: once the server is gone, it would try for a minute to send them."""
+    if "prefect" not in sys.modules:
+        return
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogWorker
+
+    APILogWorker.drain_all(timeout=SENDING_SECONDS)
+    EventsWorker.drain_all(timeout=SENDING_SECONDS)
 
 
 def run_recipe(recipe: Recipe) -> None:
@@ -50,6 +64,15 @@ def run_recipe(recipe: Recipe) -> None:
         ArmatureError: what the flow failed with.
     """
     print(f"{recipe.name}: {recipe.description}", flush=True)
+    try:
+        state = _flow_state(recipe)
+    except KeyboardInterrupt:
+        print("armature: interrupted; run it again to go on from here", file=sys.stderr, flush=True)
+        os._exit(130)  # threads that wait for a server that is gone must not hold the terminal
+    _report(state)
+
+
+def _flow_state(recipe: Recipe) -> State[Any]:
     with prefect_api() as ready:
         from armature.deployments import flow_of
 
@@ -59,8 +82,8 @@ def run_recipe(recipe: Recipe) -> None:
         from prefect import tags
 
         with tags(f"deployment:{recipe.name.partition('/')[2]}"):
-            state = flow(**dict(recipe.sections), return_state=True)
-    _report(state)
+            state: State[Any] = flow(**dict(recipe.sections), return_state=True)
+    return state
 
 
 def _report(state: State[Any]) -> None:
