@@ -13,7 +13,6 @@ from components.contracts.stages import Artifact
 from tasks.outputs import numbers, pages
 from tasks.tracking import TrackedRun, find_model, promote
 
-
 SHOWN = ("accuracy", "accuracy_low", "accuracy_high", "reward", "episodes", "failed")
 """Columns of the table of results; MLflow has all numbers."""
 

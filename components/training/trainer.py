@@ -27,6 +27,7 @@ from components.contracts.rollouts import GenerateOutputs, Trajectory
 from components.contracts.stages import Artifact
 from components.environments.make import make_environment
 from components.environments.settings import EnvironmentSettings
+from components.inference.checkpoint import placeholder_token_ids
 from components.inference.pool import ServerPool
 from components.inference.settings import SamplingSettings, ServerSettings
 from components.models.load import load_model, load_processor
@@ -82,9 +83,10 @@ class MultimodalGRPOTrainer:
         self.adapter = adapter or get_adapter(where, tokenizer, self.images.open)
         if isinstance(self.adapter, FamilyAdapter) and self.adapter.images is None:
             self.adapter.images = self.images.open
-        self.forbidden: list[int] | None = None
+        network.config.save_pretrained(config.folder / "model")
+        self.forbidden = placeholder_token_ids(config.folder / "model")
         if isinstance(self.adapter, FamilyAdapter):
-            self.forbidden = sorted(self.adapter.forbidden_token_ids)
+            self.forbidden = tuple(sorted(self.adapter.forbidden_token_ids))
             self._load = MicroBatchLoader(self.adapter, self.images, workers=0)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         trainer = config.trainer_settings()
@@ -94,7 +96,7 @@ class MultimodalGRPOTrainer:
             network,
             trainer,
             temperature=config.temperature,
-            forbidden_token_ids=self.forbidden or (),
+            forbidden_token_ids=self.forbidden,
             ranks=Ranks(device=device),
         )
         self.environment: Environment | None = None

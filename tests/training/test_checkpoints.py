@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from components.contracts.errors import DataError
+from components.adapters import model_inputs
+from components.contracts.errors import DataError, TrainerError
 from components.models.load import load_model, load_processor
 from components.training import checkpoints
 from components.training.learner import Learner
@@ -122,43 +122,23 @@ def test_a_damaged_checkpoint_is_named(tiny: Tiny, tmp_path: Path) -> None:
     (path / checkpoints.STATE_FILE).write_text(json.dumps({"format": 99}))
 
 
-FULL_DISK = """
-import resource, signal, sys
-from pathlib import Path
-from components.contracts.errors import TrainerError
-from components.training import checkpoints
-from components.training.learner import Learner
-from components.models.load import load_model
-from components.training.settings import TrainerSettings
-from components.models.settings import ModelSettings
-folder, model_folder, trainer, model = sys.argv[1:]
-settings = TrainerSettings.model_validate_json(trainer)
-net = load_model(model_folder, ModelSettings.model_validate_json(model))
-who = checkpoints.identity(net, settings)
-learner = Learner(net, settings, temperature=1.0)
-learner.steps_done = 1
-checkpoints.save(learner, Path(folder), {}, who)
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-learner.steps_done = 2
-try:
-    checkpoints.save(learner, Path(folder), {}, who)
-except TrainerError as error:
-    print(error)
-    checkpoints.load(learner, checkpoints.latest(Path(folder)), who)
-    print("steps", learner.steps_done)
-"""
-
-
 def test_no_room_leaves_the_last_checkpoint(tiny: Tiny, tmp_path: Path) -> None:
     """A file-size limit stands for the full disk: writing fails in the middle of a file in the same way."""
-    values = [trainer_settings().model_dump_json(), model_settings().model_dump_json()]
-    command = [sys.executable, "-c", FULL_DISK, str(tmp_path), str(tiny.folder), *values]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "checkpoint step-000002 could not be written" in done.stdout
-    assert "the newest complete checkpoint is step-000001" in done.stdout
-    assert "steps 1" in done.stdout
+    learner, who = make(tiny)
+    learner.steps_done = 1
+    checkpoints.save(learner, tmp_path, {}, who)
+    learner.steps_done = 2
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(TrainerError, match="checkpoint step-000002 could not be written") as failed:
+            checkpoints.save(learner, tmp_path, {}, who)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "the newest complete checkpoint is step-000001" in failed.value.remedy
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
+    checkpoints.load(learner, tmp_path / "step-000001", who)
+    assert learner.steps_done == 1
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
@@ -181,8 +161,6 @@ def test_published_weights_are_the_policy(tiny: Tiny, tmp_path: Path, lora: Any)
     published = load_model(folder, model_settings())
     load_processor(folder, model_settings())
     batch = tiny.adapter.collate(tiny.samples(4, seed=1), tiny.images.open)
-    from components.adapters import model_inputs
-
     with torch.no_grad():
         expected = learner.model(**model_inputs(batch)).logits
         torch.testing.assert_close(published(**model_inputs(batch)).logits, expected, atol=1e-4, rtol=1e-4)
