@@ -24,7 +24,6 @@ from components.contracts.episodes import Environment
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.machine import Machine
 from components.contracts.rollouts import GenerateOutputs, Trajectory
-from components.contracts.stages import Artifact
 from components.environments.make import make_environment
 from components.environments.settings import EnvironmentSettings
 from components.inference.checkpoint import placeholder_token_ids
@@ -39,6 +38,7 @@ from components.training.config import MultimodalRLConfig
 from components.training.learner import Learner
 from components.training.loader import MicroBatchLoader
 from components.training.publish import Publisher
+from components.training.quiet import Quiet
 from components.training.ranks import Ranks
 
 SHOWN = {"loss": "loss", "ir": "importance_ratio", "ent": "entropy", "kl": "mismatch_kl", "rew": "reward/mean"}
@@ -286,16 +286,3 @@ class MultimodalGRPOTrainer:
         return ServerPool(
             weights, joined, self._machine(), log_folder, version=version, forbidden_token_ids=self.forbidden
         )
-
-
-class Quiet:
-    """Events of rollouts, of which only messages are shown: the progress bar is the trainer's."""
-
-    def progress(self, name: str, done: int, total: int, **postfix: float) -> None: ...
-
-    def metrics(self, values: Mapping[str, float], step: int) -> None: ...
-
-    def artifact(self, artifact: Artifact, role: str, step: int | None = None) -> None: ...
-
-    def message(self, text: str) -> None:
-        tqdm.write(text)
