@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,9 +55,8 @@ class Policy(nn.Module):
     def forward(self, inputs: dict[str, Tensor], loss_mask: Tensor) -> tuple[Tensor, Tensor]:
         """(N,) log-probs and (N,) entropies of the N tokens where `loss_mask` (B, L) is True, columns 1 on."""
         device = loss_mask.device
-        cast = torch.autocast(device.type, self.autocast) if self.autocast else nullcontext()
         mask = loss_mask[:, 1:].bool()
-        with cast:
+        with self.cast(device):
             hidden = self._hidden(inputs)[:, :-1][mask]
             targets = inputs["input_ids"][:, 1:][mask]
             pieces = [
@@ -68,6 +68,10 @@ class Policy(nn.Module):
             return empty, empty.detach()
         logprobs, entropy = zip(*pieces, strict=True)
         return torch.cat(logprobs), torch.cat(entropy)
+
+    def cast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """What the model computes in."""
+        return torch.autocast(device.type, self.autocast) if self.autocast else nullcontext()
 
     def _hidden(self, inputs: dict[str, Tensor]) -> Tensor:
         return base_model(self.model).model(**inputs, use_cache=False).last_hidden_state
@@ -87,7 +91,7 @@ class Policy(nn.Module):
 
 
 def check_head(policy: Policy, tolerance: float = 1e-2) -> None:
-    """Compares the head applied by `Policy` with the model's own logits on a row of text.
+    """Compares the head applied by `Policy` with the model's own logits on a row of text, up to their rounding.
 
     Raises:
         ConfigurationError: the model does something to its logits that `Policy` does not know.
@@ -102,7 +106,10 @@ def check_head(policy: Policy, tolerance: float = 1e-2) -> None:
         inputs["mm_token_type_ids"] = torch.zeros_like(ids)
     with torch.no_grad():
         ours, _ = policy(inputs, mask)
-        logits = model(**inputs).logits[:, :-1].float() / policy.temperature
+        with policy.cast(device):
+            logits = model(**inputs).logits[:, :-1]
+        tolerance += 2 * torch.finfo(logits.dtype).eps * logits.abs().max().item()
+        logits = logits.float() / policy.temperature
         logits.index_fill_(-1, policy.forbidden, float("-inf"))
         theirs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).flatten()
     finite = theirs.isfinite()

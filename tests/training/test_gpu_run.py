@@ -1,0 +1,53 @@
+"""A short run on GPUs: weights go from the trainer's GPUs to a vLLM server after every step. Needs CUDA and vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from components.configuration import load_recipe
+from components.contracts.machine import Machine
+from components.stages import STAGES, run_stage
+
+STEPS = 5
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("way", "trainer", "server"),
+    [("ipc", (0,), 0), ("nccl", (0, 1), 1), ("ipc", (0, 1), 1)],
+    ids=["ipc", "nccl-sharded", "ipc-sharded"],
+)
+def test_the_server_samples_from_the_weights_of_the_last_step(
+    way: str, trainer: tuple[int, ...], server: int, tmp_path: Path
+) -> None:
+    """The trainer scores what was sampled: with a learning rate of 1e-3, weights of a step ago would not agree."""
+    if torch.cuda.device_count() < len(trainer):
+        pytest.skip(f"needs {len(trainer)} GPUs")
+    recipe = load_recipe("train-vlm/colors", [f"trainer.max_steps={STEPS}", "rollouts.groups_per_step=16"])
+    machine = Machine(
+        store=str(tmp_path / "store"),
+        weight_transfer=way,
+        server_python=Path(os.environ.get("ARMATURE_TEST_VLLM_PYTHON", ".venv-vllm/bin/python")),
+        server_gpus=((server,),),
+        server_arguments={"gpu_memory_utilization": 0.2, "enforce_eager": True},
+        trainer_processes=len(trainer),
+        trainer_gpus=trainer,
+        ready_timeout=300,
+    )
+
+    def make(stage: str, **inputs: object) -> Path:
+        return run_stage(stage, recipe.settings_for(STAGES[stage].settings), inputs, machine)  # type: ignore[arg-type]
+
+    run = make("train-vlm", tasks=make("tasks"), model=make("model"))
+    history = json.loads((run.path / "history.json").read_text())
+    print([(step["mismatch_kl"], step["timing/sync"]) for step in history])
+    assert len(history) == STEPS
+    assert all(step["grad_norm"] > 0 for step in history)
+    assert max(step["mismatch_kl"] for step in history) < 1e-4
