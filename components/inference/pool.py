@@ -57,6 +57,8 @@ class ServerPool:
         log_folder: gets one log file for each server and start.
         forbidden_token_ids: never sampled; None: the placeholder ids in the checkpoint's config.json. The
             trainer has to take the same ids out of its softmax: the log-probs are of the rest.
+        load_on_join: give joined endpoints `weights` at once. False: take their weights as they are until the
+            first sync; the caller compares log-probs.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class ServerPool:
         *,
         version: int = 0,
         forbidden_token_ids: Sequence[int] | None = None,
+        load_on_join: bool = True,
     ) -> None:
         self.settings, self.machine, self.log_folder = settings, machine, log_folder
         if forbidden_token_ids is None:
@@ -75,7 +78,7 @@ class ServerPool:
         self.forbidden_token_ids = tuple(sorted(set(forbidden_token_ids)))
         self.statistics = PoolStatistics()
         self._forbidden = frozenset(self.forbidden_token_ids)
-        self.weights = ServedWeights(weights, version, machine.weight_transfer, self.forbidden_token_ids)
+        self.weights = ServedWeights(weights, version, machine.weight_transfer, self.forbidden_token_ids, load_on_join)
         self._api_key = os.environ.get("VLLM_API_KEY") or secrets.token_urlsafe(32)
         self._merger = Merger(self.sample)
         self._slots = asyncio.Semaphore(machine.max_concurrent)

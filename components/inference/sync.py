@@ -34,8 +34,11 @@ class ServedWeights:
             newer ones from its GPUs.
     """
 
-    def __init__(self, weights: Path, version: int, transfer: str, forbidden_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, weights: Path, version: int, transfer: str, forbidden_token_ids: Sequence[int], load_on_join: bool
+    ) -> None:
         self.folder, self.folder_version, self.version = weights.absolute(), version, version
+        self._first_version, self._load_on_join = version, load_on_join
         self.changing = asyncio.Lock()
         self._transfer: WeightTransfer = WEIGHT_TRANSFERS[transfer]()
         self._tensors = read_tensors(weights)
@@ -89,11 +92,12 @@ class ServedWeights:
         if replica.version == self.version:
             await self._check_fingerprint(http, replica)
             return True
-        if self._transfer.single:
+        never_synced = self.version == self._first_version
+        if self._transfer.single and (self._load_on_join or not never_synced):
             return await self._bring_up_to_date(http, replica)
-        if self.version == self.folder_version:
-            # Not ours and never synced: it should have been started with this folder; the fingerprints of the
-            # servers that join after the first have to agree.
+        if never_synced:
+            # Not ours: it should have been started with this folder; the fingerprints of the servers that join
+            # after the first have to agree.
             await self._check_fingerprint(http, replica)
             replica.version = self.version
             return True

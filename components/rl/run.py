@@ -239,6 +239,7 @@ def open_run(
         context.machine,
         log_folder=context.workspace / "servers",
         forbidden_token_ids=sorted(adapter.forbidden_token_ids),
+        load_on_join=False,
     )
     with ThreadPoolExecutor(1) as starter, start_blocking_portal(name="servers") as portal:
         context.events.message("starting the trainer and the servers")

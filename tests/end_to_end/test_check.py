@@ -1,0 +1,99 @@
+"""`armature check` against a real server: what must be refused is refused, with the reason."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from anyio.from_thread import start_blocking_portal
+
+from armature.check import check_recipe
+from components.configuration import Recipe, build_recipe, load_recipe
+from components.contracts.errors import ConfigurationError, MismatchError
+from components.contracts.machine import Machine
+from components.inference.server import VllmServer
+from components.inference.settings import ServerSettings
+from components.stages import STAGES, run_stage
+
+NAME = "train-vlm/colors"
+KEY = "a key for this test"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def recipe(store: Path, *overrides: str) -> Recipe:
+    common = ("model.tiny.format.steps=20", "preflight.groups=2", f'machine.store="{store}"')
+    return load_recipe(NAME, (*common, *overrides))
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("check") / "store"
+
+
+@pytest.fixture(scope="module")
+def server(store: Path) -> Iterator[str]:
+    """The URL of a server with the recipe's checkpoint."""
+    own = recipe(store)
+    machine, inference = own.sections["machine"], own.sections["inference"]
+    assert isinstance(machine, Machine) and isinstance(inference, ServerSettings)
+    model = run_stage("model", own.settings_for(STAGES["model"].settings), {}, machine)
+    started = VllmServer(inference, machine, index=0, log_folder=store.parent / "servers", api_key=KEY)
+    with start_blocking_portal() as portal:
+        portal.call(started.start, model.path)
+        yield started.url
+        portal.call(started.stop)
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+
+
+def test_the_right_server_passes(store: Path, server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    check_recipe(recipe(store, f'machine.endpoints=["{server}"]'), configuration_only=False)
+    printed = capsys.readouterr()
+    said = printed.out + printed.err
+    assert "ready to train" in said
+    assert "trainer needs" in said and "mismatch KL" in said
+
+
+def test_another_checkpoint_on_the_server_is_refused(store: Path, server: str) -> None:
+    other = recipe(store, f'machine.endpoints=["{server}"]', "model.tiny.seed=11")
+    with pytest.raises(MismatchError, match=r"mismatch KL(?s:.*)serve other weights"):
+        check_recipe(other, configuration_only=False)
+
+
+def test_a_processor_with_another_image_size_is_refused(store: Path, server: str, tmp_path: Path) -> None:
+    own = recipe(store, f'machine.endpoints=["{server}"]')
+    machine = own.sections["machine"]
+    assert isinstance(machine, Machine)
+    model = run_stage("model", own.settings_for(STAGES["model"].settings), {}, machine)
+    folder = tmp_path / "larger-images"
+    shutil.copytree(model.path, folder, ignore=shutil.ignore_patterns("manifest.json"))
+    enlarge_images(folder)
+    values: dict[str, Any] = own.dump()
+    values["model"] |= {"source": str(folder), "tiny": None}
+    with pytest.raises(MismatchError, match=r"placeholder_mismatch(?s:.*)preprocessor_config"):
+        check_recipe(build_recipe(NAME, values, where="test"), configuration_only=False)
+
+
+def enlarge_images(folder: Path) -> None:
+    """Let the processor scale every image to at least 112 x 112 pixels, four times the recipe's 56 x 56."""
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (folder / name).exists():
+            document = json.loads((folder / name).read_text())
+            for section in (document, document.get("image_processor", {})):
+                if "size" in section:
+                    section["size"]["shortest_edge"] = 112 * 112
+                    section.pop("min_pixels", None)
+            (folder / name).write_text(json.dumps(document))
+
+
+def test_a_truncated_sampler_is_refused_before_anything_starts(store: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"top_p = 0.5(?s:.*)every importance ratio is biased"):
+        recipe(store, "rollouts.sampling.top_p=0.5")
