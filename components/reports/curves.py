@@ -56,7 +56,7 @@ PANELS = (
     ),
     Panel("Completion length", ("tokens/completion", "tokens/completion_max"), unit="tokens", limits=(0.0, None)),
     Panel("Time of a step", (r"^timing/(wait_for_rollouts|batch|train|sync)$",), unit="seconds", stacked=True),
-    Panel("Rollouts lost, by reason", (r"^failures/", r"^drops/"), unit="per step", limits=(0.0, None)),
+    Panel("Left out, by reason", (r"^failures/", r"^drops/"), unit="per step", limits=(0.0, None)),
     Panel("Memory of the trainer", (r"^memory/",), unit="GiB", limits=(0.0, None)),
 )
 
@@ -155,7 +155,13 @@ def _draw(axis: Axes, panel: Panel, names: list[str], history: History) -> None:
     if not panel.log:
         axis.set_ylim(*panel.limits)
     if len(names) > 1:
-        axis.legend(fontsize=8, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.17))
+        axis.legend(
+            fontsize=8,
+            frameon=False,
+            ncols=2 if max(map(len, names)) > 16 else 4,
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.17),
+        )
 
 
 def _draw_band(axis: Axes, band: str | tuple[str, str], name: str, history: History) -> None:

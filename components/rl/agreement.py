@@ -17,7 +17,7 @@ from components.contracts.rollouts import LogProbs
 class Agreement:
     """Over all sampled tokens, with d = trainer's log-prob - server's and r = exp(d).
 
-    `mismatch_kl` is the mean of r - d - 1, the k3 estimate of KL(server || trainer) in nats;
+    `mismatch_kl` is the mean of (r - 1) - d, the k3 estimate of KL(server || trainer) in nats;
     `fraction_lower` the share of tokens to which the trainer gives a clearly smaller probability.
     """
 
@@ -46,7 +46,7 @@ def compare(samples: Sequence[Sample], scores: Sequence[LogProbs]) -> Agreement:
     ratio = np.exp(np.minimum(difference, 50.0))
     return Agreement(
         tokens=int(difference.size),
-        mismatch_kl=float(np.mean(ratio - difference - 1.0)),
+        mismatch_kl=float(np.mean(np.expm1(np.minimum(difference, 50.0)) - difference)),
         mean_ratio=float(np.mean(ratio)),
         max_difference=float(np.max(np.abs(difference))),
         fraction_lower=float(np.mean(difference < -1e-2)),

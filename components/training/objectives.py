@@ -208,10 +208,9 @@ def loss_of(
 def _mismatch(tokens: Tokens) -> dict[str, Tensor]:
     """(N,) ratio against the sampler and k3 estimate of KL(sampler || policy), as the first trainer reported them."""
     raw = (tokens.logprobs - tokens.behavior).detach()
-    difference = log_ratio(tokens.logprobs.detach(), tokens.behavior)
-    ratio = difference.exp()
+    difference = log_ratio(tokens.logprobs.detach(), tokens.behavior).double()
     return {
-        "importance_ratio": ratio,
-        "mismatch_kl": ratio - difference - 1,
+        "importance_ratio": difference.exp(),
+        "mismatch_kl": difference.expm1() - difference,
         "ratio_out_of_range": ~(raw.abs() <= MAX_LOG_RATIO),
     }
