@@ -56,6 +56,11 @@ def experiment_id(name: str) -> str:
     return str(client().create_experiment(name, folder))
 
 
+def served_by() -> str:
+    """What has to run for `page` to open."""
+    return "(while `armature up` runs)" if tracking_uri().startswith("sqlite:") else ""
+
+
 def page(run_id: str, experiment: str) -> str:
     """The address of a run's page; for SQLite, where `armature up` serves it."""
     uri = tracking_uri()

@@ -10,6 +10,7 @@ from prefect.artifacts import create_link_artifact, create_markdown_artifact, cr
 from prefect.cache_policies import NO_CACHE
 
 from components.contracts.stages import Artifact
+from tasks.mlflow_client import served_by
 from tasks.outputs import numbers, pages
 from tasks.tracking import TrackedRun, find_model, promote
 
@@ -41,19 +42,19 @@ def report(
     columns = list(dict.fromkeys(key for row in rows for key in row))
     create_table_artifact([{key: row.get(key, "") for key in columns} for row in rows], key="results")
     create_link_artifact(tracking.page, link_text="The run in MLflow", key="mlflow")
-    lines = [f"MLflow    {tracking.page}"]
-    evaluated = {finding.name: finding.artifact for finding in findings if finding.artifact}
-    for name, artifact in {**made, **evaluated}.items():
-        lines += [f"{name:<9} {page.resolve().as_uri()}" for page in pages(artifact) if page.suffix == ".html"]
-        lines.append(f"{name:<9} {artifact.digest}  {artifact.path}")
-    if promoted:
-        lines.append(f"alias     {promoted}")
+    lines = []
     for finding in findings:
         shown = "  ".join(f"{key}={value}" for key, value in finding.row().items() if key != "checkpoint")
-        lines.append(f"result    {finding.name}  {shown}")
-    text = "\n".join(f"- `{line}`" for line in lines[1:])
+        lines.append(f"{finding.name:<16} {shown}")
+    evaluated = {finding.name: finding.artifact for finding in findings if finding.artifact}
+    for name, artifact in {**made, **evaluated}.items():
+        lines += [f"{name:<16} {page.resolve().as_uri()}" for page in pages(artifact) if page.suffix == ".html"]
+        lines.append(f"{name:<16} {artifact.digest}  {artifact.path}")
+    if promoted:
+        lines.append(f"{'alias':<16} {promoted}")
+    text = "\n".join(f"- `{line}`" for line in lines)
     create_markdown_artifact(f"[The run in MLflow]({tracking.page})\n\n{text}\n", key="summary")
-    return lines
+    return [*lines, f"{'MLflow':<16} {tracking.page}  {served_by()}"]
 
 
 @task(name="promote", task_run_name="promote", cache_policy=NO_CACHE, persist_result=False)
