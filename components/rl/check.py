@@ -20,14 +20,14 @@ def memory_lines(settings: TrainVLMSettings, model: Artifact, context: StageCont
 
 
 def check(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], context: StageContext) -> None:
-    """Say what the run needs of memory and how well trainer and server agree.
+    """Say what the run needs of memory and how well trainer and server agree. Joined servers stay as they are.
 
     Raises:
         MismatchError: they do not agree; training would be off-policy without knowing it.
     """
     for line in memory_lines(settings, inputs["model"], context):
         context.events.message(line)
-    with open_run(settings, inputs, context, open_store(context.machine)) as (run, _):
+    with open_run(settings, inputs, context, open_store(context.machine), load_on_join=False) as (run, _):
         for line in run.preflight().lines():
             context.events.message(line)
     context.events.message("trainer and server agree: ready to train")

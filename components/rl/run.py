@@ -215,9 +215,16 @@ class RLRun:
 
 @contextmanager
 def open_run(
-    settings: TrainVLMSettings, inputs: Mapping[str, Artifact], context: StageContext, store: ArtifactStore
+    settings: TrainVLMSettings,
+    inputs: Mapping[str, Artifact],
+    context: StageContext,
+    store: ArtifactStore,
+    load_on_join: bool = True,
 ) -> Iterator[tuple[RLRun, int]]:
-    """The run with its servers and its trainer up, and the last step that the trainer has saved."""
+    """The run with its servers and its trainer up, and the last step that the trainer has saved.
+
+    Servers that somebody else started are given the run's weights, unless `load_on_join` is False.
+    """
     weights = locate(inputs["model"].path, settings.model.revision)
     policy = PolicySettings(
         model_path=weights,
@@ -237,9 +244,9 @@ def open_run(
         weights,
         settings.inference,
         context.machine,
-        log_folder=context.workspace / "servers",
+        log_folder=context.workspace / "logs",
         forbidden_token_ids=sorted(adapter.forbidden_token_ids),
-        load_on_join=False,
+        load_on_join=load_on_join,
     )
     with ThreadPoolExecutor(1) as starter, start_blocking_portal(name="servers") as portal:
         context.events.message("starting the trainer and the servers")
