@@ -59,13 +59,12 @@ class Policy(nn.Module):
         with self.cast(device):
             hidden = self._hidden(inputs)[:, :-1][mask]
             targets = inputs["input_ids"][:, 1:][mask]
+            # Without any token there is one empty chunk: under FSDP every rank has to use the head, or its gradients
+            # are missing from a collective of the others.
             pieces = [
                 checkpoint(self._chunk, h, t, use_reentrant=False) if torch.is_grad_enabled() else self._chunk(h, t)
                 for h, t in zip(hidden.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True)
             ]
-        if not len(targets):
-            empty = hidden.to(torch.promote_types(hidden.dtype, torch.float32)).sum(-1)
-            return empty, empty.detach()
         logprobs, entropy = zip(*pieces, strict=True)
         return torch.cat(logprobs), torch.cat(entropy)
 

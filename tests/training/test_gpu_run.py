@@ -40,6 +40,8 @@ def test_the_server_samples_from_the_weights_of_the_last_step(
         trainer_processes=len(trainer),
         trainer_gpus=trainer,
         ready_timeout=300,
+        sync_timeout=60,
+        train_timeout=60,
     )
 
     def make(stage: str, **inputs: object) -> Path:

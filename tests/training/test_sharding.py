@@ -45,11 +45,13 @@ with joined(settings) as ranks:
 """
 
 
-def run(tiny: Tiny, folder: Path, batches: list[Path], processes: int, shard: bool, lora: Any) -> tuple[Any, Any, Any]:
+def run(
+    tiny: Tiny, folder: Path, batches: list[Path], processes: int, shard: bool, lora: Any, **trainer: Any
+) -> tuple[Any, Any, Any]:
     policy = PolicySettings(
         model_path=tiny.folder,
         model=model_settings(lora=lora),
-        trainer=trainer_settings(adam_epsilon=1e-3),
+        trainer=trainer_settings(adam_epsilon=1e-3, **trainer),
         temperature=1.0,
         images=tiny.images.root,
     )
@@ -91,6 +93,18 @@ def test_sharded_steps_are_those_of_one_rank(tiny: Tiny, tmp_path: Path, lora: A
     for a, b in zip(scores_one, scores_two, strict=True):
         torch.testing.assert_close(torch.tensor(a), torch.tensor(b), atol=1e-4, rtol=0)
     assert weights_one.keys() == weights_two.keys()
+    for name, value in weights_one.items():
+        torch.testing.assert_close(value, weights_two[name], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_rank_without_a_token_to_train_on_takes_part(tiny: Tiny, tmp_path: Path) -> None:
+    batches = batch_folders(tiny, tmp_path)[:1]
+    one_micro_batch = {"max_tokens_per_micro_batch": 16384, "max_rows_per_micro_batch": 256}
+    one, _, weights_one = run(tiny, tmp_path / "one", batches, 1, False, None, **one_micro_batch)
+    two, _, weights_two = run(tiny, tmp_path / "two", batches, 2, True, None, **one_micro_batch)
+    assert two[0]["loss"] == pytest.approx(one[0]["loss"], rel=1e-4)
+    assert two[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=1e-4)
     for name, value in weights_one.items():
         torch.testing.assert_close(value, weights_two[name], atol=1e-4, rtol=1e-4)
 
