@@ -15,7 +15,18 @@ os.environ.update(
     MLFLOW_DISABLE_TELEMETRY="true",
     PREFECT_SERVER_ANALYTICS_ENABLED="false",
     TOKENIZERS_PARALLELISM="false",
+    OMP_NUM_THREADS="1",
 )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """`@pytest.mark.gpu(n)` needs n CUDA devices."""
+    if marker := item.get_closest_marker("gpu"):
+        import torch
+
+        needed = marker.args[0] if marker.args else 1
+        if torch.cuda.device_count() < needed:
+            pytest.skip(f"needs {needed} CUDA device(s), this machine has {torch.cuda.device_count()}")
 
 
 @pytest.fixture(scope="session")

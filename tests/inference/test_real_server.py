@@ -6,7 +6,6 @@ import asyncio
 import base64
 import io
 import os
-import random
 import signal
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -182,7 +181,8 @@ def test_a_killed_server_comes_back_with_the_current_weights_and_no_request_is_l
     async def work() -> list[Completion]:
         # Seeds that do not follow one another: each is a request of its own.
         jobs = [asyncio.create_task(pool.complete(ask(picture(9 + i)), sampling, 3 * i)) for i in range(count)]
-        await asyncio.sleep(random.uniform(0.1, 0.6))
+        while pool.statistics.completions == before:  # the first are done, the others are under way
+            await asyncio.sleep(0.01)
         assert pool.replicas[0].server is not None
         family = pool.replicas[0].server.family()
         process = family[0] if victim == "front" else next(p for p in family if "EngineCore" in " ".join(p.cmdline()))

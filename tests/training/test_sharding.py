@@ -109,7 +109,7 @@ def test_a_rank_without_a_token_to_train_on_takes_part(tiny: Tiny, tmp_path: Pat
         torch.testing.assert_close(value, weights_two[name], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("autocast", ["none", "bf16"])
 def test_two_gpus_make_the_step_of_one(tiny: Tiny, tmp_path: Path, lora: Any, autocast: str) -> None:
