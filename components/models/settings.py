@@ -100,7 +100,7 @@ class ModelSettings(Settings):
     """The model: where its weights come from and what of it is trained."""
 
     source: str = Field(
-        description="A hub name, a folder (/x, ./x, ../x), or tiny/<family> for a checkpoint made from a seed."
+        description="A hub name, a folder (/x, ./x, ../x), or tiny/FAMILY for a checkpoint made from a seed."
     )
     revision: str | None = Field(
         None, description="Commit, tag or branch; needed for a hub name. A commit cannot be moved."
@@ -113,7 +113,7 @@ class ModelSettings(Settings):
     freeze: tuple[Component, ...] = Field(description="Components that are not trained.")
     lora: LoraSettings | None = Field(None, description="Train adapters instead of the weights; leave out for none.")
     gradient_checkpointing: bool = Field(description="Recompute activations in the backward pass to save memory.")
-    tiny: TinySettings | None = Field(None, description="Sizes for tiny/<family>; leave out for other sources.")
+    tiny: TinySettings | None = Field(None, description="Sizes for tiny/FAMILY; leave out for other sources.")
 
     @property
     def tiny_family(self) -> str | None:
