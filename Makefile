@@ -12,7 +12,7 @@ run: environments  ## train a tiny vision-language model with GRPO on this machi
 	$(BIN)/armature run train-vlm/colors
 
 test: environments  ## every test; choose with ARGS="-m 'not slow'"
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: .venv/.made  ## style, types and the layer rule
 	$(BIN)/ruff check .

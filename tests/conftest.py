@@ -19,6 +19,12 @@ os.environ.update(
 )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On several cores the long files go first, so that no core waits for the other at the end."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """`@pytest.mark.gpu(n)` needs n CUDA devices."""
     if marker := item.get_closest_marker("gpu"):

@@ -27,14 +27,11 @@ VIEWER_FILE = "rollouts.html"
 class Gallery:
     """Steps that were picked to look at, with what the trainer computed of their tokens."""
 
-    rollouts: list[Artifact] = field(default_factory=list)
-    batches: list[Artifact] = field(default_factory=list)
-    scores: list[Sequence[LogProbs]] = field(default_factory=list)
+    steps: dict[str, tuple[Artifact, Artifact, Sequence[LogProbs]]] = field(default_factory=dict)
 
     def add(self, rollouts: Artifact, batch: Artifact, scores: Sequence[LogProbs]) -> None:
-        self.rollouts.append(rollouts)
-        self.batches.append(batch)
-        self.scores.append(scores)
+        """Keep a step; one that is applied again after a crash replaces itself."""
+        self.steps[rollouts.digest] = (rollouts, batch, scores)
 
 
 def write_pages(
@@ -53,7 +50,7 @@ def write_pages(
     failures: list[Failure] = []
     steps: dict[str, int] = {}
     scores: dict[str, list[TurnScores]] = {}
-    for rollouts, batch, logprobs in zip(gallery.rollouts, gallery.batches, gallery.scores, strict=True):
+    for rollouts, batch, logprobs in gallery.steps.values():
         outputs = read_rollouts(rollouts.path)
         step = int(outputs.trajectories[0].trajectory_id.partition("-")[0]) if outputs.trajectories else 0
         trajectories += outputs.trajectories

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -39,6 +40,7 @@ from components.training.client import TrainerClient
 from components.training.service_settings import PolicySettings
 
 MAX_TRAINER_RESTARTS = 3
+BATCH_METRICS = "metrics.json"
 
 
 class RLRun:
@@ -87,21 +89,19 @@ class RLRun:
     def batch(self, step: int, rollouts: Artifact) -> Artifact:
         """The training samples of `step` with their advantages."""
         outputs = read_rollouts(rollouts.path)
-        metrics = rollout_metrics(outputs)
         if (made := self.store.find("batches", self._key(step))) is None:
             built = build_batch(outputs, self.adapter, self.settings.batches)
+            metrics = built.metrics | {f"drops/{reason}": float(count) for reason, count in built.drops.items()}
 
             def fill(folder: Path) -> None:
                 write_batch(folder, built.samples)
+                (folder / BATCH_METRICS).write_text(json.dumps(metrics, indent=1, sort_keys=True) + "\n")
                 rows = {"samples": len(built.samples)}
                 self._describe(folder, "batches", step, rows, dict(built.drops), {"rollouts": rollouts.digest})
 
             made = self.store.write("batches", self._key(step), fill)
-            metrics |= built.metrics | {f"drops/{reason}": float(count) for reason, count in built.drops.items()}
             self.context.events.artifact(made, "output", step)
-        self._step_metrics[step] = metrics
-        if step in (1, self.settings.trainer.max_steps):
-            self.gallery.add(rollouts, made, self.trainer.score(made.path))
+        self._step_metrics[step] = rollout_metrics(outputs) | json.loads((made.path / BATCH_METRICS).read_text())
         return made
 
     def train(self, step: int, batch: Artifact) -> dict[str, float]:
@@ -119,6 +119,10 @@ class RLRun:
         return self._apply(step, batch)
 
     def _apply(self, step: int, batch: Artifact) -> dict[str, float]:
+        if step in (1, self.settings.trainer.max_steps):
+            rollouts = self.store.find("rollouts", self._key(step))
+            assert rollouts is not None
+            self.gallery.add(rollouts, batch, self.trainer.score(batch.path))
         metrics = self.trainer.step(step, batch.path)
         if step % self.settings.trainer.save_every == 0 or step == self.settings.trainer.max_steps:
             self.trainer.save()
@@ -143,6 +147,13 @@ class RLRun:
     def record(self, step: int, metrics: dict[str, float]) -> None:
         metrics.update(self._step_metrics.pop(step, {}))
         self.history.append(step, metrics)
+
+    def complete_history(self, done: int) -> None:
+        """Record the applied steps that a crash kept out of the history; the trainer still knows their metrics."""
+        recorded = {row["step"] for row in self.history.read()}
+        for step in sorted(set(range(1, done + 1)) - recorded):
+            batch = self.batch(step, self.rollouts(step))
+            self.record(step, self.trainer.step(step, batch.path))
 
     def preflight(self) -> Agreement:
         """
@@ -257,6 +268,7 @@ def open_run(
                 run = RLRun(settings, inputs, context, store, adapter, pool, trainer, portal)
                 if done:
                     context.events.message(f"resuming after step {done}")
+                    run.complete_history(done)
                     run.sync(done)
                 yield run, done
         finally:

@@ -134,6 +134,7 @@ def test_the_history_has_every_step_once(killed_run):
     history = json.loads((killed_run.folder / "train-vlm/history.json").read_text())
     assert [row["step"] for row in history] == list(range(1, STEPS + 1))
     assert all(row["policy_version/min"] >= row["step"] - 2 for row in history)
+    assert all(row["samples/count"] == row["rollouts/planned"] == GROUPS * MEMBERS for row in history)
 
 
 def test_lineage_names_artifacts_that_exist(killed_run):
