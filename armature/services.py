@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-import psutil
 
 from components.contracts.errors import ServerError
+from components.ports import listener
 from components.process import Program
 
 STATE = Path(".armature")
@@ -114,19 +114,9 @@ def refuse_taken_port(port: int, name: str) -> None:
         except OSError as error:
             raise ServerError(
                 f"port {port} is in use, so {name} cannot start",
-                where=_holder(port),
+                where=listener(port) or f"127.0.0.1:{port}",
                 remedy=f"`armature down` ends what `armature up` started; or choose another: --{name}-port",
             ) from error
-
-
-def _holder(port: int) -> str:
-    for connection in psutil.net_connections("tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr[1:2] == (port,) and connection.pid:
-            try:
-                return f"process {connection.pid}: {' '.join(psutil.Process(connection.pid).cmdline())[:160]}"
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                return f"process {connection.pid}"
-    return f"127.0.0.1:{port}"
 
 
 def answers(url: str) -> bool:

@@ -23,4 +23,3 @@ class MultimodalAdapter(ABC):
     @abstractmethod
     def build_batch(self, outputs: GenerateOutputs) -> MultimodalBatch:
         """One batch of B rows from the trajectories of `outputs`."""
-        raise NotImplementedError

@@ -46,13 +46,10 @@ class ArtifactStore:
     def find(self, stage: str, fingerprint: str) -> Artifact | None:
         """The finished artifact, fetched from the remote if only that has it."""
         home = self.home(stage, fingerprint)
-        if not home.is_dir() and self.remote is not None and self.remote.has(stage, fingerprint):
-            self.write(stage, fingerprint, lambda folder: self.remote_fetch(stage, fingerprint, folder))
+        remote = self.remote
+        if not home.is_dir() and remote is not None and remote.has(stage, fingerprint):
+            self.write(stage, fingerprint, lambda folder: remote.fetch(stage, fingerprint, folder))
         return self._open(home) if home.is_dir() else None
-
-    def remote_fetch(self, stage: str, fingerprint: str, folder: Path) -> None:
-        assert self.remote is not None
-        self.remote.fetch(stage, fingerprint, folder)
 
     def find_digest(self, digest: str) -> Artifact | None:
         """The finished artifact with this digest, or one that begins with these (at least 6) characters."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import re
 import shutil
 import socket
@@ -19,6 +17,7 @@ from components.contracts.machine import Machine
 from components.inference.client import MODEL_NAME
 from components.inference.command import server_command, server_environment
 from components.inference.settings import ServerSettings
+from components.ports import listener
 from components.process import Program
 
 _POLL = 0.25
@@ -140,8 +139,9 @@ class VllmServer:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError as error:
+                owner = listener(port)
                 raise ServerError(
-                    f"port {port} is in use{_owner(port)} ({error.strerror})",
+                    f"port {port} is in use{f' by {owner}' if owner else ''} ({error.strerror})",
                     where="machine.server_arguments.port",
                     remedy="end that program, choose another port, or leave the port out to get a free one",
                 ) from error
@@ -163,17 +163,6 @@ async def serves(http: httpx.AsyncClient, url: str, model: Path | None = None) -
         return False
     served = {entry["id"]: entry.get("root") for entry in answer.json()["data"]}
     return MODEL_NAME in served and (model is None or served[MODEL_NAME] == str(model))
-
-
-def _owner(port: int) -> str:
-    with contextlib.suppress(psutil.Error):
-        for connection in psutil.net_connections("tcp"):
-            if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
-                if connection.pid is None:
-                    return ""
-                process = psutil.Process(connection.pid)
-                return f" by {process.name()} (process {process.pid}{', this one' * (process.pid == os.getpid())})"
-    return ""
 
 
 _HINTS: tuple[tuple[str, str], ...] = (

@@ -33,7 +33,7 @@ FORMAT = FormatSettings(
     ),
     answers=COLOURS,
     image_side=56,
-    steps=40,
+    steps=80,
     batch_size=16,
     learning_rate=5e-3,
     trained="language",
@@ -187,8 +187,7 @@ def test_formed_model_answers_well_formed_at_chance(family: str, tmp_path: Path)
         share = torch.stack([p[ids[0]] for ids in answers])
         masses.append(float(share.sum()))
         shares.append(share)
-    assert masses[0] > 0.95  # blank, as in the pre-training
-    assert min(masses) > 0.5 and sum(masses) / len(masses) > 0.8  # a uniform answer would have 0.02
+    assert min(masses) > 0.95
     right = float(torch.stack(shares[1:]).diagonal().mean())
     assert right == pytest.approx(1 / len(COLOURS), abs=0.1)
     forbidden = image_token_ids(FAMILIES[family], tokenizer)
