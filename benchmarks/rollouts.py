@@ -68,7 +68,8 @@ def make_rollouts(
                 reward=float(random.integers(0, 2)),
                 reward_parts={"correct": 0.0},
                 anchor_key=None,
-                action_valid=True,
+                admissible_key=None,
+                action_defect=None,
                 generate_seconds=0.0,
                 environment_seconds=0.0,
             )

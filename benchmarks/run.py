@@ -9,11 +9,12 @@ from importlib import import_module
 
 @dataclass(frozen=True)
 class Benchmark:
-    """`benchmarks.<module>.measure() -> list[Row]`."""
+    """`benchmarks.<module>.measure() -> list[Row]`, or on a machine with a GPU `benchmarks.<gpu>.record()`."""
 
     module: str
     title: str
     question: str
+    gpu: str | None = None
 
 
 BENCHMARKS = {
@@ -21,7 +22,8 @@ BENCHMARKS = {
         "logprobs",
         "Log-prob memory",
         "What do the log-probs of a micro-batch cost in memory, forward and backward, with logits of the response "
-        "tokens alone and in chunks, against logits for all positions? Both give the same gradients.",
+        "tokens alone, at once and in chunks, against logits for all positions? All give the same gradients.",
+        gpu="logprobs_gpu",
     ),
     "batches": Benchmark(
         "batches",
@@ -34,6 +36,18 @@ BENCHMARKS = {
         "Orchestration",
         "What does a step cost besides generating, training and syncing: the loop over units on threads, and as "
         "Prefect tasks, against calling the same functions in a bare loop?",
+    ),
+    "alfworld": Benchmark(
+        "alfworld",
+        "ALFWorld",
+        "How fast do text games step and reset in one process that plays many, and what does a game cost in memory, "
+        "against alfworld's own environment? Both say the same, word for word.",
+    ),
+    "quantiles": Benchmark(
+        "quantiles",
+        "Quantile statistics",
+        "How long do exact statistics of a dataset as large as LIBERO take against plain numpy, and what does one "
+        "outlier do to quantiles that are estimated from bins?",
     ),
     "pool": Benchmark(
         "pool",
@@ -58,11 +72,20 @@ def main(names: list[str]) -> int:
     for name in names or BENCHMARKS:
         benchmark = BENCHMARKS[name]
         print(f"\n{benchmark.title} ({name})", flush=True)
+        if benchmark.gpu and _has_gpu():
+            import_module(f"benchmarks.{benchmark.gpu}").record()
+            continue
         rows = import_module(f"benchmarks.{benchmark.module}").measure()
         for row in rows:
             print(f"  {row}", flush=True)
         keep(name, rows)
     return 0
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 if __name__ == "__main__":

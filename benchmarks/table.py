@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
@@ -75,8 +76,13 @@ def seconds(work: Callable[[], object]) -> float:
 
 def keep(name: str, rows: list[Row]) -> None:
     """Put the rows of one benchmark into the results, and write the page again."""
+    write(name, {"cores": os.cpu_count(), "rows": [asdict(row) | {"ratio": row.ratio} for row in rows]})
+
+
+def write(name: str, result: dict[str, object]) -> None:
+    """Put one benchmark's result under its name, and write the page again."""
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    results[name] = {"cores": os.cpu_count(), "rows": [asdict(row) | {"ratio": row.ratio} for row in rows]}
+    results[name] = result
     RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     PAGE.write_text(render(results))
 
@@ -86,8 +92,17 @@ def render(results: dict[str, object]) -> str:
 
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False)
     environment.filters["short"] = short
+    environment.filters["by_size"] = by_size
     template = environment.from_string(TEMPLATE.read_text())
     return template.render(results=results, benchmarks=BENCHMARKS) + "\n"
+
+
+def by_size(figures: list[dict[str, Any]]) -> list[tuple[int, int, dict[str, dict[str, Any]]]]:
+    """(width, tokens, figures by name), in the order given."""
+    sizes: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
+    for figure in figures:
+        sizes.setdefault((figure["width"], figure["tokens"]), {})[figure["name"]] = figure
+    return [(width, tokens, named) for (width, tokens), named in sizes.items()]
 
 
 def short(value: float) -> str:

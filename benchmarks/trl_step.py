@@ -81,7 +81,14 @@ def _ours(checkpoint: Path, scratch: Path, prompt: int, tokens: int) -> tuple[li
     images = ImageStore(scratch / "images")
     adapter = adapter_of(checkpoint, images)
     outputs = make_rollouts(adapter, images, groups=1, group_size=ROWS, side=SIDE, tokens=tokens, prompt=prompt)
-    settings = BatchSettings(scale="none", skip_zero_variance=False, max_sequence_tokens=4096)
+    settings = BatchSettings.model_validate(
+        {
+            "advantage": {"name": "group_mean", "scale": "none"},
+            "penalty": {"format": 0.0, "inadmissible": 0.0},
+            "skip_zero_advantage": False,
+            "max_sequence_tokens": 4096,
+        }
+    )
     samples = list(build_batch(outputs, adapter, settings).samples)
     trainer = load_recipe("train-vlm/colors").sections["trainer"].model_copy(update={"samples_per_update": 0})
     learner = Learner(load_model(checkpoint, model_settings(checkpoint)), trainer, temperature=1.0)  # type: ignore[arg-type]

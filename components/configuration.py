@@ -29,20 +29,33 @@ _TRAIN_VLM = {
     "trainer": "components.training.settings:TrainerSettings",
     "preflight": "components.rl.settings:PreflightSettings",
     "evaluation": "components.evaluation.settings:EvaluationSettings",
+    "warm_start": "components.sft.settings:WarmStartSettings",
     "machine": "components.contracts.machine:Machine",
 }
 _EVALUATED = {name: _TRAIN_VLM[name] for name in ("model", "environment", "inference", "evaluation", "machine")}
 SECTIONS: dict[str, dict[str, str]] = {
+    "alfworld-games": {
+        "games": "components.environments.alfworld.stage:GamesStageSettings",
+        "machine": _TRAIN_VLM["machine"],
+    },
+    "quantile-stats": {
+        "dataset": "components.datasets.settings:DatasetSettings",
+        "statistics": "components.datasets.settings:QuantileStatsSettings",
+        "augment": "components.datasets.settings:AugmentSettings",
+        "machine": _TRAIN_VLM["machine"],
+    },
     "train-vlm": _TRAIN_VLM,
     "evaluate": {"subject": "components.evaluation.subjects:SubjectSettings", **_EVALUATED},
     "evaluate/sweep": {"sweep": "components.evaluation.subjects:SweepSettings", **_EVALUATED},
 }
 """The sections of a recipe: those of its whole name, else those of its flow."""
+OPTIONAL = frozenset({"warm_start"})
+"""Sections that a recipe may leave out, which means: without it."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A flow with every value that it needs."""
+    """A flow with every value that it needs. An optional section that is left out is not in `sections`."""
 
     name: str  # "<flow>/<deployment>"
     description: str
@@ -174,6 +187,8 @@ def build_recipe(name: str, values: Mapping[str, Any], where: str) -> Recipe:
         raise ConfigurationError(f"unknown section {unknown[0]!r}", where=where, remedy=suggestion(unknown[0], known))
     sections = {}
     for section in known:
+        if section in OPTIONAL and section not in values:
+            continue
         model = section_class(name, section)
         try:
             sections[section] = model.model_validate(values.get(section, {}))

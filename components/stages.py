@@ -23,8 +23,12 @@ STAGES = Registry(
     "stage",
     "armature.stages",
     {
+        "alfworld-games": "components.environments.alfworld.stage:GAMES_STAGE",
+        "dataset": "components.datasets.source:DATASET_STAGE",
+        "quantile-stats": "components.datasets.stage:QUANTILE_STATS_STAGE",
         "tasks": "components.environments.stage:TASKS_STAGE",
         "model": "components.models.stage:MODEL_STAGE",
+        "sft": "components.sft.stage:SFT_STAGE",
         "train-vlm": "components.rl.stage:TRAIN_VLM_STAGE",
         "evaluate": "components.evaluation.stage:EVALUATE_STAGE",
     },

@@ -15,7 +15,7 @@ from tasks.outputs import numbers, pages
 from tasks.tracking import TrackedRun, find_model, promote
 
 SHOWN = ("accuracy", "accuracy_low", "accuracy_high", "reward", "episodes", "failed")
-"""Columns of the table of results; MLflow has all numbers."""
+"""Columns of the table of results, and those of a further split under its name; MLflow has all numbers."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class Finding:
 
     def row(self) -> dict[str, str | float]:
         values = numbers(self.artifact) if self.artifact else {}
-        shown = {key: round(values[key], 4) for key in SHOWN if key in values}
+        columns = [*SHOWN, *(f"{split}/{key}" for split in ("heldout", "train") for key in SHOWN)]
+        shown = {key: round(values[key], 4) for key in columns if key in values}
         digest = {"digest": self.artifact.digest[:12]} if self.artifact else {"error": self.error.splitlines()[0]}
         return {"checkpoint": self.name, **shown, **digest}
 

@@ -7,7 +7,15 @@ import sys
 
 import pytest
 
-from components.configuration import build_recipe, load_recipe, merge, parse_override, read_toml, recipe_names
+from components.configuration import (
+    build_recipe,
+    load_recipe,
+    merge,
+    parse_override,
+    read_toml,
+    recipe_names,
+    recipe_path,
+)
 from components.contracts.errors import ConfigurationError
 
 
@@ -87,3 +95,10 @@ def test_recipes_load_without_torch_and_prefect():
         "assert not {'torch', 'transformers', 'prefect', 'mlflow', 'dvc'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_optional_section_may_be_left_out_but_not_half_given():
+    values = read_toml(recipe_path("train-vlm/colors"))
+    assert "warm_start" not in build_recipe("train-vlm/colors", values, "here").sections
+    with pytest.raises(ConfigurationError, match=r"warm_start.demonstrations: Field required"):
+        build_recipe("train-vlm/colors", values | {"warm_start": {"epochs": 1}}, "here")

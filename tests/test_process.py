@@ -96,7 +96,10 @@ def family(tmp_path: Path, end: str) -> list[str]:
 def test_nothing_outlives_the_parent(tmp_path: Path, ending: str, number: int | None) -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(tmp_path / "pids"), ending], stderr=subprocess.DEVNULL, env=environment
+        [sys.executable, "-c", PARENT, str(tmp_path / "pids"), ending],
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     )
     pids = read_pids(tmp_path / "pids")
     assert all(is_alive(pid) for pid in pids) or ending in ("exception", "exit")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from components.adapters.joins import cat, pad_cat
+from components.adapters.joins import OffsetCat, cat, pad_cat
 from components.adapters.spec import FamilySpec
 from components.models.families import FAMILIES
 from components.registry import Registry
@@ -45,6 +45,19 @@ GEMMA3 = FamilySpec(
     reserved=FAMILIES["gemma3"].image_tokens,
 )
 
+MOLMO2 = FamilySpec(
+    feature_token="<im_patch>",
+    joins={
+        "pixel_values": cat,  # (crops of all images, patches, pixels)
+        "image_token_pooling": OffsetCat("pixel_values", dims=2),  # each row: the patches that make one token
+        "image_grids": cat,
+        "image_num_crops": cat,
+    },
+    type_ids="mm_token_type_ids",  # attention is bidirectional inside an image
+    typed_tokens=tuple(token for token in FAMILIES["molmo2"].image_tokens if not token.startswith("<|")),
+    reserved=FAMILIES["molmo2"].image_tokens,
+)
+
 ENTRIES = Registry(
     "adapter entry",
     "armature.adapters",
@@ -58,5 +71,6 @@ ENTRIES = Registry(
         "mistral3": f"{__name__}:PIXTRAL",
         "internvl": f"{__name__}:INTERNVL",
         "gemma3": f"{__name__}:GEMMA3",
+        "molmo2": f"{__name__}:MOLMO2",
     },
 )

@@ -19,7 +19,7 @@ from components.adapters.joins import Features
 from components.adapters.sequences import merge_turns, runs_fit, sample_of, turn_defect
 from components.adapters.spec import FamilySpec, known_token_ids, token_id
 from components.adapters.validate import validate_batch
-from components.contracts.batches import MultimodalBatch, Sample
+from components.contracts.batches import MultimodalBatch, Sample, TurnAdvantages
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.images import ImageRef
 from components.contracts.rollouts import GenerateOutputs, Turn
@@ -54,11 +54,14 @@ class FamilyAdapter(MultimodalAdapter):
 
     # Rollouts to samples
 
-    def samples(self, outputs: GenerateOutputs) -> tuple[list[Sample], Counter[str]]:
+    def samples(
+        self, outputs: GenerateOutputs, advantages: TurnAdvantages | None = None
+    ) -> tuple[list[Sample], Counter[str]]:
         """Training sequences in order, and how many turns were dropped, by reason.
 
         A turn is dropped alone: the other turns of its trajectory stay, and a later turn that extends an earlier
-        one across it is still merged, with the dropped completion as context. Advantages are zeros.
+        one across it is still merged, with the dropped completion as context. `advantages` are needed for turns that
+        are kept; without them all are zeros.
         """
         samples: list[Sample] = []
         drops: Counter[str] = Counter()
@@ -71,7 +74,8 @@ class FamilyAdapter(MultimodalAdapter):
                     good.append(turn)
                 else:
                     drops[reason] += 1
-            samples += [sample_of(trajectory, turns) for turns in merge_turns(good, self.spec.merge_turns)]
+            merged = merge_turns(good, self.spec.merge_turns)
+            samples += [sample_of(trajectory, turns, advantages) for turns in merged]
         return samples, drops
 
     def _defect(self, turn: Turn, runs: dict[ImageRef, tuple[int, ...] | str]) -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from components.contracts.batches import Sample
+from components.contracts.batches import Sample, TurnAdvantages
 from components.contracts.images import ImageRef
 from components.contracts.rollouts import TokenIds, Trajectory, Turn
 
@@ -85,19 +85,25 @@ def merge_turns(turns: Sequence[Turn], merge: bool) -> list[list[Turn]]:
     return [sequence.turns for sequence in sequences]
 
 
-def sample_of(trajectory: Trajectory, turns: Sequence[Turn]) -> Sample:
-    """One sequence from `turns`, each of which extends the one before; the last holds all tokens and images."""
+def sample_of(trajectory: Trajectory, turns: Sequence[Turn], advantages: TurnAdvantages | None = None) -> Sample:
+    """One sequence from `turns`, each of which extends the one before; the last holds all tokens and images.
+
+    Every token that a turn sampled has the advantage of that turn; all have 0 without `advantages`.
+    """
     last = turns[-1]
     ids = np.concatenate([last.prompt_token_ids, last.completion_token_ids]).astype(np.int32)
     mask = np.zeros(len(ids), dtype=np.bool_)
     logprobs = np.zeros(len(ids), dtype=np.float32)
     versions = np.full(len(ids), -1, dtype=np.int32)
+    values = np.zeros(len(ids), dtype=np.float32)
     for turn in turns:
         start = len(turn.prompt_token_ids)
         sampled = slice(start, start + len(turn.completion_token_ids))
         mask[sampled] = True
         logprobs[sampled] = turn.completion_logprobs
         versions[sampled] = turn.policy_version
+        if advantages is not None:
+            values[sampled] = advantages[trajectory.trajectory_id, turn.index]
     return Sample(
         sample_id=f"{trajectory.trajectory_id}/{'-'.join(str(turn.index) for turn in turns)}",
         group_id=trajectory.group_id,
@@ -106,7 +112,7 @@ def sample_of(trajectory: Trajectory, turns: Sequence[Turn]) -> Sample:
         loss_mask=mask,
         behavior_logprobs=logprobs,
         policy_versions=versions,
-        advantages=np.zeros(len(ids), dtype=np.float32),
+        advantages=values,
         reward=trajectory.reward,
         images=last.images,
     )

@@ -1,53 +1,110 @@
-"""Group-relative advantages: a trajectory is as good as it is better than its siblings."""
+"""How good each turn was, against its siblings."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import numpy as np
 
-from components.contracts.rollouts import Trajectory
+from components.batches.gigpo import gigpo
+from components.batches.groups import Group, Values, groups_of
+from components.batches.settings import BatchSettings, GroupMean, Rloo
+from components.contracts.batches import TurnAdvantages
+from components.contracts.rollouts import Trajectory, all_equal
 
 EPSILON = 1e-4
-Scale = Literal["group_std", "batch_std", "none"]
 
 
 @dataclass(frozen=True)
-class GroupAdvantages:
-    """`by_trajectory`: the advantage of each trajectory. `zero_variance`: ids of groups that carry no gradient."""
+class Advantages:
+    """`by_turn`: the advantage of every turn. `without_gradient`: ids of groups all of whose turns have 0."""
 
-    by_trajectory: dict[str, float]
-    groups: int
-    zero_variance: frozenset[str]
+    by_turn: TurnAdvantages
+    without_gradient: frozenset[str]
+    metrics: dict[str, float]
 
 
-def group_advantages(trajectories: Sequence[Trajectory], scale: Scale) -> GroupAdvantages:
-    """A_i = (R_i - mean_group R) / s, with s = std_group R + 1e-4 (GRPO, arXiv 2402.03300, eq. for outcome
-    supervision), std over the batch of all centred rewards, or 1 (Dr. GRPO, arXiv 2503.20783).
+def turn_advantages(trajectories: Sequence[Trajectory], settings: BatchSettings) -> Advantages:
+    """Advantages of all turns, before any is dropped: what cannot be trained on still tells how good the others were.
 
-    The standard deviation is the population's. Failed members are not part of a group; a group with one member
-    left has no baseline, so its advantage is 0 and it counts as one of zero variance.
+    Failed members are not part of a group; a group with one trajectory left has nothing to compare it with.
+
+    Raises:
+        DataError: a trajectory comes twice.
+        ConfigurationError: GiGPO without any state to compare turns at.
     """
-    groups: dict[str, list[Trajectory]] = defaultdict(list)
-    for trajectory in trajectories:
-        groups[trajectory.group_id].append(trajectory)
-    centred: dict[str, float] = {}
-    deviation: dict[str, float] = {}
-    zero_variance = set()
-    for group_id, members in groups.items():
-        rewards = np.array([member.reward for member in members], dtype=np.float64)
-        if np.ptp(rewards) == 0.0:
-            zero_variance.add(group_id)
-        for member, reward in zip(members, rewards - rewards.mean(), strict=True):
-            centred[member.trajectory_id] = 0.0 if group_id in zero_variance else float(reward)
-            deviation[member.trajectory_id] = float(rewards.std())
-    if scale == "batch_std":
-        deviation = dict.fromkeys(deviation, float(np.std(list(centred.values()))) if centred else 0.0)
-    if scale == "none":
-        by_trajectory = centred
-    else:
-        by_trajectory = {key: value / (deviation[key] + EPSILON) for key, value in centred.items()}
-    return GroupAdvantages(by_trajectory, len(groups), frozenset(zero_variance))
+    groups = groups_of(trajectories, settings.penalty)
+    values, metrics = ESTIMATORS[settings.advantage.name](groups, settings.advantage)
+    without = frozenset(group.group_id for group, own in zip(groups, values, strict=True) if not own.any())
+    every = np.concatenate([np.zeros(0), *values])
+    penalties = np.concatenate([np.zeros(0), *(group.penalties for group in groups)])
+    metrics |= {
+        "advantage/absmean": _mean(np.abs(every)),
+        "groups/count": float(len(groups)),
+        "groups/zero_advantage_fraction": len(without) / max(len(groups), 1),
+        "penalty/turns": float(np.count_nonzero(penalties)),
+        "penalty/mean": _mean(penalties),
+    }
+    by_turn = {
+        (group.trajectories[member].trajectory_id, turn.index): float(value)
+        for group, own in zip(groups, values, strict=True)
+        for member, turn, value in zip(group.member, group.turns, own, strict=True)
+    }
+    return Advantages(by_turn, without, metrics)
+
+
+def group_mean(groups: Sequence[Group], settings: GroupMean) -> tuple[list[Values], dict[str, float]]:
+    """A = (S - mean_group S) / s, with s = std_group S + 1e-4 (GRPO, arXiv 2402.03300, eq. for outcome
+    supervision), std over the batch of all centred scores, or 1 (Dr. GRPO, arXiv 2503.20783).
+
+    S is the trajectory's reward less the turn's penalty. Every trajectory counts once, and the standard deviation
+    is the population's.
+    """
+    centred = [_centred(group) for group in groups]
+    if settings.scale == "none":
+        return centred, {}
+    if settings.scale == "group_std":
+        pairs = zip(groups, centred, strict=True)
+        return [own / (_deviation([group], [own]) + EPSILON) for group, own in pairs], {}
+    deviation = _deviation(groups, centred)
+    return [own / (deviation + EPSILON) for own in centred], {}
+
+
+def rloo(groups: Sequence[Group], settings: Rloo) -> tuple[list[Values], dict[str, float]]:
+    """A = S - the mean score of the group's other trajectories (arXiv 2402.14740, eq. 8)."""
+    found = []
+    for group in groups:
+        others = len(group.rewards) - 1
+        if others == 0 or all_equal(group.scores):
+            found.append(np.zeros(len(group.turns)))
+            continue
+        scores = group.trajectory_scores
+        found.append(group.scores - ((scores.sum() - scores) / others)[group.member])
+    return found, {}
+
+
+def _centred(group: Group) -> Values:
+    """(N,) exactly 0 where all scored the same, which sums of floats would not give."""
+    if len(group.rewards) == 1 or all_equal(group.scores):
+        return np.zeros(len(group.turns))
+    return group.scores - group.trajectory_scores.mean()
+
+
+def _deviation(groups: Sequence[Group], centred: Sequence[Values]) -> float:
+    """The root of the mean square of `centred`, every trajectory counted once."""
+    squares = sum(float(group.weights @ own**2) for group, own in zip(groups, centred, strict=True))
+    return float(np.sqrt(squares / max(1, sum(len(group.rewards) for group in groups))))
+
+
+def _mean(values: Values) -> float:
+    return float(values.mean()) if values.size else 0.0
+
+
+ESTIMATORS: dict[str, Callable[[Sequence[Group], Any], tuple[list[Values], dict[str, float]]]] = {
+    "group_mean": group_mean,
+    "rloo": rloo,
+    "gigpo": gigpo,
+}
+"""By the name of their settings: groups to the advantages of their turns, and metrics of the estimator's own."""

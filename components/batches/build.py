@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
-from components.batches.advantages import group_advantages
+from components.batches.advantages import turn_advantages
 from components.batches.settings import BatchSettings
-from components.contracts.batches import Sample
+from components.contracts.batches import Sample, TurnAdvantages
 from components.contracts.rollouts import GenerateOutputs
 
 
 class SampleSource(Protocol):
     """What an adapter does here: exact token sequences from trajectories, drops counted by reason."""
 
-    def samples(self, outputs: GenerateOutputs) -> tuple[list[Sample], Counter[str]]: ...
+    def samples(self, outputs: GenerateOutputs, advantages: TurnAdvantages) -> tuple[list[Sample], Counter[str]]: ...
 
 
 @dataclass(frozen=True)
@@ -31,21 +29,16 @@ class BuiltBatch:
 
 
 def build_batch(outputs: GenerateOutputs, adapter: SampleSource, settings: BatchSettings) -> BuiltBatch:
-    """Samples with their trajectory's advantage on every sampled token."""
-    advantages = group_advantages(outputs.trajectories, settings.scale)
-    samples, drops = adapter.samples(outputs)
+    """Samples with the advantage of each turn on the tokens that it sampled."""
+    advantages = turn_advantages(outputs.trajectories, settings)
+    samples, drops = adapter.samples(outputs, advantages.by_turn)
     kept = []
     for sample in samples:
-        if settings.skip_zero_variance and sample.group_id in advantages.zero_variance:
-            drops["zero_variance_group"] += 1
+        if settings.skip_zero_advantage and sample.group_id in advantages.without_gradient:
+            drops["zero_advantage_group"] += 1
         else:
-            value = np.float32(advantages.by_trajectory[sample.trajectory_id])
-            kept.append(replace(sample, advantages=np.where(sample.loss_mask, value, np.float32(0.0))))
-    values = np.array(list(advantages.by_trajectory.values()), dtype=np.float64)
-    metrics = {
-        "advantage/absmean": float(np.abs(values).mean()) if values.size else 0.0,
-        "groups/count": float(advantages.groups),
-        "groups/zero_variance_fraction": len(advantages.zero_variance) / max(advantages.groups, 1),
+            kept.append(sample)
+    metrics = advantages.metrics | {
         "samples/count": float(len(kept)),
         "samples/dropped": float(drops.total()),
     }

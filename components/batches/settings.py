@@ -1,23 +1,98 @@
-"""How rollouts become training samples."""
+"""How rollouts become training samples. Torch-free."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, PositiveInt
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveInt
 
 from components.contracts.settings import Settings
 
 
-class BatchSettings(Settings):
-    """Group-relative advantages and what a training sequence may be."""
+class GroupMean(Settings):
+    """A trajectory is as good as it is better than the mean of its group: GRPO, Dr. GRPO, DAPO, GSPO."""
 
-    model_config = ConfigDict(title="Batches")
-
+    name: Literal["group_mean"] = Field(description="Which advantage: group_mean.")
     scale: Literal["group_std", "batch_std", "none"] = Field(
         description="What centred rewards are divided by; none is Dr. GRPO's choice."
     )
-    skip_zero_variance: bool = Field(
-        description="Leave out groups whose members all have the same reward; they carry no gradient."
+
+
+class Rloo(Settings):
+    """A trajectory is as good as it is better than the mean of the others in its group."""
+
+    name: Literal["rloo"] = Field(description="Which advantage: rloo.")
+
+
+class MeanNorm(Settings):
+    """Scores less their mean."""
+
+    name: Literal["mean_norm"] = Field(description="Which normalisation: mean_norm.")
+
+
+class MeanStdNorm(Settings):
+    """Scores less their mean, over their standard deviation."""
+
+    name: Literal["mean_std_norm"] = Field(description="Which normalisation: mean_std_norm.")
+    std_floor: NonNegativeFloat = Field(
+        description="Standard deviations below this count as this, in units of reward: without a floor the small "
+        "penalty of one unreadable answer becomes the largest advantage where all have failed."
+    )
+
+
+class ExactAnchors(Settings):
+    """Two turns are at the same state where their observations are equal."""
+
+    name: Literal["exact"] = Field(description="Which states are the same: exact.")
+
+
+class AdmissibleAnchors(Settings):
+    """Two turns are at the same state where their observations and their admissible actions are equal."""
+
+    name: Literal["admissible"] = Field(description="Which states are the same: admissible.")
+
+
+class SimilarAnchors(Settings):
+    """Two turns are at the same state where their observations are nearly the same text."""
+
+    name: Literal["similar"] = Field(description="Which states are the same: similar.")
+    threshold: float = Field(gt=0, lt=1, description="Least ratio of equal characters, as difflib counts them.")
+
+
+class GiGPO(Settings):
+    """The trajectory against its group, and each turn against the turns that began at the same state."""
+
+    name: Literal["gigpo"] = Field(description="Which advantage: gigpo.")
+    gamma: float = Field(ge=0, le=1, description="Discount per turn of the return that turns are compared by.")
+    step_weight: NonNegativeFloat = Field(description="Weight of the turn's advantage beside the trajectory's.")
+    statistics: Literal["trajectories", "rows"] = Field(
+        description="What counts once in a group's mean and deviation: a trajectory (the paper) or a turn (its code), "
+        "where long trajectories weigh more."
+    )
+    norm: MeanNorm | MeanStdNorm = Field(discriminator="name", description="What advantages are measured in.")
+    anchor: ExactAnchors | AdmissibleAnchors | SimilarAnchors = Field(
+        discriminator="name", description="When two turns of a group are at the same state."
+    )
+
+
+Advantage = Annotated[GroupMean | Rloo | GiGPO, Field(discriminator="name")]
+
+
+class PenaltySettings(Settings):
+    """What an answer that was no action costs its own turn. Rewards as they are reported stay as they are."""
+
+    format: NonNegativeFloat = Field(description="Subtracted from a turn whose answer could not be read.")
+    inadmissible: NonNegativeFloat = Field(description="Subtracted from a turn whose action was not possible.")
+
+
+class BatchSettings(Settings):
+    """Advantages and what a training sequence may be."""
+
+    model_config = ConfigDict(title="Batches")
+
+    advantage: Advantage = Field(description="How good a turn was, and its parameters.")
+    penalty: PenaltySettings = Field(description="What answers that were no action cost.")
+    skip_zero_advantage: bool = Field(
+        description="Leave out groups all of whose turns have advantage 0; they carry no gradient."
     )
     max_sequence_tokens: PositiveInt = Field(description="Turns that would end beyond this are dropped and counted.")

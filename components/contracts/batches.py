@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,9 @@ from components.contracts.rollouts import LogProbs, TokenIds
 
 if TYPE_CHECKING:
     import torch
+
+TurnAdvantages = Mapping[tuple[str, int], float]
+"""How good each turn was, by trajectory id and the turn's index."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any, Literal, Protocol
 
 from components.contracts.images import EncodedImage
 
 Split = Literal["train", "heldout"]
+ActionDefect = Literal["format", "inadmissible"]
+"""Why an answer was no action: it could not be read, or it was read and is not possible here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,13 @@ class Observation:
     admissible_actions: tuple[str, ...] | None = None
     anchor_key: str | None = None
 
+    @property
+    def admissible_key(self) -> str | None:
+        """Equal exactly where the same actions are admissible, in whatever order; None where any text is one."""
+        if self.admissible_actions is None:
+            return None
+        return sha256("\n".join(sorted(set(self.admissible_actions))).encode(errors="replace")).hexdigest()
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -39,7 +49,7 @@ class Outcome:
 
     observation: Observation | None
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    action_valid: bool = True
+    action_defect: ActionDefect | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -58,13 +68,28 @@ class Episode(Protocol):
 
 
 class Environment(Protocol):
-    """A family of tasks. The reward of a turn is the sum of `reward_weights[part] * reward_parts[part]`."""
+    """A family of tasks. The reward of a turn is the sum of `reward_weights[part] * reward_parts[part]`.
+
+    `dialogue`: whether a turn's prompt is the whole conversation so far. If not, it is the system prompt and the
+    observation alone, which then holds all of the history that the policy is to see.
+    """
 
     name: str
     system_prompt: str | None
+    dialogue: bool
     max_turns: int
     reward_weights: Mapping[str, float]
 
     def tasks(self, split: Split) -> Iterable[Task]: ...
 
     def episode(self, task: Task) -> Episode: ...
+
+    def close(self) -> None:
+        """End whatever the environment has started, such as processes that play."""
+
+
+class ExpertEnvironment(Environment, Protocol):
+    """An environment that knows how its tasks are solved."""
+
+    def demonstration(self, task: Task) -> Sequence[str]:
+        """The answers, turn by turn, that solve `task` from its start; empty if it knows none."""

@@ -41,6 +41,16 @@ class Machine(BaseModel):
     trainer_environment: dict[str, str] = Field(default_factory=dict)
     threads: int = Field(0, ge=0, description="CPU threads of each trainer rank and server; 0 lets torch choose.")
     loader_workers: int = Field(1, ge=0, description="Processes that decode images and build micro-batches.")
+    environment_processes: int = Field(
+        0, ge=0, description="Processes that play episodes of environments that need some; 0: half of the cores."
+    )
+    task_runner: Literal["threads", "dask"] = Field(
+        "threads", description="What computes statistics of datasets: threads of this process, or a Dask cluster."
+    )
+    dask_scheduler: str | None = Field(
+        None,
+        description="Address of a Dask scheduler (tcp://host:8786) that sees the dataset; none starts a local one.",
+    )
     max_concurrent: PositiveInt = Field(128, description="Requests under way at once over the whole pool.")
     ready_timeout: PositiveFloat = Field(600.0, description="Seconds for a server or the trainer to come up.")
     generation_timeout: PositiveFloat = Field(600.0, description="Seconds for one generation request.")

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isclose
 
 import numpy as np
 import numpy.typing as npt
 
+from components.contracts.episodes import ActionDefect
 from components.contracts.images import ImageRef
 
 TokenIds = npt.NDArray[np.int32]
 LogProbs = npt.NDArray[np.float32]
+
+
+def all_equal(rewards: Collection[float]) -> bool:
+    """Whether they are one number; sums of float parts may differ by an ulp."""
+    return isclose(min(rewards), max(rewards), rel_tol=1e-9, abs_tol=1e-12)
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +43,9 @@ class Turn:
     completion: str
     reward: float
     reward_parts: Mapping[str, float]
-    anchor_key: str | None
-    action_valid: bool
+    anchor_key: str | None  # the observation's state, for step-level groups
+    admissible_key: str | None  # of the observation's admissible actions
+    action_defect: ActionDefect | None
     generate_seconds: float
     environment_seconds: float
 
@@ -57,6 +65,10 @@ class Trajectory:
     @property
     def reward(self) -> float:
         return float(sum(turn.reward for turn in self.turns))
+
+    def earns(self, reward: float) -> bool:
+        """Whether the reward is at least `reward`; sums of float parts may fall an ulp short of it."""
+        return self.reward >= reward or isclose(self.reward, reward, rel_tol=1e-9)
 
     @property
     def reward_parts(self) -> dict[str, float]:

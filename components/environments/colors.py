@@ -27,13 +27,18 @@ class Colors(GeneratedEnvironment[ColorsSettings]):
     Settings = ColorsSettings
     max_turns = 1
 
-    def __init__(self, settings: ColorsSettings, *, train_tasks: int, heldout_tasks: int, seed: int) -> None:
-        super().__init__(settings, train_tasks=train_tasks, heldout_tasks=heldout_tasks, seed=seed)
+    def __init__(
+        self, settings: ColorsSettings, *, train_tasks: int, heldout_tasks: int, seed: int, processes: int
+    ) -> None:
+        super().__init__(settings, train_tasks=train_tasks, heldout_tasks=heldout_tasks, seed=seed, processes=processes)
         self.reward_weights = {"correct": settings.correct_weight, "format": settings.format_weight}
         self._paint = painter(settings)
 
     def payload(self, seed: int, index: int) -> dict[str, Any]:
         return {"colour": self.settings.names[index % len(self.settings.names)], "seed": seed}
+
+    def demonstration(self, task: Task) -> list[str]:
+        return [task.payload["colour"]]
 
     def episode(self, task: Task) -> ColorsEpisode:
         picture = self._paint(task.payload["colour"], task.payload["seed"])

@@ -61,8 +61,10 @@ class Coordinates(GeneratedEnvironment[CoordinatesSettings]):
     name = "coordinates"
     Settings = CoordinatesSettings
 
-    def __init__(self, settings: CoordinatesSettings, *, train_tasks: int, heldout_tasks: int, seed: int) -> None:
-        super().__init__(settings, train_tasks=train_tasks, heldout_tasks=heldout_tasks, seed=seed)
+    def __init__(
+        self, settings: CoordinatesSettings, *, train_tasks: int, heldout_tasks: int, seed: int, processes: int
+    ) -> None:
+        super().__init__(settings, train_tasks=train_tasks, heldout_tasks=heldout_tasks, seed=seed, processes=processes)
         self.max_turns = settings.guesses
         self.reward_weights = {
             "hit": settings.hit_weight,
@@ -105,8 +107,8 @@ class CoordinatesEpisode:
                 "closeness": max(0.0, 1 - distance / self._settings.image_size),
                 "format": float(self._parsed == self._guesses),
             }
-            return Outcome(None, parts, action_valid=guess is not None)
-        return Outcome(self._hint(guess), action_valid=guess is not None)
+            return Outcome(None, parts, action_defect=None if guess else "format")
+        return Outcome(self._hint(guess), action_defect=None if guess else "format")
 
     async def close(self) -> None:
         pass

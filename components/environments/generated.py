@@ -23,11 +23,13 @@ class GeneratedEnvironment(ABC, Generic[SettingsT]):
     name: ClassVar[str]
     Settings: ClassVar[type[Settings]]
     system_prompt: str | None = None
+    dialogue: bool = True
     max_turns: int
     reward_weights: Mapping[str, float]
 
-    def __init__(self, settings: SettingsT, *, train_tasks: int, heldout_tasks: int, seed: int) -> None:
+    def __init__(self, settings: SettingsT, *, train_tasks: int, heldout_tasks: int, seed: int, processes: int) -> None:
         self.settings = settings
+        self.processes = processes
         self._counts = {"train": train_tasks, "heldout": heldout_tasks}
         self._seed = seed
 
@@ -39,6 +41,9 @@ class GeneratedEnvironment(ABC, Generic[SettingsT]):
     @abstractmethod
     def payload(self, seed: int, index: int) -> dict[str, Any]:
         """What determines task `index`, as JSON; `seed` is the task's own."""
+
+    def close(self) -> None:
+        """Nothing was started."""
 
     @abstractmethod
     def episode(self, task: Task) -> Episode: ...

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 from components.contracts.episodes import Environment
 from components.environments import ENVIRONMENTS
 from components.environments.settings import EnvironmentSettings
 
 
-def make_environment(settings: EnvironmentSettings) -> Environment:
-    """The environment that `settings` describe.
+def make_environment(settings: EnvironmentSettings, processes: int = 0) -> Environment:
+    """The environment that `settings` describe. It may start `processes` processes; 0: half as many as cores.
 
     Raises:
         ConfigurationError: no environment has that name, or an extra that it needs is not installed.
@@ -19,5 +21,6 @@ def make_environment(settings: EnvironmentSettings) -> Environment:
         train_tasks=settings.train_tasks,
         heldout_tasks=settings.heldout_tasks,
         seed=settings.seed,
+        processes=processes or max(1, (os.cpu_count() or 1) // 2),
     )
     return environment

@@ -49,8 +49,10 @@ class Recall(GeneratedEnvironment[RecallSettings]):
     name = "recall"
     Settings = RecallSettings
 
-    def __init__(self, settings: RecallSettings, *, train_tasks: int, heldout_tasks: int, seed: int) -> None:
-        super().__init__(settings, train_tasks=train_tasks, heldout_tasks=heldout_tasks, seed=seed)
+    def __init__(
+        self, settings: RecallSettings, *, train_tasks: int, heldout_tasks: int, seed: int, processes: int
+    ) -> None:
+        super().__init__(settings, train_tasks=train_tasks, heldout_tasks=heldout_tasks, seed=seed, processes=processes)
         self.max_turns = settings.pictures + settings.filler_turns + 1
         self.reward_weights = {"correct": settings.correct_weight, "format": settings.format_weight}
         self._paint = painter(settings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable, Mapping
-from itertools import islice
+from contextlib import closing
 from pathlib import Path
 
 import pyarrow as pa
@@ -27,18 +27,18 @@ def write_tasks(
     settings: EnvironmentSettings, inputs: Mapping[str, Artifact], folder: Path, context: StageContext
 ) -> Report:
     """`train.parquet`, `heldout.parquet`, `environment.json` (the settings) and `preview.png`."""
-    environment = make_environment(settings)
     rows: dict[str, int] = {}
-    for split in SPLITS:
-        tasks = list(environment.tasks(split))
-        if not tasks:
-            raise ConfigurationError(f"environment {settings.name!r} has no tasks in split {split!r}")
-        rows[split] = len(tasks)
-        write_table(folder / f"{split}.parquet", [_row(task) for task in tasks], TASKS)
-        context.events.progress("tasks", len(rows), len(SPLITS))
-    (folder / "environment.json").write_text(settings.model_dump_json(indent=1) + "\n")
-    shown = list(islice(environment.tasks("train"), PREVIEWED))
-    picture_grid(asyncio.run(_first_observations(environment, shown))).save(folder / "preview.png")
+    with closing(make_environment(settings, context.machine.environment_processes)) as environment:
+        for split in SPLITS:
+            tasks = list(environment.tasks(split))
+            if not tasks:
+                raise ConfigurationError(f"environment {settings.name!r} has no tasks in split {split!r}")
+            rows[split] = len(tasks)
+            write_table(folder / f"{split}.parquet", [_row(task) for task in tasks], TASKS)
+            context.events.progress("tasks", len(rows), len(SPLITS))
+        (folder / "environment.json").write_text(settings.model_dump_json(indent=1) + "\n")
+        shown = load_tasks(folder, "train")[:PREVIEWED]
+        picture_grid(asyncio.run(_first_observations(environment, shown))).save(folder / "preview.png")
     return Report(rows=rows)
 
 
@@ -55,7 +55,7 @@ def load_tasks(folder: Path, split: Split) -> list[Task]:
     return [Task(row["task_id"], row["split"], json.loads(row["payload"])) for row in rows]
 
 
-def load_environment(folder: Path) -> Environment:
+def load_environment(folder: Path, processes: int = 0) -> Environment:
     """The environment whose tasks are in the artifact at `folder`.
 
     Raises:
@@ -66,7 +66,7 @@ def load_environment(folder: Path) -> Environment:
         text = path.read_text()
     except FileNotFoundError as error:
         raise DataError("not an artifact of the tasks stage", where=str(path)) from error
-    return make_environment(EnvironmentSettings.model_validate_json(text))
+    return make_environment(EnvironmentSettings.model_validate_json(text), processes)
 
 
 def _row(task: Task) -> dict[str, object]:

@@ -4,38 +4,68 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
-from components.evaluation.results import Result, accuracy, mean_reward, metrics
+from components.evaluation.results import Result, accuracy, by_kind, mean_reward, of_split, split_metrics
 from components.evaluation.wilson import Interval
 from components.reports.report import Report, Table
 
+COLUMNS = ("episodes", "accuracy", "95 % interval", "mean reward", "mean turns")
+PER_EPISODE = {
+    "turns": "turns per episode",
+    "turns_when_solved": "turns when solved",
+    "format_errors": "unreadable answers per episode",
+    "inadmissible_actions": "inadmissible actions per episode",
+}
+
 
 def evaluation_report(
-    title: str, results: Sequence[Result], configuration: Mapping[str, Any], links: Mapping[str, str]
+    title: str,
+    results: Sequence[Result],
+    splits: Sequence[str],
+    configuration: Mapping[str, Any],
+    links: Mapping[str, str],
 ) -> Report:
-    """Accuracy and reward with 95 % intervals, by kind of task and by reward part, and failures by reason."""
-    numbers = metrics(results)
+    """Accuracy and reward with 95 % intervals, by split, kind of task and reward part, and failures by reason.
+
+    What has no split beside it is of the first of `splits`.
+    """
+    first = of_split(results, splits[0])
+    numbers = split_metrics(first)
     figures = {
-        "accuracy, 95 % interval": str(accuracy(results)),
-        "mean reward, 95 % interval": str(mean_reward(results)),
+        "accuracy, 95 % interval": str(accuracy(first)),
+        "mean reward, 95 % interval": str(mean_reward(first)),
         "tasks": f"{numbers['tasks']:,}",
         "episodes": f"{numbers['episodes']:,}",
         "failed": f"{numbers['failed']:,}",
     }
-    tables = [_kinds(results), _parts(numbers["reward_parts"]), _failures(results)]
+    figures |= {label: f"{numbers[key]:.2f}" for key, label in PER_EPISODE.items() if numbers.get(key)}
+    tables = [_splits(results, splits), *(_kinds(results, split, splits) for split in splits)]
+    tables += [_parts(numbers["reward_parts"]), _failures(results)]
     return Report(title, figures, links, tables=[table for table in tables if table], configuration=configuration)
 
 
-def _kinds(results: Sequence[Result]) -> Table | None:
-    kinds = sorted({result.kind for result in results})
+def _splits(results: Sequence[Result], splits: Sequence[str]) -> Table | None:
+    if len(splits) < 2:
+        return None
+    rows = [_row(split, of_split(results, split)) for split in splits]
+    return Table("By split", ["split", *COLUMNS], rows)
+
+
+def _kinds(results: Sequence[Result], split: str, splits: Sequence[str]) -> Table | None:
+    kinds = by_kind(of_split(results, split))
     if len(kinds) < 2:
         return None
-    rows = []
-    for kind in kinds:
-        group = [result for result in results if result.kind == kind]
-        rows.append([kind, str(len(group)), *_cells(accuracy(group)), f"{mean_reward(group).estimate:.3f}"])
-    return Table("By kind of task", ["kind", "episodes", "accuracy", "95 % interval", "mean reward"], rows)
+    title = "By kind of task" if len(splits) == 1 else f"By kind of task, {split}"
+    return Table(title, ["kind", *COLUMNS], [_row(kind, group) for kind, group in sorted(kinds.items())])
+
+
+def _row(name: str, group: Sequence[Result]) -> list[str]:
+    """Cells under a name and `COLUMNS`."""
+    done = [result.turns for result in group if result.failure is None]
+    turns = f"{fmean(done):.1f}" if done else ""
+    return [name, str(len(group)), *_cells(accuracy(group)), f"{mean_reward(group).estimate:.3f}", turns]
 
 
 def _cells(interval: Interval) -> list[str]:

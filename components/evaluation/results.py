@@ -23,17 +23,20 @@ ValueT = TypeVar("ValueT")
 RESULTS_FILE = "results.parquet"
 RESULTS = TableSchema(
     "evaluation-results",
-    1,
+    2,
     pa.schema(
         [
             ("trajectory_id", pa.string()),
             ("task_id", pa.string()),
+            ("split", pa.string()),
             ("kind", pa.string()),
             ("solved", pa.bool_()),
             ("reward", pa.float64()),  # null where the episode failed
             ("reward_parts", pa.map_(pa.string(), pa.float64())),
             ("turns", pa.int32()),
             ("completion_tokens", pa.int32()),
+            ("format_errors", pa.int32()),  # turns whose answer could not be read
+            ("inadmissible_actions", pa.int32()),  # turns whose action was not possible
             ("truncated", pa.bool_()),
             ("failure", pa.string()),  # the reason, null where the episode was finished
         ]
@@ -47,12 +50,15 @@ class Result:
 
     trajectory_id: str
     task_id: str
+    split: str
     kind: str
     solved: bool
     reward: float | None
     reward_parts: Mapping[str, float]
     turns: int
     completion_tokens: int
+    format_errors: int
+    inadmissible_actions: int
     truncated: bool
     failure: str | None
 
@@ -70,9 +76,9 @@ def collect_results(
     Raises:
         ConfigurationError: a task's payload has no such field.
     """
-    kinds = {task.task_id: _kind(task, kind_field) for task in tasks}
-    finished = [_finished(trajectory, kinds, success_reward) for trajectory in outputs.trajectories]
-    failed = [_failed(failure, kinds) for failure in outputs.failures]
+    known = {task.task_id: (task.split, _kind(task, kind_field)) for task in tasks}
+    finished = [_finished(each, *known[each.task_id], success_reward) for each in outputs.trajectories]
+    failed = [_failed(each, *known[each.task_id]) for each in outputs.failures]
     return sorted(finished + failed, key=lambda result: result.trajectory_id)
 
 
@@ -88,26 +94,40 @@ def _kind(task: Task, field: str) -> str:
     return str(task.payload[field])
 
 
-def _finished(trajectory: Trajectory, kinds: Mapping[str, str], success_reward: float) -> Result:
-    # Sums of float parts may fall an ulp short of the threshold that they are meant to reach.
-    solved = trajectory.reward >= success_reward or math.isclose(trajectory.reward, success_reward, rel_tol=1e-9)
+def _finished(trajectory: Trajectory, split: str, kind: str, success_reward: float) -> Result:
+    defects = Counter(turn.action_defect for turn in trajectory.turns)
     return Result(
-        trajectory.trajectory_id,
-        trajectory.task_id,
-        kinds[trajectory.task_id],
-        solved,
-        trajectory.reward,
-        trajectory.reward_parts,
-        len(trajectory.turns),
-        sum(len(turn.completion_token_ids) for turn in trajectory.turns),
-        trajectory.truncated,
-        None,
+        trajectory_id=trajectory.trajectory_id,
+        task_id=trajectory.task_id,
+        split=split,
+        kind=kind,
+        solved=trajectory.earns(success_reward),
+        reward=trajectory.reward,
+        reward_parts=trajectory.reward_parts,
+        turns=len(trajectory.turns),
+        completion_tokens=sum(len(turn.completion_token_ids) for turn in trajectory.turns),
+        format_errors=defects["format"],
+        inadmissible_actions=defects["inadmissible"],
+        truncated=trajectory.truncated,
+        failure=None,
     )
 
 
-def _failed(failure: Failure, kinds: Mapping[str, str]) -> Result:
+def _failed(failure: Failure, split: str, kind: str) -> Result:
     return Result(
-        failure.trajectory_id, failure.task_id, kinds[failure.task_id], False, None, {}, 0, 0, False, failure.reason
+        trajectory_id=failure.trajectory_id,
+        task_id=failure.task_id,
+        split=split,
+        kind=kind,
+        solved=False,
+        reward=None,
+        reward_parts={},
+        turns=0,
+        completion_tokens=0,
+        format_errors=0,
+        inadmissible_actions=0,
+        truncated=False,
+        failure=failure.reason,
     )
 
 
@@ -126,10 +146,21 @@ def mean_reward(results: Sequence[Result]) -> Interval:
     return mean_interval(_by_task(done, lambda result: float(result.reward or 0.0)))
 
 
-def metrics(results: Sequence[Result]) -> dict[str, Any]:
-    """Numbers for `metrics.json`; a value that does not exist is left out."""
+def metrics(results: Sequence[Result], splits: Sequence[str]) -> dict[str, Any]:
+    """Numbers for `metrics.json`: those of the first split, and those of each further one under its name."""
+    first, *more = (split_metrics(of_split(results, split)) for split in splits)
+    return first | dict(zip(splits[1:], more, strict=True))
+
+
+def of_split(results: Sequence[Result], split: str) -> list[Result]:
+    return [result for result in results if result.split == split]
+
+
+def split_metrics(results: Sequence[Result]) -> dict[str, Any]:
+    """Numbers over one split; a value that does not exist is left out. Means of turns are per finished episode."""
     tasks = _by_task(results, lambda result: result.solved)
     done = [result for result in results if result.failure is None]
+    solved = [result for result in done if result.solved]
     numbers: dict[str, Any] = {
         **_interval("accuracy", accuracy(results)),
         **_interval("reward", mean_reward(results)),
@@ -139,16 +170,23 @@ def metrics(results: Sequence[Result]) -> dict[str, Any]:
         "failed": len(results) - len(done),
         "failures": dict(sorted(Counter(result.failure for result in results if result.failure).items())),
         "reward_parts": _part_means(done),
-        "kinds": {
-            kind: {"episodes": len(group), **_interval("accuracy", accuracy(group))}
-            for kind, group in sorted(_by_kind(results).items())
-        },
+        "kinds": {kind: _kind_metrics(group) for kind, group in sorted(by_kind(results).items())},
     }
     if done:
         numbers["turns"] = fmean(result.turns for result in done)
         numbers["completion_tokens"] = fmean(result.completion_tokens for result in done)
+        numbers["format_errors"] = fmean(result.format_errors for result in done)
+        numbers["inadmissible_actions"] = fmean(result.inadmissible_actions for result in done)
         numbers["truncated"] = fmean(result.truncated for result in done)
+    if solved:
+        numbers["turns_when_solved"] = fmean(result.turns for result in solved)
     return numbers
+
+
+def _kind_metrics(group: Sequence[Result]) -> dict[str, float]:
+    done = [result.turns for result in group if result.failure is None]
+    turns = {"turns": fmean(done)} if done else {}
+    return {"episodes": len(group), **_interval("accuracy", accuracy(group)), **turns}
 
 
 def _interval(name: str, interval: Interval) -> dict[str, float]:
@@ -163,7 +201,7 @@ def _by_task(results: Sequence[Result], value: Callable[[Result], ValueT]) -> li
     return list(clusters.values())
 
 
-def _by_kind(results: Sequence[Result]) -> dict[str, list[Result]]:
+def by_kind(results: Sequence[Result]) -> dict[str, list[Result]]:
     kinds: dict[str, list[Result]] = defaultdict(list)
     for result in results:
         kinds[result.kind].append(result)

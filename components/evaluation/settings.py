@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from components.contracts.episodes import Split
 from components.contracts.settings import Settings
@@ -12,17 +12,27 @@ from components.inference.settings import EvaluationSamplingSettings, ServerSett
 
 
 class EvaluationSettings(Settings):
-    """Every task of the split is played `samples_per_task` times."""
+    """Every task of the splits is played `samples_per_task` times."""
 
     model_config = ConfigDict(title="Evaluation")
 
-    split: Split = Field(description="Which tasks: heldout were never trained on.")
-    max_tasks: NonNegativeInt = Field(description="Play only the first tasks of the split; 0 plays all.")
+    splits: tuple[Split, ...] = Field(
+        min_length=1,
+        description="Which tasks: heldout were never trained on. The first split's numbers are the headline.",
+    )
+    max_tasks: NonNegativeInt = Field(description="Play only the first tasks of each split; 0 plays all.")
     samples_per_task: PositiveInt = Field(description="Episodes per task; more than one needs a temperature above 0.")
     success_reward: float = Field(description="An episode counts as solved from this reward on.")
     kind_field: str = Field(description="Field of the tasks' payload to break accuracy down by; empty for none.")
     sampling: EvaluationSamplingSettings = Field(description="How tokens are chosen; temperature 0 is greedy.")
     seed: NonNegativeInt = Field(description="Seed of every request.")
+
+    @field_validator("splits")
+    @classmethod
+    def _each_once(cls, splits: tuple[Split, ...]) -> tuple[Split, ...]:
+        if len(set(splits)) < len(splits):
+            raise ValueError(f"{', '.join(splits)}: name each split once")
+        return splits
 
     @model_validator(mode="after")
     def _samples_differ(self) -> Self:

@@ -1,10 +1,11 @@
-"""The stage evaluate: a checkpoint plays every task of a split, and what it earned is written down."""
+"""The stage evaluate: a checkpoint plays every task of some splits, and what it earned is written down."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from components.artifacts.images import ImageStore
@@ -34,8 +35,7 @@ def checkpoint_folder(model: Artifact) -> Path:
     """
     from components.models.source import locate
 
-    trained = model.path / "checkpoint"
-    folder = trained if trained.is_dir() else locate(model.path, None)
+    folder = locate(model.path)
     if not (folder / "config.json").is_file():
         raise DataError("not a checkpoint: no config.json", where=str(folder), remedy="give the model stage's output")
     return folder
@@ -48,8 +48,8 @@ def evaluate(settings: EvaluateSettings, inputs: Mapping[str, Artifact], out: Pa
         ServerError: no episode could be finished.
     """
     plan = settings.evaluation
-    tasks = load_tasks(inputs["tasks"].path, plan.split)
-    tasks = tasks[: plan.max_tasks or len(tasks)]
+    listed = [load_tasks(inputs["tasks"].path, split) for split in plan.splits]
+    tasks = [task for split in listed for task in split[: plan.max_tasks or len(split)]]
     checkpoint = checkpoint_folder(inputs["model"])
     images = ImageStore(context.images)
     outputs = asyncio.run(play(settings, tasks, inputs["tasks"].path, checkpoint, images, context))
@@ -61,15 +61,16 @@ def evaluate(settings: EvaluateSettings, inputs: Mapping[str, Artifact], out: Pa
             remedy="see the servers' logs; nothing was written",
         )
     results = collect_results(outputs, tasks, plan.success_reward, plan.kind_field)
-    numbers = metrics(results)
+    numbers = metrics(results, plan.splits)
     write_rollouts(out, outputs)
     write_results(out, results)
     (out / METRICS_FILE).write_text(json.dumps(numbers, indent=1, sort_keys=True) + "\n")
     rollouts = Rollouts(outputs.trajectories, outputs.failures)
-    title = f"Evaluation of {outputs.trajectories[0].environment}, {plan.split}"
+    title = f"Evaluation of {outputs.trajectories[0].environment}, {' and '.join(plan.splits)}"
     write_viewer(out / VIEWER_FILE, rollouts, images=images, decode=token_decoder(checkpoint), title=title)
     configuration = settings.model_dump(mode="json")
-    write_report(out / "report.html", evaluation_report(title, results, configuration, {"Rollouts": VIEWER_FILE}))
+    page = evaluation_report(title, results, plan.splits, configuration, {"Rollouts": VIEWER_FILE})
+    write_report(out / "report.html", page)
     context.events.metrics({name: value for name, value in numbers.items() if isinstance(value, int | float)}, 0)
     return Report(rows={"tasks": len(tasks), "episodes": len(results)}, drops=outputs.drops)
 
@@ -86,22 +87,21 @@ async def play(
     from components.inference.pool import ServerPool
 
     plan = settings.evaluation
-    environment = load_environment(tasks_folder)
-    async with ServerPool(
-        checkpoint, settings.inference, context.machine, log_folder=context.workspace / "logs"
-    ) as pool:
-        return await collect(
-            environment,
-            tasks,
-            plan.samples_per_task,
-            pool,
-            images,
-            plan.sampling,
-            step=0,
-            seed=plan.seed,
-            machine=context.machine,
-            events=context.events,
-        )
+    pool = ServerPool(checkpoint, settings.inference, context.machine, log_folder=context.workspace / "logs")
+    with closing(load_environment(tasks_folder, context.machine.environment_processes)) as environment:
+        async with pool:
+            return await collect(
+                environment,
+                tasks,
+                plan.samples_per_task,
+                pool,
+                images,
+                plan.sampling,
+                step=0,
+                seed=plan.seed,
+                machine=context.machine,
+                events=context.events,
+            )
 
 
-EVALUATE_STAGE = Stage("evaluate", 1, EvaluateSettings, ("tasks", "model"), evaluate)
+EVALUATE_STAGE = Stage("evaluate", 2, EvaluateSettings, ("tasks", "model"), evaluate)

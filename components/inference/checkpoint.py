@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from components.contracts.errors import DataError
@@ -12,6 +13,8 @@ _PLACEHOLDERS = (
     *(f"vision_{edge}_token_id" for edge in ("start", "end")),
     *(f"{edge}_token_{suffix}" for edge in ("boi", "eoi") for suffix in ("id", "index")),
 )
+
+_PREFIX_TYPES = frozenset({"bagel", "gemma3", "molmo2", "moondream3", "paligemma"})
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
@@ -34,6 +37,22 @@ def placeholder_token_ids(folder: Path) -> tuple[int, ...]:
     """Ids that stand for images, videos or their edges, sorted: a policy must never sample them."""
     config = read_config(folder)
     return tuple(sorted({value for key in _PLACEHOLDERS if isinstance(value := config.get(key), int)}))
+
+
+def sampled_token_ids(folder: Path, token_ids: Iterable[int]) -> tuple[int, ...]:
+    """Those of `token_ids`, sorted, that the output head has a row for: vLLM refuses to be told of others.
+
+    Molmo2's image tokens are beyond the head, so nothing can sample them.
+    """
+    config = read_config(folder)
+    text = config.get("text_config")
+    rows = text.get("vocab_size") if isinstance(text, dict) else None
+    return tuple(sorted({token for token in token_ids if not isinstance(rows, int) or token < rows}))
+
+
+def attends_both_ways(config: Mapping[str, object]) -> bool:
+    """Whether tokens of one image see each other in both directions, as vLLM reads it out of a `config.json`."""
+    return bool(config.get("is_mm_prefix_lm", config.get("model_type") in _PREFIX_TYPES))
 
 
 def read_tensors(folder: Path) -> Tensors:

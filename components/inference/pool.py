@@ -17,7 +17,7 @@ import httpx
 
 from components.contracts.errors import DataError, ServerError, WeightSyncError
 from components.contracts.machine import Machine
-from components.inference.checkpoint import placeholder_token_ids
+from components.inference.checkpoint import placeholder_token_ids, sampled_token_ids
 from components.inference.client import (
     Completion,
     GenerationFailure,
@@ -75,7 +75,7 @@ class ServerPool:
         self.settings, self.machine, self.log_folder = settings, machine, log_folder
         if forbidden_token_ids is None:
             forbidden_token_ids = placeholder_token_ids(weights)
-        self.forbidden_token_ids = tuple(sorted(set(forbidden_token_ids)))
+        self.forbidden_token_ids = sampled_token_ids(weights, forbidden_token_ids)
         self.statistics = PoolStatistics()
         self._forbidden = frozenset(self.forbidden_token_ids)
         self.weights = ServedWeights(weights, version, machine.weight_transfer, self.forbidden_token_ids, load_on_join)

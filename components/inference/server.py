@@ -171,6 +171,15 @@ _HINTS: tuple[tuple[str, str], ...] = (
         'vLLM\'s CUDA IPC imports ray: install it beside vLLM, or set machine.weight_transfer = "nccl" or "file"',
     ),
     (
+        r"No module named '?armature_served",
+        "our package for vLLM is not installed in machine.server_python; install it there: "
+        "pip install --no-deps components/inference/served",
+    ),
+    (
+        r"attention on CPU is causal inside images",
+        'train and serve the checkpoint causal (model.image_attention = "causal"), or serve it on a GPU',
+    ),
+    (
         r"No module named '?vllm",
         "vLLM is not installed in machine.server_python; make its environment: make .venv-vllm",
     ),

@@ -21,7 +21,8 @@ class Family:
     its name (so `model.visual.merger` may be the projector inside `model.visual`). `placeholder` is the
     configuration's attribute with the id of the token that one image feature replaces. `image_tokens` are all
     tokens that stand for images or videos and must never be sampled. `wrap_classes` are the block classes that
-    FSDP shards and gradient checkpointing recomputes one by one.
+    FSDP shards and gradient checkpointing recomputes one by one. `image_attention` is True where the tokens of an
+    image attend in both directions unless the configuration's `is_mm_prefix_lm` is False.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Family:
     image_tokens: tuple[str, ...]
     wrap_classes: tuple[str, ...]
     vision_model_type: str | None = None
+    image_attention: bool = False
 
     def component_of(self, parameter: str) -> Component:
         """The component that the parameter or module called `parameter` belongs to.
@@ -79,6 +81,7 @@ def _tower(
     placeholder: str = "image_token_index",
     vision_model_type: str | None = None,
     newline: tuple[str, ...] = (),
+    image_attention: bool = False,
 ) -> Family:
     return Family(
         name=name,
@@ -90,8 +93,14 @@ def _tower(
         image_tokens=image_tokens,
         wrap_classes=wrap_classes,
         vision_model_type=vision_model_type,
+        image_attention=image_attention,
     )
 
+
+MOLMO2_IMAGE_TOKENS = (
+    *("<im_patch>", "<im_col>", "<im_start>", "<low_res_im_start>", "<im_end>", "<im_low>"),
+    *("<frame_start>", "<frame_end>", "<|image|>", "<|video|>"),
+)
 
 _FAMILIES = (
     _qwen("qwen2-vl", "qwen2_vl", ("model.visual.merger",), ("Qwen2VLDecoderLayer", "Qwen2VLVisionBlock")),
@@ -140,6 +149,15 @@ _FAMILIES = (
         "gemma3",
         ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
         ("Gemma3DecoderLayer", "SiglipEncoderLayer"),
+        image_attention=True,
+    ),
+    _tower(
+        "molmo2",
+        "molmo2",
+        MOLMO2_IMAGE_TOKENS,
+        ("Molmo2DecoderLayer", "Molmo2VisionEncoderLayer"),
+        placeholder="image_patch_id",
+        image_attention=True,
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _FAMILIES}

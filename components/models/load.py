@@ -19,8 +19,11 @@ from transformers import (
 )
 
 from components.contracts.errors import ConfigurationError, DataError
+from components.models.attention import check_image_attention, follow_image_attention
 from components.models.families import Family, family_of
 from components.models.lora import add_adapters, base_model, merged_weights
+from components.models.molmo2 import has_second_layout, to_hub
+from components.models.remote import complete_processor, is_remote, register_body
 from components.models.settings import ModelSettings
 from components.models.source import local_code_options, locate
 
@@ -32,7 +35,7 @@ def load_config(source: str | Path, settings: ModelSettings) -> PreTrainedConfig
 
     Raises:
         DataError: there is no readable configuration.
-        ConfigurationError: the model is of no known family.
+        ConfigurationError: the model is of no known family, or attends to images otherwise than it is to.
     """
     folder, options = locate(source, settings.revision), local_code_options(settings.trust_remote_code)
     try:
@@ -44,13 +47,30 @@ def load_config(source: str | Path, settings: ModelSettings) -> PreTrainedConfig
             remedy="give a folder with a config.json of a vision-language model, or a hub name with its revision",
         ) from error
     family_of(config)
+    check_image_attention(config, settings.image_attention, settings.attn_implementation)
     return config
 
 
 def load_processor(source: str | Path, settings: ModelSettings) -> ProcessorMixin:
-    """The processor (tokenizer, image processor, chat template) of a folder, a hub name or a model artifact."""
+    """The processor (tokenizer, image processor, chat template) of a folder, a hub name or a model artifact.
+
+    Its code is trusted exactly if the model's is.
+
+    Raises:
+        DataError: it cannot be loaded, or is none that takes images, as a tokenizer alone.
+    """
     options = local_code_options(settings.trust_remote_code)
-    return AutoProcessor.from_pretrained(locate(source, settings.revision), **options)
+    remedy = "complete the folder with the model's processor files; if they need code of their own, trust it by "
+    remedy += "model.trust_remote_code = true"
+    try:
+        processor = AutoProcessor.from_pretrained(locate(source, settings.revision), **options)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise DataError("no processor can be loaded", where=f"{source}: {error}", remedy=remedy) from error
+    if getattr(processor, "image_processor", None) is None:
+        raise DataError(f"{type(processor).__name__} takes no images", where=str(source), remedy=remedy)
+    if is_remote(processor):
+        complete_processor(processor, family_of(load_config(source, settings)))
+    return processor
 
 
 def load_model(source: str | Path, settings: ModelSettings, device: str | torch.device = "cpu") -> PreTrainedModel:
@@ -73,6 +93,8 @@ def load_model(source: str | Path, settings: ModelSettings, device: str | torch.
         **local_code_options(settings.trust_remote_code),
     )
     _check_weights(report, source)
+    follow_image_attention(model)
+    register_body(model)
     freeze(model, family, settings.freeze)
     if settings.lora is not None:
         model = add_adapters(model, family, settings.lora, settings.freeze)
@@ -100,11 +122,15 @@ def save_checkpoint(
     gathered them itself. A reader of `folder` sees the earlier checkpoint or this one, never half of one.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
+    base, state = base_model(model), dict(merged_weights(model) if weights is None else weights)
+    ours = has_second_layout(base.config) and not is_remote(base)  # code of its own has the names of its files
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         new = Path(scratch) / "new"
         new.mkdir()
-        state = dict(merged_weights(model) if weights is None else weights)
-        base_model(model).save_pretrained(new, state_dict=state)
+        if ours:  # what transformers itself writes would be wrong
+            base.save_pretrained(new, state_dict=to_hub(state, base.config), save_original_format=False)
+        else:
+            base.save_pretrained(new, state_dict=state)
         processor.save_pretrained(new)
         if folder.exists():
             folder.rename(Path(scratch) / "old")

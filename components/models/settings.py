@@ -11,6 +11,7 @@ from components.contracts.settings import Settings
 from components.models.families import Component
 
 TINY_PREFIX = "tiny/"
+ImageAttention = Literal["causal", "bidirectional"]
 
 
 class Transcript(Settings):
@@ -61,10 +62,13 @@ class TinySettings(Settings):
     vision_layers: PositiveInt = Field(description="Layers of the vision tower.")
     vision_heads: PositiveInt = Field(description="Attention heads of the vision tower.")
     image_side: PositiveInt = Field(
-        description="Largest (Qwen, Pixtral) or fixed (others) image side in pixels.", multiple_of=28
+        description="Largest (Qwen, Pixtral) or fixed (others) side of an image or its crops in pixels.", multiple_of=28
     )
     max_positions: PositiveInt = Field(description="Longest sequence in tokens.")
     vocabulary_size: PositiveInt = Field(description="Most tokens the tokenizer may have.", ge=300)
+    corpus: tuple[str, ...] = Field(
+        description="Texts that the tokenizer learns before its own few sentences, to write them in few tokens."
+    )
     initializer_range: PositiveFloat = Field(description="Standard deviation of the language model's weights.")
     vision_initializer_range: PositiveFloat = Field(description="Standard deviation of the vision tower's.")
     tie_embeddings: bool = Field(description="Whether input and output embeddings are one matrix.")
@@ -107,6 +111,11 @@ class ModelSettings(Settings):
     )
     dtype: Literal["float32", "bfloat16"] = Field(description="Type of the weights.")
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] = Field(description="Attention kernels.")
+    image_attention: ImageAttention | None = Field(
+        None,
+        description="Attention among an image's tokens, where the family has the choice (Gemma3, Molmo2): written into "
+        "a tiny checkpoint, compared with any other. Leave out for what the checkpoint says.",
+    )
     trust_remote_code: bool = Field(
         description="Run code that comes with the checkpoint; a hub name then needs a full commit hash."
     )

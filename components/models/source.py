@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict
 from components.contracts.errors import ConfigurationError, DataError
 
 REFERENCE = "source.json"
+CHECKPOINT = "checkpoint"
+"""The folder with the weights in the artifact of a stage that trains."""
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
 
 
@@ -52,7 +54,9 @@ def make_reference(source: str, revision: str | None) -> SourceReference:
 
 
 def locate(source: str | Path, revision: str | None = None) -> Path:
-    """The folder with the weights of a folder, a model artifact or a hub name; the last is fetched if missing.
+    """The folder with the weights of a folder, an artifact or a hub name; the last is fetched if missing.
+
+    The artifact is one of the stage `model` or of a stage that trains.
 
     Raises:
         ConfigurationError: a hub name without a revision.
@@ -61,6 +65,8 @@ def locate(source: str | Path, revision: str | None = None) -> Path:
     folder = Path(source)
     if not folder.is_dir():
         return _fetch(str(source), revision, complete=False)
+    if (folder / CHECKPOINT).is_dir():
+        return folder / CHECKPOINT
     if not (folder / REFERENCE).is_file():
         return folder
     reference = SourceReference.model_validate_json((folder / REFERENCE).read_text())

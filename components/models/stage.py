@@ -21,7 +21,7 @@ def run_model(settings: ModelSettings, inputs: Mapping[str, Artifact], out: Path
     if settings.tiny is not None and settings.tiny_family is not None:
         from components.models.tiny import make_tiny_checkpoint
 
-        make_tiny_checkpoint(settings.tiny_family, out, settings.tiny.seed, settings.tiny)
+        make_tiny_checkpoint(settings.tiny_family, out, settings.tiny.seed, settings.tiny, settings.image_attention)
         context.events.message(f"model: made {settings.source} from seed {settings.tiny.seed}")
         return Report()
     from components.models.load import load_config

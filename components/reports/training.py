@@ -49,12 +49,12 @@ def last_figures(history: History) -> dict[str, str]:
     if not history:
         return {}
     tail = history[-max(1, len(history) // 10) :]
-    figures = {"steps": str(len(history))}
+    figures = {"steps": str(int(history[-1].get("step", len(history))))}
     for key, label in _SHOWN.items():
         values = [row[key] for row in tail if key in row]
         if values:
             figures[f"{label}, last {len(tail)} steps"] = f"{sum(values) / len(values):.4g}"
-    kls = [row["mismatch_kl"] for row in history if "mismatch_kl" in row]
+    kls = [row["mismatch_kl/first_update"] for row in history if "mismatch_kl/first_update" in row]
     if kls:
         figures["mismatch KL, largest"] = f"{max(kls):.2g}"
     planned, failed = _total(history, "rollouts/planned"), _total(history, "rollouts/failed")

@@ -157,6 +157,7 @@ def _turn(turn: Turn, scores: TurnScores, book: PictureBook, piece: Decode) -> d
         advantages = _number(first) if same else [_number(float(a)) for a in scores.advantages]
     return {
         "messages": turn.messages,
+        "state": turn.anchor_key,
         "images": [book.add(ref) for ref in turn.images],
         "ids": ids,
         "logprobs": [_number(float(value)) for value in turn.completion_logprobs],
@@ -167,7 +168,7 @@ def _turn(turn: Turn, scores: TurnScores, book: PictureBook, piece: Decode) -> d
         "version": turn.policy_version,
         "reward": _number(turn.reward),
         "parts": {name: _number(value) for name, value in sorted(turn.reward_parts.items())},
-        "valid": turn.action_valid,
+        "defect": turn.action_defect,
         "prompt_tokens": len(turn.prompt_token_ids),
         "seconds": [_number(turn.generate_seconds), _number(turn.environment_seconds)],
     }

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from components.contracts.batches import Sample
 from components.contracts.errors import MismatchError
@@ -19,6 +20,7 @@ class Agreement:
 
     `mismatch_kl` is the mean of (r - 1) - d, the k3 estimate of KL(server || trainer) in nats;
     `fraction_lower` the share of tokens to which the trainer gives a clearly smaller probability.
+    `image_kl` and `text_kl` are the mismatch KL over the samples with and without images, NaN if there are none.
     """
 
     tokens: int
@@ -26,6 +28,8 @@ class Agreement:
     mean_ratio: float
     max_difference: float
     fraction_lower: float
+    image_kl: float
+    text_kl: float
 
     def lines(self) -> list[str]:
         return [
@@ -39,18 +43,26 @@ class Agreement:
 def compare(samples: Sequence[Sample], scores: Sequence[LogProbs]) -> Agreement:
     """`scores[i]` (L,) are the trainer's log-probs of `samples[i]`, valid where its loss_mask is True."""
     pairs = zip(samples, scores, strict=True)
-    parts = [(score - sample.behavior_logprobs)[sample.loss_mask] for sample, score in pairs]
-    difference = np.concatenate(parts).astype(np.float64) if parts else np.zeros(0)
+    parts = [(score - sample.behavior_logprobs)[sample.loss_mask].astype(np.float64) for sample, score in pairs]
+    difference = np.concatenate(parts) if parts else np.zeros(0)
     if difference.size == 0:
-        return Agreement(0, float("nan"), float("nan"), float("nan"), float("nan"))
+        return Agreement(0, *[float("nan")] * 6)
     ratio = np.exp(np.minimum(difference, 50.0))
+    shown = [bool(sample.images) for sample in samples]
     return Agreement(
         tokens=int(difference.size),
-        mismatch_kl=float(np.mean(np.expm1(np.minimum(difference, 50.0)) - difference)),
+        mismatch_kl=_mismatch_kl(difference),
         mean_ratio=float(np.mean(ratio)),
         max_difference=float(np.max(np.abs(difference))),
         fraction_lower=float(np.mean(difference < -1e-2)),
+        image_kl=_mismatch_kl(*(part for part, image in zip(parts, shown, strict=True) if image)),
+        text_kl=_mismatch_kl(*(part for part, image in zip(parts, shown, strict=True) if not image)),
     )
+
+
+def _mismatch_kl(*parts: npt.NDArray[np.float64]) -> float:
+    difference = np.concatenate([np.zeros(0), *parts])
+    return float(np.mean(np.expm1(np.minimum(difference, 50.0)) - difference)) if difference.size else float("nan")
 
 
 def refuse_mismatch(agreement: Agreement, drops: Counter[str], max_kl: float) -> None:
@@ -84,10 +96,19 @@ def likely_reason(agreement: Agreement) -> str:
             "with --generation-config vllm --logprobs-mode processed_logprobs, and set top_p = 1, no top_k, no "
             "min_p, no penalties and the trainer's temperature"
         )
-    return (
+    images = (
+        "the server seems to attend to images otherwise than the trainer. If the tokens of an image see each other "
+        "in both directions (molmo2, gemma3), a server needs --attention-backend TRITON_ATTN for it and vLLM on CPU "
+        'cannot do it: set model.image_attention = "causal" there. A joined server for molmo2 needs our plug-in as '
+        "well: pip install --no-deps components/inference/served"
+    )
+    weights = (
         "the server seems to serve other weights than the trainer's: start it with the checkpoint of [model], "
         "the same dtype, and processed log-probs (--logprobs-mode processed_logprobs)"
     )
+    if agreement.image_kl > 100 * agreement.text_kl:
+        return images
+    return weights if np.isnan(agreement.image_kl) or agreement.text_kl > 0 else f"{weights}; or {images}"
 
 
 def _remedy_for_drops(drops: Counter[str]) -> str:

@@ -15,8 +15,11 @@ class History:
         self.path = path
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
+        with self.path.open("a+b") as file:
+            file.seek(0)
+            kept = file.read().rfind(b"\n") + 1
+            file.truncate(kept)  # a line that a crash cut off would spoil this one
+            file.write(json.dumps({"step": step, **values}).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
 

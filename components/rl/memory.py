@@ -25,7 +25,7 @@ class MemoryEstimate:
     `optimizer` counts fp32 gradients, two AdamW moments and, for bf16 weights, the fp32 master copy;
     `activations` is what a transformer layer keeps for the backward pass (34 bytes per token and hidden unit in
     bf16, arXiv 2205.05198 without the attention scores), once per layer, or once with gradient checkpointing;
-    `logits` is one chunk of log-probs in fp32 with its gradient.
+    `logits` is one chunk of log-probs in fp32 with its gradient, or all of a micro-batch with logprobs = normal.
     """
 
     parameters: int
@@ -83,7 +83,7 @@ def estimate_memory(source: Path, model: ModelSettings, trainer: TrainerSettings
         weights=parameters * BYTES[model.dtype],
         optimizer=trainable * (4 + 8 + master),
         activations=17 * width * tokens * text.hidden_size * layers + kept,
-        logits=trainer.logprob_chunk_tokens * text.vocab_size * 4 * 2,
+        logits=(tokens if trainer.logprobs == "normal" else trainer.logprob_chunk_tokens) * text.vocab_size * 4 * 2,
         server_weights=parameters * {"float32": 4}.get(server_dtype, 2),
     )
 

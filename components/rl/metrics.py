@@ -33,6 +33,7 @@ def rollout_metrics(outputs: GenerateOutputs) -> dict[str, float]:
         "turns": len(turns) / len(outputs.trajectories),
         "truncated/length": float(np.mean([turn.finish_reason == "length" for turn in turns])),
         "truncated/turns": float(np.mean([trajectory.truncated for trajectory in outputs.trajectories])),
-        "actions/invalid": float(np.mean([not turn.action_valid for turn in turns])),
+        "actions/format_defect": float(np.mean([turn.action_defect == "format" for turn in turns])),
+        "actions/inadmissible": float(np.mean([turn.action_defect == "inadmissible" for turn in turns])),
         "timing/generate_mean": float(np.mean([turn.generate_seconds for turn in turns])),
     }

@@ -6,7 +6,8 @@ import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from components.rl.metrics import rollout_metrics
 from components.rl.reporting import Gallery
 from components.rl.settings import TrainVLMSettings
 from components.rollouts.collect import collect
+from components.rollouts.rounds import choose_groups, play_rounds
 from components.rollouts.schedule import tasks_of_step
 from components.rollouts.table import read_rollouts, write_rollouts
 from components.training.client import TrainerClient
@@ -64,7 +66,7 @@ class RLRun:
         self.settings, self.inputs, self.context, self.store = settings, inputs, context, store
         self.pool, self.trainer, self.portal = pool, trainer, portal
         self.adapter, self.images = adapter, ImageStore(context.images)
-        self.environment = make_environment(settings.environment)
+        self.environment = make_environment(settings.environment, context.machine.environment_processes)
         self.tasks: list[Task] = load_tasks(inputs["tasks"].path, "train")
         self.history = History(context.workspace / "history.jsonl")
         self.weights = context.workspace / "weights"
@@ -75,7 +77,8 @@ class RLRun:
         """The rollouts of `step`, found or collected."""
         if made := self.store.find("rollouts", self._key(step)):
             return made
-        outputs = self._collect(step, self.settings.rollouts.groups_per_step)
+        plan = self.settings.rollouts
+        outputs = self.portal.call(play_rounds, partial(self._round, step, plan.groups_per_step), plan)
 
         def fill(folder: Path) -> None:
             write_rollouts(folder, outputs)
@@ -90,14 +93,17 @@ class RLRun:
         """The training samples of `step` with their advantages."""
         outputs = read_rollouts(rollouts.path)
         if (made := self.store.find("batches", self._key(step))) is None:
-            built = build_batch(outputs, self.adapter, self.settings.batches)
-            metrics = built.metrics | {f"drops/{reason}": float(count) for reason, count in built.drops.items()}
+            chosen = choose_groups(outputs, self.settings.rollouts)
+            built = build_batch(chosen.outputs, self.adapter, self.settings.batches)
+            drops = dict(built.drops) | chosen.drops
+            metrics = built.metrics | chosen.metrics
+            metrics |= {f"drops/{reason}": float(count) for reason, count in drops.items()}
 
             def fill(folder: Path) -> None:
                 write_batch(folder, built.samples)
                 (folder / BATCH_METRICS).write_text(json.dumps(metrics, indent=1, sort_keys=True) + "\n")
                 rows = {"samples": len(built.samples)}
-                self._describe(folder, "batches", step, rows, dict(built.drops), {"rollouts": rollouts.digest})
+                self._describe(folder, "batches", step, rows, drops, {"rollouts": rollouts.digest})
 
             made = self.store.write("batches", self._key(step), fill)
             self.context.events.artifact(made, "output", step)
@@ -160,7 +166,7 @@ class RLRun:
         Raises:
             MismatchError: trainer and server disagree, or no rollout becomes a sample.
         """
-        outputs = self._collect(0, self.settings.preflight.groups)
+        outputs = self.portal.call(self._round, 0, self.settings.preflight.groups, 0)
         samples, drops = self.adapter.samples(outputs)
         drops.update(outputs.drops)
         folder = self.context.workspace / "preflight"
@@ -184,25 +190,21 @@ class RLRun:
             steps.append({"step": step, "rollouts": rollouts.digest, "batch": batch.digest})
         return steps
 
-    def _collect(self, step: int, groups: int) -> GenerateOutputs:
+    async def _round(self, step: int, groups: int, number: int) -> GenerateOutputs:
         plan = self.settings.rollouts
-        tasks = tasks_of_step(self.tasks, groups, step, plan.seed)
-
-        async def play() -> GenerateOutputs:
-            return await collect(
-                self.environment,
-                tasks,
-                plan.group_size,
-                self.pool,
-                self.images,
-                plan.sampling,
-                step=step,
-                seed=plan.seed,
-                machine=self.context.machine,
-                events=self.context.events,
-            )
-
-        return self.portal.call(play)
+        return await collect(
+            self.environment,
+            tasks_of_step(self.tasks, groups, step, plan.seed, number),
+            plan.group_size,
+            self.pool,
+            self.images,
+            plan.sampling,
+            step=step,
+            seed=plan.seed,
+            machine=self.context.machine,
+            events=self.context.events,
+            first_group=number * groups,
+        )
 
     def _made_batch(self, step: int) -> Artifact:
         made = self.store.find("batches", self._key(step))
@@ -266,11 +268,12 @@ def open_run(
             with portal.wrap_async_context_manager(servers) as pool:
                 done = resumed.result()
                 run = RLRun(settings, inputs, context, store, adapter, pool, trainer, portal)
-                if done:
-                    context.events.message(f"resuming after step {done}")
-                    run.complete_history(done)
-                    run.sync(done)
-                yield run, done
+                with closing(run.environment):
+                    if done:
+                        context.events.message(f"resuming after step {done}")
+                        run.complete_history(done)
+                        run.sync(done)
+                    yield run, done
         finally:
             with suppress(TrainerError):  # one that did not start has said so, or something worse has
                 resumed.result()

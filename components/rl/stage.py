@@ -9,11 +9,13 @@ from pathlib import Path
 from components.contracts.stages import Artifact, Report, Stage, StageContext
 from components.rl.settings import TrainVLMSettings
 
-CHECKPOINT = "checkpoint"
+ENGINES = "mismatch_kl/first_update"
+"""How far trainer and servers are apart, before an update of the step has moved the policy."""
 
 
 def train_vlm(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext) -> Report:
     """Writes `checkpoint/` (Hugging Face layout), `history.json`, `metrics.json`, `lineage.json` and the report."""
+    from components.models.source import CHECKPOINT
     from components.rl.loop import run_loop
     from components.rl.reporting import write_pages
     from components.rl.run import open_run
@@ -31,9 +33,8 @@ def train_vlm(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], out: P
     _write_json(out / "lineage.json", lineage)
     _write_json(out / "metrics.json", summary(history))
     write_pages(out, settings, history, gallery, context.images)
-    planned = trainer.max_steps * settings.rollouts.groups_per_step * settings.rollouts.group_size
     drops = _total(history, "failures/") | _total(history, "drops/")
-    return Report(rows={"steps": len(history), "rollouts": planned}, drops=drops)
+    return Report(rows={"steps": len(history), "rollouts": _total(history, "rollouts/")["planned"]}, drops=drops)
 
 
 def summary(history: list[dict[str, float]]) -> dict[str, float]:
@@ -41,7 +42,7 @@ def summary(history: list[dict[str, float]]) -> dict[str, float]:
     tail = history[-max(1, len(history) // 10) :]
     keys = ("reward", "importance_ratio", "entropy", "mismatch_kl", "masked_fraction", "tokens/completion")
     means = {key: sum(step[key] for step in tail) / len(tail) for key in keys if all(key in step for step in tail)}
-    kls = [step["mismatch_kl"] for step in history if "mismatch_kl" in step]
+    kls = [step[ENGINES] for step in history if ENGINES in step]
     return means | ({"mismatch_kl_max": max(kls)} if kls else {})
 
 

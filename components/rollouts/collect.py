@@ -32,8 +32,9 @@ async def collect(
     seed: int,
     machine: Machine,
     events: Events,
+    first_group: int = 0,
 ) -> GenerateOutputs:
-    """Play `group_size` rollouts of each task; `tasks[g]` becomes group g of step `step`.
+    """Play `group_size` rollouts of each task; `tasks[g]` becomes group `first_group + g` of step `step`.
 
     At most `machine.max_concurrent` episodes are under way. A rollout that fails becomes a `Failure` and leaves
     the others alone. The result is in the order of the plan, whatever finished first.
@@ -60,7 +61,7 @@ async def collect(
         async with asyncio.TaskGroup() as episodes:
             running = [
                 episodes.create_task(play(task, Place(step, group, member)))
-                for group, task in enumerate(tasks)
+                for group, task in enumerate(tasks, first_group)
                 for member in range(group_size)
             ]
     except BaseExceptionGroup as errors:  # what concerns the whole run, such as a full disk

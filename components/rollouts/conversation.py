@@ -40,10 +40,14 @@ class SharedImages:
 
 
 class Conversation:
-    """The chat of one episode. `messages` is for the server, `images` are its images in order."""
+    """The chat of one episode. `messages` is for the server, `images` are its images in order.
 
-    def __init__(self, system_prompt: str | None, shared: SharedImages) -> None:
-        self._shared = shared
+    Without `dialogue` every observation begins it anew.
+    """
+
+    def __init__(self, system_prompt: str | None, shared: SharedImages, dialogue: bool) -> None:
+        self._shared, self._dialogue = shared, dialogue
+        self._beginning = 0 if system_prompt is None else 1
         self._unread: list[dict[str, Any]] = []
         self.messages: list[dict[str, Any]] = []
         self.images: tuple[ImageRef, ...] = ()
@@ -59,6 +63,9 @@ class Conversation:
         Raises:
             RolloutFailed: `bad_image`, `bad_text`, or `environment_error` for content of another type.
         """
+        if not self._dialogue:
+            del self.messages[self._beginning :]
+            self.images = ()
         sent: list[dict[str, Any]] = []
         shown: list[dict[str, Any]] = []
         for part in observation.content:

@@ -88,7 +88,7 @@ class Player:
         )
 
     async def _turns(self, episode: Episode, place: Place) -> tuple[list[Turn], bool]:
-        conversation = Conversation(self.environment.system_prompt, self.images)
+        conversation = Conversation(self.environment.system_prompt, self.images, self.environment.dialogue)
         turns: list[Turn] = []
         clock = time.perf_counter()
         observation = await self._ask(episode.reset, Observation)
@@ -116,7 +116,8 @@ class Player:
                     reward=self._reward(outcome),
                     reward_parts=dict(outcome.reward_parts),
                     anchor_key=observation.anchor_key,
-                    action_valid=outcome.action_valid,
+                    admissible_key=observation.admissible_key,
+                    action_defect=outcome.action_defect,
                     generate_seconds=generate_seconds,
                     environment_seconds=environment_seconds,
                 )

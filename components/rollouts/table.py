@@ -17,7 +17,7 @@ from components.contracts.rollouts import Failure, GenerateOutputs, Trajectory, 
 
 ROLLOUTS = TableSchema(
     "rollouts",
-    1,
+    3,
     pa.schema(
         [
             ("group_id", pa.string()),
@@ -38,7 +38,8 @@ ROLLOUTS = TableSchema(
             ("reward", pa.float64()),
             ("reward_parts", pa.map_(pa.string(), pa.float64())),
             ("anchor_key", pa.string()),
-            ("action_valid", pa.bool_()),
+            ("admissible_key", pa.string()),
+            ("action_defect", pa.string()),
             ("generate_seconds", pa.float64()),
             ("environment_seconds", pa.float64()),
         ]

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegative
 
 from components.contracts.errors import ConfigurationError
 from components.registry import suggestion
-from components.training.settings import Aggregation, ImportanceCorrection, MaskRatio, TrainerSettings
+from components.training.settings import Aggregation, ImportanceCorrection, Logprobs, MaskRatio, TrainerSettings
 
 DEFAULT_GROUP = 8
 WITHOUT_USE = {
@@ -60,6 +60,7 @@ class MultimodalRLConfig(BaseModel):
     max_grad_norm: PositiveFloat = Field(1.0, description="Gradients are scaled down to this norm.")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay of the rate.")
     warmup_steps: NonNegativeInt = Field(0, description="Steps over which the rate rises linearly.")
+    logprobs: Logprobs = Field("torch", description="How log-probs are computed; triton needs a GPU.")
     bf16: bool = Field(False, description="Matrix products in bf16; the trained weights stay fp32.")
     gradient_checkpointing: bool = Field(False, description="Recompute activations in backward to save memory.")
     save_steps: PositiveInt = Field(500, description="Steps between checkpoints.")
@@ -122,6 +123,7 @@ class MultimodalRLConfig(BaseModel):
                 dr_grpo_length=self.max_tokens,
                 correction=ImportanceCorrection(level="token", mode="none", cap=2.0),
                 kl_coefficient=0.0,
+                entropy_coefficient=0.0,
                 learning_rate=self.learning_rate,
                 adam_beta1=self.adam_beta1,
                 adam_beta2=self.adam_beta2,
@@ -134,6 +136,7 @@ class MultimodalRLConfig(BaseModel):
                 samples_per_update=self.batch_size,
                 max_tokens_per_micro_batch=self.max_tokens_per_micro_batch,
                 max_rows_per_micro_batch=self.micro_batch_size,
+                logprobs=self.logprobs,
                 logprob_chunk_tokens=1024,
                 autocast="bf16" if self.bf16 else "none",
                 save_every=self.save_steps,

@@ -67,6 +67,7 @@ class Learner:
         self._sharded = shard is not None
         self._make_policy = lambda inner: Policy(
             inner,
+            logprobs=settings.logprobs,
             temperature=temperature,
             chunk_tokens=settings.logprob_chunk_tokens,
             forbidden_token_ids=forbidden_token_ids,

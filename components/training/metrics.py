@@ -32,7 +32,11 @@ PER_TOKEN = {
 
 
 class Meter:
-    """Collects sums over the micro-batches of a step, on every rank, and reports them over all ranks."""
+    """Collects sums over the micro-batches of a step, on every rank, and reports them over all ranks.
+
+    In a step of several updates `mismatch_kl` also has what the earlier ones changed; `mismatch_kl/first_update` is
+    over the tokens of the first one alone, so it compares the two engines and nothing else.
+    """
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = defaultdict(float)
@@ -46,6 +50,9 @@ class Meter:
             self.sums[name] += float(value)
         self.sums["loss"] += float(loss.total.detach()) * scale
         self.sums["tokens"] += len(tokens.rows)
+        if not self.grad_norms:
+            self.sums["first_tokens"] += len(tokens.rows)
+            self.sums["first_mismatch_kl"] += float(loss.sums["mismatch_kl"])
         self.log_ratios.append((tokens.logprobs - tokens.behavior).detach().float().cpu().numpy())
 
     def update(self, grad_norm: float, applied: bool) -> None:
@@ -58,6 +65,8 @@ class Meter:
         sums = ranks.sum(self.sums)
         tokens = max(sums.pop("tokens", 0.0), 1.0)
         report = {"loss": sums.pop("loss", 0.0) / max(len(self.grad_norms), 1)}
+        if first := sums.pop("first_tokens", 0.0):
+            report["mismatch_kl/first_update"] = sums.pop("first_mismatch_kl") / first
         report |= {PER_TOKEN[name]: value / tokens for name, value in sums.items()}
         if "masked_low_fraction" in report:
             report["masked_fraction"] = report["masked_low_fraction"] + report["masked_high_fraction"]

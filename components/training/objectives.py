@@ -7,14 +7,14 @@ in the ratio's denominator; r = exp(lp - b); A = advantage; t runs over the trai
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from components.registry import Registry
-from components.training.settings import Cispo, Gspo, ImportanceCorrection, MaskRatio, Ppo, TrainerSettings
+from components.training.settings import Cispo, Gspo, ImportanceCorrection, Likelihood, MaskRatio, Ppo, TrainerSettings
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are held within ±20, so that exp stays finite and one token cannot poison a mean."""
@@ -78,10 +78,15 @@ def mask_ratio(tokens: Tokens, settings: MaskRatio) -> PerToken:
 def ppo(tokens: Tokens, settings: Ppo) -> PerToken:
     """loss_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t).
 
-    Schulman et al. 2017 (arXiv:1707.06347); the asymmetric clip is DAPO's (Yu et al. 2025, arXiv:2503.14476).
+    Schulman et al. 2017 (arXiv:1707.06347); the asymmetric clip is DAPO's (Yu et al. 2025, arXiv:2503.14476). With
+    `dual_clip` c it is at most c |A_t| where A_t < 0 (Ye et al. 2020, arXiv:1912.09729).
     """
     ratio = log_ratio(tokens.logprobs, tokens.denominator).exp()
-    return _clipped(ratio, tokens.advantages, settings.clip_low, settings.clip_high)
+    result = _clipped(ratio, tokens.advantages, settings.clip_low, settings.clip_high)
+    if settings.dual_clip is None:
+        return result
+    bounded = torch.minimum(result.loss, settings.dual_clip * tokens.advantages.abs())
+    return replace(result, loss=torch.where(tokens.advantages < 0, bounded, result.loss))
 
 
 def gspo(tokens: Tokens, settings: Gspo) -> PerToken:
@@ -109,6 +114,12 @@ def cispo(tokens: Tokens, settings: Cispo) -> PerToken:
     return PerToken(-weight * tokens.advantages * logprobs, torch.zeros_like(high), high)
 
 
+def likelihood(tokens: Tokens, settings: Likelihood) -> PerToken:
+    """loss_t = -lp_t: the cross-entropy of the given tokens. Advantages and ratios play no part."""
+    nothing = torch.zeros_like(tokens.logprobs, dtype=torch.bool)
+    return PerToken(-tokens.logprobs, nothing, nothing)
+
+
 def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> PerToken:
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -torch.minimum(ratio * advantages, clipped * advantages)
@@ -121,7 +132,7 @@ def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: floa
 OBJECTIVES = Registry(
     "objective",
     "armature.objectives",
-    {name: f"components.training.objectives:{name}" for name in ("mask_ratio", "ppo", "gspo", "cispo")},
+    {name: f"components.training.objectives:{name}" for name in ("mask_ratio", "ppo", "gspo", "cispo", "likelihood")},
 )
 
 
@@ -184,7 +195,7 @@ def loss_of(
 
     Args:
         tokens: the trained tokens.
-        entropy: (N,) of the policy's distribution, without gradient.
+        entropy: (N,) of the policy's distribution, with its gradient where there is an entropy term.
         reference: (N,) log-probs under the initial model, where there is a KL term.
         start: (N,) log-probs of the policy at the start of the step; used by the importance correction.
         settings: the objective and its options.
@@ -200,6 +211,8 @@ def loss_of(
         penalty = k3(tokens.logprobs, reference)
         loss = loss + settings.kl_coefficient * penalty
         sums["kl_reference"] = penalty
+    if settings.entropy_coefficient > 0:
+        loss = loss - settings.entropy_coefficient * entropy
     sums |= _mismatch(tokens) | {"entropy": entropy, "advantage_abs": tokens.advantages.abs()}
     totals = {name: values.detach().double().sum() for name, values in sums.items()}
     return Loss(aggregate(loss, tokens, settings), totals)

@@ -15,6 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from components.models.load import save_checkpoint
 from components.models.lora import base_model, merged_weights
+from components.models.molmo2 import has_second_layout
 from components.training.ranks import Ranks, whole
 
 KEEP_VERSIONS = 2
@@ -51,10 +52,16 @@ class Publisher:
                     shutil.rmtree(old)
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """What `publish` writes, under the same names, on the model's device; sharded weights as DTensors."""
+        """What `publish` writes, on the model's device; sharded weights as DTensors.
+
+        Under the names in the files, but of Molmo2 under those in the model: there the files have tensors that are
+        joined and cut out of these, and servers know both.
+        """
         base = base_model(cast(Any, model))
         weights = self._weights(cast(Any, model), Tensor.detach)
         tied = {name for name, source in base.all_tied_weights_keys.items() if weights[name] is weights[source]}
+        if has_second_layout(base.config):
+            return weights
         return revert_weight_conversion(base, {n: w for n, w in weights.items() if n not in tied})
 
     @torch.no_grad()

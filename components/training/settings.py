@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from components.contracts.settings import Settings
 
 Aggregation = Literal["sum", "token", "sequence", "dr_grpo"]
+Logprobs = Literal["normal", "torch", "triton"]
 
 
 class MaskRatio(Settings):
@@ -33,6 +34,9 @@ class Ppo(Settings):
     name: Literal["ppo"] = Field(description="Which objective: ppo.")
     clip_low: float = Field(gt=0, lt=1, description="The ratio is clipped below at 1 - clip_low.")
     clip_high: PositiveFloat = Field(description="The ratio is clipped above at 1 + clip_high.")
+    dual_clip: float | None = Field(
+        None, gt=1, description="Where the advantage A is negative a token's loss is at most this times |A|; none: any."
+    )
 
 
 class Gspo(Settings):
@@ -50,7 +54,13 @@ class Cispo(Settings):
     clip_high: PositiveFloat = Field(description="The importance weight is clipped above at 1 + clip_high.")
 
 
-Objective = Annotated[MaskRatio | Ppo | Gspo | Cispo, Field(discriminator="name")]
+class Likelihood(Settings):
+    """Cross-entropy of the trained tokens, whatever their advantage: supervised training."""
+
+    name: Literal["likelihood"] = Field(description="Which objective: likelihood.")
+
+
+Objective = Annotated[MaskRatio | Ppo | Gspo | Cispo | Likelihood, Field(discriminator="name")]
 
 
 class ImportanceCorrection(Settings):
@@ -68,7 +78,35 @@ class ImportanceCorrection(Settings):
     cap: PositiveFloat = Field(description="Largest importance weight.")
 
 
-class TrainerSettings(Settings):
+class UpdateSettings(Settings):
+    """The optimiser, and what of it exists at once: the same for every objective."""
+
+    learning_rate: PositiveFloat = Field(description="Peak learning rate of AdamW.")
+    adam_beta1: float = Field(ge=0, lt=1, description="AdamW's decay of the first moment.")
+    adam_beta2: float = Field(ge=0, lt=1, description="AdamW's decay of the second moment.")
+    adam_epsilon: PositiveFloat = Field(description="AdamW's epsilon.")
+    weight_decay: NonNegativeFloat = Field(description="AdamW's decoupled weight decay.")
+    max_grad_norm: PositiveFloat = Field(description="Gradients are scaled down to this norm.")
+    lr_scheduler: Literal["constant", "linear", "cosine"] = Field(description="Decay after the warm-up.")
+    warmup_steps: NonNegativeInt = Field(description="Steps over which the learning rate rises linearly.")
+    max_tokens_per_micro_batch: PositiveInt = Field(
+        description="Padded tokens of one forward pass, image tokens included."
+    )
+    max_rows_per_micro_batch: PositiveInt = Field(description="Sequences of one forward pass.")
+    logprobs: Logprobs = Field(
+        description="How log-probs of the trained tokens are computed: normal (the logits of all of them at once), "
+        "torch (the logits a part at a time) or triton (the same in kernels of a GPU)."
+    )
+    logprob_chunk_tokens: PositiveInt = Field(
+        description="Trained tokens whose logits fit into memory at once; unused by logprobs = normal."
+    )
+    autocast: Literal["none", "bf16"] = Field(description="Dtype of the matrix products; weights stay as loaded.")
+    save_every: PositiveInt = Field(description="Steps between checkpoints.")
+    keep_checkpoints: PositiveInt = Field(description="Newest checkpoints that are kept.")
+    seed: NonNegativeInt = Field(description="Seed of the trainer's random numbers.")
+
+
+class TrainerSettings(UpdateSettings):
     """How batches become updates. A step is one batch; it makes one update or several."""
 
     objective: Objective = Field(description="The loss and its parameters.")
@@ -79,25 +117,9 @@ class TrainerSettings(Settings):
     dr_grpo_length: PositiveInt = Field(description="The constant length of aggregation dr_grpo; else unused.")
     correction: ImportanceCorrection = Field(description="Importance correction for the sampler's log-probs.")
     kl_coefficient: NonNegativeFloat = Field(description="Weight of the k3 KL to the initial model; 0: none.")
-    learning_rate: PositiveFloat = Field(description="Peak learning rate of AdamW.")
-    adam_beta1: float = Field(ge=0, lt=1, description="AdamW's decay of the first moment.")
-    adam_beta2: float = Field(ge=0, lt=1, description="AdamW's decay of the second moment.")
-    adam_epsilon: PositiveFloat = Field(description="AdamW's epsilon.")
-    weight_decay: NonNegativeFloat = Field(description="AdamW's decoupled weight decay.")
-    max_grad_norm: PositiveFloat = Field(description="Gradients are scaled down to this norm.")
-    lr_scheduler: Literal["constant", "linear", "cosine"] = Field(description="Decay after the warm-up.")
-    warmup_steps: NonNegativeInt = Field(description="Steps over which the learning rate rises linearly.")
+    entropy_coefficient: NonNegativeFloat = Field(description="Weight of the entropy, which is made larger; 0: none.")
     max_steps: PositiveInt = Field(description="Steps of the run; the decay ends there.")
     samples_per_update: NonNegativeInt = Field(description="Sequences per optimiser update; 0: the whole batch.")
-    max_tokens_per_micro_batch: PositiveInt = Field(
-        description="Padded tokens of one forward pass, image tokens included."
-    )
-    max_rows_per_micro_batch: PositiveInt = Field(description="Sequences of one forward pass.")
-    logprob_chunk_tokens: PositiveInt = Field(description="Trained tokens whose logits exist at once.")
-    autocast: Literal["none", "bf16"] = Field(description="Dtype of the matrix products; weights stay as loaded.")
-    save_every: PositiveInt = Field(description="Steps between checkpoints.")
-    keep_checkpoints: PositiveInt = Field(description="Newest checkpoints that are kept.")
-    seed: NonNegativeInt = Field(description="Seed of the trainer's random numbers.")
 
     @model_validator(mode="after")
     def _one_correction(self) -> TrainerSettings:

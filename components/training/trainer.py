@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from tqdm import tqdm
 
 from components.adapters import FamilyAdapter, MultimodalAdapter, get_adapter
 from components.artifacts.images import ImageStore
-from components.batches.advantages import group_advantages
+from components.batches.advantages import turn_advantages
 from components.batches.build import build_batch
-from components.batches.settings import BatchSettings
+from components.batches.settings import BatchSettings, GroupMean, PenaltySettings
 from components.contracts.batches import MultimodalBatch, Sample
 from components.contracts.episodes import Environment
 from components.contracts.errors import ConfigurationError, DataError
@@ -43,7 +44,12 @@ from components.training.ranks import Ranks
 
 SHOWN = {"loss": "loss", "ir": "importance_ratio", "ent": "entropy", "kl": "mismatch_kl", "rew": "reward/mean"}
 """Keys of the progress bar, and the metrics behind them."""
-_GROUPS = BatchSettings(scale="none", skip_zero_variance=False, max_sequence_tokens=2**31 - 1)
+_GROUPS = BatchSettings(
+    advantage=GroupMean(name="group_mean", scale="none"),
+    penalty=PenaltySettings(format=0.0, inadmissible=0.0),
+    skip_zero_advantage=False,
+    max_sequence_tokens=2**31 - 1,
+)
 
 
 class MultimodalGRPOTrainer:
@@ -161,16 +167,18 @@ class MultimodalGRPOTrainer:
             if not self.config.env_id:
                 raise ConfigurationError("no environment is set", remedy="call set_environment, or set env_id")
             self.set_environment(self.config.env_id, **self.config.env_args)
-        return asyncio.run(self._train())
+        assert self.environment is not None
+        with closing(self.environment) as environment:
+            return asyncio.run(self._train(environment))
 
-    async def _train(self) -> dict[str, float]:
+    async def _train(self, environment: Environment) -> dict[str, float]:
         config, metrics = self.config, dict[str, float]()
         done = self._resume()
         async with self._pool(self._publish(done), done) as pool:
             tqdm.write("Server is up!\nStarting training...")
             bar = tqdm(total=config.max_steps, initial=done, desc="Training")
             for step in range(done + 1, config.max_steps + 1):
-                outputs = await self._collect(pool, step)
+                outputs = await self._collect(environment, pool, step)
                 metrics = await asyncio.to_thread(self.step, self._batch(outputs))
                 self._log(step, metrics, bar)
                 if config.sync_to_vllm_every and step % config.sync_to_vllm_every == 0:
@@ -181,10 +189,9 @@ class MultimodalGRPOTrainer:
         self._publisher.publish(self.model, config.folder / "final", self.learner.ranks)
         return metrics
 
-    async def _collect(self, pool: ServerPool, step: int) -> GenerateOutputs:
-        assert self.environment is not None
+    async def _collect(self, environment: Environment, pool: ServerPool, step: int) -> GenerateOutputs:
         config = self.config
-        tasks = list(self.environment.tasks("train"))
+        tasks = list(environment.tasks("train"))
         sampling = SamplingSettings(
             temperature=config.temperature,
             max_tokens=config.max_tokens,
@@ -197,7 +204,7 @@ class MultimodalGRPOTrainer:
         )
         n_groups = config.rollouts_per_step // config.group_size
         outputs = await collect(
-            self.environment,
+            environment,
             tasks_of_step(tasks, n_groups, step - 1, config.seed),
             config.group_size,
             pool,
@@ -238,13 +245,13 @@ class MultimodalGRPOTrainer:
 
         Where it makes one row per trajectory, rows are compared within their group, else with the whole step.
         """
-        by_trajectory = group_advantages(outputs.trajectories, "none").by_trajectory
+        by_turn = turn_advantages(outputs.trajectories, _GROUPS).by_turn  # the same for all turns of a trajectory
         batches = []
         for start in range(0, len(outputs.trajectories), self.config.micro_batch_size):
             part = outputs.trajectories[start : start + self.config.micro_batch_size]
             batch = self.adapter.build_batch(GenerateOutputs(part))
             if batch.advantages is None and len(batch.rewards) == len(part):
-                values = np.array([by_trajectory[one.trajectory_id] for one in part], dtype=np.float32)
+                values = np.array([by_turn[one.trajectory_id, one.turns[0].index] for one in part], np.float32)
                 batch.advantages = torch.from_numpy(values)[:, None] * batch.loss_mask
             batches.append(batch)
         return batches

@@ -9,4 +9,4 @@ exec python3 -m vllm.entrypoints.openai.api_server \
   --max-model-len "${MAX_MODEL_LEN:-4096}" \
   --limit-mm-per-prompt "{\"image\": ${MAX_IMAGES:-4}, \"video\": 0}" \
   --dtype "${DTYPE:-bfloat16}" --tensor-parallel-size "${GPUS:-1}" \
-  --middleware require_key.RequireKey --allowed-origins "[]" --disable-fastapi-docs "$@"
+  --middleware armature_served.require_key.RequireKey --allowed-origins "[]" --disable-fastapi-docs "$@"

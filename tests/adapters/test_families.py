@@ -175,8 +175,9 @@ def forward_and_backward(model: Any, batch: Any) -> tuple[torch.Tensor, dict[str
     """Logits, and gradients of the summed log-probs of the sampled tokens."""
     model.zero_grad()
     logits = model(**model_inputs(batch)).logits
-    logprobs = logits[:, :-1].log_softmax(-1).gather(-1, batch.input_ids[:, 1:, None])[..., 0]
-    (logprobs * batch.loss_mask[:, 1:]).sum().backward()
+    trained = batch.loss_mask[:, 1:]  # no other token is looked up: an image's may have no row in the head
+    targets = batch.input_ids[:, 1:][trained]
+    logits[:, :-1][trained].log_softmax(-1).gather(-1, targets[:, None]).sum().backward()
     grads = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
     model.zero_grad()
     return logits.detach(), grads

@@ -142,6 +142,20 @@ def test_a_dropped_turn_stays_as_context_of_a_later_one(qwen: Any, turn_of: Any,
     assert sample.policy_versions.tolist() == [-1] * 4 + [1] * 3 + [-1] * 4 + [2] * 2
 
 
+def test_turns_of_one_sequence_keep_their_own_advantages(qwen: Any, turn_of: Any, outputs_of: Any) -> None:
+    first = turn_of(PROMPT, ANSWER)
+    lost = turn_of([*PROMPT, *ANSWER, 40], [33, 1], [np.nan, -1.0], index=1)
+    last = turn_of([*PROMPT, *ANSWER, 40, 33, 1, 41], [34, 1], index=2)
+    outputs = outputs_of([first, lost, last], [first])
+    advantages = {("t0", 0): 0.5, ("t0", 1): 9.0, ("t0", 2): -2.0, ("t1", 0): 0.25}
+    (merged, alone), _ = qwen.adapter.samples(outputs, advantages)
+    assert merged.advantages.tolist() == [0] * 4 + [0.5] * 3 + [0] * 4 + [-2.0] * 2
+    assert alone.advantages.tolist() == [0] * 4 + [0.25] * 3
+    batch = qwen.adapter.collate([merged, alone])
+    assert batch.advantages[0].tolist() == merged.advantages.tolist()
+    assert not any(sample.advantages.any() for sample in qwen.adapter.samples(outputs)[0])
+
+
 def test_a_sequence_is_cut_between_turns_when_it_grows_too_long(qwen: Any, turn_of: Any, outputs_of: Any) -> None:
     first = turn_of(PROMPT, ANSWER)
     second = turn_of([*PROMPT, *ANSWER, 40], ANSWER, index=1)

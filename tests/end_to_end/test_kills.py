@@ -34,7 +34,7 @@ OVERRIDES = (
     "trainer.save_every=3",
     f"rollouts.groups_per_step={GROUPS}",
     f"rollouts.group_size={MEMBERS}",
-    "batches.skip_zero_variance=false",
+    "batches.skip_zero_advantage=false",
     "preflight.groups=2",
     "model.tiny.format.steps=20",
 )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from components.contracts.episodes import Task
+from components.environments.make import make_environment
+from components.environments.settings import EnvironmentSettings
+
+from .alfworld.games_of import TEXT
 
 COLOURS = {
     "red": [220, 40, 40],
@@ -77,9 +82,19 @@ EXAMPLES = {
         "over there",
         1.0,
     ),
+    "alfworld/text": Example(
+        TEXT,
+        lambda task, turn: f"<action>{task.payload['plan'][turn]}</action>",
+        "over there",
+        10.0,
+    ),
 }
 
 
-@pytest.fixture(params=sorted(EXAMPLES))
-def example(request: pytest.FixtureRequest) -> tuple[str, Example]:
-    return request.param, EXAMPLES[request.param]
+@pytest.fixture(params=sorted(EXAMPLES), scope="session")
+def example(request: pytest.FixtureRequest) -> Iterator[tuple[str, Example]]:
+    """An environment like it is open throughout, so that processes which all of them share are started once."""
+    name, known = request.param, EXAMPLES[request.param]
+    settings = EnvironmentSettings(name=name, args=known.args, train_tasks=1, heldout_tasks=1, seed=0)
+    with closing(make_environment(settings)):
+        yield name, known

@@ -46,7 +46,7 @@ async def play(environment: Environment, task: Task, answers: Any) -> tuple[list
 
 
 def test_every_registered_environment_is_tested_here_or_by_name() -> None:
-    assert set(ENVIRONMENTS) == set(EXAMPLES) | {"verifiers"}
+    assert set(ENVIRONMENTS) == set(EXAMPLES) | {"verifiers", "alfworld/thor"}
 
 
 def test_the_same_settings_give_the_same_tasks_and_observations(example: Named) -> None:
@@ -76,11 +76,13 @@ def test_splits_have_the_sizes_asked_for_and_share_nothing(example: Named) -> No
     assert len({task.task_id for task in everything}) == 40
     assert len({json.dumps(task.payload) for task in everything}) == 40
 
-    async def first_picture(task: Task) -> bytes:
-        observation = await environment.episode(task).reset()
-        return next(part.data for part in observation.content if isinstance(part, EncodedImage))
+    async def first_content(task: Task) -> tuple[str | bytes, ...]:
+        episode = environment.episode(task)
+        observation = await episode.reset()
+        await episode.close()
+        return tuple(part.data if isinstance(part, EncodedImage) else part for part in observation.content)
 
-    assert len({asyncio.run(first_picture(task)) for task in everything}) == 40
+    assert len({asyncio.run(first_content(task)) for task in everything}) == 40
 
 
 def test_more_tasks_leave_the_first_ones_as_they_were(example: Named) -> None:

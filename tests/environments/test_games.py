@@ -68,7 +68,7 @@ def test_a_colour_that_no_answer_can_name_is_refused(name: str) -> None:
 
 def recall(**changes: object) -> Recall:
     settings = RecallSettings.model_validate({**EXAMPLES["recall"].args, **changes})
-    return Recall(settings, train_tasks=160, heldout_tasks=8, seed=1)
+    return Recall(settings, train_tasks=160, heldout_tasks=8, seed=1, processes=1)
 
 
 async def observe(environment: Recall, task: Task) -> list[tuple[str | EncodedImage, ...]]:
@@ -139,7 +139,7 @@ def test_points_are_read(answer: str, point: tuple[float, float] | None) -> None
 
 def coordinates(**changes: object) -> Coordinates:
     settings = CoordinatesSettings.model_validate({**EXAMPLES["coordinates"].args, **changes})
-    return Coordinates(settings, train_tasks=64, heldout_tasks=8, seed=1)
+    return Coordinates(settings, train_tasks=64, heldout_tasks=8, seed=1, processes=1)
 
 
 def test_the_dot_is_where_the_task_says_with_y_downwards() -> None:
@@ -202,8 +202,8 @@ def test_an_answer_of_another_form_is_an_invalid_action_and_costs_the_format() -
         episode = environment.episode(task)
         await episode.reset()
         first = await episode.step("there")
-        assert not first.action_valid and first.observation is not None
+        assert first.action_defect == "format" and first.observation is not None
         second = await episode.step("50,60")
-        assert second.action_valid and second.reward_parts == {"hit": 1.0, "closeness": 1.0, "format": 0.0}
+        assert second.action_defect is None and second.reward_parts == {"hit": 1.0, "closeness": 1.0, "format": 0.0}
 
     asyncio.run(twice())

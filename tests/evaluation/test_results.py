@@ -23,7 +23,7 @@ OUTPUTS = GenerateOutputs(
     [Failure("t3", "g3", "colors/t3", "generation_timeout", "late")],
 )
 VALUES = {
-    "split": "heldout",
+    "splits": ["heldout"],
     "max_tasks": 0,
     "samples_per_task": 1,
     "success_reward": 1.0,
@@ -34,7 +34,7 @@ VALUES = {
 
 
 def test_counted_by_hand():
-    numbers = metrics(collect_results(OUTPUTS, TASKS, 1.0, "colour"))
+    numbers = metrics(collect_results(OUTPUTS, TASKS, 1.0, "colour"), ["heldout"])
     expected = wilson_interval(2, 4)  # the failed episode is not solved, and is not left out
     assert (numbers["accuracy"], numbers["accuracy_low"]) == (0.5, expected.low)
     assert numbers["reward"] == pytest.approx(2 / 3)
@@ -47,7 +47,7 @@ def test_counted_by_hand():
 
 def test_no_number_is_not_a_number():
     alone = GenerateOutputs([make_trajectory("t0")])
-    numbers = metrics(collect_results(alone, TASKS, 1.0))
+    numbers = metrics(collect_results(alone, TASKS, 1.0), ["heldout"])
     assert "reward_low" not in numbers and numbers["reward"] == 1.0
     assert all(math.isfinite(v) for v in numbers.values() if isinstance(v, float))
 
@@ -80,7 +80,7 @@ def test_greedy_samples_of_a_task_would_be_copies():
 
 
 def test_page_names_kinds_parts_and_failures():
-    report = evaluation_report("t", collect_results(OUTPUTS, TASKS, 1.0, "colour"), VALUES, {})
+    report = evaluation_report("t", collect_results(OUTPUTS, TASKS, 1.0, "colour"), ["heldout"], VALUES, {})
     assert report.figures["accuracy, 95 % interval"] == "0.500 [0.150, 0.850]"
     assert [table.title for table in report.tables] == [
         "By kind of task",

@@ -25,6 +25,15 @@ def small_model(settings, inputs, folder, context):
     return Report()
 
 
+def small_warm_start(settings, inputs, folder, context):
+    (folder / "checkpoint").mkdir()
+    (folder / "checkpoint/weights.txt").write_text("warm")
+    (folder / "history.json").write_text(json.dumps([{"step": step, "loss": 1 / step} for step in (1, 2)]))
+    (folder / "metrics.json").write_text(json.dumps({"loss": 0.5}))
+    (folder / "report.html").write_text("<title>warm start</title>")
+    return Report(rows={"demonstrations": 4})
+
+
 def small_training(settings, inputs, folder, context):
     (folder / "checkpoint").mkdir()
     (folder / "checkpoint/weights.txt").write_text("trained")
@@ -40,7 +49,9 @@ def small_training(settings, inputs, folder, context):
 def small_evaluation(settings, inputs, folder, context):
     if settings.evaluation.seed == 13:
         raise DataError("seed 13 brings no luck", where="evaluation.seed", remedy="take another")
-    (folder / "metrics.json").write_text(json.dumps({"accuracy": 0.5 + settings.evaluation.seed / 100}))
+    warm = inputs["model"].kind == "sft"
+    accuracy = 0.25 if warm else 0.5 + settings.evaluation.seed / 100
+    (folder / "metrics.json").write_text(json.dumps({"accuracy": accuracy}))
     (folder / "rollouts.html").write_text("<title>rollouts</title>")
     return Report(rows={"episodes": 4})
 
@@ -50,7 +61,8 @@ def small_stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     import sys
     import types
 
-    runs = {"tasks": small_tasks, "model": small_model, "train-vlm": small_training, "evaluate": small_evaluation}
+    runs = {"tasks": small_tasks, "model": small_model, "sft": small_warm_start}
+    runs |= {"train-vlm": small_training, "evaluate": small_evaluation}
     module = types.ModuleType("small_stages")
     for name, run in runs.items():
         setattr(module, name.replace("-", "_"), replace(STAGES[name], run=run))

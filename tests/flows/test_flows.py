@@ -11,7 +11,9 @@ from prefect.exceptions import ParameterTypeError
 from prefect.settings import get_current_settings
 
 from armature.deployments import flow_of
-from components.configuration import SECTIONS, section_class
+from components.configuration import OPTIONAL, SECTIONS, section_class
+from components.sft.settings import WarmStartSettings
+from tests.sft.test_stage import VALUES as WARM_START
 
 pytestmark = pytest.mark.usefixtures("prefect_server", "tracking", "small_stages")
 
@@ -27,10 +29,13 @@ def artifacts_of(state) -> dict[str, str]:
 def test_parameters_are_the_sections_of_the_recipe(name):
     flow = flow_of(name if "/" in name else f"{name}/any")
     parameters = inspect.signature(flow.fn, eval_str=True).parameters
+    sections = {key: section_class(name, key) for key in SECTIONS[name]}
     assert {key: each.annotation for key, each in parameters.items()} == {
-        key: section_class(name, key) for key in SECTIONS[name]
+        key: (section | None) if key in OPTIONAL else section for key, section in sections.items()
     }
-    assert all(each.default is inspect.Parameter.empty for each in parameters.values())
+    assert {key for key, each in parameters.items() if each.default is None} == OPTIONAL & set(sections)
+    required = [each for key, each in parameters.items() if key not in OPTIONAL]
+    assert all(each.default is inspect.Parameter.empty for each in required)
 
 
 def test_training_ends_with_a_candidate_whose_evaluation_leads_back_to_everything(recipe):
@@ -58,6 +63,30 @@ def test_training_ends_with_a_candidate_whose_evaluation_leads_back_to_everythin
     assert {"evaluate", "train-vlm", "tasks", "model"} <= kinds
     digests = {node.digest for node in lineage(after.info.run_id).walk()}
     assert model.tags["checkpoint.digest"] in digests
+
+
+def test_a_warm_start_comes_before_the_rewards_and_is_in_what_the_result_was_made_from(recipe):
+    from flows.train_vlm import train_vlm
+    from tasks.lineage import lineage
+    from tasks.mlflow_client import client
+
+    loaded = recipe("train-vlm/colors")
+    warm_start = WarmStartSettings.model_validate(WARM_START)
+    state = train_vlm(**loaded.sections, warm_start=warm_start, return_state=True)
+    assert any(line.startswith("warm start") and "report.html" in line for line in state.result())
+    rows = json.loads(artifacts_of(state)["results"])
+    assert [row["checkpoint"] for row in rows] == ["after warm start", "after training"]
+    assert [row["accuracy"] for row in rows] == [0.25, 0.5]  # the trained one came from the warm-started one
+
+    stages = client().search_runs(["1"], "tags.`armature.stage` != ''")
+    assert sorted(run.data.tags["armature.stage"] for run in stages) == sorted(
+        ["tasks", "model", "sft", "train-vlm", "evaluate", "evaluate"]
+    )
+    (warm,) = [run for run in stages if run.data.tags["armature.stage"] == "sft"]
+    assert {point.step for point in client().get_metric_history(warm.info.run_id, "loss")} >= {1, 2}
+    names = [node.name for node in lineage(max(stages, key=lambda run: run.info.start_time).info.run_id).walk()]
+    assert {"evaluate", "train-vlm", "sft", "tasks", "model"} <= set(names)
+    assert names.index("train-vlm") < names.index("sft") < names.index("model")
 
 
 def test_a_failing_cell_leaves_the_good_ones(recipe):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+from pathlib import Path
 
 import httpx
 import pytest
@@ -13,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from components.inference.command import SERVED
+REQUIRE_KEY = Path(__file__).parents[2] / "components/inference/served/armature_served/require_key.py"
 
 
 async def answer(_: Request) -> PlainTextResponse:
@@ -34,7 +35,7 @@ async def answer(_: Request) -> PlainTextResponse:
 )
 def test_every_route_needs_the_key(path: str, key: str | None, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "right")
-    spec = importlib.util.spec_from_file_location("require_key", SERVED / "require_key.py")
+    spec = importlib.util.spec_from_file_location("require_key", REQUIRE_KEY)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 from collections.abc import Callable
@@ -42,6 +43,7 @@ def script(tmp_path: Path, text: str) -> Path:
         ("ValueError: To serve one request, 9 GiB KV cache is needed", "VLLM_CPU_KVCACHE_SPACE"),
         ("OSError: [Errno 98] Address already in use", "start again"),
         ("api_server.py: error: unrecognized arguments: --x", "machine.server_arguments"),
+        ("ModuleNotFoundError: No module named 'armature_served'", "components/inference/served"),
         ("something else", "read the log"),
     ],
 )
@@ -104,17 +106,59 @@ def test_a_folder_without_a_checkpoint(tmp_path: Path) -> None:
         start(tmp_path, tmp_path, Machine(server_python=script(tmp_path, "exit 1")))
 
 
+def with_images_both_ways(folder: Path, **more: object) -> Path:
+    (folder / "config.json").write_text(json.dumps({"model_type": "molmo2", **more}))
+    return folder
+
+
+@pytest.mark.parametrize("model_type", ["molmo2", "gemma3"])
+def test_images_that_vllm_would_attend_to_otherwise_are_refused_before_anything_starts(
+    model_type: str, tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    machine = Machine(server_python=script(tmp_path, f"touch {tmp_path}/started; sleep 9"), ready_timeout=0.5)
+    folder = with_images_both_ways(checkpoint("a"), model_type=model_type)
+    with pytest.raises(ConfigurationError, match="attention on CPU is causal") as caught:
+        start(tmp_path, folder, machine)
+    assert 'model.image_attention = "causal"' in caught.value.remedy
+    assert not (tmp_path / "started").exists()
+    with pytest.raises(ServerError, match="not ready"):
+        start(tmp_path, with_images_both_ways(folder, model_type=model_type, is_mm_prefix_lm=False), machine)
+    assert (tmp_path / "started").exists()
+
+
+def test_a_server_that_gets_no_images_may_be_causal(checkpoint: Checkpoint) -> None:
+    text_only = SETTINGS.model_copy(update={"max_images_per_prompt": 0})
+    command = server_command(with_images_both_ways(checkpoint("a")), text_only, Machine(), port=1, gpus=())
+    assert "--attention-backend" not in command
+
+
+def test_on_a_gpu_the_attention_backend_can_do_what_the_checkpoint_needs(checkpoint: Checkpoint) -> None:
+    def backend(folder: Path, **arguments: str) -> str | None:
+        machine = Machine(server_gpus=((0,),), server_arguments=arguments)
+        return dict(pairwise(server_command(folder, SETTINGS, machine, port=1, gpus=(0,)))).get("--attention-backend")
+
+    both_ways = with_images_both_ways(checkpoint("a"))
+    causal = with_images_both_ways(checkpoint("b"), is_mm_prefix_lm=False)
+    assert backend(both_ways) == "TRITON_ATTN"
+    assert backend(both_ways, attention_backend="TRITON_ATTN") == "TRITON_ATTN"
+    assert backend(causal) is None
+    assert backend(causal, attention_backend="FLASH_ATTN") == "FLASH_ATTN"
+    for other in ("FLASH_ATTN", "FLEX_ATTENTION"):
+        with pytest.raises(ConfigurationError, match=f"both directions .* {other}"):
+            backend(both_ways, attention_backend=other)
+
+
 @pytest.mark.parametrize("name", ["logprobs_mode", "generation-config", "host", "api_key", "max-model-len", "dtype"])
-def test_arguments_that_change_results_come_from_settings_alone(name: str) -> None:
+def test_arguments_that_change_results_come_from_settings_alone(name: str, checkpoint: Checkpoint) -> None:
     with pytest.raises(ConfigurationError, match=name):
-        server_command(Path("m"), SETTINGS, Machine(server_arguments={name: "x"}), port=1, gpus=())
+        server_command(checkpoint("a"), SETTINGS, Machine(server_arguments={name: "x"}), port=1, gpus=())
 
 
-def test_command_and_environment() -> None:
+def test_command_and_environment(checkpoint: Checkpoint) -> None:
     machine = Machine(
         server_gpus=((2, 3),), server_arguments={"gpu_memory_utilization": 0.8, "enable_prefix_caching": False}
     )
-    command = server_command(Path("m"), SETTINGS, machine, port=1234, gpus=(2, 3))
+    command = server_command(checkpoint("a"), SETTINGS, machine, port=1234, gpus=(2, 3))
     pairs = dict(pairwise(command))
     assert pairs["--host"] == "127.0.0.1"
     assert pairs["--logprobs-mode"] == "processed_logprobs"

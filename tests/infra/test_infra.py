@@ -160,14 +160,15 @@ def test_images_copy_files_that_exist():
             assert (ROOT / source).exists(), f"{file.name} copies {source}"
 
 
-def test_served_model_settings_are_the_pools():
+def test_served_model_settings_are_the_pools(tmp_path: Path):
     """A joined server must be started as the pool starts its own, or importance ratios are biased."""
     from components.contracts.machine import Machine
     from components.inference.command import server_command
     from components.inference.settings import ServerSettings
 
     settings = ServerSettings(max_model_len=64, max_images_per_prompt=1, dtype="float32")
-    ours = server_command(Path("m"), settings, Machine(), port=1, gpus=(0,))
+    (tmp_path / "config.json").write_text("{}")
+    ours = server_command(tmp_path, settings, Machine(), port=1, gpus=(0,))
     script = (INFRA / "images/serve.sh").read_text()
     for option in ("--logprobs-mode", "--generation-config", "--served-model-name", "--middleware", "--seed"):
         assert f"{option} {ours[ours.index(option) + 1]}" in script

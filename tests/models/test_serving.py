@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -14,14 +15,25 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from safetensors.torch import load_file, save_file
+from transformers import AutoProcessor
 
 from components.models.families import FAMILIES
+from components.models.load import load_model
+from components.models.settings import ModelSettings
+from components.models.tiny import make_tiny_checkpoint
+from components.sft.prompts import PromptWriter
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm/bin/python"
-SERVABLE = {"gemma3": "gemma3-causal"}  # vLLM's CPU attention is causal inside images
-NAMES = [SERVABLE.get(family, family) for family in FAMILIES]
 IMAGES = [Image.new("RGB", (100, 80), (200, 30, 30)), Image.new("RGB", (64, 150), (30, 30, 200))]
+SETTINGS = ModelSettings(
+    source="/given/to/the/loader",
+    dtype="float32",
+    attn_implementation="sdpa",
+    trust_remote_code=False,
+    freeze=(),
+    gradient_checkpointing=False,
+)
 TOLERANCE = 1e-4  # nats per token, both in fp32
 CPU = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -52,8 +64,9 @@ def _conversations(images: list[Image.Image]) -> list[tuple[list[dict[str, Any]]
         {"role": "user", "content": [_text("and "), second, _text("there")]},
     ]
     return [
-        (turns[:1], images[:1]),
+        # First, so that vLLM has neither image in its cache and processes both in one call.
         ([{"role": "user", "content": [first, _text("or"), second]}], images),
+        (turns[:1], images[:1]),
         ([{"role": "system", "content": "Be brief."}, *turns], images),
         ([{"role": "user", "content": "no image"}], []),
     ]
@@ -62,11 +75,9 @@ def _conversations(images: list[Image.Image]) -> list[tuple[list[dict[str, Any]]
 @torch.no_grad()
 def _logprobs(model: Any, prompt: dict[str, torch.Tensor], sampled: list[int]) -> list[float]:
     inputs = dict(prompt)
-    if not getattr(model.config, "is_mm_prefix_lm", True):
-        inputs.pop("token_type_ids")
     more = torch.tensor([sampled])
     inputs["input_ids"] = torch.cat([prompt["input_ids"], more], 1)
-    for key, value in (("attention_mask", 1), ("mm_token_type_ids", 0)):
+    for key, value in (("attention_mask", 1), ("mm_token_type_ids", 0), ("token_type_ids", 0)):
         if key in prompt:
             inputs[key] = torch.cat([prompt[key], torch.full_like(more, value)], 1)
     logits = model(**inputs).logits[0, -len(sampled) - 1 : -1]
@@ -74,12 +85,49 @@ def _logprobs(model: Any, prompt: dict[str, torch.Tensor], sampled: list[int]) -
 
 
 @pytest.fixture(scope="module")
-def served(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def servable(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints by family; causal inside images where there is a choice, as vLLM's CPU attention is."""
+    root = tmp_path_factory.mktemp("servable")
+    return {
+        name: make_tiny_checkpoint(name, root / name, seed=0, image_attention="causal")
+        if family.image_attention
+        else checkpoint(name)
+        for name, family in FAMILIES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def layouts(servable: dict[str, Path]) -> dict[tuple[str, int], Path]:
+    """Molmo2 with the weights of two seeds, each in both layouts: (layout, seed) -> folder."""
+    released = servable["molmo2"]
+    other = make_tiny_checkpoint("molmo2", released.with_name("molmo2-1"), seed=1, image_attention="causal")
+    folders = {("released", 0): released, ("released", 1): other}
+    for seed in (0, 1):
+        folder = folders["native", seed] = released.with_name(f"molmo2-native-{seed}")
+        shutil.copytree(folders["released", seed], folder)
+        save_file(load_model(folder, SETTINGS).state_dict(), folder / "model.safetensors", {"format": "pt"})
+        assert load_file(folder / "model.safetensors").keys() != load_file(released / "model.safetensors").keys()
+    return folders
+
+
+# What one server of Molmo2 has loaded, in this order; the first is what it started with.
+LOADED = (
+    *(("released", 0, "start"), ("native", 1, "file"), ("released", 0, "one by one"), ("native", 1, "one by one")),
+    *(("released", 0, "file"), ("released", 1, "file")),
+)
+
+
+@pytest.fixture(scope="module")
+def served(
+    servable: dict[str, Path], layouts: dict[tuple[str, int], Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """What vLLM answers, of every family, from one process."""
     folder = tmp_path_factory.mktemp("served")
     conversations = [messages for messages, _ in _conversations(IMAGES)]
-    asked = {"folders": {name: str(checkpoint(name)) for name in NAMES}, "conversations": conversations}
-    (folder / "asked.json").write_text(json.dumps(asked))
+    folders = {name: [str(path)] for name, path in servable.items()}
+    folders["molmo2"] = [str(layouts[layout, seed]) + "/" * (way == "file") for layout, seed, way in LOADED]
+    folders["molmo2-native"] = [str(layouts["native", 0])]
+    (folder / "asked.json").write_text(json.dumps({"folders": folders, "conversations": conversations}))
     script = Path(__file__).with_name("vllm_answers.py")
     command = [PYTHON, script, folder / "asked.json", folder / "found.json"]
     run = subprocess.run(command, env=os.environ | CPU, capture_output=True, text=True)
@@ -87,17 +135,55 @@ def served(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     return json.loads((folder / "found.json").read_text())
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", NAMES)
-def test_prompts_and_log_probs_are_those_of_the_local_model(
-    name: str, checkpoint: Callable[[str], Path], served: dict[str, Any]
-) -> None:
-    processor = AutoProcessor.from_pretrained(checkpoint(name))
-    model = AutoModelForImageTextToText.from_pretrained(checkpoint(name), dtype=torch.float32)
-    for (messages, shown), answer in zip(_conversations(IMAGES), served[name], strict=True):
+def _check(folder: Path, answers: list[dict[str, Any]]) -> None:
+    processor = AutoProcessor.from_pretrained(folder)
+    model = load_model(folder, SETTINGS)
+    for (messages, shown), answer in zip(_conversations(IMAGES), answers, strict=True):
         text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         images = [shown] if shown else None
         local = processor(text=[text], images=images, add_special_tokens=False, return_tensors="pt")
-        assert answer["prompt"] == local["input_ids"][0].tolist()
+        assert answer["prompt"] == local["input_ids"][0].tolist() == PromptWriter(processor).prompt(messages).tolist()
         assert _logprobs(model, local, answer["sampled"]) == pytest.approx(answer["logprobs"], abs=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prompts_and_log_probs_are_those_of_the_local_model(
+    name: str, servable: dict[str, Path], served: dict[str, Any]
+) -> None:
+    _check(servable[name], served[name][0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("index", range(1, len(LOADED)), ids=lambda index: "-".join(map(str, LOADED[index])))
+def test_molmo2_takes_new_weights_in_either_layout_and_in_pieces(
+    index: int, layouts: dict[tuple[str, int], Path], served: dict[str, Any]
+) -> None:
+    layout, seed, _ = LOADED[index]
+    _check(layouts[layout, seed], served["molmo2"][index])
+    before, after = (served["molmo2"][i][0] for i in (index - 1, index))
+    assert (before["logprobs"] != after["logprobs"]) == (LOADED[index - 1][1] != seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_molmo2_is_served_alike_from_both_layouts(served: dict[str, Any]) -> None:
+    assert served["molmo2-native"][0] == served["molmo2"][0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_every_image_part_of_a_conversation_is_in_the_prompt_that_the_server_reports(
+    servable: dict[str, Path], served: dict[str, Any]
+) -> None:
+    """Samples are made of these ids, so what is trained on has the images where they were when it was sampled."""
+    processor = AutoProcessor.from_pretrained(servable["molmo2"])
+    patch, begin = processor.tokenizer.convert_tokens_to_ids(["<im_patch>", "<low_res_im_start>"])
+    for (messages, shown), answer in zip(_conversations(IMAGES), served["molmo2"][0], strict=True):
+        parts = [part for message in messages for part in message["content"] if isinstance(part, dict)]
+        assert sum(part["type"] == "image_url" for part in parts) == len(shown)
+        assert answer["prompt"].count(begin) == len(shown)
+        grids = processor.image_processor(images=shown)["image_grids"] if shown else []
+        assert answer["prompt"].count(patch) == sum(low * wide + high * broad for low, wide, high, broad in grids)

@@ -27,7 +27,57 @@ def test_every_recipe_loads_and_says_what_it_is(name: str):
 
 def test_the_promised_deployments_are_there():
     promised = {"train-vlm/colors", "train-vlm/recall", "train-vlm/qwen3-vl", "train-vlm/llava"}
-    assert promised | {"evaluate/vlm", "evaluate/sweep"} <= set(recipe_names())
+    promised |= {"train-vlm/molmo2", "train-vlm/molmo2-text", "evaluate/alfworld", "evaluate/alfworld-thor"}
+    assert promised | {"evaluate/vlm", "evaluate/sweep", "alfworld-games/generated"} <= set(recipe_names())
+
+
+PUBLISHED = {
+    "model": {"source": "allenai/Molmo2-4B", "freeze": [], "lora": None, "gradient_checkpointing": True},
+    "rollouts": {"groups_per_step": 16, "group_size": 8, "sampling.temperature": 1.0, "sampling.max_tokens": 512},
+    "inference": {"max_model_len": 2048 + 512},
+    "batches": {
+        "advantage.name": "gigpo",
+        "advantage.gamma": 0.95,
+        "advantage.step_weight": 1.0,
+        "advantage.norm.name": "mean_std_norm",
+        "penalty.format": 0.1,
+        "penalty.inadmissible": 0.0,
+    },
+    "trainer": {
+        "learning_rate": 3e-6,
+        "max_steps": 150,
+        "kl_coefficient": 0.0,
+        "entropy_coefficient": 0.001,
+        "samples_per_update": 256,
+        "max_rows_per_micro_batch": 32,
+        "objective.clip_low": 0.2,
+        "objective.clip_high": 0.2,
+        "objective.dual_clip": 3.0,
+        "aggregation": "token",
+    },
+    "evaluation": {"sampling.temperature": 0.4, "samples_per_task": 1, "max_tasks": 0, "splits": ["heldout"]},
+    "environment": {
+        "name": "alfworld/thor",
+        "seed": 0,
+        "args.width": 300,
+        "args.height": 300,
+        "args.max_turns": 50,
+        "args.prompt.history_length": 2,
+        "args.reward.won_weight": 10.0,
+    },
+    "machine": {"server_gpus": [[2, 3]]},
+}
+"""Of the script that train-vlm/molmo2 follows, under our names; tensor parallel 2 is two GPUs of one server."""
+
+
+@pytest.mark.parametrize("section", PUBLISHED)
+def test_molmo2_has_the_published_settings(section: str):
+    values = load_recipe("train-vlm/molmo2").dump()[section]
+    for key, expected in PUBLISHED[section].items():
+        found = values
+        for part in key.split("."):
+            found = found[part]
+        assert found == expected, key
 
 
 def test_prefect_yaml_says_what_the_recipes_say(tmp_path: Path):

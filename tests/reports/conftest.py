@@ -64,7 +64,8 @@ def make_trajectory(
         reward=reward,
         reward_parts={"correct": reward},
         anchor_key=None,
-        action_valid=True,
+        admissible_key=None,
+        action_defect=None,
         generate_seconds=0.5,
         environment_seconds=0.0,
     )

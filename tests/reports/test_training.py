@@ -5,8 +5,15 @@ from __future__ import annotations
 from components.reports.training import drops_by_reason, last_figures, write_training_report
 
 HISTORY = [
-    {"step": 1, "reward": 0.0, "mismatch_kl": 3e-6, "rollouts/planned": 8, "failures/timeout": 1, "rollouts/failed": 1},
-    {"step": 2, "reward": 1.0, "mismatch_kl": 1e-6, "rollouts/planned": 8, "drops/too_long": 3},
+    {
+        "step": 1,
+        "reward": 0.0,
+        "mismatch_kl/first_update": 3e-6,
+        "rollouts/planned": 8,
+        "failures/timeout": 1,
+        "rollouts/failed": 1,
+    },
+    {"step": 2, "reward": 1.0, "mismatch_kl/first_update": 1e-6, "rollouts/planned": 8, "drops/too_long": 3},
 ]
 
 

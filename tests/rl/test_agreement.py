@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import numpy as np
@@ -9,12 +10,16 @@ import pytest
 
 from components.contracts.batches import Sample
 from components.contracts.errors import MismatchError
+from components.contracts.images import ImageRef
 from components.rl.agreement import compare, refuse_mismatch
 
 TOKENS, VOCABULARY = 40_000, 50
 
 
-def sample_of(behaviour: np.ndarray) -> Sample:
+IMAGE = ImageRef(sha256="0" * 64, media_type="image/png", width=1, height=1)
+
+
+def sample_of(behaviour: np.ndarray, images: tuple[ImageRef, ...] = ()) -> Sample:
     length = len(behaviour) + 1
     mask = np.ones(length, dtype=np.bool_)
     mask[0] = False
@@ -28,7 +33,7 @@ def sample_of(behaviour: np.ndarray) -> Sample:
         policy_versions=np.zeros(length, dtype=np.int32),
         advantages=np.zeros(length, dtype=np.float32),
         reward=0.0,
-        images=(),
+        images=images,
     )
 
 
@@ -92,3 +97,28 @@ def test_a_nan_is_never_an_agreement():
     scores[0][5] = np.nan
     with pytest.raises(MismatchError):
         refuse_mismatch(compare(samples, scores), Counter(), 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("text_error", "image_error", "named", "not_named"),
+    [
+        (1e-4, 0.3, "attention-backend TRITON_ATTN", "other weights"),  # only what has images differs
+        (0.3, 0.3, "other weights", "TRITON_ATTN"),
+        (None, 0.3, "other weights .* or .* TRITON_ATTN", "truncated"),  # nothing without images to tell the two apart
+        (0.3, None, "other weights", "TRITON_ATTN"),
+    ],
+)
+def test_a_mismatch_on_images_alone_is_put_down_to_them(
+    text_error: float | None, image_error: float | None, named: str, not_named: str
+):
+    samples, scores = [], []
+    for error, images in ((text_error, ()), (image_error, (IMAGE,))):
+        if error is not None:
+            drawn_samples, drawn_scores = drawn(POLICY, POLICY)
+            noise = error * np.random.default_rng(3).normal(size=drawn_scores[0].shape)
+            samples.append(sample_of(drawn_samples[0].behavior_logprobs[1:], images))
+            scores.append(drawn_scores[0] + noise)
+    with pytest.raises(MismatchError) as caught:
+        refuse_mismatch(compare(samples, scores), Counter(), 1e-3)
+    assert re.search(named, caught.value.remedy)
+    assert not_named not in caught.value.remedy

@@ -100,3 +100,5 @@ def test_history_survives_a_cut_line_and_keeps_the_last_of_a_replayed_step(tmp_p
     with history.path.open("a") as file:
         file.write('{"step": 3, "lo')
     assert history.read() == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.5}]
+    history.append(3, {"loss": 3.0})
+    assert history.read()[1:] == [{"step": 2, "loss": 2.5}, {"step": 3, "loss": 3.0}]

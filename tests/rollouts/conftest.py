@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from components.artifacts.images import ImageStore
-from components.contracts.rollouts import TokenIds
+from components.contracts.images import ImageRef
+from components.contracts.rollouts import TokenIds, Turn
 from components.contracts.stages import Artifact
 from components.inference.client import Completion
 from components.inference.settings import SamplingSettings
@@ -40,6 +41,14 @@ def reply(messages: Sequence[Mapping[str, Any]], text: str, seed: int) -> Comple
     completion = np.append(tokens(text), np.int32(END))
     logprobs = -np.random.default_rng(seed).random(len(completion), dtype=np.float32)
     return Completion(tokens(json.dumps(messages)), completion, logprobs, text, "stop", 3, "script", 0.0)
+
+
+def a_turn(index: int, reward: float = 1.0) -> Turn:
+    ids = np.arange(3, dtype=np.int32)
+    image = ImageRef("ab" * 32, "image/png", 56, 56)
+    logprobs = -ids.astype(np.float32)
+    parts = {"correct": reward}
+    return Turn(index, ids, ids, logprobs, "stop", 5, (image,), "[]", "red", reward, parts, None, None, None, 0.1, 0.0)
 
 
 Script = Callable[[Sequence[Mapping[str, Any]], int], str]

@@ -46,6 +46,7 @@ class Counting:
 
     name = "counting"
     system_prompt: str | None = "Be brief."
+    dialogue = True
     max_turns = 3
     reward_weights: Mapping[str, float] = {"yes": 2.0, "length": 0.5}
 
@@ -59,6 +60,9 @@ class Counting:
 
     def episode(self, task: Task) -> CountingEpisode:
         return CountingEpisode(self, task)
+
+    def close(self) -> None:
+        pass
 
 
 class CountingEpisode:
@@ -83,7 +87,9 @@ class CountingEpisode:
         if self.turn == self.environment.turns:
             return Outcome(None, parts)
         later = EncodedImage(png(100 + self.turn), "image/png")
-        return Outcome(Observation((later, f"And now? {self.turn}")), parts, action_valid=action == "yes")
+        return Outcome(
+            Observation((later, f"And now? {self.turn}")), parts, action_defect=None if action == "yes" else "format"
+        )
 
     async def close(self) -> None:
         self.environment.closed.append(self.task.task_id)
@@ -161,6 +167,20 @@ def test_the_server_is_sent_the_whole_chat_with_the_stored_bytes(store: ImageSto
     assert all(url.startswith(head) for url in sent)
     stored = [store.read(image) for image in outputs.trajectories[0].turns[1].images]
     assert [base64.b64decode(url.removeprefix(head)) for url in sent] == stored
+
+
+def test_without_dialogue_a_prompt_is_the_system_prompt_and_the_observation(
+    store: ImageStore, events: RecordedEvents
+) -> None:
+    environment = Counting()
+    environment.dialogue = False
+    policy = ScriptedPolicy(says("yes"))
+    outputs = play(environment, policy, store, events, tasks=1, group_size=1)
+    messages, _ = policy.requests[1]
+    assert [message["role"] for message in messages] == ["system", "user"]
+    first, second = outputs.trajectories[0].turns
+    assert len(second.images) == 1 and second.images != first.images
+    assert [message["role"] for message in json.loads(second.messages)] == ["user"]
 
 
 def test_an_image_shown_to_many_is_stored_once(

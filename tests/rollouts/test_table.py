@@ -22,6 +22,8 @@ from components.contracts.images import ImageRef
 from components.contracts.rollouts import Failure, GenerateOutputs, Trajectory, Turn
 from components.rollouts.table import FAILURES, ROLLOUTS, read_rollouts, write_rollouts
 
+from .conftest import a_turn
+
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 token_ids = arrays.arrays(np.int32, st.integers(0, 12), elements=st.integers(0, 2**31 - 1))
@@ -51,7 +53,8 @@ def turns(draw: st.DrawFn, index: int) -> Turn:
         reward=draw(finite),
         reward_parts=draw(st.dictionaries(st.text(string.ascii_letters, min_size=1), finite, max_size=3)),
         anchor_key=draw(st.none() | text),
-        action_valid=draw(st.booleans()),
+        admissible_key=draw(st.none() | text),
+        action_defect=draw(st.sampled_from([None, "format", "inadmissible"])),
         generate_seconds=draw(finite),
         environment_seconds=draw(finite),
     )
@@ -96,15 +99,6 @@ def test_equal_rollouts_give_equal_bytes(written: GenerateOutputs, tmp_path_fact
     write_rollouts(other, read_rollouts(one))
     for name in ("rollouts.parquet", "failures.parquet"):
         assert (one / name).read_bytes() == (other / name).read_bytes()
-
-
-def a_turn(index: int) -> Turn:
-    ids = np.arange(3, dtype=np.int32)
-    image = ImageRef("ab" * 32, "image/png", 56, 56)
-    logprobs = -ids.astype(np.float32)
-    return Turn(
-        index, ids, ids, logprobs, "stop", 5, (image,), "[]", "red", 1.0, {"correct": 1.0}, None, True, 0.1, 0.0
-    )
 
 
 @pytest.fixture

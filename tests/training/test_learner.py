@@ -112,6 +112,13 @@ def test_on_policy_the_ratio_is_one_and_the_mismatch_zero(tiny: Tiny) -> None:
     assert metrics["masked_fraction"] == 0.0
 
 
+def test_the_first_update_tells_the_engines_apart_from_what_later_updates_have_changed(tiny: Tiny) -> None:
+    learner = learner_of(tiny, samples_per_update=2, learning_rate=1e-2)
+    metrics = step(learner, tiny, on_policy(tiny, learner, tiny.samples(6, seed=4)))
+    assert metrics["mismatch_kl/first_update"] == pytest.approx(0.0, abs=1e-7)
+    assert metrics["mismatch_kl"] > 1e-5
+
+
 @pytest.mark.parametrize("lora", [None, LORA], ids=["frozen copy", "adapters off"])
 def test_the_kl_to_the_reference_begins_at_zero_and_grows(tiny: Tiny, lora: Any) -> None:
     learner = learner_of(tiny, tiny.model(lora=lora), kl_coefficient=0.1, learning_rate=1e-2)

@@ -34,13 +34,16 @@ def naive(model: Any, batch: Any, temperature: float, forbidden: tuple[int, ...]
 
 @pytest.mark.parametrize("family", ["qwen2-vl", "qwen3-vl", "llava", "gemma3"])
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-def test_chunked_equals_naive_with_gradients(family: str, lora: Any, make_tiny: Callable[[str], Tiny]) -> None:
+@pytest.mark.parametrize("backend", ["normal", "torch"])
+def test_backends_equal_naive_with_gradients(
+    family: str, lora: Any, backend: str, make_tiny: Callable[[str], Tiny]
+) -> None:
     tiny = make_tiny(family)
     model = tiny.model(lora=lora).double()
     batch = tiny.adapter.collate(tiny.samples(6, seed=0), tiny.images.open)
     if batch.pixel_values is not None:
         batch.pixel_values = batch.pixel_values.double()
-    policy = Policy(model, temperature=0.7, chunk_tokens=7, forbidden_token_ids=FORBIDDEN)
+    policy = Policy(model, logprobs=backend, temperature=0.7, chunk_tokens=7, forbidden_token_ids=FORBIDDEN)
     weights = torch.linspace(-1, 1, int(batch.loss_mask[:, 1:].sum()), dtype=torch.float64)
     results = []
     for compute in (
@@ -51,7 +54,7 @@ def test_chunked_equals_naive_with_gradients(family: str, lora: Any, make_tiny: 
         logprobs, entropy = compute()
         (logprobs.masked_fill(logprobs.isinf(), 0.0) * weights).sum().backward()
         grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        results.append((logprobs.detach(), entropy, grads))
+        results.append((logprobs.detach(), entropy.detach(), grads))
     (lp, ent, grads), (lp_naive, ent_naive, grads_naive) = results
     torch.testing.assert_close(lp, lp_naive, atol=1e-10, rtol=0)
     torch.testing.assert_close(ent, ent_naive, atol=1e-10, rtol=0)
@@ -65,7 +68,7 @@ def test_forbidden_tokens_get_no_probability_and_entropy_is_finite(tiny: Tiny) -
     batch = tiny.adapter.collate(tiny.samples(2, seed=0), tiny.images.open)
     batch.input_ids[0, -1] = 5
     batch.loss_mask[0, -1] = True
-    policy = Policy(tiny.model(), temperature=1.0, chunk_tokens=4, forbidden_token_ids=FORBIDDEN)
+    policy = Policy(tiny.model(), logprobs="torch", temperature=1.0, chunk_tokens=4, forbidden_token_ids=FORBIDDEN)
     with torch.no_grad():
         logprobs, entropy = policy(model_inputs(batch), batch.loss_mask)
     assert logprobs.isinf().sum() == 1
@@ -76,20 +79,19 @@ def test_temperature_raises_entropy(tiny: Tiny) -> None:
     batch = tiny.adapter.collate(tiny.samples(2, seed=0), tiny.images.open)
     model = tiny.model()
     with torch.no_grad():
-        entropies = [
-            Policy(model, temperature=t, chunk_tokens=64)(model_inputs(batch), batch.loss_mask)[1].mean().item()
-            for t in (0.5, 1.0, 2.0)
-        ]
+        policies = [Policy(model, logprobs="torch", temperature=t, chunk_tokens=64) for t in (0.5, 1.0, 2.0)]
+        entropies = [policy(model_inputs(batch), batch.loss_mask)[1].mean().item() for policy in policies]
     assert 0 < entropies[0] < entropies[1] < entropies[2] <= np.log(400)
 
 
 class Bare(nn.Module):
-    """A head alone: the body returns given hidden states, so that logits are known."""
+    """A head alone: the body returns given hidden states, and the head leaves them as they are, or is replaced."""
 
     def __init__(self, logits: torch.Tensor) -> None:
         super().__init__()
         self.config = type("C", (), {"get_text_config": lambda self: object()})()
-        self.head = nn.Identity()
+        self.head = nn.Linear(logits.shape[-1], logits.shape[-1], bias=False)
+        nn.init.eye_(self.head.weight)
         self.logits = nn.Parameter(logits)
 
     def model(self, **inputs: Any) -> Any:
@@ -102,7 +104,7 @@ class Bare(nn.Module):
 def bare(logits: torch.Tensor, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, Bare]:
     model = Bare(logits)
     ids = torch.zeros(logits.shape[:2], dtype=torch.int64)
-    policy = Policy(model, temperature=temperature, chunk_tokens=2)
+    policy = Policy(model, logprobs="torch", temperature=temperature, chunk_tokens=2)
     return *policy({"input_ids": ids, "attention_mask": ids + 1}, torch.ones_like(ids).bool()), model
 
 
@@ -124,12 +126,12 @@ def test_logits_of_a_thousand_are_stable_and_entropy_is_bounded() -> None:
     assert model.logits.grad is not None
     assert model.logits.grad.isfinite().all()
     _, entropy, _ = bare(torch.zeros(1, 3, 10))
-    np.testing.assert_allclose(entropy, np.log(10), rtol=1e-6)
+    np.testing.assert_allclose(entropy.detach(), np.log(10), rtol=1e-6)
 
 
 def test_a_head_that_is_not_understood_is_refused(tiny: Tiny) -> None:
     model = tiny.model()
-    policy = Policy(model, temperature=1.0, chunk_tokens=64)
+    policy = Policy(model, logprobs="torch", temperature=1.0, chunk_tokens=64)
     check_head(policy)
     model.register_forward_hook(lambda *a: a[2].__setitem__("logits", a[2].logits * 2) or a[2])
     with pytest.raises(ConfigurationError, match="changes its logits"):
@@ -141,7 +143,7 @@ def test_gradient_checkpointing_works_without_training_mode(tiny: Tiny) -> None:
     grads = []
     for checkpointing in (False, True):
         model = tiny.model(gradient_checkpointing=checkpointing)
-        policy = Policy(model, temperature=1.0, chunk_tokens=64)
+        policy = Policy(model, logprobs="torch", temperature=1.0, chunk_tokens=64)
         layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) and m.training]
         assert bool(layers) is checkpointing
         assert not any(m.training for m in model.modules() if isinstance(m, nn.Dropout))
@@ -183,7 +185,7 @@ def test_memory_is_a_fraction_of_the_naive_form() -> None:
     ids = torch.randint(0, vocabulary, (rows, length))
     mask = (torch.arange(length) >= length // 2).expand(rows, length)
     with Live() as chunked:
-        policy = Policy(model, temperature=1.0, chunk_tokens=32)
+        policy = Policy(model, logprobs="torch", temperature=1.0, chunk_tokens=32)
         policy({"input_ids": ids, "attention_mask": ids}, mask)[0].sum().backward()
     with Live() as everything:
         logprobs = model.head(model.logits)[:, :-1].float().log_softmax(-1)

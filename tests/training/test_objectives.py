@@ -235,3 +235,38 @@ def test_the_kl_term_pulls_towards_the_reference() -> None:
 def test_an_unknown_objective_is_named() -> None:
     with pytest.raises(ConfigurationError, match="did you mean 'ppo'"):
         OBJECTIVES["pppo"]
+
+
+def test_likelihood_is_cross_entropy_and_ignores_advantages_and_the_sampler():
+    logits = torch.from_numpy(np.random.default_rng(3).normal(size=(len(ROWS), 11))).requires_grad_()
+    targets = torch.arange(len(ROWS)) % 11
+    logprobs = logits.log_softmax(-1)[torch.arange(len(ROWS)), targets]
+    behaviour = torch.zeros(len(ROWS), dtype=torch.float64)
+    tokens = Tokens(logprobs, behaviour, behaviour, torch.zeros_like(behaviour), torch.as_tensor(ROWS), 4)
+    values = trainer_settings(objective={"name": "likelihood"}, aggregation="token")
+    loss = run(tokens, values).total / normaliser(values, len(ROWS), 3)
+    expected = torch.nn.functional.cross_entropy(logits, targets)
+    assert loss.item() == pytest.approx(expected.item())
+    (ours,), (theirs,) = torch.autograd.grad(loss, logits, retain_graph=True), torch.autograd.grad(expected, logits)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_dual_clip_bounds_the_loss_of_bad_tokens_alone() -> None:
+    """Ratios 5, 5, 2 and 0.5 with advantages -1, 1, -1 and -1, and a bound of 3."""
+    tokens = make_tokens(np.log([5.0, 5.0, 2.0, 0.5]), np.zeros(4), [-1.0, 1.0, -1.0, -1.0], np.arange(4))
+    values = trainer_settings(objective={**PPO, "dual_clip": 3.0}, aggregation="sum")
+    loss = run(tokens, values)
+    assert loss.total.item() == pytest.approx(3.0 - 1.28 + 2.0 + 0.8)
+    loss.total.backward()
+    np.testing.assert_allclose(tokens.logprobs.grad, [0.0, 0.0, 2.0, 0.0], atol=1e-12)
+
+
+def test_the_entropy_term_makes_entropy_larger() -> None:
+    tokens = random_tokens(0)
+    values = trainer_settings(objective=PPO, entropy_coefficient=0.5, aggregation="sum")
+    entropy = torch.full_like(tokens.logprobs.detach(), 2.0).requires_grad_()
+    loss = loss_of(tokens, entropy, None, tokens.logprobs.detach(), values)
+    plain = run(tokens, trainer_settings(objective=PPO, aggregation="sum"))
+    assert loss.total.item() == pytest.approx(plain.total.item() - 0.5 * 2.0 * len(ROWS))
+    loss.total.backward()
+    assert entropy.grad is not None and torch.equal(entropy.grad, torch.full_like(entropy, -0.5))

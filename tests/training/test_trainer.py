@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import json
@@ -201,4 +200,4 @@ def test_what_is_missing_is_said(tiny: Tiny, tmp_path: Path, samplers: list[Loca
     trainer = MultimodalGRPOTrainer(tiny.model(), tiny.processor, None, part)
     trainer.set_environment("colors", **COLORS)
     with pytest.raises(ConfigurationError, match="choose from"):
-        asyncio.run(trainer._train())
+        trainer.train()

@@ -63,7 +63,12 @@ class VerifiersEnvironment:
     name: ClassVar[str] = "verifiers"
     Settings: ClassVar[type[VerifiersSettings]] = VerifiersSettings
 
-    def __init__(self, settings: VerifiersSettings, *, train_tasks: int, heldout_tasks: int, seed: int) -> None:
+    dialogue: ClassVar[bool] = True
+
+    def __init__(
+        self, settings: VerifiersSettings, *, train_tasks: int, heldout_tasks: int, seed: int, processes: int
+    ) -> None:
+        del processes  # its episodes are coroutines of this process
         if find_spec("verifiers") is None:
             raise ConfigurationError(
                 "environment 'verifiers' needs the package verifiers", remedy="pip install 'armature[verifiers]'"
@@ -104,6 +109,9 @@ class VerifiersEnvironment:
         for number, (index, row) in enumerate(self._rows[split]):
             payload = {"number": number, "row": index, "identity": row.identity}
             yield Task(f"verifiers-{split}-{number:05d}", split, payload)
+
+    def close(self) -> None:
+        """Nothing was started."""
 
     def episode(self, task: Task) -> AskedEpisode:
         """

@@ -11,8 +11,9 @@ import torch
 from transformers import AutoModelForImageTextToText, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+from components.models.attention import choose_image_attention, follow_image_attention
 from components.models.load import save_checkpoint
-from components.models.settings import FormatSettings, TinySettings
+from components.models.settings import FormatSettings, ImageAttention, TinySettings
 from components.models.tiny.format import format_pretraining
 from components.models.tiny.tokenizer import train_tokenizer
 from components.registry import Registry
@@ -29,8 +30,8 @@ RECIPES = Registry(
         "pixtral": "components.models.tiny.pixtral:PIXTRAL",
         "mistral3": "components.models.tiny.pixtral:MISTRAL3",
         "internvl": "components.models.tiny.internvl:INTERNVL",
+        "molmo2": "components.models.tiny.molmo2:MOLMO2",
         "gemma3": "components.models.tiny.gemma3:GEMMA3",
-        "gemma3-causal": "components.models.tiny.gemma3:GEMMA3_CAUSAL",
     },
 )
 SMALL = TinySettings(
@@ -47,32 +48,41 @@ SMALL = TinySettings(
     image_side=112,
     max_positions=2048,
     vocabulary_size=400,
+    corpus=(),
     initializer_range=0.05,
     vision_initializer_range=0.05,
     tie_embeddings=False,
 )
 
 
-def make_tiny_checkpoint(family: str, folder: Path, seed: int, settings: TinySettings = SMALL) -> Path:
+def make_tiny_checkpoint(
+    family: str,
+    folder: Path,
+    seed: int,
+    settings: TinySettings = SMALL,
+    image_attention: ImageAttention | None = None,
+) -> Path:
     """Write a checkpoint of `family` to `folder`: configuration, fp32 weights, tokenizer, template, processor.
 
     `seed` stands for `settings.seed`. The same arguments give the same bytes on the same kind of processor. The
-    default sizes are those that tests use.
+    default sizes are those that tests use. `image_attention` is that of `ModelSettings`.
 
     Raises:
-        ConfigurationError: no recipe for the family.
+        ConfigurationError: no recipe for the family, or it leaves no choice of image attention.
     """
     recipe = RECIPES[family]
     tokenizer = train_tokenizer(
         recipe.vocabulary,
         settings.vocabulary_size,
-        _texts(settings.format),
+        [*settings.corpus, *_texts(settings.format)],
         recipe.template,
         settings.max_positions,
     )
     processor = recipe.processor(settings, tokenizer)
+    config = recipe.config(settings, tokenizer)
+    choose_image_attention(config, image_attention)
     with _reproducible(seed):
-        model = AutoModelForImageTextToText.from_config(recipe.config(settings, tokenizer), dtype=torch.float32)
+        model = follow_image_attention(AutoModelForImageTextToText.from_config(config, dtype=torch.float32))
         recipe.initialise(model, settings)
         model.generation_config = _generation(tokenizer)
         if settings.format is not None:

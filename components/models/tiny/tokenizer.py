@@ -21,13 +21,14 @@ REPEATS = 20  # a pair must be frequent to become a token
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The special tokens of a family. `markers` are all of them, in the order of their ids."""
+    """The special tokens of a family. `markers` are those with the first ids, in their order."""
 
     markers: tuple[str, ...]
     pad: str
     eos: str
     bos: str | None = None
     words: tuple[str, ...] = ()  # ordinary text that is one token each
+    inputs_only: tuple[str, ...] = ()  # special tokens with the last ids, which the output head has no rows for
     named: dict[str, str] = field(default_factory=dict)  # e.g. image_token, which some processors look for
 
 
@@ -39,13 +40,14 @@ def train_tokenizer(
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=size - len(vocabulary.words),
+        vocab_size=size - len(vocabulary.words) - len(vocabulary.inputs_only),
         special_tokens=list(vocabulary.markers),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     model.train_from_iterator(_corpus(list(texts)), trainer)
     model.add_tokens([AddedToken(word, normalized=False) for word in vocabulary.words])
+    model.add_special_tokens(list(vocabulary.inputs_only))
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=model,
         pad_token=vocabulary.pad,

@@ -196,11 +196,31 @@ function turnCard(turn, index, t) {
       fact("finish", turn.finish), fact("generated in", `${number(turn.seconds[0], 2)} s`),
       typeof turn.advantages === "number" && fact("advantage", number(turn.advantages)),
       many && fact("reward", number(turn.reward)), many && partsOf(turn.parts),
-      !turn.valid && h("span", { class: "failed" }, "action not valid")),
+      turn.defect && h("span", { class: "failed" }, `no action: ${turn.defect}`)),
     loose.length ? h("div", { class: "message" }, h("div", { class: "role" }, "images"), pictures(loose)) : null,
     turn.parsed.map((m) => message(m, fresh)),
     h("div", { class: "message" }, h("div", { class: "role" }, "completion"),
       turn.ids.length ? tokens(turn) : h("div", { class: "text" }, turn.completion)));
+}
+
+/* A long episode at a glance: what each turn was shown, said and earned. The first was shown the goal. */
+const ends = (text, most) => (text.length > most ? `… ${text.slice(-most)}` : text);
+const begins = (text, most) => (text.length > most ? `${text.slice(0, most)} …` : text);
+function outline(t) {
+  if (t.turns.length < 4) return null;
+  const line = (turn, i) => {
+    const picture = data.images[turn.images[turn.images.length - 1]];
+    const state = turn.state ?? turn.parsed.map((m) => textOf(m.content)).join("\n");
+    const jump = () => $("detail").querySelectorAll(".turn")[i].scrollIntoView();
+    return h("tr", {}, h("td", {}, h("button", { class: "button", type: "button", onclick: jump }, String(i + 1))),
+      h("td", {}, picture && h("img", { class: "thumb", src: picture.uri, alt: "" })),
+      h("td", { class: "text" }, begins(state.trim(), i ? 300 : 2000)),
+      h("td", { class: "text mono" }, ends(turn.completion.trim(), 160)),
+      h("td", {}, turn.defect && h("span", { class: "failed" }, turn.defect)), h("td", {}, pill(turn.reward)));
+  };
+  const names = ["turn", "", "shown", "said", "", "reward"];
+  return h("table", { class: "plain outline" }, h("thead", {}, h("tr", {}, names.map((name) => h("th", {}, name)))),
+    h("tbody", {}, t.turns.map(line)));
 }
 
 const scales = {
@@ -233,6 +253,7 @@ function draw() {
     group.length > 1 ? h("div", { class: "siblings" }, h("span", { class: "soft" }, "Its group: "),
       group.map((other) => h("button", { type: "button", class: "pill" + shade(other.reward), title: other.id,
         "aria-current": String(other === t), onclick: () => select(other) }, number(other.reward)))) : null,
+    outline(t),
     legend(t.turns.some((turn) => turn.ratios)),
     ...t.turns.map((turn, i) => turnCard(turn, i, t)),
     data.omitted.images ? h("p", { class: "soft" }, `${plural(data.omitted.images, "more image")} of this run did not fit into the page.`) : null,

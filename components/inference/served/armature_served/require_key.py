@@ -1,7 +1,7 @@
 """Runs inside a vLLM server: every route needs the key, also those that vLLM's own check leaves open.
 
 vLLM checks its API key only below /v1, /v2, /inference and /cohere. The routes that load weights or run methods
-in the workers are outside of these. This folder is put on the server's path; nothing else of ours is.
+in the workers are outside of these.
 """
 
 from __future__ import annotations

@@ -1,0 +1,124 @@
+"""ALFWorld's text games: steps, resets and memory against alfworld's own environment, on one core."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from benchmarks.table import Row
+from components.environments.alfworld import packaged
+from components.environments.alfworld.folders import GAME, write_game
+from components.environments.alfworld.games import KINDS, Game, GeneratedGames, load_games
+from components.environments.alfworld.host import EngineHost
+
+GAMES, GROUP, STEPS = 6, 8, 20
+
+_SIDE = """
+import glob, json, os, random, resource, sys, time
+import textworld
+from textworld.envs import PddlEnv
+from alfworld.agents.environment.alfred_tw_env import AlfredDemangler, AlfredInfos
+
+root, steps = sys.argv[1], int(sys.argv[2])
+base = PddlEnv(textworld.EnvInfos(won=True, admissible_commands=True))
+environment = AlfredInfos(AlfredDemangler(base, shuffle=False))
+resets = stepping = 0.0
+said = {}
+for path in sorted(glob.glob(root + "/train/*/*/game.tw-pddl")):
+    rng, began = random.Random(0), time.process_time()
+    environment.load(path)
+    state = environment.reset()
+    resets += time.process_time() - began
+    heard = said[os.path.relpath(os.path.dirname(path), root + "/train")] = [state["feedback"]]
+    for _ in range(steps):
+        command = rng.choice(state["admissible_commands"])
+        began = time.process_time()
+        state, _, _ = environment.step(command)
+        stepping += time.process_time() - began
+        heard.append(state["feedback"])
+resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps({"resets": resets, "steps": stepping, "said": said, "resident": resident}))
+"""
+
+
+def games_of() -> list[Game]:
+    """One of each task type, in rooms with all that they may hold."""
+    settings = GeneratedGames(
+        source="generated",
+        kinds=KINDS,
+        rooms=("Kitchen", "LivingRoom", "Bedroom", "Bathroom"),
+        density=0.8,
+        most_instances=3,
+        most_receptacles=40,
+    )
+    return list(load_games(settings, "train", count=GAMES, seed=0))
+
+
+def measure() -> list[Row]:
+    games = games_of()
+    with tempfile.TemporaryDirectory() as scratch:
+        for game in games:
+            write_game(game, Path(scratch))
+        assert len(list(Path(scratch).glob(f"train/*/*/{GAME}"))) == GAMES
+        stock = _stock(Path(scratch))
+    ours = asyncio.run(_ours(games))
+    assert all(ours["said"][game.name] == stock["said"][game.name] for game in games), "not the same games"
+    played, steps = GAMES * GROUP, GAMES * GROUP * STEPS
+    shape = f"{GAMES} games as large as ALFWorld's, groups of {GROUP}, {STEPS} random steps, the same texts"
+    return [
+        Row(
+            "steps", steps / ours["steps"], GAMES * STEPS / stock["steps"], "alfworld", "/s of a core", "higher", shape
+        ),
+        Row("reset", 1e3 * ours["resets"] / played, 1e3 * stock["resets"] / GAMES, "alfworld", "ms of a core", "lower"),
+        Row(
+            "memory per game",
+            (ours["resident"] - ours["idle"]) / played / 2**20,
+            stock["resident"] / 2**20,
+            "a process per game",
+            "MiB",
+            "lower",
+            f"besides {ours['idle'] / 2**20:.0f} MiB of the process that plays them all",
+        ),
+    ]
+
+
+async def _ours(games: list[Game]) -> dict[str, Any]:
+    """Processor seconds of the worker and of us together, which includes what travels between."""
+    host = EngineHost(1)
+    worker = host.worker(0)
+
+    async def spent() -> float:
+        return float((await worker.ask("count"))["cpu"]) + time.process_time()
+
+    members = [(host.play(game.name, game.problem, game.goal), game) for game in games for _ in range(GROUP)]
+    idle, began = (await worker.ask("count"))["resident"], await spent()
+    shown = list(await asyncio.gather(*(hosted.reset() for hosted, _ in members)))
+    reset = await spent()
+    said = {game.name: [first.feedback] for (_, game), first in zip(members, shown, strict=True)}
+    choices = [Random(0) for _ in members]
+    for _ in range(STEPS):
+        commands = [rng.choice(now.commands) for rng, now in zip(choices, shown, strict=True)]
+        stepped = (hosted.step(command) for (hosted, _), command in zip(members, commands, strict=True))
+        shown = list(await asyncio.gather(*stepped))
+        for index in range(0, len(members), GROUP):
+            said[members[index][1].name].append(shown[index].feedback)
+    stepping = await spent()
+    resident = (await worker.ask("count"))["resident"]
+    host.close()
+    return {"resets": reset - began, "steps": stepping - reset, "said": said, "idle": idle, "resident": resident}
+
+
+def _stock(root: Path) -> dict[str, Any]:
+    environment = {**os.environ, "ALFWORLD_DATA": str(packaged.folder()), "PYTHONHASHSEED": "0"}
+    command = [sys.executable, "-c", _SIDE, str(root), str(STEPS)]
+    output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return result

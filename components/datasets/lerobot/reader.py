@@ -1,0 +1,274 @@
+"""A LeRobotDataset v3.0 in a folder: its episodes, columns, pictures, and windows over time."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from components.artifacts.images import decode
+from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.images import EncodedImage
+from components.datasets.lerobot.columns import to_numpy
+from components.datasets.lerobot.layout import STATS, TASKS, VIDEO, Feature, Info, read_info
+from components.datasets.lerobot.video import read_frames
+from components.datasets.statistics import Array
+
+TOLERANCE = 1e-4
+"""Seconds that a time may be off, beside half a frame in a video."""
+
+
+@dataclass(frozen=True)
+class Clip:
+    """An episode's part of a video file, in seconds."""
+
+    chunk: int
+    file: int
+    start: float
+
+
+@dataclass(frozen=True)
+class Episode:
+    """Frames `start` to `stop` (exclusive) of the dataset, rows `row` and on of a data file."""
+
+    index: int
+    tasks: tuple[str, ...]
+    start: int
+    stop: int
+    chunk: int
+    file: int
+    row: int
+    clips: Mapping[str, Clip]
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Opened by `open_dataset`, which has checked that the episodes follow one another."""
+
+    root: Path
+    info: Info
+    episodes: tuple[Episode, ...]
+    tasks: tuple[str, ...]
+
+    @cached_property
+    def stats(self) -> dict[str, Any]:
+        """meta/stats.json, empty where there is none."""
+        path = self.root / STATS
+        return json.loads(path.read_text()) if path.is_file() else {}
+
+    def feature(self, name: str) -> Feature:
+        """
+        Raises:
+            ConfigurationError: there is none of that name.
+        """
+        if name not in self.info.features:
+            known = ", ".join(self.info.features)
+            raise ConfigurationError(f"no feature is called {name!r}", where=str(self.root), remedy=f"known: {known}")
+        return self.info.features[name]
+
+    def table(self, episode: Episode, names: Sequence[str], last: Episode | None = None) -> pa.Table:
+        """These columns of `episode`, or of all episodes to `last`, which is in the same file.
+
+        Raises:
+            DataError: the file or a column is missing, or the rows are those of other episodes.
+        """
+        last = last or episode
+        path = self.root / self.info.data_file(episode.chunk, episode.file)
+        try:
+            skipped, whole = _rows(path, sorted({"episode_index", *names}), episode.row, last.stop - episode.start)
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(
+                f"the data file cannot be read: {error}", where=f"{path}, episode {episode.index}"
+            ) from error
+        if missing := sorted({"episode_index", *names} - set(whole.column_names)):
+            raise DataError(f"the data file has no column {missing[0]!r}", where=str(path))
+        table = whole.slice(episode.row - skipped, last.stop - episode.start)
+        found = table["episode_index"].to_numpy()
+        numbers = np.arange(episode.index, last.index + 1)
+        lengths = [each.length for each in self.episodes[episode.index : last.index + 1]]
+        expected = np.repeat(numbers, lengths)
+        if len(found) != len(expected) or (found != expected).any():
+            wrong = int(np.argmax(found != expected[: len(found)])) if len(found) else 0
+            raise DataError(
+                f"{len(found)} of {len(expected)} frames are there, and row {episode.row + wrong} is not the episode's",
+                where=f"{path}, episode {expected[min(wrong, len(expected) - 1)]}",
+                remedy="meta/episodes and the data files do not belong together; fetch the dataset again",
+            )
+        return table
+
+    def columns(self, names: Sequence[str], episode: Episode, last: Episode | None = None) -> dict[str, Array]:
+        """Numeric features as (frames, width)."""
+        table = self.table(episode, names, last)
+        where = f"{self.root / self.info.data_file(episode.chunk, episode.file)}, from episode {episode.index}"
+        return {name: to_numpy(table[name], name, self.feature(name), where) for name in names}
+
+    def pictures(self, name: str, episode: Episode, frames: Sequence[int]) -> Iterator[Image.Image]:
+        """RGB pictures of a camera at these frames of the episode, ascending.
+
+        Raises:
+            DataError: one is missing or damaged.
+        """
+        if self.feature(name).dtype == VIDEO:
+            clip = episode.clips[name]
+            path = self.root / self.info.video_file(name, clip.chunk, clip.file)
+            times = [clip.start + frame / self.info.fps for frame in frames]
+            yield from read_frames(path, times, 0.5 / self.info.fps - TOLERANCE, f"episode {episode.index}")
+            return
+        column = self.table(episode, [name])[name].take(list(frames))
+        for frame, stored in zip(frames, column, strict=True):
+            value = stored.as_py() or {}
+            try:
+                data = value.get("bytes") or b""
+                with Image.open(io.BytesIO(data)) as opened:
+                    media_type = Image.MIME.get(opened.format or "", "unknown")
+                yield decode(EncodedImage(data, media_type))
+            except (DataError, OSError, AttributeError) as error:
+                where = f"{self.root}, episode {episode.index}, frame {frame}, {name!r}"
+                raise DataError(f"not a readable picture: {error}", where=where) from error
+
+    def windows(self, name: str, episode: Episode, offsets: Sequence[int]) -> tuple[Array, Array]:
+        """For each frame the feature at `offsets` frames from it: (frames, offsets, width), and which are padding.
+
+        Beyond the episode's ends its first or last frame stands, marked True.
+        """
+        values = self.columns([name], episode)[name]
+        places, padding = window(np.arange(episode.length)[:, None], episode.length, offsets)
+        return values[places], padding
+
+    def item(self, index: int, windows: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+        """Frame `index`: features, pictures as uint8 (height, width, 3), and its task.
+
+        Args:
+            windows: Feature to times in seconds from the frame. Such a feature gets one more dimension in front, and
+                `<feature>_is_pad` says where the episode has no such frame.
+        """
+        if not 0 <= index < self.info.total_frames:
+            raise IndexError(f"frame {index} of {self.info.total_frames}")
+        starts = [episode.start for episode in self.episodes]
+        episode = self.episodes[int(np.searchsorted(starts, index, side="right")) - 1]
+        frame, item = index - episode.start, {}
+        numbers = [name for name, feature in self.info.features.items() if feature.is_number]
+        columns = self.columns(numbers, episode)
+        for name, feature in self.info.features.items():
+            times = windows.get(name)
+            places, padding = window(frame, episode.length, self.offsets(times or [0.0]))
+            if feature.is_number:
+                values = columns[name][places].reshape(len(places), *feature.shape)
+            elif feature.is_picture:
+                distinct = sorted(set(places.tolist()))
+                shown = dict(zip(distinct, self.pictures(name, episode, distinct), strict=True))
+                values = np.stack([np.asarray(shown[each]) for each in places.tolist()])
+            else:
+                continue
+            item[name] = values if times is not None else values[0]
+            if times is not None:
+                item[f"{name}_is_pad"] = padding
+        return {**item, "task": self.tasks[int(columns["task_index"][frame, 0])]}
+
+    def offsets(self, times: Sequence[float]) -> list[int]:
+        """Times in seconds as frames.
+
+        Raises:
+            ConfigurationError: one is no multiple of a frame.
+        """
+        frames = [round(time * self.info.fps) for time in times]
+        for time, number in zip(times, frames, strict=True):
+            if abs(time - number / self.info.fps) > TOLERANCE:
+                raise ConfigurationError(f"{time} s is no whole number of frames at {self.info.fps} per second")
+        return frames
+
+
+def window(frame: int | Array, length: int, offsets: Sequence[int]) -> tuple[Array, Array]:
+    """Frames at `offsets` from `frame`, kept within an episode of `length`, and which had to be."""
+    places = np.asarray(frame) + np.asarray(offsets, np.int64)
+    kept = np.clip(places, 0, length - 1)
+    return kept, places != kept
+
+
+def open_dataset(root: Path) -> Dataset:
+    """
+    Raises:
+        DataError: not such a dataset, or its episodes leave gaps, overlap, are empty or are not as many as it says.
+    """
+    info = read_info(root)
+    episodes = tuple(_episodes(root, info))
+    frames = episodes[-1].stop if episodes else 0
+    if (len(episodes), frames) != (info.total_episodes, info.total_frames) or not episodes:
+        raise DataError(
+            f"{len(episodes)} episodes of {frames} frames are listed, "
+            f"meta/info.json says {info.total_episodes} of {info.total_frames}",
+            where=str(root / "meta/episodes"),
+        )
+    return Dataset(root, info, episodes, _tasks(root))
+
+
+def _rows(path: Path, names: Sequence[str], first: int, count: int) -> tuple[int, pa.Table]:
+    """The row groups that hold `count` rows from row `first` on, and how many rows lie before them."""
+    with pq.ParquetFile(path) as file:
+        sizes = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+        ends = np.cumsum(sizes)
+        groups = [g for g, end in enumerate(ends) if end > first and end - sizes[g] < first + count]
+        skipped = int(ends[groups[0]] - sizes[groups[0]]) if groups else first
+        return skipped, file.read_row_groups(groups, columns=list(names))
+
+
+def _episodes(root: Path, info: Info) -> Iterator[Episode]:
+    videos = [name for name, feature in info.features.items() if feature.dtype == VIDEO]
+    parts = [f"videos/{key}/{each}" for key in videos for each in ("chunk_index", "file_index", "from_timestamp")]
+    columns = ["episode_index", "tasks", "data/chunk_index", "data/file_index"]
+    columns += ["dataset_from_index", "dataset_to_index", *parts]
+    begins: dict[tuple[int, int], int] = {}
+    expected, stop = 0, 0
+    for path in sorted(root.glob("meta/episodes/*/*.parquet"), key=_number):
+        try:
+            rows = pq.read_table(path, columns=columns, partitioning=None).select(columns).to_pylist()
+        except (OSError, KeyError, pa.ArrowException) as error:
+            raise DataError(f"the list of episodes cannot be read: {error}", where=str(path)) from error
+        for row in rows:
+            start, stop_before, stop = row["dataset_from_index"], stop, row["dataset_to_index"]
+            if row["episode_index"] != expected or start != stop_before or stop <= start:
+                raise DataError(
+                    f"episode {row['episode_index']} has the frames {start} to {stop}; "
+                    f"episode {expected} should come here and begin at {stop_before}",
+                    where=str(path),
+                    remedy="an episode is empty, missing or listed twice; remove or record it again with lerobot",
+                )
+            chunk, file = row["data/chunk_index"], row["data/file_index"]
+            clips = {
+                key: Clip(*(row[f"videos/{key}/{each}"] for each in ("chunk_index", "file_index", "from_timestamp")))
+                for key in videos
+            }
+            begin = begins.setdefault((chunk, file), start)
+            tasks = tuple(row["tasks"] or ())
+            yield Episode(expected, tasks, start, stop, chunk, file, start - begin, clips)
+            expected += 1
+
+
+def _number(path: Path) -> tuple[int, str, int, str]:
+    """Sorts chunk-1000 after chunk-999."""
+    return len(path.parent.name), path.parent.name, len(path.name), path.name
+
+
+def _tasks(root: Path) -> tuple[str, ...]:
+    path = root / TASKS
+    try:
+        frame = pd.read_parquet(path)
+        names = frame["task"] if "task" in frame.columns else frame.index
+        listed = dict(zip(frame["task_index"].tolist(), map(str, names), strict=True))
+        return tuple(listed[number] for number in range(len(frame)))
+    except (OSError, KeyError, ValueError, pa.ArrowException) as error:
+        raise DataError(f"the tasks cannot be read: {error!r}", where=str(path)) from error

@@ -1,0 +1,125 @@
+"""Videos of a dataset: frames by their times, and episodes one after another in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.settings import Settings
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+class VideoSettings(Settings):
+    """How frames are encoded."""
+
+    codec: str = Field(description="A PyAV encoder: libsvtav1 (as LeRobot), libx264, ...")
+    pixel_format: str = Field(description="yuv420p is what every player shows.")
+    quality: NonNegativeInt = Field(description="The encoder's crf: lower is better and larger. LeRobot has 30.")
+    keyframe_every: PositiveInt = Field(description="Frames from one that stands alone to the next. LeRobot has 2.")
+
+
+def pyav() -> ModuleType:
+    """
+    Raises:
+        ConfigurationError: PyAV is not installed.
+    """
+    try:
+        import av
+    except ImportError as error:
+        raise ConfigurationError("videos need PyAV", remedy="pip install 'armature[datasets]'") from error
+    return av
+
+
+def codec_name(encoder: str) -> str:
+    """What an encoder writes: h264 for libx264.
+
+    Raises:
+        ConfigurationError: PyAV has no such encoder.
+    """
+    av = pyav()
+    try:
+        return str(av.Codec(encoder, "w").canonical_name)
+    except (av.FFmpegError, ValueError) as error:
+        raise ConfigurationError(f"PyAV cannot encode {encoder!r}: {error}") from error
+
+
+def read_frames(path: Path, times: Sequence[float], tolerance: float, where: str) -> Iterator[Image.Image]:
+    """The RGB frames nearest to `times` (seconds, ascending).
+
+    Raises:
+        DataError: the file cannot be decoded, or has no frame within `tolerance` seconds of a time.
+    """
+    av = pyav()
+    wanted = list(times)
+    try:
+        with av.open(str(path)) as container:
+            stream = container.streams.video[0]
+            stream.thread_type = "AUTO"
+            container.seek(max(0, int((times[0] - tolerance) / stream.time_base)), stream=stream)
+            for frame in container.decode(stream):
+                while wanted and abs(frame.time - wanted[0]) <= tolerance:
+                    yield frame.to_image()
+                    wanted.pop(0)
+                if not wanted:
+                    return
+                if frame.time > wanted[0] + tolerance:
+                    break
+    except (av.FFmpegError, OSError, IndexError) as error:
+        raise DataError(f"the video cannot be decoded: {error}", where=f"{path}, {where}") from error
+    if wanted:
+        raise DataError(
+            f"the video has no frame at {wanted[0]:.4f} s",
+            where=f"{path}, {where}, frame {len(times) - len(wanted)} of the {len(times)} asked for",
+            remedy="the video is cut short, or fps in meta/info.json is not the video's",
+        )
+
+
+class VideoWriter:
+    """One file that episodes are appended to; each begins with a frame that stands alone."""
+
+    def __init__(self, path: Path, fps: float, width: int, height: int, settings: VideoSettings) -> None:
+        av = pyav()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rate = Fraction(fps).limit_denominator(1001)
+        self.frames, self.bytes, self._fps = 0, 0, fps
+        self._container = av.open(str(path), "w")
+        self._stream: Any = self._container.add_stream(settings.codec, rate=rate)
+        self._stream.width, self._stream.height = width, height
+        self._stream.pix_fmt = settings.pixel_format
+        self._tick = 1 / rate  # the container has a time base of its own once it is begun
+        self._stream.codec_context.time_base = self._tick
+        self._stream.codec_context.gop_size = settings.keyframe_every
+        self._stream.options = {"crf": str(settings.quality)}
+
+    @property
+    def seconds(self) -> float:
+        """Where the next episode begins."""
+        return self.frames / self._fps
+
+    def append(self, frames: Iterable[np.ndarray[Any, Any]]) -> None:
+        """Frames are uint8 (height, width, 3)."""
+        av = pyav()
+        for number, array in enumerate(frames):
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(array), format="rgb24")
+            frame.pts, frame.time_base = self.frames, self._tick
+            if number == 0:
+                frame.pict_type = av.video.frame.PictureType.I
+            self._mux(self._stream.encode(frame))
+            self.frames += 1
+
+    def close(self) -> None:
+        self._mux(self._stream.encode(None))
+        self._container.close()
+
+    def _mux(self, packets: list[Any]) -> None:
+        self.bytes += sum(packet.size for packet in packets)
+        self._container.mux(packets)

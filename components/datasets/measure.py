@@ -1,0 +1,150 @@
+"""The statistics of a dataset: measured in units of some episodes, on threads or on Dask, and merged."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from components.contracts.errors import ConfigurationError
+from components.contracts.machine import Machine
+from components.datasets import histograms, quantiles
+from components.datasets.histograms import Histogram
+from components.datasets.lerobot.reader import Dataset, Episode
+from components.datasets.lerobot.sampling import sampled
+from components.datasets.quantiles import Values
+from components.datasets.settings import QuantileStatsSettings
+from components.datasets.statistics import Statistics
+
+NUMBERS_AT_ONCE, PICTURES_AT_ONCE = 1024, 8
+"""Episodes of a unit, without and with pictures."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Episodes `first` to `last`, in one data file."""
+
+    first: int
+    last: int
+    numbers: tuple[str, ...]
+    pictures: tuple[str, ...]
+    all_pictures: bool
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Statistics of each episode, and what those of all merge from."""
+
+    episodes: Sequence[dict[str, Statistics]]
+    values: dict[str, Values]
+    histograms: dict[str, Histogram]
+
+
+def plan(dataset: Dataset, settings: QuantileStatsSettings) -> list[Unit]:
+    """The units, the same on every machine.
+
+    Raises:
+        ConfigurationError: a feature is unknown, or neither a number nor a picture.
+    """
+    chosen = settings.features or tuple(
+        name for name, feature in dataset.info.features.items() if feature.is_number or feature.is_picture
+    )
+    for name in chosen:
+        if not (dataset.feature(name).is_number or dataset.feature(name).is_picture):
+            raise ConfigurationError(f"feature {name!r} is {dataset.feature(name).dtype}, no number and no picture")
+    pictures = tuple(name for name in chosen if dataset.feature(name).is_picture)
+    numbers = tuple(name for name in chosen if name not in pictures)
+    most = PICTURES_AT_ONCE if pictures else NUMBERS_AT_ONCE
+    groups: list[list[Episode]] = []
+    for episode in dataset.episodes:
+        before = groups[-1] if groups else []
+        if before and len(before) < most and (before[0].chunk, before[0].file) == (episode.chunk, episode.file):
+            before.append(episode)
+        else:
+            groups.append([episode])
+    every = settings.pictures == "all"
+    return [Unit(group[0].index, group[-1].index, numbers, pictures, every) for group in groups]
+
+
+def measure_unit(unit: Unit, dataset: Dataset) -> Measured:
+    """
+    Raises:
+        DataError: a file is not what it should be, or a value is not finite.
+    """
+    episodes = dataset.episodes[unit.first : unit.last + 1]
+    found: list[dict[str, Statistics]] = [{} for _ in episodes]
+    values, counted = {}, {}
+    columns = dataset.columns(unit.numbers, episodes[0], episodes[-1]) if unit.numbers else {}
+    for name, rows in columns.items():
+        each, values[name] = quantiles.measure(rows, [episode.length for episode in episodes], name, unit.first)
+        for place, statistics in zip(found, each, strict=True):
+            place[name] = statistics.reshape(dataset.feature(name).shape)
+    for name in unit.pictures:
+        parts = []
+        for place, episode in zip(found, episodes, strict=True):
+            frames = range(episode.length) if unit.all_pictures else sampled(episode.length)
+            histogram = Histogram.empty()
+            for picture in dataset.pictures(name, episode, frames):
+                histogram = histogram.add(picture)
+            place[name] = histogram.statistics()
+            parts.append(histogram)
+        counted[name] = histograms.merge(parts)
+    return Measured(found, values, counted)
+
+
+def measure_dataset(
+    dataset: Dataset, units: Sequence[Unit], machine: Machine, progress: Callable[[int], None]
+) -> Measured:
+    """All units, merged in their order: who computes them changes nothing. `progress` is told how many are done."""
+    measured: list[Measured] = []
+    with runner(machine) as run:
+        for each in run(partial(measure_unit, dataset=dataset), units):
+            measured.append(each)
+            progress(len(measured))
+    return Measured(
+        [episode for each in measured for episode in each.episodes],
+        {name: quantiles.merge([each.values[name] for each in measured]) for name in units[0].numbers},
+        {name: histograms.merge([each.histograms[name] for each in measured]) for name in units[0].pictures},
+    )
+
+
+def overall(dataset: Dataset, measured: Measured, threads: int) -> dict[str, Statistics]:
+    """Statistics of all frames, in the order of the dataset's features."""
+    found = {name: each.statistics() for name, each in measured.histograms.items()}
+    for name, values in measured.values.items():
+        found[name] = values.statistics(threads).reshape(dataset.feature(name).shape)
+    return {name: found[name] for name in dataset.info.features if name in found}
+
+
+def cores(machine: Machine) -> int:
+    return machine.threads or os.cpu_count() or 1
+
+
+@contextmanager
+def runner(machine: Machine) -> Iterator[Callable[..., Iterator[Any]]]:
+    """Maps a function over units, results in order.
+
+    Raises:
+        ConfigurationError: Dask is asked for and not installed.
+    """
+    if machine.task_runner == "threads":
+        with ThreadPoolExecutor(cores(machine), thread_name_prefix="statistics") as executor:
+            try:
+                yield executor.map
+            finally:
+                executor.shutdown(cancel_futures=True)
+        return
+    try:
+        from distributed import Client, LocalCluster
+    except ImportError as error:
+        raise ConfigurationError("task_runner is dask", remedy="pip install 'armature[dask]'") from error
+    with ExitStack() as stack:
+        where = machine.dask_scheduler or stack.enter_context(
+            LocalCluster(n_workers=cores(machine), threads_per_worker=1, dashboard_address=None)
+        )
+        client = stack.enter_context(Client(where))
+        yield lambda work, units: (future.result() for future in client.map(work, units, pure=False))

@@ -1,0 +1,127 @@
+"""Exact statistics of numbers: order statistics of all values, moments in float64, shards that merge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from components.contracts.errors import DataError
+from components.datasets.statistics import Array, Statistics, between, ranks
+
+
+@dataclass(frozen=True)
+class Values:
+    """All values of a feature in some frames, and their moments.
+
+    `parts` are (width, frames) each, in the type that they came in: a float32 takes 4 bytes, whatever its statistics
+    are computed in. `mean` and `squares` (the sum of squared distances from the mean) are float64 (width,).
+    """
+
+    parts: tuple[Array, ...]
+    count: int
+    mean: Array
+    squares: Array
+
+    def statistics(self, threads: int = 1) -> Statistics:
+        """Of all values, each array (width,)."""
+        with ThreadPoolExecutor(threads) as executor:
+            columns = executor.map(
+                lambda row: _order(np.concatenate([p[row] for p in self.parts])), range(len(self.mean))
+            )
+            ordered = np.stack(list(columns), axis=1)
+        std = np.sqrt(self.squares / self.count)
+        return Statistics(ordered[0], ordered[1], self.mean, std, self.count, ordered[2:])
+
+    def _ordered(self, row: int) -> Array:
+        return _order(np.concatenate([part[row] for part in self.parts]))
+
+
+def merge(shards: Sequence[Values]) -> Values:
+    """All frames of all shards; their order does not matter.
+
+    Moments by Chan, Golub and LeVeque (1979): no sum of squares is ever subtracted from another.
+    """
+    counts = np.array([shard.count for shard in shards], np.float64)[:, None]
+    means = np.stack([shard.mean for shard in shards])
+    base = means[0]
+    mean = base + ((means - base) * counts).sum(0) / counts.sum()
+    squares = np.sum([shard.squares for shard in shards], axis=0) + ((means - mean) ** 2 * counts).sum(0)
+    parts = tuple(part for shard in shards for part in shard.parts)
+    return Values(parts, sum(shard.count for shard in shards), mean, squares)
+
+
+def measure(
+    rows: Array, lengths: Sequence[int], feature: str, first_episode: int = 0
+) -> tuple[list[Statistics], Values]:
+    """Statistics of each episode, and what all of them merge from.
+
+    Args:
+        rows: (frames, width), the episodes' frames one after another.
+        lengths: Frames of each episode.
+        feature: Named in errors, as is the episode, counted from `first_episode`.
+
+    Raises:
+        DataError: no frames, frames that do not add up, values that are not finite or no numbers.
+    """
+    _check(rows, lengths, feature, first_episode)
+    columns = np.ascontiguousarray(rows.T if rows.dtype.kind == "f" else rows.T.astype(np.float64))
+    counts = np.array(lengths)
+    starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    mean, squares = _moments(columns, starts, counts)
+    ordered = columns.copy()
+    for start, count in zip(starts, counts, strict=True):
+        ordered[:, start : start + count].sort(axis=1)
+    below, above, weight = ranks(counts)
+    low, high = (ordered[:, starts + each].astype(np.float64) for each in (below, above))  # (width, levels, episodes)
+    quantiles = between(low, high, weight)
+    ends = ordered[:, starts].astype(np.float64), ordered[:, starts + counts - 1].astype(np.float64)
+    std = np.sqrt(squares / counts)
+    episodes = [
+        Statistics(ends[0][:, i], ends[1][:, i], mean[:, i], std[:, i], int(count), quantiles[:, :, i].T)
+        for i, count in enumerate(counts)
+    ]
+    each = [
+        Values((columns[:, start : start + count],), int(count), mean[:, i], squares[:, i])
+        for i, (start, count) in enumerate(zip(starts, counts, strict=True))
+    ]
+    merged = merge(each)
+    return episodes, Values((columns,), merged.count, merged.mean, merged.squares)
+
+
+def _moments(columns: Array, starts: Array, counts: Array) -> tuple[Array, Array]:
+    """Mean and sum of squared distances, each (width, episodes), in two passes: the second mends the first."""
+    values = columns.astype(np.float64)
+    mean = np.add.reduceat(values, starts, axis=1) / counts
+    distances = values - np.repeat(mean, counts, axis=1)
+    rest = np.add.reduceat(distances, starts, axis=1)
+    squares = np.add.reduceat(distances * distances, starts, axis=1) - rest * rest / counts
+    return mean + rest / counts, np.maximum(squares, 0.0)
+
+
+def _order(values: Array) -> Array:
+    """Minimum, maximum and the quantiles of one column, float64."""
+    values.sort()
+    below, above, weight = ranks(len(values))
+    low, high = values[below].astype(np.float64), values[above].astype(np.float64)
+    return np.concatenate([[values[0], values[-1]], between(low, high, weight)]).astype(np.float64)
+
+
+def _check(rows: Array, lengths: Sequence[int], feature: str, first_episode: int) -> None:
+    if rows.ndim != 2 or rows.dtype.kind not in "fiub":
+        raise DataError(f"{rows.dtype} of shape {rows.shape} are no rows of numbers", where=f"feature {feature!r}")
+    for number, length in enumerate(lengths, first_episode):
+        if length <= 0:
+            raise DataError("the episode is empty", where=f"episode {number}", remedy="remove it from the dataset")
+    if not len(lengths) or sum(lengths) != len(rows):
+        raise DataError(f"{len(rows)} frames for episodes of {sum(lengths)}", where=f"feature {feature!r}")
+    if rows.dtype.kind == "f" and not (finite := np.isfinite(rows)).all():
+        row, column = np.argwhere(~finite)[0]
+        episode = int(np.searchsorted(np.cumsum(lengths), row, side="right"))
+        raise DataError(
+            f"value {column} of feature {feature!r} is {rows[row, column]}",
+            where=f"episode {first_episode + episode}, frame {row - sum(lengths[:episode])}",
+            remedy="mend or remove the episode; statistics of such values would make every normalised value NaN",
+        )

@@ -1,0 +1,1 @@
+"""ALFWorld: household tasks as text games (`alfworld/text`) and in AI2-THOR (`alfworld/thor`)."""

@@ -1,0 +1,100 @@
+"""Games: what one is, where games come from, and the way between a game and a task's payload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, PositiveInt
+
+from components.contracts.settings import Settings
+
+Source = Literal["train", "valid_seen", "valid_unseen"]
+Kind = Literal[
+    "pick_and_place_simple",
+    "look_at_obj_in_light",
+    "pick_clean_then_place_in_recep",
+    "pick_heat_then_place_in_recep",
+    "pick_cool_then_place_in_recep",
+    "pick_two_obj_and_place",
+]
+Room = Literal["Kitchen", "LivingRoom", "Bedroom", "Bathroom"]
+SOURCES: tuple[Source, ...] = get_args(Source)
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True)
+class Game:
+    """One game. `problem` is PDDL of ALFRED's domain; `plan` is commands that win it, empty where none is known.
+
+    `trajectory` is what AI2-THOR needs to set the same scene up (the content of traj_data.json).
+    """
+
+    name: str
+    kind: str
+    scene: int
+    source: Source
+    problem: str
+    goal: str
+    plan: tuple[str, ...]
+    trajectory: Mapping[str, Any]
+
+    def payload(self) -> dict[str, Any]:
+        """The game as a text task's payload, which leaves the trajectory out."""
+        return {
+            "game": self.name,
+            "kind": self.kind,
+            "scene": self.scene,
+            "source": self.source,
+            "problem": self.problem,
+            "goal": self.goal,
+            "plan": list(self.plan),
+        }
+
+
+class GeneratedGames(Settings):
+    """Games made from the scenes' layouts that come with alfworld; no data is needed."""
+
+    source: Literal["generated"] = Field(description="generated: made from a seed.")
+    kinds: tuple[Kind, ...] = Field(min_length=1, description="Task types; games take turns through them.")
+    rooms: tuple[Room, ...] = Field(min_length=1, description="Rooms that games may play in.")
+    density: float = Field(gt=0, le=1, description="Chance that an object that a scene may hold is there.")
+    most_instances: PositiveInt = Field(description="Most copies of an object.")
+    most_receptacles: PositiveInt = Field(
+        description="Most receptacles of a room; the others and what is on them are left out. Rooms have up to 40."
+    )
+
+
+class FolderGames(Settings):
+    """Games in ALFWorld's own layout: its data, or what the stage alfworld-games has written."""
+
+    source: Literal["folder"] = Field(description="folder: read from files.")
+    path: str = Field(min_length=1, description="The folder that holds train, valid_seen and valid_unseen.")
+    digest: str = Field(description="Digest of the games' files. Leave it empty to be told what it is.")
+    kinds: tuple[Kind, ...] = Field(min_length=1, description="Task types; games of others are left out.")
+    replaced_grammars: tuple[str, ...] = Field(
+        description="SHA-256 of grammars that games may bring besides the installed one. A game's grammar is never "
+        "used: such a game is played with the installed one."
+    )
+
+
+GamesSettings = Annotated[GeneratedGames | FolderGames, Field(discriminator="source")]
+
+
+def load_games(games: GeneratedGames | FolderGames, source: Source, *, count: int, seed: int) -> Iterator[Game]:
+    """`count` games of the split `source`; a larger count begins with the same games.
+
+    Of a folder's games `seed` picks an order. The kinds take turns where games are generated.
+
+    Raises:
+        ConfigurationError: there are fewer games, the digest is another, or alfworld is not installed.
+        DataError: a file is not what it should be.
+    """
+    if isinstance(games, GeneratedGames):
+        from components.environments.alfworld.generate import generate_games
+
+        return generate_games(games, source, count=count, seed=seed)
+    from components.environments.alfworld.folders import read_games
+
+    return read_games(games, source, count=count, seed=seed)

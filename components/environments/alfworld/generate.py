@@ -1,0 +1,160 @@
+"""Games from a seed: a room, what is in it, an errand that is possible there, and the plan that does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+from components.contracts.errors import ConfigurationError
+from components.environments.alfworld import packaged
+from components.environments.alfworld.games import Game, GeneratedGames, Kind, Source
+from components.environments.alfworld.plans import TREATMENTS, Errand, plan
+from components.environments.alfworld.problems import write_problem
+from components.environments.alfworld.scenes import LAMP, Scene, class_of, furnish, may_hold, position_of
+
+ATTEMPTS = 400
+"""Rooms that are furnished for a game until one is found that the errand is possible in."""
+
+AGENT_HEIGHT = 0.9009992
+
+
+def generate_games(settings: GeneratedGames, source: Source, *, count: int, seed: int) -> Iterator[Game]:
+    """Game `index` depends on the settings, `source`, `seed` and `index` alone; the task types take turns.
+
+    As in alfworld's data, scenes of valid_unseen are in no other split.
+
+    Raises:
+        ConfigurationError: no room is found for a task type.
+    """
+    packaged.folder()
+    return (_generate(settings, source, seed, index) for index in range(count))
+
+
+def scenes_of(source: Source, kind: Kind, settings: GeneratedGames) -> list[int]:
+    """The scenes in which games of `kind` in the split `source` may play."""
+    constants = packaged.constants()
+    numbers = set(constants.TEST_SCENE_NUMBERS if source == "valid_unseen" else constants.TRAIN_SCENE_NUMBERS)
+    rooms = [room for room in settings.rooms if room in constants.GOALS_VALID[kind]]
+    return sorted(number for room in rooms for number in constants.SCENE_TYPE[room] if number in numbers)
+
+
+def _generate(settings: GeneratedGames, source: Source, seed: int, index: int) -> Game:
+    kind = settings.kinds[index % len(settings.kinds)]
+    numbers = scenes_of(source, kind, settings)
+    for attempt in range(ATTEMPTS if numbers else 0):
+        random = Random(f"{source}/{seed}/{index}/{attempt}")
+        scene = furnish(random.choice(numbers), settings, random)
+        errand = _errand(kind, scene, random)
+        if errand is None:
+            continue
+        visited = errand.visited(scene)
+        # One cannot go where one stands: from one receptacle to another that is reached from the same place.
+        if len(visited) > settings.most_receptacles or len({scene.receptacles[name] for name in visited}) < len(
+            visited
+        ):
+            continue
+        scene = scene.reduced(visited, settings.most_receptacles, random)
+        return _game(errand, scene, source, random, f"T{index:05d}_{seed:010d}")
+    raise ConfigurationError(
+        f"no room is found for a game of type {kind!r} in {', '.join(settings.rooms)}",
+        remedy="add rooms (heating and cooling need Kitchen, a lamp LivingRoom or Bedroom), or raise density, "
+        "most_receptacles or, for two objects, most_instances",
+    )
+
+
+def _errand(kind: Kind, scene: Scene, random: Random) -> Errand | None:
+    """One that is possible in `scene` and not done yet, each object type and place for it as likely as the other."""
+    constants = packaged.constants()
+    by_type: dict[str, list[str]] = {}
+    for name in scene.objects:
+        by_type.setdefault(class_of(name), []).append(name)
+    lamps = by_type.pop(LAMP, [])
+    if kind == "look_at_obj_in_light":
+        if not lamps or not by_type:
+            return None
+        return Errand(kind, (random.choice(by_type[random.choice(sorted(by_type))]),), None, lamps[0])
+    wanted, property_, appliance = TREATMENTS.get(kind, (None, None, None))
+    treated_in = scene.of_class(appliance) if appliance else [None]
+    copies = 2 if kind == "pick_two_obj_and_place" else 1
+    receptacles = {class_of(name) for name in scene.receptacles}
+    options = [
+        (target, receptacle)
+        for target, names in by_type.items()
+        for receptacle in receptacles
+        if len(names) >= copies
+        and (property_ is None or target in constants.VAL_ACTION_OBJECTS[property_])
+        and may_hold(receptacle, target)
+        and (wanted or all(class_of(scene.objects[name]) != receptacle for name in names))
+    ]
+    if not options or not treated_in:
+        return None
+    target, receptacle = random.choice(sorted(options))
+    targets = tuple(random.sample(by_type[target], copies))
+    return Errand(kind, targets, random.choice(scene.of_class(receptacle)), random.choice(treated_in))
+
+
+def _game(errand: Errand, scene: Scene, source: Source, random: Random, trial: str) -> Game:
+    target = class_of(errand.targets[0])
+    toggled = LAMP if errand.destination is None else ""
+    receptacle = class_of(errand.destination) if errand.destination else ""
+    words: dict[str, Any] = packaged.goals()[errand.kind]
+    goal = random.choice(words["templates"]).format(
+        obj=target.lower(), recep=receptacle.lower(), toggle=toggled.lower(), mrecep=""
+    )
+    problem = write_problem(f"plan_{trial}", scene, words["pddl"].format(obj=target, recep=receptacle, toggle=toggled))
+    commands = plan(errand, scene, problem)
+    return Game(
+        name=f"{errand.kind}-{target}-None-{receptacle or toggled}-{scene.number}/trial_{trial}",
+        kind=errand.kind,
+        scene=scene.number,
+        source=source,
+        problem=problem,
+        goal=goal,
+        plan=commands,
+        trajectory=_trajectory(errand, scene, goal, trial, (target, receptacle, toggled), random),
+    )
+
+
+def _trajectory(
+    errand: Errand, scene: Scene, goal: str, trial: str, named: tuple[str, str, str], random: Random
+) -> dict[str, Any]:
+    target, receptacle, toggled = named
+    x, z, quarters, horizon = scene.start
+    return {
+        "task_id": f"trial_{trial}",
+        "task_type": errand.kind,
+        "pddl_params": {
+            "object_target": target,
+            "parent_target": receptacle,
+            "toggle_target": toggled,
+            "mrecep_target": "",
+            "object_sliced": False,
+        },
+        "scene": {
+            "scene_num": scene.number,
+            "floor_plan": f"FloorPlan{scene.number}",
+            "random_seed": random.randrange(2**31),
+            "dirty_and_empty": False,
+            "object_toggles": [],
+            "object_poses": [
+                {
+                    "objectName": name.replace("|", "_"),
+                    "position": dict(zip("xyz", position_of(name), strict=True)),
+                    "rotation": {"x": 0.0, "y": 0.0, "z": 0.0},
+                }
+                for name in sorted(scene.objects)
+            ],
+            "init_action": {
+                "action": "TeleportFull",
+                "x": x * 0.25,
+                "y": AGENT_HEIGHT,
+                "z": z * 0.25,
+                "rotation": quarters * 90,
+                "horizon": horizon,
+                "rotateOnTeleport": True,
+            },
+        },
+        "plan": {"high_pddl": [], "low_actions": []},
+        "turk_annotations": {"anns": [{"task_desc": goal, "high_descs": []}]},
+    }

@@ -1,0 +1,85 @@
+"""The stage that writes games in ALFWorld's own layout, after winning each of them by its plan."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+
+from pydantic import Field, NonNegativeInt
+
+from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.settings import Settings
+from components.contracts.stages import Artifact, Report, Stage, StageContext
+from components.environments.alfworld.folders import games_digest, write_game
+from components.environments.alfworld.games import SOURCES, Game, GamesSettings, load_games
+from components.environments.alfworld.host import EngineHost
+
+AT_ONCE = 4
+"""Games that a process is given before the first of them is done."""
+
+
+class GamesStageSettings(Settings):
+    """Which games, and how many of each split."""
+
+    games: GamesSettings = Field(description="Where games come from.")
+    train: NonNegativeInt = Field(description="Games of the training split.")
+    valid_seen: NonNegativeInt = Field(description="Held-out games in scenes of the training split.")
+    valid_unseen: NonNegativeInt = Field(description="Games in scenes that are in no other split.")
+    seed: NonNegativeInt = Field(lt=2**31, description="Seed of the games, or of their choice from a folder.")
+
+
+def write_games(
+    settings: GamesStageSettings, inputs: Mapping[str, Artifact], folder: Path, context: StageContext
+) -> Report:
+    """`train`, `valid_seen` and `valid_unseen`, and `digest.txt`, which a recipe gives for `source = "folder"`."""
+    counts = {"train": settings.train, "valid_seen": settings.valid_seen, "valid_unseen": settings.valid_unseen}
+    if not any(counts.values()):
+        raise ConfigurationError("no games are asked for", where="train, valid_seen, valid_unseen")
+    processes = context.machine.environment_processes or max(1, (os.cpu_count() or 1) // 2)
+    with closing(EngineHost(processes)) as host:
+        for number, source in enumerate(SOURCES):
+            games = list(load_games(settings.games, source, count=counts[source], seed=settings.seed))
+            asyncio.run(_win(games, host, processes * AT_ONCE))
+            for game in games:
+                write_game(game, folder)
+            context.events.progress("splits", number + 1, len(SOURCES))
+    (folder / "digest.txt").write_text(games_digest(folder) + "\n")
+    return Report(rows=counts)
+
+
+GAMES_STAGE = Stage("alfworld-games", 1, GamesStageSettings, (), write_games)
+
+
+async def _win(games: list[Game], host: EngineHost, at_once: int) -> None:
+    """
+    Raises:
+        DataError: a game is won before it begins, or not by its plan.
+    """
+    free = asyncio.Semaphore(at_once)
+
+    async def win(game: Game) -> None:
+        async with free:
+            defect = await wins_by_plan(game, host)
+        if defect:
+            raise DataError(defect, where=f"{game.source}/{game.name}", remedy="leave the game out")
+
+    await asyncio.gather(*(win(game) for game in games))
+
+
+async def wins_by_plan(game: Game, host: EngineHost) -> str | None:
+    """What is wrong with the game's plan; None: it leads from an unmet goal to the goal by admissible commands."""
+    hosted = host.play(f"{game.source}/{game.name}", game.problem, game.goal)
+    try:
+        shown = await hosted.reset()
+        if shown.won:
+            return "the goal is met before the game begins"
+        for step, command in enumerate(game.plan, 1):
+            if command not in shown.commands:
+                return f"command {step} of the plan, {command!r}, is not admissible"
+            shown = await hosted.step(command)
+        return None if shown.won else f"the plan of {len(game.plan)} commands does not win"
+    finally:
+        await hosted.close()

@@ -1,0 +1,127 @@
+"""ALFWorld's text games: each turn says what happened and asks for a command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from random import Random
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from components.contracts.episodes import ActionDefect, Observation, Outcome, Split, Task
+from components.contracts.images import EncodedImage
+from components.contracts.settings import Settings
+from components.environments.alfworld import packaged
+from components.environments.alfworld.games import GamesSettings, Source, load_games
+from components.environments.alfworld.host import HostedGame, Shown, shared_host
+from components.environments.alfworld.prompts import Dialogue, PromptSettings, project
+from components.environments.alfworld.schematic import NoPicture, Schematic, Seen, draw
+from components.environments.alfworld.searching import with_detours
+from components.environments.alfworld.untrusted import check_goal, check_problem
+
+
+class AlfworldTextSettings(Settings):
+    """The games, the words around them, the picture, and what winning is worth."""
+
+    games: GamesSettings = Field(description="Where games come from.")
+    heldout_source: Literal["valid_seen", "valid_unseen"] = Field(
+        description="The split that held-out tasks are from: other games in scenes of the training split, or scenes "
+        "that are in no training game."
+    )
+    prompt: PromptSettings = Field(description="What the policy is asked, and how its answer is read.")
+    picture: Annotated[NoPicture | Schematic, Field(discriminator="form")] = Field(
+        description="What is shown before the text."
+    )
+    max_turns: PositiveInt = Field(description="Turns of an episode; 50 is usual.")
+    won_weight: float = Field(description="Reward for reaching the goal, given in the turn that reaches it.")
+    detours: NonNegativeInt = Field(
+        description="Most places that a demonstration looks into in vain before it goes where its first object is. "
+        "With 0, whoever learns from it never sees a place where the object is not."
+    )
+
+
+class AlfworldText:
+    """Episodes share `processes` processes, which play many games each and are started by the first reset.
+
+    Other environments of this kind that are open at the same time share them as well.
+
+    The anchor of step-level groups is the engine's text alone: neither the history nor the picture is in it.
+    """
+
+    name = "alfworld/text"
+    Settings = AlfworldTextSettings
+    system_prompt: str | None = None
+    dialogue = False
+
+    def __init__(
+        self, settings: AlfworldTextSettings, *, train_tasks: int, heldout_tasks: int, seed: int, processes: int
+    ) -> None:
+        packaged.folder()
+        self.settings = settings
+        self.max_turns = settings.max_turns
+        self.reward_weights = {"won": settings.won_weight}
+        self._counts = {"train": train_tasks, "heldout": heldout_tasks}
+        self._seed = seed
+        self.host, self._leave = shared_host(processes, self)
+
+    def tasks(self, split: Split) -> Iterator[Task]:
+        source: Source = "train" if split == "train" else self.settings.heldout_source
+        games = load_games(self.settings.games, source, count=self._counts[split], seed=self._seed)
+        for index, game in enumerate(games):
+            yield Task(f"alfworld-text-{split}-{index:05d}", split, game.payload())
+
+    def episode(self, task: Task) -> TextEpisode:
+        """
+        Raises:
+            DataError: the payload's problem or goal is not what the engine may be given.
+        """
+        problem = check_problem(task.payload["problem"], where=task.task_id)
+        goal = check_goal(task.payload["goal"], where=task.task_id)
+        name = f"{task.payload['source']}/{task.payload['game']}"
+        return TextEpisode(self.host.play(name, problem, goal), self.settings)
+
+    def demonstration(self, task: Task) -> Sequence[str]:
+        plan, problem = task.payload["plan"], task.payload["problem"]
+        commands = with_detours(plan, problem, self.settings.detours, Random(task.task_id))
+        return [self.settings.prompt.demonstration(command) for command in commands]
+
+    def close(self) -> None:
+        self._leave()
+
+
+class TextEpisode:
+    def __init__(self, game: HostedGame, settings: AlfworldTextSettings) -> None:
+        self._game, self._settings = game, settings
+        self._turns = 0
+
+    async def reset(self) -> Observation:
+        self._shown = await self._game.reset()
+        self._turns = 0
+        self._dialogue = Dialogue(self._settings.prompt, self._shown.feedback)
+        self._seen = Seen.begin(self._dialogue.task)
+        return self._observation(self._shown)
+
+    async def step(self, action: str) -> Outcome:
+        """An answer that is no admissible command acts as well: the engine then says that nothing happens."""
+        read = project(action, self._settings.prompt.thinking)
+        defect: ActionDefect | None = "format" if read.defect else None
+        if defect is None and read.action not in self._shown.commands:
+            defect = "inadmissible"
+        self._shown = await self._game.step(read.action)
+        self._dialogue.acted(read.action, self._shown.feedback)
+        self._turns += 1
+        if self._shown.won or self._turns == self._settings.max_turns:
+            return Outcome(None, {"won": float(self._shown.won)}, defect)
+        return Outcome(self._observation(self._shown), action_defect=defect)
+
+    async def close(self) -> None:
+        await self._game.close()
+
+    def _observation(self, shown: Shown) -> Observation:
+        text = self._dialogue.text(shown.commands)
+        self._seen.read(shown.feedback)
+        return Observation((*self._picture(), text), shown.commands, anchor_key=self._dialogue.observation)
+
+    def _picture(self) -> tuple[EncodedImage, ...]:
+        picture = self._settings.picture
+        return (draw(self._seen.cells(), picture.image_size),) if isinstance(picture, Schematic) else ()

@@ -1,0 +1,88 @@
+"""ALFWorld in AI2-THOR: each turn shows what the agent sees, and says what the text game would say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from pydantic import Field, PositiveInt
+
+from components.contracts.episodes import Episode, Split, Task
+from components.contracts.errors import ConfigurationError
+from components.contracts.settings import Settings
+from components.environments.alfworld.games import GamesSettings, Source, load_games
+from components.environments.alfworld.prompts import PromptSettings
+from components.environments.alfworld.thor_actions import Release
+from components.environments.alfworld.thor_episode import ThorEpisode
+from components.environments.alfworld.thor_metadata import LONGEST_SIDE
+from components.environments.alfworld.thor_pool import Players
+from components.environments.alfworld.thor_rewards import RewardSettings, weights
+from components.environments.threads import ThreadedEpisode
+
+if TYPE_CHECKING:
+    from components.environments.alfworld.thor_player import ThorPlayer
+
+
+class AlfworldThorSettings(Settings):
+    """The games, the words around them, the picture, and what is rewarded."""
+
+    games: GamesSettings = Field(description="Where games come from.")
+    heldout_source: Source = Field(description="The games' split that the held-out tasks are taken from.")
+    prompt: PromptSettings = Field(description="What the policy is asked, and how its answer is read.")
+    width: PositiveInt = Field(le=LONGEST_SIDE, description="Pixels of a frame; AI2-THOR's default is 300.")
+    height: PositiveInt = Field(le=LONGEST_SIDE, description="Pixels of a frame.")
+    player: Release = Field(
+        description="Release of AI2-THOR's player. ai2thor fetches 5.0; 2.1, which ALFRED's data was made with, "
+        "is named by the environment variable ARMATURE_THOR_PLAYER."
+    )
+    max_turns: PositiveInt = Field(description="Turns of an episode.")
+    reward: RewardSettings = Field(description="terminal or potential.")
+
+
+class AlfworldThor:
+    """Every live episode holds one of `processes` players; the others wait in `reset` for one to be free.
+
+    So keep `machine.max_concurrent` at `machine.environment_processes`: waiting counts as time of the reset.
+    The anchor of step-level groups is the feedback's text, as in the text game, never the frame.
+    """
+
+    name = "alfworld/thor"
+    Settings = AlfworldThorSettings
+    system_prompt: str | None = None
+    dialogue = False
+
+    def __init__(
+        self, settings: AlfworldThorSettings, *, train_tasks: int, heldout_tasks: int, seed: int, processes: int
+    ) -> None:
+        self.settings = settings
+        self.max_turns = settings.max_turns
+        self.reward_weights = weights(settings.reward)
+        self._counts = {"train": train_tasks, "heldout": heldout_tasks}
+        self._seed = seed
+        self._players = Players(self._start, processes)
+
+    def tasks(self, split: Split) -> Iterator[Task]:
+        source = "train" if split == "train" else self.settings.heldout_source
+        games = load_games(self.settings.games, source, count=self._counts[split], seed=self._seed)
+        for index, game in enumerate(games):
+            payload = {**game.payload(), "trajectory": dict(game.trajectory)}
+            yield Task(f"alfworld-thor-{split}-{index:05d}", split, payload)
+
+    def episode(self, task: Task) -> Episode:
+        """Raises DataError if the task's payload is not a game with its scene."""
+        return ThreadedEpisode(ThorEpisode(task, self.settings.prompt, self.settings.reward, self._players))
+
+    def demonstration(self, task: Task) -> Sequence[str]:
+        return [self.settings.prompt.demonstration(command) for command in task.payload["plan"]]
+
+    def close(self) -> None:
+        self._players.close()
+
+    def _start(self) -> ThorPlayer:
+        try:
+            from components.environments.alfworld.thor_player import ThorPlayer
+        except ImportError as error:
+            raise ConfigurationError(
+                f"alfworld/thor needs packages that are not installed: {error}", remedy="pip install 'armature[thor]'"
+            ) from error
+        return ThorPlayer(self.settings.player, width=self.settings.width, height=self.settings.height)

@@ -1,0 +1,182 @@
+"""alfworld's agent of high-level commands in AI2-THOR, with the commands and the names of the text game."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from alfworld.agents.controller.oracle import OracleAgent
+from alfworld.gen import constants
+
+from components.environments.alfworld.prompts import NOTHING
+from components.environments.alfworld.thor_names import kind_of
+
+if TYPE_CHECKING:
+    from components.environments.alfworld.thor_player import ThorPlayer
+
+
+_MOVE = re.compile(r"move (\S+ \d+) to (\S+ \d+)")
+_PUT = re.compile(r"put (\S+ \d+) (?:in/on|in|on) (\S+ \d+)")
+_USES = {"microwave": "heat", "fridge": "cool", "sinkbasin": "clean", "bathtubbasin": "clean"}
+_CLAIMED = ("go", "open", "close", "use", "slice")
+"""What alfworld says has happened even where the player refused: to ai2thor 5 a failed event is false, like None."""
+
+_LAMPS = ("desklamp", "floorlamp")
+
+
+class ThorAgent(OracleAgent):
+    """Teleports to receptacles, sees through the player's segmentation, and acts by alfworld's recipes.
+
+    `goal` is the task's sentence, `names` what things are called by their ids in lower case; what has no name
+    there gets the next free number of its kind. All of it is determined by the task.
+
+    Raises:
+        PlayerError: the player failed, here and in every method.
+    """
+
+    curr_recep: str
+    curr_loc: dict[str, Any]
+    visible_objects: list[str]
+
+    def __init__(self, player: ThorPlayer, trajectory: Mapping[str, Any], goal: str, names: Mapping[str, str]) -> None:
+        self._goal, self._names = goal, names
+        super().__init__(player, trajectory, traj_root="", load_receps=False)
+
+    def act(self, command: str) -> tuple[str, bool]:
+        """What `command` leads to, and whether it was one of the admissible commands; only those are carried out."""
+        put = _PUT.fullmatch(command)
+        command = f"move {put[1]} to {put[2]}" if put else command
+        if command not in self.get_admissible_commands():
+            self.feedback = NOTHING
+            return NOTHING, False
+        before = self.curr_recep, self.curr_loc, self.visible_objects
+        at = self.get_object(self.curr_recep, self.receptacles)
+        stood_open = at is not None and at["closed"] is False
+        self.step(command)
+        if self.env.failure is not None:  # alfworld's step catches everything
+            raise self.env.failure
+        move, verb = _MOVE.fullmatch(command), command.partition(" ")[0]
+        if verb in _CLAIMED and not self.env.last_event:
+            self.feedback = NOTHING
+        if self.feedback == NOTHING:  # alfworld notes what it tried, not what came of it
+            self.curr_recep, self.curr_loc, self.visible_objects = before
+            if verb in ("open", "close"):
+                at["closed"] = not stood_open
+        elif move:
+            self.feedback = f"You move the {move[1]} to the {move[2]}."
+        if verb in ("heat", "cool"):  # alfworld's recipe ends with the door closed; the text game leaves it as it was
+            reopen = {"action": "OpenObject", "objectId": at["object_id"], "forceAction": True}
+            at["closed"] = not (stood_open and self.env.step(reopen))
+        return self.feedback, True
+
+    def parse_command(self, action_str: str) -> dict[str, Any]:
+        if move := _MOVE.fullmatch(action_str):
+            return {"action": self.Action.PUT, "obj": move[1], "rel": "to", "tar": move[2]}
+        parsed: dict[str, Any] = super().parse_command(action_str)
+        return parsed
+
+    def get_admissible_commands(self) -> list[str]:
+        """What can be done here, sorted; alfworld's own list is cut out of the feedback's text."""
+        here, held = self.curr_recep, self.inventory[0] if self.inventory else None
+        commands = {"inventory", "look", *(f"go to {place['num_id']}" for place in self.receptacles.values())}
+        commands.discard(f"go to {here}")
+        at = self.get_object(here, self.receptacles)
+        closed = at is not None and bool(at["closed"])
+        seen = [] if closed else [name for name in self.visible_objects if name not in self.inventory]
+        if at is not None:
+            commands.add(f"examine {here}")
+            if at["closed"] is not None:
+                commands.add(f"{'open' if closed else 'close'} {here}")
+            commands |= {f"use {name}" for name in seen if name.startswith(_LAMPS)}
+            if held is None:
+                commands |= {f"take {name} from {here}" for name in seen if not name.startswith(_LAMPS)}
+            else:
+                commands |= set() if closed else {f"move {held} to {here}"}
+                use = _USES.get(here.partition(" ")[0])
+                commands |= {f"{use} {held} with {here}"} if use else set()
+                commands |= {f"slice {name} with {held}" for name in seen} if "knife" in held else set()
+        if held is not None:
+            commands.add(f"examine {held}")
+        return sorted(commands)
+
+    def explore_scene(self) -> None:
+        """Look from each of the poses that alfworld knows to show a receptacle, and keep the best view of each."""
+        height = self.env.last_event.metadata["agent"]["position"]["y"]
+        for x, z, rotation, horizon in self.openable_points.values():
+            pose = {"action": "TeleportFull", "x": x, "y": height, "z": z}
+            pose |= {"rotateOnTeleport": False, "rotation": rotation, "horizon": horizon}
+            if not self.env.step(pose):
+                continue
+            for object_id, pixels in self._seen():
+                kind = object_id.split("|")[0] + ("Basin" if "Basin" in object_id else "")
+                if kind not in self.STATIC_RECEPTACLES:
+                    continue
+                known = self.receptacles.setdefault(
+                    object_id,
+                    {
+                        "object_id": object_id,
+                        "object_type": kind,
+                        "locs": pose,
+                        "num_pixels": pixels,
+                        "num_id": self._name(object_id, self.receptacles),
+                        "closed": True if kind in constants.OPENABLE_CLASS_LIST else None,
+                    },
+                )
+                if pixels > known["num_pixels"]:
+                    known |= {"locs": pose, "num_pixels": pixels}
+
+    def print_frame(self, recep: dict[str, Any], loc: dict[str, Any]) -> tuple[list[str], str]:
+        """The objects in sight, and the sentence that lists them."""
+        present = {thing["objectId"] for thing in self.env.last_event.metadata["objects"]}
+        visible = []
+        for object_id, pixels in self._seen():
+            kind = object_id.split("|")[0]
+            if kind not in self.OBJECTS or object_id not in present:
+                continue
+            name = self._name(object_id, self.objects)
+            known = self.objects.setdefault(
+                object_id,
+                {"object_id": object_id, "object_type": kind, "parent": recep["object_id"], "num_id": name}
+                | {"loc": loc, "num_pixels": pixels},
+            )
+            if pixels > known["num_pixels"]:
+                known |= {"loc": loc, "num_pixels": pixels}
+            if known["num_id"] not in self.inventory:
+                visible.append(known["num_id"])
+        if not visible:
+            return visible, "" if recep["closed"] else f"On the {recep['num_id']}, you see nothing."
+        listed = self.fix_and_comma_in_the_end(" ".join(f"a {name}," for name in visible))
+        return visible, f"On the {recep['num_id']}, you see {listed}"
+
+    def print_intro(self) -> None:
+        """alfworld draws one of several sentences for the goal; ours is the task's."""
+        listed = self.fix_and_comma_in_the_end(" ".join(f"a {place['num_id']}," for place in self.receptacles.values()))
+        self.feedback = self.intro = (
+            "-= Welcome to TextWorld, ALFRED! =-\n\nYou are in the middle of a room. "
+            f"Looking quickly around you, you see {listed}\n\nYour task is to: {self._goal.rstrip('.')}."
+        )
+
+    def get_instance_seg(self) -> tuple[Counter[tuple[int, ...]], Mapping[tuple[int, ...], str]]:
+        """Pixels of each colour of the segmentation, and whose colour it is."""
+        packed = self.env.segmentation().astype(np.uint32) @ np.array([65536, 256, 1], np.uint32)
+        colours, counts = np.unique(packed, return_counts=True)
+        unpacked = (((colour >> 16) & 255, (colour >> 8) & 255, colour & 255) for colour in colours.tolist())
+        return Counter(dict(zip(unpacked, counts.tolist(), strict=True))), self.env.last_event.color_to_object_id
+
+    def _seen(self) -> list[tuple[str, int]]:
+        """The ids in sight with their pixels, the largest first."""
+        counts, ids = self.get_instance_seg()
+        seen = [(ids[colour], pixels) for colour, pixels in counts.items() if colour in ids]
+        return sorted(seen, key=lambda thing: (-thing[1], thing[0]))
+
+    def _name(self, object_id: str, known: Mapping[str, Mapping[str, Any]]) -> str:
+        if object_id in known:
+            return str(known[object_id]["num_id"])
+        if object_id.lower() in self._names:
+            return self._names[object_id.lower()]
+        kind = ("sliced-" if "Sliced" in object_id else "") + kind_of(object_id)
+        taken = {*self._names.values(), *(thing["num_id"] for thing in known.values())}
+        return next(name for number in range(1, len(taken) + 2) if (name := f"{kind} {number}") not in taken)

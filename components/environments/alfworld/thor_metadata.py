@@ -1,0 +1,78 @@
+"""The part of a player's answer that we and alfworld read."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+
+LONGEST_SIDE = 4096
+"""Pixels; a frame's size is believed up to here."""
+
+Channel = Annotated[int, Field(ge=0, le=255)]
+
+
+class _Part(BaseModel):
+    """Checked strictly where it is read; what else a player sends is its own business."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class Point(_Part):
+    x: FiniteFloat
+    y: FiniteFloat
+    z: FiniteFloat
+
+
+class SimObject(_Part):
+    objectId: str
+    objectType: str
+    visible: bool
+    position: Point
+    receptacle: bool
+    pickupable: bool
+    toggleable: bool
+    isToggled: bool
+    dirtyable: bool = False
+    isDirty: bool = False
+    parentReceptacles: list[str] | None
+    receptacleObjectIds: list[str] | None
+
+
+class Held(_Part):
+    objectId: str
+    objectType: str
+
+
+class Pose(_Part):
+    position: Point
+    cameraHorizon: FiniteFloat
+
+
+class Colour(_Part):
+    name: str
+    color: Annotated[list[Channel], Field(min_length=3, max_length=3)]
+
+
+class AgentMetadata(_Part):
+    screenWidth: int = Field(gt=0, le=LONGEST_SIDE)
+    screenHeight: int = Field(gt=0, le=LONGEST_SIDE)
+    sceneName: str
+    lastAction: str | None
+    lastActionSuccess: bool
+    errorMessage: str | None
+    errorCode: str | None
+    actionReturn: Any
+    thirdPartyCameras: list[Any] | None
+    objects: list[SimObject]
+    inventoryObjects: list[Held]
+    colors: list[Colour] | None
+    agent: Pose
+
+
+class PlayerMetadata(_Part):
+    """One answer; we only ever ask for one agent."""
+
+    sequenceId: int
+    activeAgentId: int
+    agents: Annotated[list[AgentMetadata], Field(min_length=1, max_length=1)]

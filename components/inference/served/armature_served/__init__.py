@@ -1,0 +1,10 @@
+"""What runs inside a vLLM server of ours: a plug-in and a middleware. It needs vLLM 0.26 to 0.32, nothing of ours."""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """The plug-in. vLLM calls it in each of its processes, more than once."""
+    from vllm import ModelRegistry
+
+    ModelRegistry.register_model("Molmo2ForConditionalGeneration", "armature_served.molmo2:Molmo2")

@@ -1,0 +1,140 @@
+"""Which tokens of an image see one another: `is_mm_prefix_lm` in the configuration, for families with the choice.
+
+True or absent: every token of an image sees all of that image. False: only those before it. vLLM reads the same
+attribute, so a checkpoint says it to trainer and server alike.
+"""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Molmo2Model, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
+
+from components.contracts.errors import ConfigurationError
+from components.models.families import FAMILIES, family_of
+from components.models.settings import ImageAttention
+
+_TYPE_IDS = ("mm_token_type_ids", "token_type_ids")
+
+
+def image_attention(config: PreTrainedConfig) -> ImageAttention | None:
+    """How image tokens attend according to `config`; None where the family leaves no choice."""
+    if not family_of(config).image_attention:
+        return None
+    return "bidirectional" if getattr(config, "is_mm_prefix_lm", True) else "causal"
+
+
+def choose_image_attention(config: PreTrainedConfig, chosen: ImageAttention | None) -> None:
+    """Write `chosen`, if it is not None, into a configuration that is going to be saved.
+
+    Raises:
+        ConfigurationError: the family has no choice.
+    """
+    if chosen is not None:
+        _has_choice(config, chosen)
+        config.is_mm_prefix_lm = chosen == "bidirectional"
+
+
+def check_image_attention(config: PreTrainedConfig, chosen: ImageAttention | None, attn_implementation: str) -> None:
+    """Refuse what would make the trainer attend otherwise than the server, which reads the checkpoint's config.json.
+
+    Raises:
+        ConfigurationError: the family has no choice, the checkpoint says otherwise, or the kernels cannot do it.
+    """
+    found = image_attention(config)
+    if chosen is not None:
+        _has_choice(config, chosen)
+        if found != chosen:
+            raise ConfigurationError(
+                f"image attention is to be {chosen}, and the checkpoint's config.json says {found}",
+                where="model.image_attention",
+                remedy=f'put "is_mm_prefix_lm": {str(chosen == "bidirectional").lower()} into the config.json of a '
+                "copy and name that folder, or leave image_attention out",
+            )
+    if found == "bidirectional" and attn_implementation == "flash_attention_2":
+        raise ConfigurationError(
+            "flash_attention_2 cannot attend in both directions inside an image",
+            where="model.attn_implementation",
+            remedy="set attn_implementation = 'sdpa'",
+        )
+
+
+def _has_choice(config: PreTrainedConfig, chosen: ImageAttention) -> None:
+    family = family_of(config)
+    if not family.image_attention:
+        raise ConfigurationError(
+            f"image attention cannot be chosen for {family.name}",
+            where=f"model.image_attention = {chosen!r}",
+            remedy="leave it out; families with the choice: "
+            + ", ".join(one.name for one in FAMILIES.values() if one.image_attention),
+        )
+
+
+def follow_image_attention(model: PreTrainedModel) -> PreTrainedModel:
+    """Make the model's body attend as its configuration says, whatever type ids it is called with.
+
+    transformers does not know `is_mm_prefix_lm`. And its Molmo2 puts the tokens of all images of a sequence into one
+    block, so that a later image changes the log-probs of earlier tokens; here every image is a block of its own, as
+    it is in vLLM.
+    """
+    mode = image_attention(model.config)
+    if mode == "causal":
+        model.model.register_forward_pre_hook(_causal, with_kwargs=True)
+    elif mode == "bidirectional" and isinstance(model.model, Molmo2Model):
+        model.model.register_forward_pre_hook(_one_block_per_image, with_kwargs=True)
+    return model
+
+
+def _causal(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """In training mode transformers demands type ids, zeros if need be; without any it needs no mask at all."""
+    known = signature(module.forward).parameters
+    zeros = torch.zeros_like(kwargs["input_ids"]) if module.training and kwargs.get("input_ids") is not None else None
+    return args, kwargs | {name: zeros for name in _TYPE_IDS if name in known}
+
+
+def _one_block_per_image(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ids, types, grids = (kwargs.get(name) for name in ("input_ids", "mm_token_type_ids", "image_grids"))
+    mask = kwargs.get("attention_mask")
+    if grids is None or (mask is not None and mask.ndim == 4):  # no image, or a mask that was made before
+        return args, kwargs
+    if ids is None or types is None:
+        raise ConfigurationError(
+            "images are given without input_ids or mm_token_type_ids, so their tokens would attend causally",
+            where=type(module).__name__,
+            remedy="pass both by name, as the family's adapter does, or make the checkpoint a causal one",
+        )
+    weight = module.get_input_embeddings().weight  # of it, embeddings have their dtype; FSDP may have sharded it
+    blocks = create_causal_mask(
+        config=module.config.get_text_config(),
+        inputs_embeds=torch.empty((), dtype=weight.dtype, device=ids.device).expand(*ids.shape, 1),  # as a description
+        attention_mask=mask,
+        past_key_values=kwargs.get("past_key_values"),
+        position_ids=kwargs.get("position_ids"),
+        block_sequence_ids=image_blocks(ids, types, grids, module.config),
+    )
+    return args, kwargs | {"attention_mask": blocks}
+
+
+def image_blocks(ids: Tensor, types: Tensor, grids: Tensor, config: Any) -> Tensor:
+    """(B, L) int64: the number of the image that a Molmo2 token belongs to, counted over the batch; -1 on text.
+
+    `ids`, `types`: (B, L), `grids`: (images, 4), rows and columns of the low and of the high resolution. Patch tokens
+    belong to the images in order. Of the other tokens of an image, start tokens stand before its patches, the ends
+    of rows and of crops behind them.
+    """
+    patches = grids[:, 0] * grids[:, 1] + grids[:, 2] * grids[:, 3]
+    of_patch = torch.repeat_interleave(torch.arange(len(grids), device=ids.device), patches.to(ids.device))
+    is_patch = ids == config.image_patch_id
+    starts = torch.tensor(
+        [config.image_start_token_id, config.low_res_image_start_token_id, config.frame_start_token_id],
+        device=ids.device,
+    )
+    before = is_patch.flatten().cumsum(0).view_as(ids) - is_patch.long()
+    nearest = before - (~is_patch & ~torch.isin(ids, starts)).long()
+    return torch.where(types == 1, of_patch[nearest.clamp(0, len(of_patch) - 1)], -1)

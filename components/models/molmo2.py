@@ -1,0 +1,142 @@
+"""Molmo2's two weight layouts: transformers' own names (native), and those of released checkpoints (hub).
+
+Files are in the hub layout: vLLM reads it, and transformers converts it when it loads. What transformers itself
+writes for it has the embedding in equal halves; its parts have `vocab_size` and `additional_vocab_size` rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from components.contracts.errors import DataError
+
+EMBEDDING = "model.language_model.embed_tokens.weight"
+EMBEDDING_PARTS = ("model.transformer.wte.embedding", "model.transformer.wte.new_embedding")
+
+_TEXT, _BLOCK = "model.language_model.layers.{}", "model.transformer.blocks.{}"
+_TOWER, _VIT = "model.vision_tower", "model.vision_backbone.image_vit"
+_PROJECTOR, _BACKBONE = "model.multi_modal_projector", "model.vision_backbone"
+_RENAMED = {
+    "lm_head": "lm_head",
+    "model.language_model.norm": "model.transformer.ln_f",
+    f"{_TEXT}.input_layernorm": f"{_BLOCK}.attn_norm",
+    f"{_TEXT}.post_attention_layernorm": f"{_BLOCK}.ff_norm",
+    f"{_TEXT}.self_attn.o_proj": f"{_BLOCK}.self_attn.attn_out",
+    f"{_TEXT}.self_attn.q_norm": f"{_BLOCK}.self_attn.q_norm",
+    f"{_TEXT}.self_attn.k_norm": f"{_BLOCK}.self_attn.k_norm",
+    f"{_TEXT}.mlp.down_proj": f"{_BLOCK}.mlp.ff_out",
+    f"{_TOWER}.positional_embedding": f"{_VIT}.positional_embedding",
+    f"{_TOWER}.patch_embedding": f"{_VIT}.patch_embedding",
+    f"{_TOWER}.layers.{{}}.self_attn.q_proj": f"{_VIT}.transformer.resblocks.{{}}.attention.wq",
+    f"{_TOWER}.layers.{{}}.self_attn.k_proj": f"{_VIT}.transformer.resblocks.{{}}.attention.wk",
+    f"{_TOWER}.layers.{{}}.self_attn.v_proj": f"{_VIT}.transformer.resblocks.{{}}.attention.wv",
+    f"{_TOWER}.layers.{{}}.self_attn.o_proj": f"{_VIT}.transformer.resblocks.{{}}.attention.wo",
+    f"{_TOWER}.layers.{{}}.mlp.fc1": f"{_VIT}.transformer.resblocks.{{}}.feed_forward.w1",
+    f"{_TOWER}.layers.{{}}.mlp.fc2": f"{_VIT}.transformer.resblocks.{{}}.feed_forward.w2",
+    f"{_TOWER}.layers.{{}}.layer_norm1": f"{_VIT}.transformer.resblocks.{{}}.attention_norm",
+    f"{_TOWER}.layers.{{}}.layer_norm2": f"{_VIT}.transformer.resblocks.{{}}.ffn_norm",
+    f"{_PROJECTOR}.image_pooling_2d.q_proj": f"{_BACKBONE}.image_pooling_2d.wq",
+    f"{_PROJECTOR}.image_pooling_2d.k_proj": f"{_BACKBONE}.image_pooling_2d.wk",
+    f"{_PROJECTOR}.image_pooling_2d.v_proj": f"{_BACKBONE}.image_pooling_2d.wv",
+    f"{_PROJECTOR}.image_pooling_2d.o_proj": f"{_BACKBONE}.image_pooling_2d.wo",
+    f"{_PROJECTOR}.image_projector.gate_proj": f"{_BACKBONE}.image_projector.w1",
+    f"{_PROJECTOR}.image_projector.down_proj": f"{_BACKBONE}.image_projector.w2",
+    f"{_PROJECTOR}.image_projector.up_proj": f"{_BACKBONE}.image_projector.w3",
+}
+_RESTORED = {hub: native for native, hub in _RENAMED.items()}
+# Hub tensors that hold several native ones along dim 0, in this order.
+_FUSED = {
+    f"{_BLOCK}.self_attn.att_proj": tuple(f"{_TEXT}.self_attn.{one}_proj" for one in "qkv"),
+    f"{_BLOCK}.mlp.ff_proj": (f"{_TEXT}.mlp.up_proj", f"{_TEXT}.mlp.gate_proj"),
+}
+_PART_OF = {part: whole for whole, parts in _FUSED.items() for part in parts}
+
+
+def to_hub(state: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """Native weights under hub names; parts of a fused or split tensor must all be there.
+
+    `config` is the native configuration of the whole model.
+
+    Raises:
+        DataError: a name is not Molmo2's, or a fused tensor lacks a part.
+    """
+    hub: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        key, layer, kind = _parse(name)
+        if name == EMBEDDING:
+            rows = config.text_config.vocab_size
+            hub |= dict(zip(EMBEDDING_PARTS, (tensor[:rows], tensor[rows:]), strict=True))
+        elif key in _PART_OF:
+            whole = _PART_OF[key]
+            if key == _FUSED[whole][0]:
+                parts = [state.get(part.format(layer) + kind) for part in _FUSED[whole]]
+                if any(part is None for part in parts):
+                    raise _unknown(whole.format(layer) + kind, "a part of it is missing")
+                hub[whole.format(layer) + kind] = torch.cat([part for part in parts if part is not None])
+        elif key in _RENAMED:
+            hub[_RENAMED[key].format(layer) + kind] = tensor
+        else:
+            raise _unknown(name, "no such weight in a native Molmo2")
+    return hub
+
+
+def from_hub(state: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """The inverse of `to_hub`.
+
+    Raises:
+        DataError: a name is not Molmo2's, or one part of the embedding is missing.
+    """
+    native: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        key, layer, kind = _parse(name)
+        if name in EMBEDDING_PARTS:
+            if not state.keys() >= set(EMBEDDING_PARTS):
+                raise _unknown(name, "the other part of the embedding is missing")
+            native[EMBEDDING] = torch.cat([state[part] for part in EMBEDDING_PARTS])
+        elif key in _FUSED:
+            for part, rows in zip(_FUSED[key], tensor.split(_rows(key, config.text_config)), strict=True):
+                native[part.format(layer) + kind] = rows
+        elif key in _RESTORED:
+            native[_RESTORED[key].format(layer) + kind] = tensor
+        else:
+            raise _unknown(name, "no such weight in a released Molmo2")
+    return native
+
+
+def has_second_layout(config: Any) -> bool:
+    """Whether a configuration is Molmo2's, whose files are in the hub layout."""
+    return bool(config.model_type == "molmo2")
+
+
+def is_hub(names: Iterable[str]) -> bool:
+    """Whether `names` are those of the hub layout."""
+    return any(name.startswith(("model.transformer.", "model.vision_backbone.")) for name in names)
+
+
+def _parse(name: str) -> tuple[str, str, str]:
+    """The name with {} for its layer, the layer's number or nothing, and .weight, .bias or nothing."""
+    stem, kind = re.fullmatch(r"(.*?)(\.weight|\.bias)?", name).groups(default="")  # type: ignore[union-attr]
+    layer = re.search(r"(?<=\.)\d+(?=\.)", stem)
+    if layer is None:
+        return stem, "", kind
+    return stem[: layer.start()] + "{}" + stem[layer.end() :], layer[0], kind
+
+
+def _rows(fused: str, text: Any) -> list[int]:
+    if fused.endswith("ff_proj"):
+        return [text.intermediate_size] * 2
+    queries, keys = (heads * text.head_dim for heads in (text.num_attention_heads, text.num_key_value_heads))
+    return [queries, keys, keys]
+
+
+def _unknown(name: str, why: str) -> DataError:
+    return DataError(
+        f"the weights have no second layout: {why}",
+        where=name,
+        remedy="pass the whole state of a Molmo2, with adapters merged, in one of its two layouts",
+    )

@@ -1,0 +1,93 @@
+"""Tiny Molmo2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import Molmo2Config, Molmo2ImageProcessor, Molmo2Processor, Molmo2VideoProcessor
+
+from components.contracts.errors import ConfigurationError
+from components.models.settings import TinySettings
+from components.models.tiny.recipe import PATCH, Recipe, text_sizes
+from components.models.tiny.templates import chatml
+from components.models.tiny.tokenizer import Vocabulary
+
+VOCABULARY = Vocabulary(
+    # vLLM takes a first token with id 0 for none and writes the stop token instead.
+    markers=("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin|>"),
+    pad="<|endoftext|>",
+    eos="<|im_end|>",
+    bos="<|begin|>",
+    inputs_only=(
+        *("<im_start>", "<im_end>", "<im_patch>", "<im_col>", "<low_res_im_start>", "<|image|>", "<im_low>"),
+        *("<frame_start>", "<frame_end>", "<|video|>"),
+    ),
+)
+EXTRA_EMBEDDINGS = 16  # rows for the tokens above, and a few that nothing uses, as in released checkpoints
+MAX_CROPS = 4
+POOL = 2  # 2 x 2 patches become one token
+
+
+def _config(settings: TinySettings, tokenizer: Any) -> Molmo2Config:
+    if settings.tie_embeddings:
+        raise ConfigurationError(
+            "Molmo2 has more input embeddings than output ones, so they cannot be one matrix",
+            where="model.tiny.tie_embeddings = true",
+            remedy="set it to false",
+        )
+    side = settings.image_side
+    tower: dict[str, Any] = {
+        "hidden_size": settings.vision_hidden_size,
+        "num_attention_heads": settings.vision_heads,
+        "num_key_value_heads": settings.vision_heads,
+        "head_dim": settings.vision_hidden_size // settings.vision_heads,
+        "initializer_range": settings.vision_initializer_range,
+    }
+    text = text_sizes(settings, tokenizer) | {
+        "vocab_size": len(tokenizer) - len(VOCABULARY.inputs_only),
+        "additional_vocab_size": EXTRA_EMBEDDINGS,
+        "head_dim": settings.hidden_size // settings.heads,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    }
+    return Molmo2Config(
+        text_config=text,
+        vision_config=tower
+        | {
+            "intermediate_size": settings.vision_intermediate_size,
+            "num_hidden_layers": settings.vision_layers,
+            "image_size": [side, side],
+            "patch_size": PATCH,
+        },
+        adapter_config=tower
+        | {
+            "vision_feature_layer": [settings.vision_layers - 1, 0],
+            "intermediate_size": settings.intermediate_size,
+            "text_hidden_size": settings.hidden_size,
+        },
+        image_start_token_id=tokenizer.convert_tokens_to_ids("<im_start>"),
+        low_res_image_start_token_id=tokenizer.convert_tokens_to_ids("<low_res_im_start>"),
+        image_end_token_id=tokenizer.convert_tokens_to_ids("<im_end>"),
+        image_patch_id=tokenizer.convert_tokens_to_ids("<im_patch>"),
+        frame_start_token_id=tokenizer.convert_tokens_to_ids("<frame_start>"),
+        frame_end_token_id=tokenizer.convert_tokens_to_ids("<frame_end>"),
+        initializer_range=settings.initializer_range,
+        tie_word_embeddings=settings.tie_embeddings,
+    )
+
+
+def _processor(settings: TinySettings, tokenizer: Any) -> Molmo2Processor:
+    size = {"height": settings.image_side, "width": settings.image_side}
+    margin = 1 if settings.image_side >= 4 * PATCH else 0  # patches of a crop that its neighbour has too
+    images = Molmo2ImageProcessor(
+        size=size, max_crops=MAX_CROPS, overlap_margins=[margin, margin], pooling_size=[POOL, POOL], patch_size=PATCH
+    )
+    return Molmo2Processor(
+        image_processor=images,
+        video_processor=Molmo2VideoProcessor(size=size, patch_size=PATCH),
+        tokenizer=tokenizer,
+        chat_template=tokenizer.chat_template,
+    )
+
+
+# The processor begins every text with the first token; vLLM only those with images, so the template does it for both.
+MOLMO2 = Recipe(VOCABULARY, "{{ bos_token }}" + chatml("<|image|>"), _config, _processor)

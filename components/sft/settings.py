@@ -1,0 +1,58 @@
+"""How much is demonstrated, and how the model is trained on it."""
+
+from __future__ import annotations
+
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
+
+from components.contracts.errors import ConfigurationError
+from components.contracts.settings import Settings
+from components.models.settings import ModelSettings
+from components.training.settings import ImportanceCorrection, Likelihood, TrainerSettings, UpdateSettings
+
+
+class WarmStartSettings(UpdateSettings):
+    """Supervised training on demonstrations: each goes through the real environment, only answers are trained on."""
+
+    model_config = ConfigDict(title="Warm start")
+
+    demonstrations: NonNegativeInt = Field(
+        description="Tasks of the training split to demonstrate, from its first; 0: all."
+    )
+    heldout_demonstrations: NonNegativeInt = Field(
+        description="Demonstrations of held-out tasks whose loss is reported, never trained on; 0: none."
+    )
+    success_reward: float = Field(description="A demonstration that earns less is left out and counted.")
+    max_sequence_tokens: PositiveInt = Field(description="Turns that would end beyond this are dropped and counted.")
+    epochs: PositiveInt = Field(description="How often every demonstration is trained on.")
+    samples_per_step: PositiveInt = Field(description="Sequences of one step, which makes one update.")
+
+    def trainer(self, max_steps: int) -> TrainerSettings:
+        """A trainer that minimises the cross-entropy of the answers' tokens, each counting alike.
+
+        Raises:
+            ConfigurationError: the warm-up of the learning rate is longer than the training.
+        """
+        if self.warmup_steps > max_steps:
+            raise ConfigurationError(
+                f"warmup_steps = {self.warmup_steps}, and the demonstrations make {max_steps} steps",
+                where="warm_start.warmup_steps",
+                remedy="shorten it, or raise epochs or demonstrations",
+            )
+        return TrainerSettings(
+            **{name: getattr(self, name) for name in UpdateSettings.model_fields},
+            objective=Likelihood(name="likelihood"),
+            aggregation="token",
+            dr_grpo_length=1,
+            correction=ImportanceCorrection(level="token", mode="none", cap=1.0),
+            kl_coefficient=0.0,
+            entropy_coefficient=0.0,
+            max_steps=max_steps,
+            samples_per_update=0,
+        )
+
+
+class SftSettings(Settings):
+    """The sections that a warm-started checkpoint depends on."""
+
+    model: ModelSettings
+    warm_start: WarmStartSettings

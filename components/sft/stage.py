@@ -1,0 +1,191 @@
+"""The stage sft: a model and an environment's tasks in, a checkpoint trained on an expert's demonstrations out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from components.contracts.errors import DataError
+from components.contracts.rollouts import GenerateOutputs
+from components.contracts.stages import Artifact, Report, Stage, StageContext
+from components.sft.settings import SftSettings, WarmStartSettings
+
+VIEWER_FILE = "demonstrations.html"
+KIND = "demonstrations"
+
+
+def warm_start(settings: SftSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext) -> Report:
+    """Writes `checkpoint/` (Hugging Face layout), `history.json`, `metrics.json`, `lineage.json` and the report.
+
+    Raises:
+        ConfigurationError: the environment has no expert.
+        DataError: no demonstration can be trained on.
+    """
+    from components.adapters import get_adapter
+    from components.artifacts.images import ImageStore
+    from components.models.load import load_processor
+    from components.models.source import CHECKPOINT, locate
+    from components.rl.history import History
+    from components.rollouts.table import read_rollouts
+    from components.sft.fit import Plan, fit
+    from components.training.client import TrainerClient
+    from components.training.service_settings import PolicySettings
+
+    plan = settings.warm_start
+    weights = locate(inputs["model"].path, settings.model.revision)
+    processor = load_processor(weights, settings.model)
+    played = demonstrations(plan, processor, inputs, context)
+    outputs = read_rollouts(played.path)
+    adapter = get_adapter(weights, processor, ImageStore(context.images).open, plan.max_sequence_tokens)
+    samples, drops = adapter.samples(_split(outputs, "train"))
+    heldout, _ = adapter.samples(_split(outputs, "heldout"))
+    drops.update(outputs.drops)
+    if not samples:
+        raise DataError(
+            f"no demonstration can be trained on; left out: {dict(drops)}",
+            where=str(played.path),
+            remedy="look at the first failure's detail in failures.parquet there",
+        )
+    steps = Plan(samples, plan.epochs, plan.samples_per_step, plan.seed)
+    policy = PolicySettings(
+        model_path=weights,
+        model=settings.model,
+        trainer=plan.trainer(steps.steps),
+        temperature=1.0,
+        images=context.images,
+    )
+    history = History(context.workspace / "history.jsonl")
+    with TrainerClient(policy, context.machine, context.workspace / "trainer") as trainer:
+        fit(trainer, steps, heldout, plan.save_every, history, context.events)
+        trainer.publish(out / CHECKPOINT, steps.steps)
+    rows = history.read()
+    _write_json(out / "history.json", rows)
+    _write_json(out / "lineage.json", [{"step": 0, KIND: played.digest}])
+    _write_json(out / "metrics.json", summary(rows))
+    write_pages(out, settings, outputs, rows, context.images)
+    counts = {KIND: len(outputs.trajectories), "samples": len(samples), "steps": steps.steps}
+    return Report(rows=counts, drops=dict(drops))
+
+
+def demonstrations(
+    plan: WarmStartSettings, processor: Any, inputs: Mapping[str, Artifact], context: StageContext
+) -> Artifact:
+    """The rollout tables of the expert, found or played; training tasks first."""
+    from components.artifacts.images import ImageStore
+    from components.artifacts.manifest import write_manifest
+    from components.environments.stage import load_environment, load_tasks
+    from components.rollouts.table import write_rollouts
+    from components.sft.demonstrate import demonstrate, expert
+    from components.sft.prompts import PromptWriter, one_thread
+    from components.stages import open_store
+
+    store, key = open_store(context.machine), context.fingerprint
+    if made := store.find(KIND, key):
+        return made
+    train = load_tasks(inputs["tasks"].path, "train")
+    heldout = load_tasks(inputs["tasks"].path, "heldout")[: plan.heldout_demonstrations]
+    tasks = [*train[: plan.demonstrations or len(train)], *heldout]
+
+    def report(finished: int) -> None:
+        context.events.progress(KIND, finished, len(tasks))
+
+    processes = context.machine.environment_processes
+    with one_thread(), closing(load_environment(inputs["tasks"].path, processes)) as environment:
+        outputs = asyncio.run(
+            demonstrate(
+                expert(environment),
+                tasks,
+                plan.success_reward,
+                PromptWriter(processor),
+                ImageStore(context.images),
+                context.machine,
+                report,
+            )
+        )
+    if outputs.failures:
+        first = outputs.failures[0]
+        context.events.message(
+            f"{len(outputs.failures)} of {len(tasks)} demonstrations are left out: {outputs.drops}; "
+            f"the first is {first.task_id}: {first.detail[:200]}"
+        )
+
+    def fill(folder: Path) -> None:
+        write_rollouts(folder, outputs)
+        write_manifest(
+            folder,
+            kind=KIND,
+            kind_version=1,
+            rows={"trajectories": len(outputs.trajectories), "failures": len(outputs.failures)},
+            drops=outputs.drops,
+            inputs={name: artifact.digest for name, artifact in inputs.items()},
+            settings={"run": key},
+        )
+
+    artifact = store.write(KIND, key, fill)
+    context.events.artifact(artifact, "output", 0)
+    return artifact
+
+
+def summary(history: list[dict[str, float]]) -> dict[str, float]:
+    """Losses in nats per token: of the last tenth of the steps, and held out before and after."""
+    from components.sft.fit import HELDOUT_LOSS
+
+    trained = history[1:]
+    tail = trained[-max(1, len(trained) // 10) :]
+    numbers = {key: sum(row[key] for row in tail) / len(tail) for key in ("loss", "probability")}
+    measured = [row[HELDOUT_LOSS] for row in history if HELDOUT_LOSS in row]
+    if measured:
+        numbers |= {"heldout_loss_before": measured[0], "heldout_loss": measured[-1]}
+    return numbers
+
+
+def write_pages(
+    folder: Path, settings: SftSettings, outputs: GenerateOutputs, history: list[dict[str, float]], images: Path
+) -> None:
+    """Writes `report.html`, `curves.png` and `demonstrations.html`."""
+    from components.artifacts.images import ImageStore
+    from components.models.source import CHECKPOINT
+    from components.reports.tokens import token_decoder
+    from components.reports.training import write_training_report
+    from components.reports.viewer import Rollouts, write_viewer
+
+    title = f"Warm start of {settings.model.source} on {outputs.trajectories[0].environment}"
+    numbers = summary(history)
+    figures = {KIND: f"{len(outputs.trajectories):,}"}
+    if "heldout_loss" in numbers:
+        figures["held-out loss, nats per token"] = (
+            f"{numbers['heldout_loss_before']:.4g} before, {numbers['heldout_loss']:.4g} after"
+        )
+    left_out = Counter(failure.reason for failure in outputs.failures)
+    figures |= {f"left out: {reason}": f"{count:,}" for reason, count in sorted(left_out.items())}
+    write_training_report(
+        folder,
+        title=title,
+        history=history,
+        configuration=settings.model_dump(mode="json"),
+        figures=figures,
+        links={"Demonstrations": VIEWER_FILE},
+    )
+    write_viewer(
+        folder / VIEWER_FILE,
+        Rollouts(outputs.trajectories, outputs.failures),
+        images=ImageStore(images),
+        decode=token_decoder(folder / CHECKPOINT),
+        title=title,
+    )
+
+
+def _split(outputs: GenerateOutputs, split: str) -> GenerateOutputs:
+    return GenerateOutputs([trajectory for trajectory in outputs.trajectories if trajectory.split == split])
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
+
+
+SFT_STAGE = Stage("sft", 1, SftSettings, ("tasks", "model"), warm_start)

@@ -1,0 +1,124 @@
+"""Triton kernels: a tile of logits is made in registers and leaves them as three numbers per row, or as its gradient.
+
+A program owns a tile of rows (tokens) x columns (vocabulary). The product runs over D in tensor cores with an fp32
+accumulator; softcap, temperature and the exclusion of tokens follow in registers.
+"""
+
+# Triton gives its functions their types.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+EXCLUDED = tl.constexpr(-1e30)
+
+
+@triton.jit
+def _place(n_rows, n_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """First row and column of this program's tile; GROUP row tiles share the columns that are in the L2 cache."""
+    program = tl.program_id(0)
+    row_tiles, column_tiles = tl.cdiv(n_rows, ROWS), tl.cdiv(n_columns, COLUMNS)
+    group = program // (GROUP * column_tiles)
+    first = group * GROUP
+    size = min(row_tiles - first, GROUP)
+    inside = program % (GROUP * column_tiles)
+    return (first + inside % size) * ROWS, (inside // size) * COLUMNS
+
+
+@triton.jit
+def _logits(
+    hidden, weight, bias, forbidden, row, column, n_rows, n_columns, scale, softcap, depth: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """The tile's logits after softcap and temperature, and the hyperbolic tangent of the softcap (or the logits)."""
+    z = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    if DESCRIPTORS:
+        for start in range(0, depth, DEPTH):
+            z = tl.dot(hidden.load([row, start]), weight.load([column, start]).T, z)
+    else:
+        steps = tl.arange(0, DEPTH)
+        # Rows past the end read a row again instead of being masked: what they give is not stored.
+        h = hidden + ((row + tl.arange(0, ROWS)) % n_rows).to(tl.int64)[:, None] * depth + steps[None, :]
+        w = weight + ((column + tl.arange(0, COLUMNS)) % n_columns).to(tl.int64)[None, :] * depth + steps[:, None]
+        for start in range(0, depth, DEPTH):
+            if depth % DEPTH == 0:
+                z = tl.dot(tl.load(h), tl.load(w), z, input_precision="ieee")
+            else:
+                left = depth - start
+                a = tl.load(h, mask=steps[None, :] < left, other=0.0)
+                b = tl.load(w, mask=steps[:, None] < left, other=0.0)
+                z = tl.dot(a, b, z, input_precision="ieee")
+            h += DEPTH
+            w += DEPTH
+    columns = column + tl.arange(0, COLUMNS)
+    known = columns < n_columns
+    if BIAS:
+        z += tl.load(bias + columns, mask=known, other=0.0)[None, :]
+    bent = z
+    if SOFTCAP:
+        bent = 2 * tl.sigmoid(2 * z / softcap) - 1
+        z = bent * softcap
+    allowed = tl.load(forbidden + columns, mask=known, other=1) == 0
+    return tl.where(allowed[None, :], z * scale, EXCLUDED), bent
+
+
+@triton.jit
+def statistics_kernel(
+    hidden, weight, bias, forbidden, targets, maximum, total, weighted, chosen,
+    n_rows, n_columns, scale, softcap, depth: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """Per row of the tile: the largest logit m, sum exp(z - m) and sum exp(z - m) (z - m); and the target's logit."""
+    row, column = _place(n_rows, n_columns, ROWS, COLUMNS, GROUP)
+    z, _ = _logits(
+        hidden, weight, bias, forbidden, row, column, n_rows, n_columns, scale, softcap, depth,
+        ROWS, COLUMNS, DEPTH, BIAS, SOFTCAP, DESCRIPTORS,
+    )  # fmt: skip
+    rows = row + tl.arange(0, ROWS)
+    known = rows < n_rows
+    m = tl.max(z, 1)
+    below = z - m[:, None]
+    e = tl.exp(below)
+    place = (column // COLUMNS).to(tl.int64) * n_rows + rows
+    tl.store(maximum + place, m, mask=known)
+    tl.store(total + place, tl.sum(e, 1), mask=known)
+    tl.store(weighted + place, tl.sum(e * below, 1), mask=known)
+    target = tl.load(targets + rows, mask=known, other=-1).to(tl.int32) - column
+    hit = tl.arange(0, COLUMNS)[None, :] == target[:, None]
+    here = known & (target >= 0) & (target < COLUMNS)
+    tl.store(chosen + rows, tl.sum(tl.where(hit, z, 0.0), 1), mask=here)
+
+
+@triton.jit
+def gradient_kernel(
+    hidden, weight, bias, forbidden, targets, normaliser, entropy, d_logprobs, d_entropy, dz,
+    n_rows, n_columns, scale, softcap, depth: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):  # fmt: skip
+    """dz (rows, columns): the gradient of what the linear layer gave."""
+    row, column = _place(n_rows, n_columns, ROWS, COLUMNS, GROUP)
+    z, bent = _logits(
+        hidden, weight, bias, forbidden, row, column, n_rows, n_columns, scale, softcap, depth,
+        ROWS, COLUMNS, DEPTH, BIAS, SOFTCAP, DESCRIPTORS,
+    )  # fmt: skip
+    rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+    known = rows < n_rows
+    log_p = z - tl.load(normaliser + rows, mask=known, other=0.0)[:, None]
+    p = tl.exp(log_p)
+    g = tl.load(d_logprobs + rows, mask=known, other=0.0)[:, None]
+    target = tl.load(targets + rows, mask=known, other=-1).to(tl.int32)
+    gradient = tl.where(columns[None, :] == target[:, None], g, 0.0) - p * g
+    if ENTROPY:
+        slope = tl.load(d_entropy + rows, mask=known, other=0.0)[:, None]
+        gradient -= p * slope * (log_p + tl.load(entropy + rows, mask=known, other=0.0)[:, None])
+    if SOFTCAP:
+        gradient *= 1 - bent * bent
+    place = dz + rows.to(tl.int64)[:, None] * n_columns + columns[None, :]
+    inside = known[:, None] & (columns[None, :] < n_columns)
+    tl.store(place, (gradient * scale).to(dz.dtype.element_ty), mask=inside)

@@ -1,0 +1,120 @@
+"""Advantages of trajectories against hand-computed values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from components.batches.advantages import turn_advantages
+from components.contracts.errors import DataError
+from components.contracts.rollouts import Trajectory
+
+from .conftest import batch_settings, played, trajectory, turn, walk
+
+GROUPS = [
+    trajectory("a", "g1", 1.0),
+    trajectory("b", "g1", 0.0),
+    trajectory("c", "g1", 0.0, 2.0),
+    trajectory("d", "g2", 0.5),
+    trajectory("e", "g2", 0.5),
+    trajectory("f", "g3", 9.0),
+]
+
+
+def of(trajectories: list[Trajectory], advantage: dict[str, Any], **penalty: float) -> dict[str, list[float]]:
+    """The advantages of each trajectory's turns."""
+    by_turn = turn_advantages(trajectories, batch_settings(advantage, **penalty)).by_turn
+    return {one.trajectory_id: [by_turn[one.trajectory_id, each.index] for each in one.turns] for one in trajectories}
+
+
+def group_mean(scale: str) -> dict[str, Any]:
+    return {"name": "group_mean", "scale": scale}
+
+
+def expect(**values: list[float]) -> Any:
+    return {name: pytest.approx(value) for name, value in values.items()}
+
+
+def test_group_std_by_hand() -> None:
+    std = math.sqrt(2 / 3)  # rewards 1, 0, 2: mean 1, population variance 2/3
+    high, low = 1 / (std + 1e-4), -1 / (std + 1e-4)
+    assert of(GROUPS, group_mean("group_std")) == expect(a=[0], b=[low], c=[high, high], d=[0], e=[0], f=[0])
+    found = turn_advantages(GROUPS, batch_settings(group_mean("group_std")))
+    assert found.without_gradient == {"g2", "g3"}
+    assert found.metrics["groups/count"] == 3 and found.metrics["groups/zero_advantage_fraction"] == 2 / 3
+    assert found.metrics["advantage/absmean"] == pytest.approx(3 * high / 7)
+
+
+def test_unscaled_and_batch_scaled_by_hand() -> None:
+    assert of(GROUPS, group_mean("none")) == expect(a=[0], b=[-1], c=[1, 1], d=[0], e=[0], f=[0])
+    std = math.sqrt(2 / 6)  # centred rewards 0, -1, 1, 0, 0, 0
+    assert of(GROUPS, group_mean("batch_std"))["c"] == pytest.approx([1 / (std + 1e-4)] * 2)
+
+
+def test_leave_one_out_by_hand() -> None:
+    # a: 1 - (0 + 2) / 2, b: 0 - (1 + 2) / 2, c: 2 - (1 + 0) / 2
+    assert of(GROUPS, {"name": "rloo"}) == expect(a=[0], b=[-1.5], c=[1.5, 1.5], d=[0], e=[0], f=[0])
+
+
+def test_a_penalty_lowers_its_own_turn_and_a_little_the_baseline() -> None:
+    pair = [walk("a", "xyz", [0, 0, 1.0], " fi"), walk("b", "x", [0.0])]
+    # Scores of a: 1, 0.7, 0.9, on average 13/15; of b: 0. The baseline is 13/30, without penalties 1/2.
+    assert of(pair, group_mean("none"), format=0.3, inadmissible=0.1) == expect(
+        a=[1 - 13 / 30, 0.7 - 13 / 30, 0.9 - 13 / 30], b=[-13 / 30]
+    )
+    assert of(pair, {"name": "rloo"}, format=0.3, inadmissible=0.1) == expect(a=[1, 0.7, 0.9], b=[-13 / 15])
+    metrics = turn_advantages(pair, batch_settings(group_mean("none"), format=0.3, inadmissible=0.1)).metrics
+    assert metrics["penalty/turns"] == 2 and metrics["penalty/mean"] == pytest.approx(0.1)
+
+
+def test_a_penalty_within_equal_trajectories_is_not_divided_by_next_to_nothing() -> None:
+    pair = [walk("a", "xy", [0, 0], "f"), walk("b", "xy", [0, 0], "f")]
+    found = of(pair, group_mean("group_std"), format=0.1)  # scores -0.1, 0, -0.1, 0
+    assert found["a"] == found["b"] == pytest.approx([-1, 1], rel=3e-3)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.floats(-5, 5)), max_size=20),
+    st.sampled_from([group_mean("group_std"), group_mean("none"), {"name": "rloo"}]),
+)
+def test_advantages_of_a_group_sum_to_zero(members: list[tuple[int, float]], advantage: dict[str, Any]) -> None:
+    rows = [trajectory(str(number), f"g{group}", reward) for number, (group, reward) in enumerate(members)]
+    found = of(rows, advantage)
+    for group in {row.group_id for row in rows}:
+        total = sum(found[row.trajectory_id][0] for row in rows if row.group_id == group)
+        assert total == pytest.approx(0.0, abs=1e-6)
+
+
+@given(rewards=st.lists(st.floats(-5, 5), min_size=2, max_size=8))
+def test_leave_one_out_is_the_group_mean_stretched(rewards: list[float]) -> None:
+    """R - mean of the others = n / (n - 1) * (R - mean of all)."""
+    rows = [trajectory(str(number), "g", reward) for number, reward in enumerate(rewards)]
+    left_out, mean = of(rows, {"name": "rloo"}), of(rows, group_mean("none"))
+    stretch = len(rewards) / (len(rewards) - 1)
+    assert {name: value[0] for name, value in left_out.items()} == pytest.approx(
+        {name: stretch * value[0] for name, value in mean.items()}, abs=1e-9
+    )
+
+
+def test_a_trajectory_that_comes_twice_is_refused() -> None:
+    with pytest.raises(DataError, match="comes twice"):
+        turn_advantages([GROUPS[0], GROUPS[1], GROUPS[0]], batch_settings(group_mean("none")))
+
+
+def test_a_reward_that_is_no_number_leaves_its_siblings_alone() -> None:
+    broken = played("z", "g1", [turn(math.nan)])
+    by_turn = turn_advantages([broken, *GROUPS], batch_settings(group_mean("group_std"))).by_turn
+    assert by_turn == turn_advantages(GROUPS, batch_settings(group_mean("group_std"))).by_turn
+    assert all(np.isfinite(value) for value in by_turn.values())
+
+
+def test_groups_do_not_see_each_other() -> None:
+    moved = [replace(one, group_id="g9") if one.group_id == "g2" else one for one in GROUPS]
+    assert of(list(reversed(moved)), group_mean("group_std")) == of(GROUPS, group_mean("group_std"))
+    assert turn_advantages([], batch_settings(group_mean("batch_std"))).by_turn == {}

@@ -1,0 +1,238 @@
+"""LeRobotDataset v3.0: what is written is read, episodes keep apart, hostile descriptions are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+
+from components.contracts.errors import ConfigurationError, DataError
+from components.datasets.lerobot.reader import open_dataset
+from components.datasets.lerobot.sampling import sampled
+from components.datasets.lerobot.writer import create_dataset
+
+from .conftest import FEATURES, LENGTHS, frames_of, layout, write
+
+
+@pytest.fixture
+def copied(written, tmp_path):
+    shutil.copytree(written[0], tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def change(root, name, edit):
+    path = root / name
+    document = json.loads(path.read_text())
+    edit(document)
+    path.write_text(json.dumps(document))
+
+
+def assert_same(root, episodes):
+    dataset = open_dataset(root)
+    assert [episode.length for episode in dataset.episodes] == list(LENGTHS)
+    assert [episode.tasks for episode in dataset.episodes] == [("task 0",), ("task 1",), ("task 0",)]
+    for episode, frames in zip(dataset.episodes, episodes, strict=True):
+        columns = dataset.columns(["observation.state", "action", "next.reward", "task_index"], episode)
+        np.testing.assert_array_equal(columns["observation.state"], frames["observation.state"])
+        np.testing.assert_array_equal(columns["next.reward"][:, 0], frames["next.reward"])
+        assert {dataset.tasks[i] for i in columns["task_index"][:, 0]} == set(episode.tasks)
+        every = range(episode.length)
+        front = np.stack(list(dataset.pictures("observation.images.front", episode, every)))
+        np.testing.assert_array_equal(front, frames["observation.images.front"])
+        wrist = np.stack(list(dataset.pictures("observation.images.wrist", episode, every)))
+        assert np.abs(wrist.astype(int) - frames["observation.images.wrist"]).max() <= 6  # a step of time is 15
+    return dataset
+
+
+def test_what_is_written_is_read(written):
+    assert_same(*written)
+
+
+def test_files_that_are_full_are_followed_by_the_next(tmp_path):
+    tiny = {"data_files_size_in_mb": 1e-3, "video_files_size_in_mb": 1e-9, "chunks_size": 2}
+    episodes = write(tmp_path / "split", **tiny)
+    assert_same(tmp_path / "split", episodes)
+    data = sorted(str(path.relative_to(tmp_path / "split")) for path in tmp_path.glob("split/data/*/*"))
+    assert data == [f"data/chunk-{c:03d}/file-{f:03d}.parquet" for c, f in ((0, 0), (0, 1), (1, 0))]
+
+
+def test_the_files_are_laid_out_as_lerobot_does(written):
+    root, _ = written
+    info = json.loads((root / "meta/info.json").read_text())
+    assert info["codebase_version"] == "v3.0" and info["fps"] == 10 and info["splits"] == {"train": "0:3"}
+    assert info["features"]["timestamp"] == {"dtype": "float32", "shape": [1], "names": None}
+    assert info["features"]["observation.images.wrist"]["info"]["video.codec"] == "h264"
+    tasks = pd.read_parquet(root / "meta/tasks.parquet")
+    assert tasks.loc["task 1", "task_index"] == 1
+    table = pq.ParquetFile(root / "data/chunk-000/file-000.parquet")
+    assert table.num_row_groups == len(LENGTHS)
+    assert str(table.schema_arrow.field("action").type) == "fixed_size_list<element: float>[7]"
+    hints = json.loads(table.schema_arrow.metadata[b"huggingface"])["info"]["features"]
+    assert hints["observation.images.front"] == {"_type": "Image"} and "observation.images.wrist" not in hints
+    (row,) = pd.read_parquet(root / "meta/episodes/chunk-000/file-000.parquet")[1:2].to_dict("records")
+    assert (row["dataset_from_index"], row["dataset_to_index"], row["length"]) == (7, 8, 1)
+    assert row["videos/observation.images.wrist/from_timestamp"] == pytest.approx(0.7)
+    assert len(row["stats/action/q99"]) == 7 and np.asarray(row["stats/action/count"]).item() == 1
+
+
+def test_the_statistics_of_a_new_dataset_are_those_of_its_values(written):
+    root, episodes = written
+    stats = open_dataset(root).stats
+    actions = np.concatenate([frames["action"] for frames in episodes]).astype(np.float64)
+    assert stats["action"]["q10"] == np.quantile(actions, 0.1, axis=0).tolist()
+    assert stats["action"]["count"] == [sum(LENGTHS)]
+    pixels = np.concatenate([frames["observation.images.front"] for frames in episodes]).reshape(-1, 3) / 255
+    assert np.shape(stats["observation.images.front"]["mean"]) == (3, 1, 1)
+    assert np.ravel(stats["observation.images.front"]["q90"]).tolist() == np.quantile(pixels, 0.9, axis=0).tolist()
+
+
+def test_action_chunks_stop_at_the_episodes_end(written):
+    root, episodes = written
+    dataset = open_dataset(root)
+    for episode, frames in zip(dataset.episodes, episodes, strict=True):
+        chunks, padding = dataset.windows("action", episode, range(5))
+        for frame in range(episode.length):
+            for ahead in range(5):
+                inside = frame + ahead < episode.length
+                assert padding[frame, ahead] == (not inside)
+                expected = frames["action"][frame + ahead if inside else -1]
+                np.testing.assert_array_equal(chunks[frame, ahead], expected)
+
+
+def test_an_item_has_windows_both_ways_and_its_task(written):
+    root, episodes = written
+    windows = {"action": [0.0, 0.1, 0.2], "observation.state": [-0.1, 0.0], "observation.images.front": [-0.1, 0.0]}
+    item = open_dataset(root).item(8, windows)  # the first frame of the third episode
+    assert item["task"] == "task 0" and item["frame_index"] == 0 and item["timestamp"].shape == (1,)
+    assert item["observation.state_is_pad"].tolist() == [True, False]
+    np.testing.assert_array_equal(item["observation.state"], episodes[2]["observation.state"][[0, 0]])
+    np.testing.assert_array_equal(item["action"], episodes[2]["action"][:3])
+    np.testing.assert_array_equal(item["observation.images.front"], episodes[2]["observation.images.front"][[0, 0]])
+    assert item["observation.images.wrist"].shape == (32, 32, 3)
+    with pytest.raises(ConfigurationError, match="no whole number of frames"):
+        open_dataset(root).item(8, {"action": [0.0, 0.05]})
+    with pytest.raises(IndexError):
+        open_dataset(root).item(20, {})
+
+
+@pytest.mark.parametrize(
+    ("length", "count"), [(1, 1), (99, 99), (100, 100), (161, 100), (10_000, 1000), (10**7, 10_000)]
+)
+def test_pictures_are_sampled_as_lerobot_does(length, count):
+    frames = sampled(length)
+    assert len(frames) == count == len(set(frames)) and (frames[0], frames[-1]) == (0, length - 1)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "/etc/{chunk_index}/{file_index}",
+        "../{chunk_index:03d}/{file_index:03d}.parquet",
+        "data/../../{file_index}",
+        "data/{chunk_index.__class__}",
+        "data/{0}",
+        "..\\{file_index}",
+        "C:{file_index}",
+    ],
+)
+def test_paths_that_leave_the_dataset_are_refused(copied, template):
+    change(copied, "meta/info.json", lambda info: info.update(data_path=template))
+    dataset = open_dataset(copied)
+    with pytest.raises(DataError, match="does not stay in the dataset"):
+        dataset.columns(["action"], dataset.episodes[0])
+
+
+def test_a_camera_whose_name_is_a_path_is_refused(written):
+    info = open_dataset(written[0]).info
+    with pytest.raises(DataError, match="does not stay in the dataset"):
+        info.video_file("../../secrets", 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda info: info.update(codebase_version="v2.1"), "version 'v2.1'"),
+        (lambda info: info.update(fps=0), "fps"),
+        (lambda info: info["features"]["action"].update(shape=[-7]), r"features\.action\.shape"),
+        (lambda info: info.update(total_frames=21), "20 frames are listed"),
+    ],
+)
+def test_a_description_that_cannot_be_is_refused(copied, edit, message):
+    change(copied, "meta/info.json", edit)
+    with pytest.raises(DataError, match=message):
+        open_dataset(copied)
+
+
+def test_a_shape_that_is_not_the_datas_is_named(copied):
+    change(copied, "meta/info.json", lambda info: info["features"]["action"].update(shape=[6]))
+    dataset = open_dataset(copied)
+    with pytest.raises(DataError, match=r"frames of \[7\] values of float, .* says \[6\]"):
+        dataset.columns(["action"], dataset.episodes[0])
+
+
+def test_episodes_that_leave_a_gap_or_are_empty_are_refused(copied):
+    path = copied / "meta/episodes/chunk-000/file-000.parquet"
+    table = pd.read_parquet(path)
+    table.loc[1, "dataset_to_index"] = 7
+    table.to_parquet(path)
+    with pytest.raises(DataError, match="episode 1 has the frames 7 to 7"):
+        open_dataset(copied)
+
+
+def test_a_damaged_picture_is_named_by_episode_and_frame(copied):
+    path = copied / "data/chunk-000/file-000.parquet"
+    table = pd.read_parquet(path)
+    table.at[10, "observation.images.front"] = {"bytes": b"\x89PNG no", "path": None}
+    table.to_parquet(path)
+    dataset = open_dataset(copied)
+    with pytest.raises(DataError, match="not a readable picture") as caught:
+        list(dataset.pictures("observation.images.front", dataset.episodes[2], range(12)))
+    assert "episode 2, frame 2" in caught.value.where
+
+
+def test_a_video_that_is_cut_short_is_named(copied):
+    (path,) = copied.glob("videos/*/*/*.mp4")
+    change(copied, "meta/info.json", lambda info: info.update(fps=5))
+    dataset = open_dataset(copied)
+    with pytest.raises(DataError, match="no frame at") as caught:
+        list(dataset.pictures("observation.images.wrist", dataset.episodes[2], range(12)))
+    assert str(path) in caught.value.where and "episode 2" in caught.value.where
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(DataError, match="cannot be decoded"):
+        list(dataset.pictures("observation.images.wrist", dataset.episodes[2], [0]))
+
+
+def test_a_dataset_appears_whole_or_not_at_all(tmp_path):
+    bad = frames_of(5, 0)
+    bad["action"][3, 2] = np.nan
+    with (
+        pytest.raises(DataError, match="feature 'action' is nan") as caught,
+        create_dataset(tmp_path / "new", fps=10, robot_type=None, features=FEATURES, layout=layout()) as writer,
+    ):
+        writer.add_episode(frames_of(7, 1), "task")
+        writer.add_episode(bad, "task")
+    assert caught.value.where == "episode 1, frame 3"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda frames: frames.pop("action"), "are given, not"),
+        (lambda frames: frames.update(action=frames["action"][:, :6]), "'action' has the shape"),
+        (lambda frames: frames.update(action=frames["action"][:3]), r"\[3, 5\] frames"),
+        (lambda frames: frames.update({"observation.images.front": np.zeros((5, 32, 32, 3))}), "not uint8"),
+    ],
+)
+def test_frames_that_do_not_fit_are_refused(tmp_path, edit, message):
+    frames = frames_of(5, 0)
+    edit(frames)
+    with (
+        pytest.raises(DataError, match=message),
+        create_dataset(tmp_path / "new", fps=10, robot_type=None, features=FEATURES, layout=layout()) as writer,
+    ):
+        writer.add_episode(frames, "task")

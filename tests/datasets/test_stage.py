@@ -1,0 +1,174 @@
+"""The statistics of a dataset: found again for the same content, right for each feature, put in place whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from components.configuration import load_recipe
+from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.machine import Machine
+from components.datasets.lerobot.reader import open_dataset
+from components.datasets.settings import DatasetSettings, QuantileStatsSettings
+from components.datasets.source import dataset_digest, pinned
+from components.datasets.stage import augment
+from components.stages import run_stage
+
+from .conftest import LENGTHS
+
+SETTINGS = QuantileStatsSettings(features=("action", "observation.images.front"), pictures="all")
+EVERYTHING = QuantileStatsSettings(features=(), pictures="all")
+
+
+@pytest.fixture
+def copied(written, tmp_path):
+    shutil.copytree(written[0], tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def run(root, store, settings=SETTINGS, **machine):
+    facts = Machine(store=str(store), **machine)
+    source = run_stage("dataset", pinned(DatasetSettings(path=str(root))), {}, facts)
+    return run_stage("quantile-stats", settings, {"dataset": source}, facts)
+
+
+def test_every_feature_has_the_statistics_of_its_values(written, tmp_path):
+    root, episodes = written
+    artifact = run(root, tmp_path, EVERYTHING)
+    stats = json.loads((artifact.path / "stats.json").read_text())
+    assert list(stats) == list(open_dataset(root).info.features)
+    for name in ("observation.state", "action", "next.reward"):
+        values = np.concatenate([frames[name].reshape(len(frames[name]), -1) for frames in episodes]).astype(float)
+        for key, level in (("q01", 0.01), ("q10", 0.1), ("q50", 0.5), ("q90", 0.9), ("q99", 0.99)):
+            assert stats[name][key] == np.quantile(values, level, axis=0).tolist()
+        np.testing.assert_allclose(stats[name]["std"], values.std(0), rtol=1e-12)
+        assert stats[name]["count"] == [sum(LENGTHS)]
+    pixels = np.concatenate([frames["observation.images.front"] for frames in episodes]).reshape(-1, 3) / 255
+    assert np.ravel(stats["observation.images.front"]["q99"]).tolist() == np.quantile(pixels, 0.99, axis=0).tolist()
+    wrist = np.concatenate([frames["observation.images.wrist"] for frames in episodes]) / 255
+    np.testing.assert_allclose(np.ravel(stats["observation.images.wrist"]["mean"]), wrist.mean((0, 1, 2)), atol=0.01)
+    each = pd.read_parquet(artifact.path / "episodes.parquet")
+    assert each["episode_index"].tolist() == [0, 1, 2]
+    expected = np.quantile(episodes[2]["action"].astype(float), 0.9, axis=0)
+    assert each.loc[2, "stats/action/q90"].tolist() == expected.tolist()
+    page = (artifact.path / "report.html").read_text()
+    assert "observation.state[7]" in page and page.count("<img") == len(stats)
+
+
+def test_a_dataset_that_we_write_has_the_same_statistics_already(written, tmp_path):
+    measured = json.loads((run(written[0], tmp_path).path / "stats.json").read_text())
+    stored = open_dataset(written[0]).stats
+    for name, entry in measured.items():
+        for key, value in entry.items():
+            np.testing.assert_allclose(stored[name][key], value, rtol=1e-14, atol=1e-16)
+
+
+def test_some_features_alone_without_opening_the_pictures(copied, tmp_path):
+    for path in copied.glob("videos/*/*/*.mp4"):
+        path.write_bytes(b"")
+    artifact = run(copied, tmp_path, QuantileStatsSettings(features=("action",), pictures="sampled"))
+    assert list(json.loads((artifact.path / "stats.json").read_text())) == ["action"]
+    with pytest.raises(ConfigurationError, match="no feature is called 'actions'"):
+        run(copied, tmp_path, QuantileStatsSettings(features=("actions",), pictures="sampled"))
+
+
+def test_the_same_content_is_measured_once_and_other_content_anew(copied, tmp_path):
+    first = run(copied, tmp_path)
+    assert run(copied, tmp_path).path == first.path
+    augment(copied, first.path)
+    assert run(copied, tmp_path).path == first.path  # its own statistics are not part of what is measured
+    path = copied / "data/chunk-000/file-000.parquet"
+    table = pd.read_parquet(path)
+    table.at[3, "action"] = np.full(7, 50, np.float32)
+    table.to_parquet(path)
+    again = run(copied, tmp_path)
+    assert again.path != first.path
+    assert json.loads((again.path / "stats.json").read_text())["action"]["max"] == [50.0] * 7
+
+
+def test_a_dataset_that_changed_since_it_was_named_is_refused(copied, tmp_path):
+    facts = Machine(store=str(tmp_path))
+    named = pinned(DatasetSettings(path=str(copied)))
+    source = run_stage("dataset", named, {}, facts)
+    with (copied / "meta/info.json").open("a") as file:
+        file.write("\n")
+    with pytest.raises(DataError, match="the dataset has changed"):
+        run_stage("quantile-stats", SETTINGS, {"dataset": source}, facts)
+    with pytest.raises(ConfigurationError, match="the settings say"):
+        pinned(named)
+
+
+def test_the_name_of_a_dataset_does_not_count(written, copied):
+    assert dataset_digest(written[0]) == dataset_digest(copied)
+    with pytest.raises(DataError, match=r"no meta/info\.json"):
+        dataset_digest(copied / "meta")
+
+
+def test_a_local_dask_cluster_gives_the_same_bytes(written, tmp_path):
+    threads = run(written[0], tmp_path / "threads", threads=2)
+    dask = run(written[0], tmp_path / "dask", threads=1, task_runner="dask")
+    assert dask.digest == threads.digest
+
+
+def test_a_value_that_is_not_finite_is_named(copied, tmp_path):
+    path = copied / "data/chunk-000/file-000.parquet"
+    table = pd.read_parquet(path)
+    table.at[9, "action"] = np.array([0, 0, np.inf, 0, 0, 0, 0], np.float32)
+    table.to_parquet(path)
+    with pytest.raises(DataError, match=r"value 2 of feature 'action' is inf") as caught:
+        run(copied, tmp_path)
+    assert caught.value.where == "episode 2, frame 1"
+
+
+def test_augmenting_keeps_what_was_not_measured(copied, tmp_path):
+    before = open_dataset(copied).stats
+    artifact = run(copied, tmp_path, QuantileStatsSettings(features=("action",), pictures="sampled"))
+    (copied / "meta/stats.json").write_text(json.dumps({**before, "action": {"mean": [0.0]}, "custom": {"max": [1]}}))
+    augment(copied, artifact.path)
+    after = open_dataset(copied).stats
+    assert after["custom"] == {"max": [1]} and after["observation.state"] == before["observation.state"]
+    assert after["action"]["q99"] == before["action"]["q99"]
+    assert sorted(path.name for path in (copied / "meta").iterdir()) == sorted(
+        ["episodes", "info.json", "stats.json", "tasks.parquet"]
+    )
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from components.datasets import stage
+
+step, root, statistics = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+if step == "write":
+    stage.os.fsync = die
+else:
+    stage.Path.rename = die
+stage.augment(root, statistics)
+"""
+
+
+@pytest.mark.parametrize("step", ["write", "rename"])
+def test_a_kill_while_augmenting_leaves_the_old_statistics(copied, tmp_path, step):
+    (tmp_path / "stats.json").write_text('{"action": {"mean": [1.0]}}')
+    before = (copied / "meta/stats.json").read_bytes()
+    command = [sys.executable, "-c", _KILLED, step, str(copied), str(tmp_path)]
+    assert subprocess.run(command, check=False, env={**os.environ}).returncode == -signal.SIGKILL
+    assert (copied / "meta/stats.json").read_bytes() == before
+    augment(copied, tmp_path)
+    assert open_dataset(copied).stats["action"] == {"mean": [1.0]}
+
+
+def test_the_recipe_needs_a_path_alone(written):
+    recipe = load_recipe("quantile-stats/folder", [f"dataset.path={written[0]}", "augment.in_place=true"])
+    assert recipe.settings_for(DatasetSettings).path == str(written[0])
+    assert recipe.settings_for(QuantileStatsSettings).pictures == "sampled"

@@ -1,0 +1,98 @@
+"""The recipe train-vlm/molmo2-tiny, much shortened: a warm start, two steps of GiGPO and an evaluation, all real."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from anyio.from_thread import start_blocking_portal
+from safetensors.torch import load_file
+
+from components.configuration import load_recipe
+from components.contracts.machine import Machine
+from components.contracts.stages import Artifact
+from components.inference.server import VllmServer
+from components.inference.settings import ServerSettings
+from components.models.source import CHECKPOINT
+from components.stages import STAGES, run_stage
+
+KEY = "a key for this test"
+KINDS = {"pick_and_place_simple", "look_at_obj_in_light", "pick_clean_then_place_in_recep"}
+SHORT = (
+    "model.tiny.layers=1",
+    "environment.train_tasks=24",
+    "environment.heldout_tasks=6",
+    "warm_start.demonstrations=24",
+    "warm_start.heldout_demonstrations=3",
+    "warm_start.epochs=4",
+    "rollouts.groups_per_step=3",
+    "rollouts.group_size=4",
+    "batches.penalty.inadmissible=0.1",  # two steps of such a beginner may see no win to learn from
+    "preflight.groups=1",
+    "trainer.max_steps=2",
+    'evaluation.splits=["heldout"]',
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
+    """The flow's artifacts. One server, joined by both stages that ask one, is given the weights of each."""
+    folder = tmp_path_factory.mktemp("molmo2")
+    recipe = load_recipe("train-vlm/molmo2-tiny", (*SHORT, f'machine.store="{folder / "store"}"'))
+    machine, inference = recipe.sections["machine"], recipe.sections["inference"]
+    assert isinstance(machine, Machine) and isinstance(inference, ServerSettings)
+
+    def stage(name: str, where: Machine, **inputs: Artifact) -> Artifact:
+        return run_stage(name, recipe.settings_for(STAGES[name].settings), inputs, where)
+
+    tasks, model = stage("tasks", machine), stage("model", machine)
+    started = stage("sft", machine, tasks=tasks, model=model)
+    with pytest.MonkeyPatch.context() as patch, start_blocking_portal() as portal:
+        patch.setenv("VLLM_API_KEY", KEY)
+        server = VllmServer(inference, machine, index=0, log_folder=folder / "server", api_key=KEY)
+        portal.call(server.start, model.path)
+        try:
+            joined = machine.model_copy(update={"endpoints": (server.url,)})
+            trained = stage("train-vlm", joined, tasks=tasks, model=started)
+            evaluated = stage("evaluate", joined, tasks=tasks, model=trained)
+        finally:
+            portal.call(server.stop)
+    return {"model": model, "sft": started, "train-vlm": trained, "evaluate": evaluated}
+
+
+def document(artifact: Artifact, name: str) -> Any:
+    return json.loads((artifact.path / name).read_text())
+
+
+def weights(artifact: Artifact) -> dict[str, torch.Tensor]:
+    folder = artifact.path if artifact.path.joinpath("config.json").exists() else artifact.path / CHECKPOINT
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def test_the_warm_start_learns_the_plans(made: dict[str, Artifact]) -> None:
+    metrics = document(made["sft"], "metrics.json")
+    assert metrics["heldout_loss"] < metrics["heldout_loss_before"] / 2
+
+
+def test_server_and_trainer_agree_in_every_step(made: dict[str, Artifact]) -> None:
+    steps = [row for row in document(made["train-vlm"], "history.json") if "mismatch_kl" in row]
+    assert len(steps) == 2
+    assert all(abs(row["mismatch_kl"]) < 1e-3 for row in steps)
+    assert all(row["rollouts/failed"] == 0 and row["images/distinct"] > 1 for row in steps)
+
+
+def test_each_stage_trains_all_of_the_language_model(made: dict[str, Artifact]) -> None:
+    for before, after in (("model", "sft"), ("sft", "train-vlm")):
+        old, new = weights(made[before]), weights(made[after])
+        assert old.keys() == new.keys()
+        blocks = [name for name in old if ".blocks." in name]
+        assert blocks and not any(torch.equal(old[name], new[name]) for name in blocks)
+
+
+def test_the_evaluation_tells_the_kinds_of_games_apart(made: dict[str, Artifact]) -> None:
+    metrics = document(made["evaluate"], "metrics.json")
+    assert set(metrics["kinds"]) == KINDS

@@ -1,0 +1,53 @@
+"""Plays games through alfworld's own AlfredTWEnv, and prints what it said: python original.py FOLDER SPLIT...
+
+It runs in a process of its own: fast-downward replaces the arguments of the process that it is used in.
+"""
+
+import contextlib
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+ROOT, SPLITS = Path(sys.argv[1]), sys.argv[2:]
+CONFIG = {
+    "env": {
+        "type": "AlfredTWEnv",
+        "domain_randomization": False,
+        "task_types": [1, 2, 3, 4, 5, 6],
+        "expert_type": "handcoded",
+        "goal_desc_human_anns_prob": 0.0,
+    },
+    "dataset": {"num_train_games": -1, "num_eval_games": -1},
+    "general": {"training_method": "dqn"},
+    "rl": {"training": {"max_nb_steps_per_episode": 100}},
+}
+
+
+def play(split):  # type: ignore[no-untyped-def]
+    from alfworld.agents.environment.alfred_tw_env import AlfredTWEnv
+
+    CONFIG["dataset"]["data_path"] = str(ROOT / split)
+    environment = AlfredTWEnv(CONFIG, train_eval="train")
+    games = environment.init_env(batch_size=1)
+    for _ in range(environment.num_games):
+        (feedback,), infos = games.reset()
+        path = Path(infos["extra.gamefile"][0])
+        plan = json.loads(path.read_text())["walkthrough"]
+        rng = random.Random(str(path.relative_to(ROOT)))
+        # The plan begins with a walk, so that a step taken before it does not spoil it.
+        aside = rng.choice([one for one in infos["admissible_commands"][0] if one.startswith(("go to", "look"))])
+        commands = [rng.choice([aside, "go to nowhere"]), *plan]
+        said = [["", feedback, infos["admissible_commands"][0], infos["won"][0]]]
+        for command in commands:
+            if infos["won"][0]:
+                break
+            (feedback,), _, _, infos = games.step([command])
+            said.append([command, feedback, infos["admissible_commands"][0], infos["won"][0]])
+        yield str(path.parent.relative_to(ROOT)), said
+
+
+with contextlib.redirect_stdout(sys.stderr):
+    heard = {name: said for split in SPLITS for name, said in play(split)}
+print(json.dumps({"games": heard, "cpu": sum(os.times()[:2])}))

@@ -1,0 +1,225 @@
+"""Games from files: what is read, what is refused, and that nothing in a file is run."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from components.contracts.errors import ConfigurationError, DataError
+from components.environments.alfworld import packaged
+from components.environments.alfworld.folders import GAME, TRAJECTORY, games_digest, read_game, write_game
+from components.environments.alfworld.games import KINDS, SOURCES, FolderGames, Game, load_games
+from components.environments.alfworld.host import EngineError, EngineHost
+from components.environments.alfworld.untrusted import LONGEST_NAME, check_goal, check_problem
+
+from .games_of import generated
+
+
+@pytest.fixture(scope="module")
+def games() -> list[Game]:
+    return [game for source in SOURCES for game in load_games(generated(), source, count=6, seed=1)]
+
+
+@pytest.fixture
+def folder(games: list[Game], tmp_path: Path) -> Path:
+    for game in games:
+        write_game(game, tmp_path / "data")
+    return tmp_path / "data"
+
+
+def settings_of(folder: Path, **changes: Any) -> FolderGames:
+    values = {"source": "folder", "path": str(folder), "digest": games_digest(folder), "kinds": list(KINDS)}
+    return FolderGames.model_validate({**values, "replaced_grammars": [], **changes})
+
+
+def path_of(folder: Path, game: Game) -> Path:
+    return folder / game.source / game.name / GAME
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def read(path: Path, folder: Path, *replaced: str) -> Game:
+    return read_game(path, folder, "train", frozenset(replaced))
+
+
+def test_written_games_read_back(folder: Path, games: list[Game]) -> None:
+    for source in SOURCES:
+        back = list(load_games(settings_of(folder), source, count=6, seed=0))
+        assert sorted(back, key=lambda game: game.name) == sorted(
+            (game for game in games if game.source == source), key=lambda game: game.name
+        )
+        assert list(load_games(settings_of(folder), source, count=3, seed=0)) == back[:3]
+    orders = {tuple(g.name for g in load_games(settings_of(folder), "train", count=6, seed=s)) for s in range(5)}
+    assert len(orders) > 1
+
+
+def test_an_empty_or_another_digest_is_refused_with_the_actual_one(folder: Path) -> None:
+    actual = games_digest(folder)
+    for digest in ("", "0" * 64):
+        with pytest.raises(ConfigurationError, match=actual):
+            load_games(settings_of(folder, digest=digest), "train", count=1, seed=0)
+    known = settings_of(folder)
+    trajectory = next(folder.rglob(TRAJECTORY))
+    trajectory.write_text(trajectory.read_text() + " ")
+    with pytest.raises(ConfigurationError, match="digest"):
+        load_games(known, "train", count=1, seed=0)
+
+
+def test_games_are_left_out_as_alfworld_leaves_them_out(folder: Path, games: list[Game]) -> None:
+    first, second, third, fourth, fifth, _ = (path_of(folder, game) for game in games[:6])
+    rewrite(first, solvable=False)
+    rewrite(second, solvable=None)
+    third.with_name(TRAJECTORY).unlink()
+    for path, word in ((fourth, "Sliced"), (fifth, "movable")):
+        shutil.move(path.parent.parent, path.parent.parent.with_name(f"{path.parent.parent.name}-{word}"))
+    assert len(list(load_games(settings_of(folder), "train", count=1, seed=0))) == 1
+    with pytest.raises(ConfigurationError, match="2 games are asked for and train has 1"):
+        load_games(settings_of(folder), "train", count=2, seed=0)
+    with pytest.raises(ConfigurationError, match="has 0"):
+        load_games(settings_of(folder, kinds=[games[0].kind]), "train", count=1, seed=0)
+
+
+def test_a_folder_without_games_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="there are no games"):
+        games_digest(tmp_path)
+
+
+def test_another_grammar_is_refused_unless_it_may_be_replaced(folder: Path, games: list[Game]) -> None:
+    path, canary = path_of(folder, games[0]), folder / "canary"
+    hostile = packaged.grammar().replace("You open the {r.name}.", f"{{open('{canary}', 'w')}}")
+    rewrite(path, grammar=hostile.replace(packaged.GOAL, "put a book in desk"), walkthrough=["put book 1 in/on desk 1"])
+    digest = hashlib.sha256(hostile.encode()).hexdigest()
+    with pytest.raises(DataError, match=digest):
+        read(path, folder)
+    game = read(path, folder, digest)
+    assert (game.goal, game.plan) == ("put a book in desk", ("move book 1 to desk 1",))
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize(
+    "goal",
+    [
+        "{open('canary', 'w')}",
+        "#look.feedback#",
+        "[a|b]",
+        'a", "condition": "b',
+        "a\nb",
+        "a\\u007b",
+        "",
+        "x" * 301,
+        "é",
+    ],
+)
+def test_a_goal_that_means_something_in_a_grammar_is_refused(folder: Path, games: list[Game], goal: str) -> None:
+    path = path_of(folder, games[0])
+    rewrite(path, grammar=packaged.grammar().replace(packaged.GOAL, goal))
+    with pytest.raises(DataError, match=r"goal sentence|grammar is not the installed one"):
+        read(path, folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: 5, "a int"),
+        (lambda text: text + "(", "text after its end"),
+        (lambda text: text[:-40], "parentheses"),
+        (lambda text: text.replace("(:domain alfred)", "(:domain other)"), "the domain 'other'"),
+        (lambda text: text.replace("(:init", "(:initially"), "the sections"),
+        (lambda text: text.replace("agent1 - agent", "a" * (LONGEST_NAME + 1) + " - agent"), "a name of"),
+        (lambda text: text.replace("agent1 - agent", "age'nt - agent"), 'the name "age\'nt"'),
+        (lambda text: text.replace("agent1", "agént"), "not ASCII"),
+        (lambda text: text.replace("(:goal", "(:goal" + "(" * 40), "more than 32 levels"),
+        (lambda text: " " * 2**20 + text, "more than 1048576"),
+        (lambda text: text.replace("(:init", "evil (:init"), "outside of its sections"),
+        (lambda text: "evil " + text, "before its beginning"),
+    ],
+)
+def test_a_problem_of_another_shape_is_refused(games: list[Game], change: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        check_problem(change(games[0].problem), where="here")
+    assert check_problem(games[0].problem, where="here") == games[0].problem
+
+
+ATOMS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=30)
+VALUES = st.recursive(ATOMS, lambda v: st.lists(v, max_size=4) | st.dictionaries(st.text(max_size=9), v, max_size=4))
+KEYS = st.sampled_from(["pddl_domain", "grammar", "pddl_problem", "solvable", "walkthrough"])
+SCENES = st.fixed_dictionaries({"scene_num": ATOMS}) | VALUES
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.dictionaries(KEYS, VALUES),
+    st.dictionaries(st.sampled_from(["task_type", "scene"]), SCENES),
+    st.sampled_from([1.0, 0.0, 0.5, 0.9, 0.999]),
+)
+def test_hostile_files_give_a_clear_error_or_a_checked_game(
+    games: list[Game], tmp_path: Path, game: dict[str, Any], trajectory: dict[str, Any], kept: float
+) -> None:
+    path = path_of(tmp_path, games[0])
+    if not path.exists():
+        write_game(games[0], tmp_path)
+    original = {name: path.with_name(name).read_text() for name in (GAME, TRAJECTORY)}
+    for name, change in ((GAME, game), (TRAJECTORY, trajectory)):
+        text = json.dumps({**json.loads(original[name]), **change})
+        path.with_name(name).write_text(text[: int(kept * len(text))])
+    try:
+        back = read(path, tmp_path)
+    except DataError as error:
+        assert error.where
+    else:
+        assert back.kind in KINDS and check_goal(back.goal, where="") and check_problem(back.problem, where="")
+        assert all(isinstance(command, str) for command in back.plan)
+    finally:
+        for name, text in original.items():
+            path.with_name(name).write_text(text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(alphabet="()abcdefin:- \n{}#[]|\"'\\", max_size=400) | st.text(max_size=60))
+def test_no_text_gets_past_the_checks_by_chance(text: str) -> None:
+    with pytest.raises(DataError):
+        check_problem(text, where="here")
+    try:
+        goal = check_goal(text, where="here")
+    except DataError:
+        return
+    assert not set(goal) & set('{}#[]|"\\\n')
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[EngineHost]:
+    host = EngineHost(1)
+    yield host
+    host.close()
+
+
+def test_damaged_problems_that_look_right_end_in_an_error_of_their_game(games: list[Game], host: EngineHost) -> None:
+    """Past the checks of shape, by way of names and facts that the domain does not have."""
+    problem = games[0].problem
+    lines = problem.split("\n")
+    facts = [number for number, line in enumerate(lines) if line.startswith(" (")]
+
+    async def scenario() -> int:
+        failed = 0
+        for number in facts[:: max(1, len(facts) // 40)]:
+            damaged = "\n".join([*lines[:number], lines[number].replace(" ", " x", 2), *lines[number + 1 :]])
+            try:
+                await host.play("damaged", check_problem(damaged, where=""), "put a book in desk").reset()
+            except (EngineError, DataError):
+                failed += 1
+        hosted = host.play("whole", problem, games[0].goal)
+        assert (await hosted.reset()).commands
+        return failed
+
+    assert asyncio.run(scenario()) > 0

@@ -1,0 +1,117 @@
+"""How answers are read, and what a prompt recalls."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from components.environments.alfworld.prompts import ACTION_LIMIT, Dialogue, Projection, PromptSettings, project
+
+from .games_of import PROMPT
+
+INTRODUCTION = (
+    "-= Welcome to TextWorld, ALFRED! =-\n\nYou are in the middle of a room. Looking quickly around you, you see a "
+    "bed 1, and a desk 2.\n\nYour task is to: put a book in desk."
+)
+
+
+@pytest.mark.parametrize(
+    ("answer", "thinking", "action", "defect"),
+    [
+        ("<think>a</think><action>Go to Bed 1</action>", True, "go to bed 1", None),
+        ("<ACTION> look </ACTION> <action>help</action>", False, "look", None),
+        ("<action>look</action>", True, "look", "format"),
+        ("<THINK>a</THINK><action>look</action>", True, "look", "format"),
+        ("I will now go to the fridge that is over there", False, "the fridge that is over there", "format"),
+        ("</action>look<action>", False, "?/action?look?action?", "format"),
+        ("<action></action>", False, "", "format"),
+        ("好<action>look</action>", False, "look", "format"),
+        ("<action>go to\n\n  bed 1</action>", False, "go to bed 1", None),
+        ("<action>go to| bed 1</action>", False, "go to? bed 1", None),
+        ("<action>look <|image|></action>", False, "look ??image??", None),
+        (f"<action>{'a' * 300}</action>", False, "a" * ACTION_LIMIT, "format"),
+    ],
+)
+def test_an_answer_is_read(answer: str, thinking: bool, action: str, defect: str | None) -> None:
+    assert project(answer, thinking) == Projection(action, defect)
+
+
+pieces = st.sampled_from(["<action>", "</action>", "<think>", "</think>", "look", "{", "}", "\ud800", "\0", "好", "\n"])
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.lists(pieces | st.text(max_size=20), max_size=30).map("".join), st.booleans())
+def test_any_answer_gives_an_action_in_a_commands_alphabet(answer: str, thinking: bool) -> None:
+    read = project(answer, thinking)
+    assert re.fullmatch(r"[a-z0-9 /?]*", read.action) and len(read.action) <= ACTION_LIMIT
+    assert read.defect in (None, "format")
+    if read.defect is None:
+        assert "<action>" in answer.lower() and "</action>" in answer.lower() and read.action
+
+
+def test_a_prompt_recalls_the_last_steps_and_the_goal() -> None:
+    dialogue = Dialogue(PromptSettings.model_validate(PROMPT), INTRODUCTION)
+    assert dialogue.task == "put a book in desk"
+    first = dialogue.text(["go to bed 1", "help", "look"])
+    assert first.startswith("You are in the middle") and "ALFRED" not in first and "task is" not in first
+    assert first.endswith("Goal: put a book in desk\ngo to bed 1, look")
+    for step in range(3):
+        dialogue.acted(f"do {step}", f"seen {step + 1}")
+    text = dialogue.text(["look"])
+    assert text == "2. seen 1 > do 1\n3. seen 2 > do 2\nNow: seen 3\nGoal: put a book in desk\nlook"
+
+
+def test_without_history_each_turn_looks_like_the_first() -> None:
+    settings_ = PromptSettings.model_validate({**PROMPT, "history_length": 0, "first": "{observation}|{task}"})
+    dialogue = Dialogue(settings_, INTRODUCTION)
+    dialogue.acted("look", "You see nothing.")
+    assert dialogue.text([]) == "You see nothing.|put a book in desk"
+
+
+def test_what_is_put_into_a_template_is_not_filled_again() -> None:
+    settings_ = PromptSettings.model_validate({**PROMPT, "later": "{history}{observation}", "history_length": 1})
+    dialogue = Dialogue(settings_, INTRODUCTION)
+    dialogue.acted("look", "{actions}")
+    dialogue.acted("{task}", "{history}")
+    assert dialogue.text(["look"]) == "2. {actions} > {task}{history}"
+
+
+def test_a_dead_end_is_a_step_or_leaves_nothing() -> None:
+    texts = {}
+    for dead_ends in ("shown", "left_out"):
+        dialogue = Dialogue(PromptSettings.model_validate({**PROMPT, "dead_ends": dead_ends}), INTRODUCTION)
+        dialogue.acted("go to bed 1", "On the bed 1, you see a book 1.")
+        before = dialogue.text(["look"])
+        dialogue.acted("open bed 1", "Nothing happens.")
+        texts[dead_ends] = dialogue.text(["look"])
+        assert (texts[dead_ends] == before) == (dead_ends == "left_out")
+    assert "2. On the bed 1, you see a book 1. > open bed 1\nNow: Nothing happens." in texts["shown"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"first": "{goal}"}, "first holds {goal}; known: actions"),
+        ({"later": "{room}"}, "later holds {room}"),
+        ({"action": "a"}, "action does not hold {action}"),
+        ({"answer": "{action}"}, "not read as its action"),
+        ({"thinking": True}, "not read as its action"),
+    ],
+)
+def test_templates_that_cannot_work_are_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        PromptSettings.model_validate({**PROMPT, **change})
+
+
+def test_a_demonstration_is_read_as_its_command() -> None:
+    settings_ = PromptSettings.model_validate(PROMPT)
+    assert project(settings_.demonstration("use desklamp 1"), False) == Projection("use desklamp 1", None)
+
+
+def test_a_first_observation_without_a_task_is_an_error() -> None:
+    with pytest.raises(ValueError, match="names no task"):
+        Dialogue(PromptSettings.model_validate(PROMPT), "You see a bed 1.")

@@ -1,0 +1,171 @@
+"""Episodes of alfworld/text: what is shown, what counts as a defect, and what is rewarded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from components.artifacts.images import decode
+from components.contracts.episodes import Observation, Outcome, Task
+from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.images import EncodedImage
+from components.environments.alfworld import packaged
+from components.environments.alfworld.schematic import Seen, draw, kinds
+from components.environments.alfworld.text import AlfworldText
+from components.environments.make import make_environment
+from components.environments.settings import EnvironmentSettings
+
+from .games_of import PROMPT, TEXT
+
+
+def made(**changes: Any) -> AlfworldText:
+    values = {"name": "alfworld/text", "args": {**TEXT, **changes}, "train_tasks": 6, "heldout_tasks": 3, "seed": 2}
+    environment = make_environment(EnvironmentSettings.model_validate(values), processes=1)
+    assert isinstance(environment, AlfworldText)
+    return environment
+
+
+@pytest.fixture(scope="module")
+def environment() -> Iterator[AlfworldText]:
+    environment = made()
+    yield environment
+    environment.close()
+
+
+async def answered(environment: AlfworldText, task: Task, answers: list[str]) -> tuple[Observation, list[Outcome]]:
+    episode = environment.episode(task)
+    first = await episode.reset()
+    outcomes = [await episode.step(answer) for answer in answers]
+    await episode.close()
+    return first, outcomes
+
+
+def shown(observation: Observation | None) -> str:
+    assert observation is not None
+    return "".join(part for part in observation.content if isinstance(part, str))
+
+
+def test_a_demonstration_wins_every_kind_of_task_and_is_rewarded_once(environment: AlfworldText) -> None:
+    tasks = [*environment.tasks("train"), *environment.tasks("heldout")]
+    assert len({task.payload["kind"] for task in tasks}) == 6
+    for task in tasks:
+        _, outcomes = asyncio.run(answered(environment, task, list(environment.demonstration(task))))
+        assert [outcome.action_defect for outcome in outcomes] == [None] * len(outcomes)
+        assert outcomes[-1].done and not any(outcome.done for outcome in outcomes[:-1])
+        assert [dict(outcome.reward_parts) for outcome in outcomes] == [{}] * (len(outcomes) - 1) + [{"won": 1.0}]
+    assert environment.reward_weights == {"won": 10.0} and not environment.dialogue
+
+
+def test_detours_look_where_the_object_is_not_and_only_do_what_can_be_done() -> None:
+    """In rooms of usual size some places are reached from the same spot, to which one cannot go again."""
+    games = {**TEXT["games"], "most_receptacles": 40, "rooms": ["Bathroom"], "kinds": ["pick_and_place_simple"]}
+    environment = made(games=games, detours=4, max_turns=30)
+    found = []
+    for task in environment.tasks("train"):
+        for name in "abcd":
+            same = Task(name, "train", task.payload)
+            answers = list(environment.demonstration(same))
+            _, outcomes = asyncio.run(answered(environment, same, answers))
+            assert [outcome.action_defect for outcome in outcomes] == [None] * len(answers)
+            assert outcomes[-1].reward_parts == {"won": 1.0}
+            found.append(len(answers) - len(task.payload["plan"]))
+    assert max(found) >= 4 and min(found) == 0
+    environment.close()
+
+
+def test_heldout_tasks_are_from_the_split_that_is_named(environment: AlfworldText) -> None:
+    assert {task.payload["source"] for task in environment.tasks("train")} == {"train"}
+    assert {task.payload["source"] for task in environment.tasks("heldout")} == {"valid_unseen"}
+    assert {task.payload["source"] for task in made(heldout_source="valid_seen").tasks("heldout")} == {"valid_seen"}
+
+
+def test_answers_that_are_no_action_are_told_apart(environment: AlfworldText) -> None:
+    task = next(iter(environment.tasks("train")))
+    move = task.payload["plan"][0]
+    answers = ["I think so", "<action>go to the moon</action>", f"<action>{move}</action>", f"well, {move}"]
+    first, outcomes = asyncio.run(answered(environment, task, answers))
+    assert [outcome.action_defect for outcome in outcomes] == ["format", "inadmissible", None, "format"]
+    assert first.admissible_actions is not None and move in first.admissible_actions
+    for outcome in outcomes[:2]:
+        assert outcome.observation is not None and outcome.observation.anchor_key == "Nothing happens."
+    assert shown(outcomes[2].observation).split("Now: ")[1].startswith("You arrive at")
+
+
+def test_members_of_a_group_begin_alike_and_states_are_named_by_what_the_game_says(environment: AlfworldText) -> None:
+    task = next(iter(environment.tasks("train")))
+    plan = list(environment.demonstration(task))
+
+    async def group() -> list[tuple[Observation, list[Outcome]]]:
+        return await asyncio.gather(
+            answered(environment, task, plan[:1]),
+            answered(environment, task, ["nonsense", *plan[:1]]),
+        )
+
+    (one, straight), (other, detour) = asyncio.run(group())
+    assert one == other
+    assert one.anchor_key is not None and one.anchor_key.startswith("-= Welcome")
+    there, later = straight[-1].observation, detour[-1].observation
+    assert there is not None and later is not None
+    assert there.anchor_key == later.anchor_key and shown(there) != shown(later)
+
+
+def test_an_episode_out_of_turns_ends_without_reward() -> None:
+    environment = made(max_turns=3)
+    task = next(iter(environment.tasks("train")))
+    _, outcomes = asyncio.run(answered(environment, task, ["<action>look</action>"] * 3))
+    assert [outcome.done for outcome in outcomes] == [False, False, True]
+    assert outcomes[-1].reward_parts == {"won": 0.0}
+    environment.close()
+
+
+def test_the_list_of_actions_is_shown_where_the_template_says_so() -> None:
+    environment = made(prompt={**PROMPT, "first": "{observation}"}, picture={"form": "none"})
+    first, _ = asyncio.run(answered(environment, next(iter(environment.tasks("train"))), []))
+    assert first.content == (first.anchor_key,) and first.admissible_actions
+    environment.close()
+
+
+def test_a_picture_shows_what_the_text_says_and_nothing_else() -> None:
+    seen = Seen.begin("put a clean mug in cabinet")
+    assert seen.cells()[:2] == ("mug", "cabinet") and set(seen.cells()[2:]) == {None}
+    seen.read("You arrive at sinkbasin 1. On the sinkbasin 1, you see a mug 2, a fork 1, and a mug 1.")
+    assert seen.cells()[4:6] == ("sinkbasin", None) and seen.cells()[8:12] == ("mug", "fork", "mug", None)
+    seen.read("You pick up the mug 2 from the sinkbasin 1.")
+    assert seen.cells()[4:6] == ("sinkbasin", "mug") and seen.cells()[8:11] == ("fork", "mug", None)
+    seen.read("Nothing happens.")
+    seen.read("You arrive at cabinet 3. The cabinet 3 is closed.")
+    assert seen.cells()[4:6] == ("cabinet", "mug") and set(seen.cells()[8:]) == {None}
+    seen.read("You open the cabinet 3. The cabinet 3 is open. In it, you see nothing.")
+    seen.read("You move the mug 2 to the cabinet 3.")
+    assert seen.cells()[4:6] == ("cabinet", None) and seen.cells()[8:10] == ("mug", None)
+
+
+def test_every_kind_of_thing_has_a_cell_of_its_own() -> None:
+    pictures = {decode(draw((kind, *[None] * 15), 56)).crop((0, 0, 14, 14)).tobytes() for kind in kinds()}
+    assert len(pictures) == len(kinds())
+    assert decode(draw((None,) * 16, 56)).size == (56, 56)
+
+
+def test_a_picture_comes_first_and_is_made_once(environment: AlfworldText) -> None:
+    task = next(iter(environment.tasks("train")))
+    pictures = [asyncio.run(answered(environment, task, []))[0].content[0] for _ in range(2)]
+    assert isinstance(pictures[0], EncodedImage) and pictures[0] is pictures[1]
+
+
+def test_a_payload_that_is_no_game_is_refused_before_the_engine_sees_it(environment: AlfworldText) -> None:
+    task = next(iter(environment.tasks("train")))
+    for change in ({"goal": "{open('x', 'w')}"}, {"problem": "(define"}):
+        with pytest.raises(DataError, match="not a"):
+            environment.episode(Task(task.task_id, task.split, {**task.payload, **change}))
+
+
+def test_without_alfworld_its_install_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    packaged.folder.cache_clear()
+    monkeypatch.setattr(packaged, "find_spec", lambda name: None if name == "textworld" else find_spec(name))
+    with pytest.raises(ConfigurationError, match=r"textworld\n.*pip install 'armature\[alfworld\]'"):
+        made()
+    packaged.folder.cache_clear()

@@ -1,0 +1,491 @@
+"""Games played in AI2-THOR: ai2thor's controller and alfworld's THOR classes as installed, on the stand-in player."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import random
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from PIL import Image
+
+from components.contracts.episodes import Observation, Outcome, Task
+from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.images import EncodedImage
+from components.environments.alfworld.games import KINDS
+from components.environments.alfworld.thor import AlfworldThor
+from components.environments.alfworld.thor_episode import ThorEpisode, encode_frame
+from components.environments.alfworld.thor_errors import PlayerError
+from components.environments.alfworld.thor_names import names_of
+from components.environments.alfworld.thor_pool import Players
+
+from .thor_games import Kitchen, alfworlds_names, environment, pddl, settings, stand_in
+
+pytest.importorskip("ai2thor")
+pytestmark = pytest.mark.timeout(120)
+
+LAYOUTS = Path(str(find_spec("alfworld").origin)).parent / "gen/layouts"  # type: ignore[union-attr]
+
+
+def receptacles(scene: int) -> list[str]:
+    return list(json.loads((LAYOUTS / f"FloorPlan{scene}-openable.json").read_text()))
+
+
+APPLES = ["Apple|+00.93|+00.96|-02.04", "Apple|-01.24|+00.98|-00.64"]
+COUNTER, OTHER_COUNTER = "CounterTop|+00.93|+00.95|-02.05", "CounterTop|-01.24|+00.97|-00.64"
+KITCHEN = Kitchen(10, receptacles(10), APPLES, start=(-3.5, -2.0))
+NAME = alfworlds_names([*KITCHEN.receptacles, *APPLES])
+CALLED = {name.rpartition(" ")[0]: name for name in NAME.values()}
+FRIDGE, MICROWAVE, SINK, BIN = (CALLED[kind] for kind in ("fridge", "microwave", "sinkbasin", "garbagecan"))
+HERE, THERE, APPLE, OTHER_APPLE = NAME[COUNTER], NAME[OTHER_COUNTER], NAME[APPLES[0]], NAME[APPLES[1]]
+TAKE = [f"go to {HERE}", f"take {APPLE} from {HERE}"]
+BEDROOM_DESK = next(place for place in receptacles(301) if place.startswith("Desk|"))
+
+
+def beside(place: str, kind: str) -> str:
+    x, y, z = (float(part) for part in place.split("|")[1:4])
+    return f"{kind}|{x + 0.01:+06.2f}|{y:+06.2f}|{z:+06.2f}"
+
+
+BEDROOM = Kitchen(301, receptacles(301), [beside(BEDROOM_DESK, "DeskLamp"), beside(BEDROOM_DESK, "Mug")], (0.0, -1.0))
+DESK = alfworlds_names(BEDROOM.receptacles)[BEDROOM_DESK]
+
+PLACE = KITCHEN.task(
+    "pick_and_place_simple", "Apple", "GarbageCan", plan=[*TAKE, f"go to {BIN}", f"move {APPLE} to {BIN}"]
+)
+HEAT = KITCHEN.task(
+    "pick_heat_then_place_in_recep",
+    "Apple",
+    "GarbageCan",
+    plan=[*TAKE, f"go to {MICROWAVE}", f"heat {APPLE} with {MICROWAVE}", f"go to {BIN}", f"move {APPLE} to {BIN}"],
+)
+TASKS = {
+    "place": PLACE,
+    "heat": HEAT,
+    "cool": KITCHEN.task(
+        "pick_cool_then_place_in_recep",
+        "Apple",
+        "GarbageCan",
+        plan=[*TAKE, f"go to {FRIDGE}", f"cool {APPLE} with {FRIDGE}", f"go to {BIN}", f"move {APPLE} to {BIN}"],
+    ),
+    "clean": KITCHEN.task(
+        "pick_clean_then_place_in_recep",
+        "Apple",
+        "Fridge",
+        plan=[
+            *TAKE,
+            f"go to {SINK}",
+            f"clean {APPLE} with {SINK}",
+            f"go to {FRIDGE}",
+            f"open {FRIDGE}",
+            f"move {APPLE} to {FRIDGE}",
+        ],
+    ),
+    "two": KITCHEN.task(
+        "pick_two_obj_and_place",
+        "Apple",
+        "GarbageCan",
+        plan=[
+            *TAKE,
+            f"go to {BIN}",
+            f"move {APPLE} to {BIN}",
+            f"go to {THERE}",
+            f"take {OTHER_APPLE} from {THERE}",
+            f"go to {BIN}",
+            f"move {OTHER_APPLE} to {BIN}",
+        ],
+    ),
+    "look": BEDROOM.task(
+        "look_at_obj_in_light",
+        "Mug",
+        toggle="DeskLamp",
+        plan=[f"go to {DESK}", f"take mug 1 from {DESK}", "use desklamp 1"],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in(folder, patch)
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def played(home: Path) -> Iterator[AlfworldThor]:
+    found = environment(processes=2, reward={"name": "potential", "won_weight": 10.0, "progress_weight": 1.0})
+    yield found
+    found.close()
+
+
+def say(action: str) -> str:
+    return f"<think>so</think><action>{action}</action>"
+
+
+async def play(where: AlfworldThor, task: Task, answers: Sequence[str]) -> tuple[list[Observation], list[Outcome]]:
+    episode = where.episode(task)
+    try:
+        observations, outcomes = [await episode.reset()], []
+        for answer in answers:
+            outcomes.append(await episode.step(answer))
+            if outcomes[-1].observation is None:
+                break
+            observations.append(outcomes[-1].observation)
+        return observations, outcomes
+    finally:
+        await episode.close()
+
+
+def players() -> list[psutil.Process]:
+    """The stand-in players that run as our descendants."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            command = process.cmdline()
+        except psutil.NoSuchProcess:
+            continue
+        if any(part.endswith("thor_player") for part in command) and "-I" not in command and "/bin/sh" not in command:
+            found.append(process)
+    return found
+
+
+def picture(observation: Observation) -> Image.Image:
+    frame = observation.content[0]
+    assert isinstance(frame, EncodedImage)
+    return Image.open(io.BytesIO(frame.data))
+
+
+def said(observation: Observation) -> str:
+    text = observation.content[1]
+    assert isinstance(text, str)
+    return text
+
+
+@pytest.mark.parametrize("kind", sorted(TASKS))
+def test_the_plan_wins_a_game_of_each_kind(played: AlfworldThor, kind: str) -> None:
+    task = TASKS[kind]
+    answers = played.demonstration(task)
+    _, outcomes = asyncio.run(play(played, task, answers))
+    assert [outcome.action_defect for outcome in outcomes] == [None] * len(answers)
+    assert [outcome.reward_parts["won"] for outcome in outcomes] == [0.0] * (len(answers) - 1) + [1.0]
+    assert outcomes[-1].done
+
+
+def test_the_plan_wins_generated_games_as_in_the_text_game(played: AlfworldThor) -> None:
+    games = {"source": "generated", "kinds": KINDS, "rooms": ["Kitchen", "LivingRoom", "Bedroom", "Bathroom"]}
+    games |= {"density": 0.6, "most_instances": 2, "most_receptacles": 8}
+    listed = AlfworldThor(settings(games=games), train_tasks=6, heldout_tasks=6, seed=3, processes=1)
+    tasks = [*listed.tasks("train"), *listed.tasks("heldout")]
+    assert {task.payload["kind"] for task in tasks} == set(KINDS)
+    assert len({task.task_id for task in tasks}) == 12
+    assert tasks == [*listed.tasks("train"), *listed.tasks("heldout")]
+
+    async def won(task: Task) -> float:
+        copied = Task(task.task_id, task.split, json.loads(json.dumps(task.payload)))
+        _, outcomes = await play(played, copied, listed.demonstration(task))
+        return outcomes[-1].reward_parts["won"]
+
+    async def everything() -> list[float]:
+        return await asyncio.gather(*(won(task) for task in tasks))
+
+    assert asyncio.run(everything()) == [1.0] * 12
+
+
+def test_the_members_of_a_group_play_the_same_task_whatever_was_drawn_before(played: AlfworldThor) -> None:
+    async def group() -> list[Any]:
+        random.seed(1)
+        first = await play(played, HEAT, played.demonstration(HEAT)[:3])
+        random.seed(2)
+        await play(played, TASKS["look"], [])
+        return [first, *await asyncio.gather(*(play(played, HEAT, played.demonstration(HEAT)[:3]) for _ in range(2)))]
+
+    one, two, three = asyncio.run(group())
+    assert one == two == three
+    assert said(one[0][0]).count("Your task is to: put a apple somewhere.") == 1
+
+
+def test_a_turn_shows_a_frame_and_the_words_and_is_known_by_the_words_alone(played: AlfworldThor) -> None:
+    observations, _ = asyncio.run(play(played, PLACE, [say(TAKE[0]), say("look")]))
+    for observation in observations:
+        image = picture(observation)
+        assert (image.format, image.mode, image.size) == ("PNG", "RGB", (300, 300))
+    assert not played.dialogue
+    assert observations[1].anchor_key == f"You arrive at loc 4. On the {HERE}, you see a {APPLE}."
+    assert observations[1].anchor_key in said(observations[1])
+    assert f"'take {APPLE} from {HERE}'" in said(observations[1])
+    assert f"take {APPLE} from {HERE}" in (observations[1].admissible_actions or ())
+
+
+def test_frames_have_the_size_asked_for_in_red_green_blue_and_need_no_gpu(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from components.environments.alfworld.thor_player import ThorPlayer
+
+    def refused(*arguments: object, **more: object) -> None:
+        raise AssertionError("a frame went to a GPU")
+
+    monkeypatch.setattr(torch.Tensor, "cuda", refused)
+    player = ThorPlayer("5.0", width=400, height=300)
+    try:
+        agent = player.begin(PLACE.payload["trajectory"], "do it", names_of(PLACE.payload["problem"]))
+        agent.act(TAKE[0])
+        assert player.frame().shape == (300, 400, 3)
+        image = Image.open(io.BytesIO(encode_frame(player.frame()).data))
+        assert image.size == (400, 300)
+        red, green, blue = player.last_event.object_id_to_color[COUNTER]
+        assert red != blue
+        assert image.getpixel((0, 0)) == (red, green, blue)
+        player.width = 500
+        with pytest.raises(PlayerError, match="500x300 pixels, AI2-THOR's player sent 400x300"):
+            player.frame()
+    finally:
+        player.stop()
+
+
+def test_an_action_may_be_a_name_with_arguments_or_a_dict(home: Path) -> None:
+    from components.environments.alfworld.thor_player import ThorPlayer
+
+    player = ThorPlayer("5.0", width=300, height=300)
+    try:
+        names = names_of(PLACE.payload["problem"])
+        for passed in (lambda **action: player.step(**action), lambda **action: player.step(action)):
+            agent = player.begin(PLACE.payload["trajectory"], "do it", names)
+            agent.act(TAKE[0])
+            assert passed(action="PickupObject", objectId=APPLES[0], forceAction=True)
+            assert player.last_event.metadata["inventoryObjects"][0]["objectId"] == APPLES[0]
+        assert not player.step("OpenObject", objectId="Fridge|+09.00|+00.00|+00.00")
+        with pytest.raises(PlayerError, match="not in sight"):
+            player.step("OpenObject", objectId="Fridge|+09.00|+00.00|+00.00", raise_for_failure=True)
+        with pytest.raises(PlayerError, match="no action 'Dance'"):
+            player.step("Dance")
+    finally:
+        player.stop()
+
+
+def test_what_the_player_refuses_has_not_happened(home: Path) -> None:
+    from components.environments.alfworld.thor_player import ThorPlayer
+
+    player = ThorPlayer("5.0", width=300, height=300)
+    try:
+        agent = player.begin(PLACE.payload["trajectory"], "do it", names_of(PLACE.payload["problem"]))
+        agent.act(TAKE[0])
+        agent.get_object(FRIDGE, agent.receptacles)["locs"] = {**agent.curr_loc, "x": 99.0}
+        before = agent.get_admissible_commands()
+        assert agent.act(f"go to {FRIDGE}") == ("Nothing happens.", True)
+        assert agent.get_admissible_commands() == before
+        agent.act(f"go to {MICROWAVE}")
+        agent.get_object(MICROWAVE, agent.receptacles)["object_id"] = "Microwave|+09.00|+00.00|+00.00"
+        assert agent.act(f"open {MICROWAVE}") == ("Nothing happens.", True)
+        assert f"open {MICROWAVE}" in agent.get_admissible_commands()
+    finally:
+        player.stop()
+
+
+def test_an_object_is_moved_with_either_word(played: AlfworldThor) -> None:
+    for words in (f"move {APPLE} to {BIN}", f"put {APPLE} in/on {BIN}"):
+        _, outcomes = asyncio.run(play(played, PLACE, [say(word) for word in [*TAKE, f"go to {BIN}", words]]))
+        assert outcomes[-1].reward_parts["won"] == 1.0
+        assert outcomes[-1].action_defect is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "defect"),
+    [
+        (say(f"take {APPLE} from {BIN}"), "inadmissible"),
+        (say(f"move {APPLE} to {BIN}"), "inadmissible"),
+        (say("open the pod bay doors"), "inadmissible"),
+        (say("help"), "inadmissible"),
+        ("I would rather not", "format"),
+        ("", "format"),
+        ("\0" * 50_000, "format"),
+        (say("look"), None),
+    ],
+)
+def test_what_is_no_action_here_does_nothing_and_says_why(
+    played: AlfworldThor, answer: str, defect: str | None
+) -> None:
+    observations, outcomes = asyncio.run(play(played, PLACE, [say(TAKE[0]), answer]))
+    assert outcomes[1].action_defect == defect
+    assert (observations[2].anchor_key == "Nothing happens.") == (defect is not None)
+    assert outcomes[1].reward_parts == {"won": 0.0, "progress": 0.0}
+
+
+def test_progress_is_earned_once_when_it_is_made(played: AlfworldThor) -> None:
+    waiting = [say("look")] * 8
+    plan = list(played.demonstration(HEAT))
+    _, outcomes = asyncio.run(play(played, HEAT, [*plan[:4], *waiting, *plan[4:]]))
+    progress = [outcome.reward_parts["progress"] for outcome in outcomes]
+    assert progress[:4] == pytest.approx([0, 0, 0, 1 / 3])
+    assert progress[4:12] == [0.0] * 8
+    assert progress[12:] == pytest.approx([0, 2 / 3])
+    assert sum(progress) == pytest.approx(1.0)
+
+
+def test_one_player_serves_many_episodes_and_is_started_once(home: Path) -> None:
+    found = environment(processes=1)
+    try:
+        before = {process.pid for process in players()}
+
+        async def several() -> set[int]:
+            seen: set[int] = set()
+
+            async def one() -> None:
+                await play(found, PLACE, [say(TAKE[0])])
+                seen.update(process.pid for process in players() if process.pid not in before)
+
+            await asyncio.gather(*(one() for _ in range(4)))
+            return seen
+
+        assert len(asyncio.run(several())) == 1
+    finally:
+        found.close()
+    assert {process.pid for process in players()} == before
+
+
+def test_a_player_that_dies_fails_its_episode_and_is_replaced(home: Path) -> None:
+    found = environment(processes=1)
+    before = {process.pid for process in players()}
+
+    async def killed() -> None:
+        episode = found.episode(PLACE)
+        await episode.reset()
+        (player,) = (process for process in players() if process.pid not in before)
+        player.kill()
+        started = time.monotonic()
+        with pytest.raises(PlayerError, match="has ended"):
+            await episode.step(say(TAKE[0]))
+        assert time.monotonic() - started < 30
+        await episode.close()
+
+    try:
+        asyncio.run(killed())
+        _, outcomes = asyncio.run(play(found, PLACE, found.demonstration(PLACE)))
+        assert outcomes[-1].reward_parts["won"] == 1.0
+    finally:
+        found.close()
+
+
+def test_a_player_that_hangs_fails_its_episode_in_time(home: Path) -> None:
+    from components.environments.alfworld.thor_player import ThorPlayer
+
+    before = {process.pid for process in players()}
+    lent = Players(lambda: ThorPlayer("5.0", width=300, height=300, answer_seconds=1.0), 1)
+    wanted = settings()
+    episode = ThorEpisode(PLACE, wanted.prompt, wanted.reward, lent)
+    episode.reset()
+    (player,) = (process for process in players() if process.pid not in before)
+    player.send_signal(signal.SIGSTOP)
+    with pytest.raises(PlayerError, match="in time"):
+        episode.step(say(TAKE[0]))
+    episode.close()
+    assert not player.is_running() or player.status() == psutil.STATUS_ZOMBIE
+    lent.close()
+    with pytest.raises(PlayerError, match="closed"):
+        lent.take()
+
+
+@pytest.mark.parametrize("program", ["import sys; sys.exit(3)", "import time; time.sleep(60)"])
+def test_a_player_that_never_comes_up_is_an_error_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    from components.environments.alfworld.thor_player import ThorPlayer
+
+    script = tmp_path / "broken.py"
+    script.write_text(program)
+    stand_in(tmp_path, monkeypatch, script)
+    with pytest.raises(PlayerError, match=r"has ended|in time"):
+        ThorPlayer("5.0", width=300, height=300, start_seconds=2.0)
+
+
+def test_closing_the_environment_ends_what_waits_and_what_plays(home: Path) -> None:
+    found = environment(processes=1)
+    before = {process.pid for process in players()}
+
+    async def closed() -> None:
+        playing, waiting = found.episode(PLACE), found.episode(PLACE)
+        await playing.reset()
+        reset = asyncio.create_task(waiting.reset())
+        await asyncio.sleep(0.2)
+        assert not reset.done()
+        found.close()
+        with pytest.raises(PlayerError, match="closed"):
+            await reset
+        with pytest.raises(PlayerError):
+            await playing.step(say(TAKE[0]))
+        await playing.close()
+
+    asyncio.run(closed())
+    assert {process.pid for process in players()} == before
+
+
+def test_the_older_release_is_spoken_to_in_its_own_words(home: Path) -> None:
+    found = environment(player="2.1", width=320, height=240)
+    try:
+        for kind in ("place", "heat"):
+            observations, outcomes = asyncio.run(play(found, TASKS[kind], found.demonstration(TASKS[kind])))
+            assert outcomes[-1].reward_parts["won"] == 1.0
+            assert picture(observations[0]).size == (320, 240)
+    finally:
+        found.close()
+
+
+def test_a_scene_that_the_player_does_not_have_is_an_error(played: AlfworldThor) -> None:
+    poses = [{"objectName": "Apple", "position": {"x": 0, "y": 0, "z": "nan"}, "rotation": {"x": 0, "y": 0, "z": 0}}]
+    for changes in (
+        {"scene_num": 99.5},
+        {"scene_num": 0},
+        {"object_poses": poses},
+        {"init_action": {"action": "Dance"}},
+    ):
+        with pytest.raises(DataError, match="not a game of alfworld/thor"):
+            played.episode(KITCHEN.task("pick_and_place_simple", "Apple", "GarbageCan", **changes))
+    with pytest.raises(PlayerError, match="FloorPlan99"):
+        asyncio.run(play(played, KITCHEN.task("pick_and_place_simple", "Apple", "GarbageCan", scene_num=99), []))
+    _, outcomes = asyncio.run(play(played, PLACE, played.demonstration(PLACE)))
+    assert outcomes[-1].reward_parts["won"] == 1.0
+
+
+def test_things_have_the_text_games_names() -> None:
+    for scene in (1, 10, 210, 301, 420):
+        ids = [
+            *receptacles(scene),
+            "Apple|-00.10|+01.00|+02.00",
+            "Apple|+00.10|-01.00|+02.00",
+            "Mug|+00.00|+00.00|+00.00",
+        ]
+        problem = Kitchen(scene, ids[:-3], ids[-3:]).task("pick_and_place_simple", "Apple", "Shelf").payload["problem"]
+        assert names_of(problem) == {object_id.lower(): name for object_id, name in alfworlds_names(ids).items()}
+    assert pddl("Apple|-00.10") == "Apple_bar__minus_00_dot_10"
+
+
+def test_nothing_is_left_in_the_users_home(played: AlfworldThor, home: Path) -> None:
+    asyncio.run(play(played, PLACE, []))
+    assert not (home / ".ai2thor").exists()
+
+
+def test_a_machine_that_can_draw_nowhere_is_told_what_it_lacks(tmp_path: Path) -> None:
+    from components.environments.alfworld.thor_player import CloudRendering, place
+
+    def absent(name: str) -> None:
+        return None
+
+    assert place("5.0", {}, lambda name: "libvulkan.so.1") == {"platform": CloudRendering}
+    assert place("5.0", {"DISPLAY": ":7"}, absent) == {"x_display": ":7"}
+    with pytest.raises(ConfigurationError, match="libvulkan1") as raised:
+        place("5.0", {}, absent)
+    assert "DISPLAY" in str(raised.value)
+    with pytest.raises(ConfigurationError, match="ARMATURE_THOR_PLAYER"):
+        place("2.1", {"DISPLAY": ":7"}, absent)
+    with pytest.raises(ConfigurationError, match="not a program"):
+        place("5.0", {"ARMATURE_THOR_PLAYER": str(tmp_path)}, absent)

@@ -1,0 +1,166 @@
+"""What is sent to a player: each action of alfworld in the words of each release."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as run
+from hypothesis import strategies as st
+
+from components.environments.alfworld.thor_actions import FORMS, RELEASES, Release, translate
+from components.environments.alfworld.thor_errors import PlayerError
+from components.environments.alfworld.thor_rewards import Earned, PotentialReward, TerminalReward, weights
+
+TELEPORT = {"x": 1.0, "y": 0.9, "z": -2.0, "rotation": 90, "horizon": 30}
+LOOKED = {"renderImage": True, "renderDepthImage": True, "renderClassImage": True, "renderObjectImage": True}
+
+
+@pytest.mark.parametrize(
+    ("alfworlds", "older", "newer"),
+    [
+        (
+            {"action": "TeleportFull", **TELEPORT, "rotateOnTeleport": False},
+            {"action": "TeleportFull", **TELEPORT, "rotateOnTeleport": False},
+            {"action": "TeleportFull", **TELEPORT, "standing": True},
+        ),
+        (
+            {"action": "PutObject", "objectId": "Mug|1", "receptacleObjectId": "Desk|2", "forceAction": True},
+            {"action": "PutObject", "objectId": "Mug|1", "receptacleObjectId": "Desk|2", "forceAction": True},
+            {"action": "PutObject", "objectId": "Desk|2", "forceAction": True},
+        ),
+        (
+            {"action": "OpenObject", "objectId": "Fridge|1", "moveMagnitude": 1.0},
+            {"action": "OpenObject", "objectId": "Fridge|1", "moveMagnitude": 1.0},
+            {"action": "OpenObject", "objectId": "Fridge|1"},
+        ),
+        (
+            {"action": "Initialize", "gridSize": 0.25, "cameraY": 0.75, "visibility_distance": 1.5, **LOOKED}
+            | {"makeAgentsVisible": False},
+            {"action": "Initialize", "gridSize": 0.25, "cameraY": 0.75, "visibility_distance": 1.5, **LOOKED}
+            | {"makeAgentsVisible": False},
+            {"action": "Initialize", "gridSize": 0.25, "visibilityDistance": 1.5, "makeAgentsVisible": False}
+            | {"renderInstanceSegmentation": True},
+        ),
+        *(
+            (action, action, action)
+            for action in (
+                {"action": "Pass"},
+                {"action": "PickupObject", "objectId": "Mug|1", "forceAction": True},
+                {"action": "CloseObject", "objectId": "Fridge|1", "forceAction": True},
+                {"action": "ToggleObjectOn", "objectId": "Faucet|1", "forceAction": True},
+                {"action": "ToggleObjectOff", "objectId": "Faucet|1", "forceAction": True},
+                {"action": "SliceObject", "objectId": "Apple|1"},
+                {"action": "CleanObject", "objectId": "Apple|1"},
+                {"action": "SetObjectToggles", "objectToggles": [{"objectType": "DeskLamp", "isOn": False}]},
+                {"action": "SetStateOfAllObjects", "StateChange": "CanBeDirty", "forceAction": True},
+                {"action": "SetObjectPoses", "objectPoses": []},
+                {"action": "ChangeResolution", "x": 400, "y": 300},
+            )
+        ),
+    ],
+    ids=lambda value: value["action"],
+)
+def test_each_release_is_sent_the_arguments_that_it_has(
+    alfworlds: dict[str, Any], older: dict[str, Any], newer: dict[str, Any]
+) -> None:
+    before = json.dumps(alfworlds)
+    assert translate(alfworlds, "2.1") == older
+    assert translate(alfworlds, "5.0") == newer
+    assert json.dumps(alfworlds) == before
+
+
+def test_the_newer_release_would_dispatch_whatever_is_translated_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "thor_player"))
+    from signatures import refusal
+
+    for name, form in FORMS["5.0"].items():
+        everything = dict.fromkeys(form.kept | set(form.renamed) | form.left_out, 1.0)
+        said = translate({"action": name, **everything}, "5.0")
+        assert refusal({**said, "sequenceId": 1}, "5.0") == ("", ""), name
+    assert refusal({"action": "TeleportFull", **TELEPORT, "rotateOnTeleport": False, "standing": True}, "5.0")[0]
+    sys.modules.pop("signatures")
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert translate({"action": "TeleportFull", **TELEPORT, "x": np.float32(1.5)}, "5.0")["x"] == 1.5
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize(
+    "action",
+    [
+        {},
+        {"action": None},
+        {"action": ["Pass"]},
+        {"action": "Dance"},
+        {"action": "pass"},
+        {"action": "Pass", "objectId": "Mug|1"},
+        {"action": "TeleportFull", **TELEPORT, "x": float("nan")},
+        {"action": "TeleportFull", **TELEPORT, "x": float("inf")},
+        {"action": "PickupObject", "objectId": ...},
+        {"action": "PickupObject", "objectId": {1, 2}},
+    ],
+    ids=repr,
+)
+def test_what_is_no_action_is_refused_before_it_is_sent(action: dict[str, Any], release: Release) -> None:
+    with pytest.raises(PlayerError, match=r"no action|no argument|not JSON"):
+        translate(action, release)
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=5,
+)
+arguments = st.sampled_from(sorted({name for form in FORMS["2.1"].values() for name in form.kept})) | st.text()
+
+
+@run(max_examples=400, deadline=None)
+@given(
+    st.sampled_from([*FORMS["5.0"], "", "Reset"]) | anything,
+    st.dictionaries(arguments, anything),
+    st.sampled_from(RELEASES),
+)
+def test_whatever_is_asked_is_sent_as_json_or_refused(name: Any, asked: dict[str, Any], release: Release) -> None:
+    try:
+        said = translate({**asked, "action": name}, release)
+    except PlayerError:
+        return
+    form = FORMS[release][said["action"]]
+    assert set(said) <= {"action"} | form.kept | set(form.renamed.values()) | set(form.added)
+    assert "NaN" not in json.dumps(said) or "NaN" in repr(asked)
+
+
+@given(st.lists(st.sampled_from([0.0, 0.25, 1 / 3, 0.5, 2 / 3, 1.0]), min_size=1, max_size=50))
+def test_progress_sums_up_to_the_last_share_less_the_first(shares: list[float]) -> None:
+    settings = PotentialReward(name="potential", won_weight=10.0, progress_weight=1.0)
+    earned = Earned(settings, shares[0])
+    turns = [earned.turn(share, share == 1.0) for share in shares[1:]]
+    assert sum(turn["progress"] for turn in turns) == pytest.approx(shares[-1] - shares[0])
+
+
+def test_holding_half_of_the_goal_for_48_turns_earns_the_half_once_and_winning_earns_more() -> None:
+    settings = PotentialReward(name="potential", won_weight=10.0, progress_weight=1.0)
+    weight = weights(settings)
+
+    def total(shares: list[float]) -> float:
+        earned = Earned(settings, 0.0)
+        turns = [earned.turn(share, share == 1.0) for share in shares]
+        return sum(weight[part] * value for turn in turns for part, value in turn.items())
+
+    assert total([0.0, *[0.5] * 48, 0.5]) == pytest.approx(0.5)
+    assert total([0.5] * 9 + [1.0]) == pytest.approx(11.0)
+    assert total([0.5, 0.0] * 20 + [0.5]) == pytest.approx(0.5)
+
+
+def test_a_terminal_reward_is_the_win_alone() -> None:
+    settings = TerminalReward(name="terminal", won_weight=10.0)
+    earned = Earned(settings, 0.0)
+    assert weights(settings) == {"won": 10.0}
+    assert [earned.turn(0.5, False), earned.turn(1.0, True)] == [{"won": 0.0}, {"won": 1.0}]

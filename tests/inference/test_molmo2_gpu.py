@@ -1,0 +1,138 @@
+"""Molmo2 on a GPU, whose server lets the tokens of an image see each other both ways. Needs CUDA and vLLM >= 0.26."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from components.contracts.machine import Machine
+from components.inference.client import Completion
+from components.inference.endpoint import Endpoint
+from components.inference.pool import ServerPool
+from components.inference.settings import EvaluationSamplingSettings, ServerSettings
+from components.models.settings import ModelSettings
+
+SAMPLING = EvaluationSamplingSettings(temperature=1.0, max_tokens=8, top_p=1.0, top_k=0)
+SETTINGS = ServerSettings(max_model_len=1024, max_images_per_prompt=2, dtype="float32")
+MODEL = ModelSettings(
+    source="given",
+    dtype="float32",
+    attn_implementation="sdpa",
+    trust_remote_code=False,
+    freeze=(),
+    gradient_checkpointing=False,
+)
+NOISE = np.random.default_rng(0)
+IMAGES = [Image.fromarray(NOISE.integers(0, 255, (*shape, 3), dtype=np.uint8)) for shape in ((80, 100), (150, 64))]
+TOLERANCE = 5e-3  # nats per token; Triton multiplies fp32 as tf32
+
+
+def part(image: Image.Image) -> dict[str, Any]:
+    data = io.BytesIO()
+    image.save(data, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+FIRST, SECOND = map(part, IMAGES)
+ASKED = {
+    # First, so that vLLM has neither image in its cache and processes both in one call.
+    "two side by side": ([{"role": "user", "content": [FIRST, SECOND, text("which?")]}], IMAGES),
+    "one image": ([{"role": "user", "content": [text("look "), FIRST, text("here")]}], IMAGES[:1]),
+    "two turns": (
+        [
+            {"role": "user", "content": [FIRST, text("first")]},
+            {"role": "assistant", "content": "red"},
+            {"role": "user", "content": [text("second"), SECOND]},
+        ],
+        IMAGES,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two policies that attend both ways, and the first of them again that attends causally."""
+    from components.models.tiny import make_tiny_checkpoint
+
+    root = tmp_path_factory.mktemp("checkpoints")
+    made = {"old": (0, "bidirectional"), "new": (1, "bidirectional"), "causal": (0, "causal")}
+    return {
+        name: make_tiny_checkpoint("molmo2", root / name, seed, image_attention=attention)  # type: ignore[arg-type]
+        for name, (seed, attention) in made.items()
+    }
+
+
+def differences(folder: Path, answers: dict[str, Completion]) -> dict[str, float]:
+    """Largest |trainer's log-prob - server's|, on the ids that the server reported."""
+    from components.models.load import load_model, load_processor
+
+    model, processor = load_model(folder, MODEL), load_processor(folder, MODEL)
+    found = {}
+    for name, answer in answers.items():
+        messages, images = ASKED[name]
+        prompt = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        inputs = dict(processor(text=[prompt], images=[images], add_special_tokens=False, return_tensors="pt"))
+        assert answer.prompt_token_ids.tolist() == inputs["input_ids"][0].tolist()
+        sampled = torch.tensor(answer.token_ids[None].astype(np.int64))
+        inputs["input_ids"] = torch.cat([inputs["input_ids"], sampled], 1)
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        types = inputs["mm_token_type_ids"]
+        inputs["mm_token_type_ids"] = torch.cat([types, torch.zeros_like(sampled)], 1)
+        with torch.no_grad():
+            logits = model(**inputs).logits[0, -sampled.shape[1] - 1 : -1]
+        logprobs = logits.log_softmax(-1).gather(1, sampled.T)[:, 0].numpy()
+        found[name] = float(np.abs(logprobs - answer.logprobs).max())
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_trainer_and_server_attend_to_each_image_both_ways(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Before and after weights are sent over CUDA IPC, under the names that the trainer's model has."""
+    from components.inference.weights import WEIGHT_SENDERS
+    from components.models.load import load_model
+
+    machine = Machine(
+        server_python=Path(os.environ.get("ARMATURE_TEST_VLLM_PYTHON", ".venv-vllm/bin/python")),
+        server_gpus=((0,),),
+        server_arguments={"gpu_memory_utilization": 0.2, "enforce_eager": True},
+        weight_transfer="ipc",
+        ready_timeout=300,
+    )
+
+    async def publish(endpoints: Sequence[Endpoint]) -> None:
+        weights = load_model(checkpoints["new"], MODEL).cuda().state_dict()
+        await asyncio.to_thread(lambda: WEIGHT_SENDERS["ipc"](endpoints, 60).send(weights))
+
+    async def work() -> list[dict[str, Completion]]:
+        async with ServerPool(checkpoints["old"], SETTINGS, machine, tmp_path / "logs") as pool:
+
+            async def ask() -> dict[str, Completion]:
+                return {name: await pool.complete(messages, SAMPLING, 0) for name, (messages, _) in ASKED.items()}
+
+            before = await ask()
+            await pool.sync(checkpoints["new"], 1, publish)
+            return [before, await ask()]
+
+    before, after = asyncio.run(work())
+    old, new = differences(checkpoints["old"], before), differences(checkpoints["new"], after)
+    causal = differences(checkpoints["causal"], before)
+    print({"old": old, "new": new, "causal": causal})
+    assert max((*old.values(), *new.values())) < TOLERANCE
+    assert min(causal.values()) > 4 * TOLERANCE

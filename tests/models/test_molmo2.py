@@ -1,0 +1,219 @@
+"""Molmo2's two weight layouts, and code that comes with a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+
+from components.contracts.errors import ConfigurationError, DataError
+from components.models.families import FAMILIES, image_token_ids
+from components.models.load import load_config, load_model, load_processor, save_checkpoint
+from components.models.molmo2 import EMBEDDING_PARTS, from_hub, is_hub, to_hub
+from components.models.settings import ModelSettings
+from components.models.tiny import SMALL, make_tiny_checkpoint
+
+SETTINGS = ModelSettings(
+    source="/given/to/the/loader",
+    dtype="float32",
+    attn_implementation="sdpa",
+    trust_remote_code=False,
+    freeze=(),
+    gradient_checkpointing=False,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in which queries, keys and feed-forward all differ in size."""
+    sizes = SMALL.model_copy(update={"key_value_heads": 1, "image_side": 56, "layers": 3})
+    return make_tiny_checkpoint("molmo2", tmp_path_factory.mktemp("molmo2") / "hub", seed=0, settings=sizes)
+
+
+def _equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_files_are_in_the_released_layout_with_the_embedding_split_at_the_vocabulary(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    text = load_config(folder, SETTINGS).text_config
+    rows = [weights[part].shape[0] for part in EMBEDDING_PARTS]
+    assert rows == [text.vocab_size, text.additional_vocab_size]
+    assert weights["lm_head.weight"].shape[0] == text.vocab_size
+    assert is_hub(weights)
+    places = ("model.transformer.", "model.vision_backbone.", "lm_head.")
+    assert {name for name in weights if not name.startswith(places)} == set()
+
+
+def test_every_image_token_has_an_embedding_and_no_row_of_the_head(folder: Path) -> None:
+    tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
+    text = load_config(folder, SETTINGS).text_config
+    ids = image_token_ids(FAMILIES["molmo2"], tokenizer)
+    assert len(ids) == 10
+    assert text.vocab_size <= min(ids)
+    assert max(ids) < text.vocab_size + text.additional_vocab_size
+    assert tokenizer.bos_token_id > 0
+
+
+def test_the_layouts_turn_into_each_other_bit_for_bit(folder: Path) -> None:
+    model = load_model(folder, SETTINGS)
+    native, hub = model.state_dict(), load_file(folder / "model.safetensors")
+    assert _equal(to_hub(native, model.config), hub)
+    assert _equal(from_hub(hub, model.config), dict(native))
+    assert _equal(from_hub(to_hub(native, model.config), model.config), dict(native))
+
+
+def test_transformers_reads_both_layouts_as_the_same_model(folder: Path, tmp_path: Path) -> None:
+    """Its own conversion is the independent truth for ours."""
+    by_transformers, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values())
+    other = shutil.copytree(folder, tmp_path / "native")
+    native = from_hub(load_file(folder / "model.safetensors"), by_transformers.config)
+    save_file({name: one.contiguous() for name, one in native.items()}, other / "model.safetensors", {"format": "pt"})
+    from_native = load_model(other, SETTINGS)
+    assert _equal(dict(from_native.state_dict()), dict(by_transformers.state_dict()))
+    save_checkpoint(from_native, load_processor(other, SETTINGS), tmp_path / "saved")
+    assert (tmp_path / "saved/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_the_released_configuration_is_read_too(folder: Path, tmp_path: Path) -> None:
+    """Released checkpoints say vit_config, vit_layers and image_num_pos."""
+    other = shutil.copytree(folder, tmp_path / "released")
+    config = json.loads((other / "config.json").read_text())
+    vision = config.pop("vision_config")
+    vision["image_default_input_size"] = vision.pop("image_size")
+    vision["image_patch_size"] = vision.pop("patch_size")
+    vision["image_num_pos"] = vision.pop("num_position_embeddings")
+    config["vit_config"] = vision
+    config["adapter_config"]["vit_layers"] = config["adapter_config"].pop("vision_feature_layer")
+    (other / "config.json").write_text(json.dumps(config))
+    assert _equal(dict(load_model(other, SETTINGS).state_dict()), dict(load_model(folder, SETTINGS).state_dict()))
+
+
+@pytest.mark.parametrize("lost", ("model.language_model.layers.1.self_attn.k_proj.weight",))
+def test_half_a_fused_weight_is_refused(folder: Path, lost: str) -> None:
+    model = load_model(folder, SETTINGS)
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != lost}
+    with pytest.raises(DataError, match=r"part of it is missing[\s\S]*blocks\.1\.self_attn\.att_proj"):
+        to_hub(state, model.config)
+
+
+def test_half_an_embedding_and_foreign_names_are_refused(folder: Path) -> None:
+    config = load_config(folder, SETTINGS)
+    hub = load_file(folder / "model.safetensors")
+    hub.pop(EMBEDDING_PARTS[1])
+    with pytest.raises(DataError, match="embedding"):
+        from_hub(hub, config)
+    for convert, name in ((to_hub, "model.transformer.ln_f.weight"), (from_hub, "model.language_model.norm.weight")):
+        with pytest.raises(DataError, match="no such weight"):
+            convert({name: torch.ones(2)}, config)
+
+
+def test_tied_embeddings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be one matrix"):
+        make_tiny_checkpoint("molmo2", tmp_path / "x", 0, SMALL.model_copy(update={"tie_embeddings": True}))
+
+
+MODELING = """
+from transformers import Molmo2Config, Molmo2ForConditionalGeneration, Molmo2Model
+class OtherConfig(Molmo2Config):
+    pass
+class OtherModel(Molmo2Model):
+    config_class = OtherConfig
+class OtherForConditionalGeneration(Molmo2ForConditionalGeneration):
+    config_class = OtherConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = OtherModel(config)
+        self.post_init()
+"""
+PROCESSING = """
+from transformers import Molmo2Processor, ProcessorMixin
+class OtherProcessor(ProcessorMixin):
+    image_placeholder_token = "<|image|>"
+    def __init__(self, image_processor=None, video_processor=None, tokenizer=None, chat_template=None, **kwargs):
+        super().__init__(image_processor, video_processor, tokenizer, chat_template=chat_template)
+    def __call__(self, images=None, text=None, videos=None, **kwargs):
+        native = Molmo2Processor(self.image_processor, self.video_processor, self.tokenizer)
+        return native(images=images, text=text, **kwargs)
+"""
+
+
+@pytest.fixture(scope="module")
+def remote(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same checkpoint with code of its own, whose processor lacks what servers ask for."""
+    target = shutil.copytree(folder, tmp_path_factory.mktemp("remote") / "checkpoint")
+    (target / "modeling_other.py").write_text(MODELING)
+    (target / "processing_other.py").write_text(PROCESSING)
+    native = from_hub(load_file(folder / "model.safetensors"), load_config(folder, SETTINGS))
+    save_file({name: one.contiguous() for name, one in native.items()}, target / "model.safetensors", {"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    config["auto_map"] = {
+        "AutoConfig": "modeling_other.OtherConfig",
+        "AutoModelForImageTextToText": "modeling_other.OtherForConditionalGeneration",
+    }
+    (target / "config.json").write_text(json.dumps(config))
+    processor = json.loads((target / "processor_config.json").read_text())
+    processor["auto_map"] = {"AutoProcessor": "processing_other.OtherProcessor"}
+    processor["processor_class"] = "OtherProcessor"
+    (target / "processor_config.json").write_text(json.dumps(processor))
+    return target
+
+
+TRUSTED = SETTINGS.model_copy(update={"trust_remote_code": True})
+
+
+def test_trusted_code_gets_what_native_classes_have(remote: Path, folder: Path) -> None:
+    model = load_model(remote, TRUSTED)
+    assert type(model).__name__ == "OtherForConditionalGeneration"
+    assert type(AutoModel.from_config(model.config)) is type(model.model)
+    ours, native = load_processor(remote, TRUSTED), AutoProcessor.from_pretrained(folder)
+    assert type(ours).__name__ == "OtherProcessor"
+    assert (ours.image_token, ours.image_token_id) == (native.image_token, native.image_token_id)
+    sizes = [(80, 100), (150, 64), (300, 300)]
+    expected = native._get_num_multimodal_tokens(image_sizes=sizes)
+    found = ours._get_num_multimodal_tokens(image_sizes=sizes)
+    assert found["num_image_tokens"] == expected["num_image_tokens"]
+    assert found["num_image_patches"] == expected["num_image_patches"]
+    assert ours._get_num_multimodal_tokens() == {"num_image_tokens": [], "num_image_patches": []}
+
+
+def test_one_setting_decides_whose_code_runs_for_model_and_processor(remote: Path) -> None:
+    assert type(load_model(remote, TRUSTED)).__name__ == "OtherForConditionalGeneration"
+    assert type(load_processor(remote, TRUSTED)).__name__ == "OtherProcessor"
+    assert type(load_model(remote, SETTINGS)).__name__ == "Molmo2ForConditionalGeneration"
+    with pytest.raises(DataError, match=r"no processor can be loaded[\s\S]*model\.trust_remote_code = true"):
+        load_processor(remote, SETTINGS)
+
+
+def test_a_tokenizer_in_place_of_a_processor_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = shutil.copytree(folder, tmp_path / "text")
+    (other / "processor_config.json").unlink()
+    with pytest.raises(DataError, match="processor"):
+        load_processor(other, SETTINGS)
+    monkeypatch.setattr("components.models.load.AutoProcessor", AutoTokenizer)
+    with pytest.raises(DataError, match="takes no images"):
+        load_processor(folder, SETTINGS)
+
+
+def test_another_picture_changes_the_answer_and_no_grid_key_is_needed(
+    checkpoint: Callable[[str], Path], images: list[Image.Image]
+) -> None:
+    processor, model = load_processor(checkpoint("molmo2"), SETTINGS), load_model(checkpoint("molmo2"), SETTINGS)
+    logits = []
+    for image in (images[0], Image.new("RGB", images[0].size, (30, 200, 30))):
+        inputs: Any = processor(images=[image], text=["<|image|>What colour?"], return_tensors="pt")
+        assert not {"image_grid_thw", "image_sizes", "position_ids"} & inputs.keys()
+        with torch.no_grad():
+            logits.append(model(**inputs).logits[0, -1])
+    assert (logits[0] - logits[1]).abs().max() > 0.01

@@ -1,0 +1,222 @@
+"""A run's units with dynamic sampling: on a scripted policy and a trainer that only notes what it is given."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from components.adapters.sequences import merge_turns, sample_of
+from components.artifacts.store import ArtifactStore
+from components.batches.table import read_batch
+from components.configuration import load_recipe
+from components.contracts.batches import Sample, TurnAdvantages
+from components.contracts.episodes import Observation, Outcome, Task
+from components.contracts.machine import Machine
+from components.contracts.rollouts import GenerateOutputs
+from components.contracts.stages import Artifact, StageContext
+from components.environments.stage import TASKS_STAGE
+from components.inference.client import Completion
+from components.rl.loop import run_loop
+from components.rl.run import RLRun
+from components.rl.settings import TrainVLMSettings
+from components.rollouts.schedule import tasks_of_step
+from components.rollouts.table import read_rollouts
+from components.stages import TerminalEvents, ThreadUnits
+
+GROUPS, MEMBERS, STEPS, MAX_ROUNDS, SEED = 4, 2, 3, 5, 6
+
+
+class Tells:
+    """Two turns; the second answer decides. In the tasks whose number is even, members may differ."""
+
+    name, system_prompt, dialogue, max_turns = "tells", None, True, 4
+    reward_weights: Mapping[str, float] = {"right": 1.0}
+
+    def tasks(self, split: Any) -> list[Task]:
+        return [Task(f"{number}", split, {"tells": number % 2 == 0}) for number in range(20)]
+
+    def episode(self, task: Task) -> TellsEpisode:
+        return TellsEpisode(task)
+
+    def close(self) -> None: ...
+
+
+class TellsEpisode:
+    def __init__(self, task: Task) -> None:
+        self.task, self.done = task, False
+
+    async def reset(self) -> Observation:
+        return Observation(("first?",), anchor_key="first")
+
+    async def step(self, action: str) -> Outcome:
+        assert not self.done
+        if action == "first":
+            return Outcome(Observation(("second?",), anchor_key="second"))
+        self.done = True
+        return Outcome(None, {"right": float(self.task.payload["tells"] and action == "odd")})
+
+    async def close(self) -> None: ...
+
+
+class Scripted:
+    """Says "first", then whether the seed is odd: the seeds of a group's members follow one another."""
+
+    def __init__(self, delay: float) -> None:
+        self.delay, self.requests, self.version = delay, 0, 0
+
+    async def complete(self, messages: Sequence[dict[str, Any]], sampling: object, seed: int) -> Completion:
+        self.requests += 1
+        await asyncio.sleep(self.delay * (seed % 5))
+        text = "first" if len(messages) == 1 else ("odd" if seed % 2 else "even")
+        ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+        prompt = np.arange(5 * len(messages), dtype=np.int32)
+        return Completion(prompt, ids, -np.ones(len(ids), np.float32), text, "stop", self.version, "script", 0.0)
+
+
+class NotingTrainer:
+    alive = True
+
+    def __init__(self, pool: Scripted) -> None:
+        self.pool, self.batches = pool, dict[int, list[Sample]]()
+
+    def step(self, step: int, folder: Path) -> dict[str, float]:
+        self.batches[step] = read_batch(folder)
+        return {"loss": 0.0}
+
+    def score(self, folder: Path) -> list[Any]:
+        return []
+
+    def save(self) -> None: ...
+
+    def publish(self, folder: Path, version: int) -> None: ...
+
+
+class PoolOfOne:
+    """What a run calls of the server pool."""
+
+    def __init__(self, policy: Scripted) -> None:
+        self.complete = policy.complete
+        self._policy = policy
+
+    async def sync(self, folder: Path, version: int) -> None:
+        self._policy.version = version
+
+
+class Unmerged:
+    def samples(
+        self, outputs: GenerateOutputs, advantages: TurnAdvantages | None = None
+    ) -> tuple[list[Sample], Counter[str]]:
+        merged = [(one, turns) for one in outputs.trajectories for turns in merge_turns(one.turns, False)]
+        return [sample_of(one, turns, advantages) for one, turns in merged], Counter()
+
+
+@pytest.fixture(scope="module")
+def portal() -> Iterator[BlockingPortal]:
+    with start_blocking_portal() as portal:
+        yield portal
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """Tasks that are listed, of an environment that is then replaced."""
+    folder = tmp_path_factory.mktemp("tasks")
+    overrides = ("environment.train_tasks=4", "environment.heldout_tasks=1")
+    settings = load_recipe("train-vlm/colors", overrides).settings_for(TASKS_STAGE.settings)
+    TASKS_STAGE.run(settings, {}, folder, context(folder))
+    return Artifact(kind="tasks", path=folder, digest="tasks")
+
+
+def context(folder: Path) -> StageContext:
+    machine = Machine.model_validate({})
+    return StageContext(machine, TerminalEvents(), ThreadUnits(), folder, folder / "images", "run")
+
+
+class Attempt:
+    """A run in `folder`, from the beginning or again."""
+
+    def __init__(self, folder: Path, tasks: Artifact, portal: BlockingPortal, staleness: int, delay: float = 0.0):
+        folder.mkdir(exist_ok=True)
+        overrides = (
+            f"rollouts.groups_per_step={GROUPS}",
+            f"rollouts.group_size={MEMBERS}",
+            f"rollouts.max_rounds={MAX_ROUNDS}",
+            f"rollouts.max_staleness={staleness}",
+            f"rollouts.seed={SEED}",
+            f"trainer.max_steps={STEPS}",
+        )
+        settings = load_recipe("train-vlm/colors", overrides).settings_for(TrainVLMSettings)
+        assert isinstance(settings, TrainVLMSettings)
+        self.store, self.policy = ArtifactStore(folder), Scripted(delay)
+        self.trainer = NotingTrainer(self.policy)
+        adapter, pool = cast(Any, Unmerged()), cast(Any, PoolOfOne(self.policy))
+        self.run = RLRun(
+            settings, {"tasks": tasks}, context(folder), self.store, adapter, pool, cast(Any, self.trainer), portal
+        )
+        self.run.environment = Tells()
+        self.run.tasks = Tells().tasks("train")
+
+    def go(self, first: int = 1, last: int = STEPS) -> Attempt:
+        staleness = self.run.settings.rollouts.max_staleness
+        run_loop(self.run, first, last, staleness, ThreadUnits(), TerminalEvents())
+        return self
+
+    def played(self) -> dict[int, list[tuple[str, str]]]:
+        """The trajectories of each step with their tasks."""
+        made = {step: self.store.find("rollouts", f"run-{step:05d}") for step in range(1, STEPS + 1)}
+        return {
+            step: [(one.trajectory_id, one.task_id) for one in read_rollouts(artifact.path).trajectories]
+            for step, artifact in made.items()
+            if artifact
+        }
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_step_plays_whole_rounds_until_enough_groups_differ(
+    tmp_path: Path, tasks: Artifact, portal: BlockingPortal, staleness: int
+) -> None:
+    attempt = Attempt(tmp_path, tasks, portal, staleness).go()
+    history = attempt.run.history.read()
+    played = attempt.played()
+    assert len({len(one) for one in played.values()}) > 1  # not always as many rounds
+    assert any(metrics["groups/surplus"] for metrics in history)
+    for step, metrics in zip(range(1, STEPS + 1), history, strict=True):
+        rounds = len(played[step]) // (GROUPS * MEMBERS)
+        planned = [tasks_of_step(attempt.run.tasks, GROUPS, step, SEED, number) for number in range(rounds)]
+        firsts = {one: task for one, task in played[step] if one.endswith("-00")}
+        assert list(firsts.values()) == [task.task_id for each in planned for task in each]
+        differ = [one for one, task in played[step] if int(task) % 2 == 0 and one.endswith("-00")]
+        assert metrics["groups/rounds"] == rounds and metrics["groups/played"] == rounds * GROUPS
+        assert metrics["rollouts/planned"] == len(played[step])
+        assert metrics["groups/equal_rewards"] == rounds * GROUPS - len(differ)
+        assert metrics["groups/surplus"] == max(0, len(differ) - GROUPS)
+        assert metrics["drops/equal_rewards_group"] == MEMBERS * metrics["groups/equal_rewards"]
+        trained = dict.fromkeys(sample.group_id for sample in attempt.trainer.batches[step])
+        assert list(trained) == [one.removesuffix("-00") for one in differ[:GROUPS]]
+        assert rounds == MAX_ROUNDS or len(differ) >= GROUPS
+        assert {sample.advantages.any() for sample in attempt.trainer.batches[step]} == {True}
+    turns = sum(len(one) for one in played.values()) * 2
+    assert attempt.policy.requests == turns  # none after an episode was done
+
+
+def test_a_resumed_run_plays_the_same_tasks_however_fast_they_are(
+    tmp_path: Path, tasks: Artifact, portal: BlockingPortal
+) -> None:
+    whole = Attempt(tmp_path / "whole", tasks, portal, staleness=1, delay=0.0).go()
+    Attempt(tmp_path / "cut", tasks, portal, staleness=0, delay=0.002).go(last=1)
+    resumed = Attempt(tmp_path / "cut", tasks, portal, staleness=1, delay=0.001).go(first=2)
+    assert resumed.played() == whole.played()
+    again = Attempt(tmp_path / "whole", tasks, portal, staleness=1).go()
+    assert again.policy.requests == 0  # everything was found
+    metrics = "metrics.json"
+    for step in range(1, STEPS + 1):
+        found = [one.store.find("batches", f"run-{step:05d}") for one in (whole, resumed)]
+        one, other = (json.loads((artifact.path / metrics).read_text()) for artifact in found if artifact)
+        assert one == other
