@@ -1,0 +1,1 @@
+"""The LIBERO simulator: tasks, initial states, cameras, and an expert."""

@@ -1,0 +1,1 @@
+"""Robot policies evaluated in LIBERO."""

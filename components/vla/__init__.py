@@ -1,0 +1,1 @@
+"""Fine-tuning of robot policies on demonstrations."""
