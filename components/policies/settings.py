@@ -47,6 +47,13 @@ class PolicySettings(Settings):
     path: str | None = Field(None, description="A checkpoint that LeRobot saved: hub name or folder.")
     tiny: TinyPolicySettings | None = Field(None, description="Random weights of these sizes instead of a checkpoint.")
     revision: str | None = Field(None, description="Commit of the hub checkpoint; needed for hub names.")
+    checkpoint_revision: str | None = Field(
+        None, description="With path: commit of the released checkpoint that it was trained from."
+    )
+    action_tokenizer: str | None = Field(
+        None, description="FAST tokenizer for action tokens, hub name or folder; none: the one inside the checkpoint."
+    )
+    action_tokenizer_revision: str | None = Field(None, description="Commit of the hub tokenizer.")
     norm_tag: str | None = Field(
         None, description="Entry of the checkpoint's norm_stats.json: statistics, prompt words, cameras and horizon."
     )
