@@ -1,0 +1,236 @@
+"""The released checkpoint's config.json, typed, and the configuration of the native Molmo2 in it.
+
+transformers writes only the fields that differ from its class's default, so the defaults below are those of the
+released configuration classes: facts of the file format, not choices. They are not the released model's sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from components.contracts.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import Molmo2Config
+
+
+class _Section(BaseModel):
+    """Part of the file: what was not read into a field is kept, and written again."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+
+class VitConfig(_Section):
+    hidden_size: int = 1152
+    intermediate_size: int = 4304
+    num_hidden_layers: int = 27
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 16
+    head_dim: int = 72
+    hidden_act: str = "gelu_pytorch_tanh"
+    layer_norm_eps: float = 1e-6
+    image_default_input_size: tuple[int, int] = (378, 378)
+    image_patch_size: int = 14
+    image_num_pos: int = 577
+    attention_dropout: float = 0.0
+    initializer_range: float = 0.02
+
+
+class AdapterConfig(_Section):
+    vit_layers: tuple[int, ...] = (-3, -9)
+    pooling_attention_mask: bool = False
+    hidden_size: int = 1152
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 16
+    head_dim: int = 72
+    attention_dropout: float = 0.0
+    hidden_act: str = "silu"
+    intermediate_size: int = 18944
+    text_hidden_size: int = 3584
+    initializer_range: float = 0.02
+
+
+class TextConfig(_Section):
+    hidden_size: int = 3584
+    num_attention_heads: int = 28
+    num_key_value_heads: int = 4
+    head_dim: int = 128
+    vocab_size: int = 152064
+    additional_vocab_size: int = 128
+    qkv_bias: bool = True
+    num_hidden_layers: int = 48
+    intermediate_size: int = 18944
+    hidden_act: str = "silu"
+    attention_dropout: float = 0.0
+    residual_dropout: float = 0.0
+    max_position_embeddings: int = 4096
+    rope_theta: float = 1_000_000.0
+    rope_scaling: dict[str, Any] | None = None
+    use_qk_norm: bool = False
+    qk_norm_type: str = "olmo"
+    layer_norm_eps: float = 1e-6
+    norm_after: bool = False
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+
+
+class ExpertConfig(_Section):
+    hidden_size: int = 1024
+    num_layers: int = 32
+    num_heads: int = 16
+    mlp_ratio: float = 8.0 / 3.0
+    ffn_multiple_of: int = 256
+    timestep_embed_dim: int = 256
+    dropout: float = 0.0
+    attn_dropout: float = 0.0
+    context_layer_norm: bool = True
+    qk_norm: bool = True
+    qk_norm_eps: float = 1e-6
+    rope: bool = True
+    causal_attn: bool = False
+
+    @property
+    def inner_size(self) -> int:
+        """Width of the MLP: the ratio's, rounded up to a multiple."""
+        return -(-int(self.hidden_size * self.mlp_ratio) // self.ffn_multiple_of) * self.ffn_multiple_of
+
+
+class MolmoAct2Config(_Section):
+    """Sizes, token ids and flow-matching constants of a checkpoint; token ids are None where a file has none."""
+
+    model_type: str = "molmoact2"
+    vit_config: VitConfig = VitConfig()
+    adapter_config: AdapterConfig = AdapterConfig()
+    text_config: TextConfig = TextConfig()
+    action_expert_config: ExpertConfig
+    image_start_token_id: int | None = None
+    low_res_image_start_token_id: int | None = None
+    image_end_token_id: int | None = None
+    image_low_res_id: int | None = None
+    image_patch_id: int
+    image_col_id: int | None = None
+    frame_start_token_id: int | None = None
+    frame_end_token_id: int | None = None
+    action_output_token_id: int | None = None
+    action_start_token_id: int
+    action_end_token_id: int
+    action_token_start_id: int
+    num_action_tokens: int = 0
+    state_start_token_id: int | None = None
+    state_end_token_id: int | None = None
+    state_token_start_id: int | None = None
+    num_state_tokens: int = 0
+    bos_token_id: int | None = None
+    eos_token_id: int
+    pad_token_id: int | None = None
+    max_action_dim: int = 32
+    max_action_horizon: int = 30
+    n_obs_steps: int = 30
+    action_mode: str = "both"
+    state_format: str = "discrete"
+    flow_matching_num_steps: int = 10
+    flow_matching_cutoff: float = 1.0
+    flow_matching_time_offset: float = 0.001
+    flow_matching_time_scale: float = 0.999
+    flow_matching_beta_alpha: float = 1.0
+    flow_matching_beta_beta: float = 1.5
+    mask_action_dim_padding: bool = True
+    enable_depth_reasoning: bool = False
+    action_expert_depth_gate: bool = False
+    add_setup_tokens: bool = True
+    add_control_tokens: bool = True
+    initializer_range: float = 0.02
+    norm_stats_filename: str = "norm_stats.json"
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], where: str = "config.json") -> MolmoAct2Config:
+        """Read the file's JSON.
+
+        Raises:
+            DataError: a field is missing or wrong, or asks for an architecture that no released policy has.
+        """
+        if "action_horizon" in raw and "max_action_horizon" not in raw:
+            raise DataError(
+                "an old configuration: it has action_horizon and no max_action_horizon",
+                where=where,
+                remedy="use a newer export of the checkpoint",
+            )
+        try:
+            config = cls.model_validate(dict(raw))
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(str(part) for part in first["loc"])
+            raise DataError(f"{field}: {first['msg']}", where=where, remedy="use the checkpoint's own file") from error
+        config._check(where)
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """The file's JSON: the fields that were given, whether known here or not, and no others."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+    def molmo2(self) -> Molmo2Config:
+        """The native VLM's configuration: vision layers that are read, and these as absolute numbers."""
+        from transformers import Molmo2Config
+
+        vit, adapter, text = self.vit_config, self.adapter_config, self.text_config
+        features = [layer % vit.num_hidden_layers for layer in adapter.vit_layers]
+        heads = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "attention_dropout")
+        sizes = (*heads, "hidden_size", "intermediate_size", "initializer_range")
+        return Molmo2Config(
+            vision_config={name: getattr(vit, name) for name in sizes}
+            | {
+                "num_hidden_layers": max(features) + 1,
+                "image_size": list(vit.image_default_input_size),
+                "patch_size": vit.image_patch_size,
+                "num_position_embeddings": vit.image_num_pos,
+                "layer_norm_eps": vit.layer_norm_eps,
+            },
+            adapter_config={name: getattr(adapter, name) for name in sizes}
+            | {"vision_feature_layer": features, "text_hidden_size": adapter.text_hidden_size},
+            text_config={name: getattr(text, name) for name in sizes}
+            | {
+                "vocab_size": text.vocab_size,
+                "additional_vocab_size": text.additional_vocab_size,
+                "num_hidden_layers": text.num_hidden_layers,
+                "attention_bias": text.qkv_bias,
+                "max_position_embeddings": text.max_position_embeddings,
+                "rope_parameters": {"rope_type": "default", "rope_theta": text.rope_theta},
+                "qk_norm_type": text.qk_norm_type,
+                "rms_norm_eps": text.layer_norm_eps,
+                "norm_after": text.norm_after,
+            },
+            image_patch_id=self.image_patch_id,
+            initializer_range=self.initializer_range,
+            tie_word_embeddings=text.tie_word_embeddings,
+        )
+
+    def _check(self, where: str) -> None:
+        text, expert, adapter = self.text_config, self.action_expert_config, self.adapter_config
+        needed: tuple[tuple[str, Any, Any], ...] = (
+            ("model_type", self.model_type, "molmoact2"),
+            ("state_format", self.state_format, "discrete"),
+            ("enable_depth_reasoning", self.enable_depth_reasoning, False),
+            ("action_expert_depth_gate", self.action_expert_depth_gate, False),
+            ("text_config.qk_norm_type", text.qk_norm_type if text.use_qk_norm else None, "qwen3"),
+            ("text_config.norm_after", text.norm_after, False),
+            ("text_config.rope_scaling", text.rope_scaling, None),
+            ("text_config.tie_word_embeddings", text.tie_word_embeddings, False),
+            ("adapter_config.pooling_attention_mask", adapter.pooling_attention_mask, True),
+            ("action_expert_config.num_layers", expert.num_layers, text.num_hidden_layers),
+            ("action_expert_config.causal_attn", expert.causal_attn, False),
+            ("action_expert_config.qk_norm", expert.qk_norm, True),
+            ("action_expert_config.context_layer_norm", expert.context_layer_norm, True),
+            ("action_expert_config.rope", expert.rope, True),
+            ("action_expert_config.dropout", expert.dropout, 0.0),
+            ("action_expert_config.attn_dropout", expert.attn_dropout, 0.0),
+        )
+        for field, found, expected in needed:
+            if found != expected:
+                raise DataError(
+                    f"{field} is {found!r}, and this policy needs {expected!r}",
+                    where=where,
+                    remedy="use a regular MolmoAct2 checkpoint (not Think, whose depth reasoning is not built)",
+                )
