@@ -29,7 +29,9 @@ SHORT = (
     "warm_start.epochs=4",
     "rollouts.groups_per_step=3",
     "rollouts.group_size=4",
-    "batches.penalty.inadmissible=0.1",  # two steps of such a beginner may see no win to learn from
+    # Two steps of such a beginner may see no win: every group is trained on, and the penalty tells actions apart.
+    "rollouts.max_rounds=1",
+    "batches.penalty.inadmissible=0.1",
     "preflight.groups=1",
     "trainer.max_steps=2",
     'evaluation.splits=["heldout"]',
