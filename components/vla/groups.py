@@ -1,0 +1,72 @@
+"""What of a policy is trained, and in which parameter group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from components.policies.settings import Semantics
+from components.vla.embedding import SplitEmbedding
+from components.vla.lora import add_adapters
+from components.vla.settings import LearningRates, VlaTrainerSettings
+
+EXPERT = "action_expert."
+VISION = "vlm.model.vision_tower."
+CONNECTOR = "vlm.model.multi_modal_projector."
+EMBEDDING = "vlm.model.language_model.embed_tokens"
+GROUPS = ("vlm", "vit", "connector", "action_expert")
+
+
+def prepare(model: nn.Module, base_tokens: int, settings: VlaTrainerSettings, semantics: Semantics) -> None:
+    """Freeze, split and adapt `model` for `settings.mode`; what requires a gradient then is trained.
+
+    Args:
+        base_tokens: rows of the embedding that are not new ones.
+        semantics: in head a frozen embedding still learns its new rows; before it did not.
+    """
+    model.requires_grad_(False)
+    if settings.mode in ("full", "lora", "expert"):
+        model.get_submodule(EXPERT.rstrip(".")).requires_grad_(True)
+    if settings.lora is not None:
+        expert_too = settings.mode == "lora_expert"
+        chosen = (lambda name: True) if expert_too else (lambda name: not name.startswith(EXPERT))
+        add_adapters(model, chosen, settings.lora, settings.seed)
+    if settings.mode == "full":
+        model.requires_grad_(True)
+        _split_embedding(model, base_tokens, settings.freeze_embedding, semantics)
+
+
+def parameter_groups(model: nn.Module, rates: LearningRates) -> list[dict[str, object]]:
+    """Groups with `name`, `params` and peak `lr`, in the order of GROUPS; empty ones are left out."""
+    members: dict[str, list[nn.Parameter]] = {name: [] for name in GROUPS}
+    for group, parameter in _trained(model):
+        members[group].append(parameter)
+    return [{"name": n, "params": members[n], "lr": getattr(rates, n)} for n in GROUPS if members[n]]
+
+
+def group_of(name: str) -> str:
+    """Of a parameter, by its name in the model."""
+    if name.startswith(EXPERT):
+        return "action_expert"
+    if name.startswith(CONNECTOR) or name == f"{EMBEDDING}.new_rows":
+        return "connector"
+    return "vit" if name.startswith(VISION) else "vlm"
+
+
+def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield group_of(name), parameter
+
+
+def _split_embedding(model: nn.Module, base_tokens: int, frozen: bool, semantics: Semantics) -> None:
+    embedding = model.get_submodule(EMBEDDING)
+    assert isinstance(embedding, nn.Embedding)
+    if frozen and semantics != "head":
+        embedding.requires_grad_(False)
+        return
+    embedding = SplitEmbedding.of(embedding, base_tokens)
+    embedding.weight.requires_grad_(not frozen)
+    parent, _, last = EMBEDDING.rpartition(".")
+    setattr(model.get_submodule(parent), last, embedding)

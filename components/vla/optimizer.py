@@ -1,0 +1,118 @@
+"""AdamW that loses no small update to the 8 bits of a bf16 weight, and an average of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+FIRST, SECOND, STEP, RESIDUAL, EMA = "exp_avg", "exp_avg_sq", "step", "residual", "ema"
+
+
+class PolicyAdamW(torch.optim.Optimizer):
+    """AdamW over parameters of fp32 and bf16.
+
+    Those of fp32 are updated as torch's AdamW does. Of one in bf16 both moments are bf16, and what rounding takes
+    from the weight is kept beside it in bf16, so that weight + residual moves by the fp32 update.
+
+    Args:
+        groups: each with `params` and `lr`.
+        ema_decay: also keep e <- decay * e + (1 - decay) * weight in fp32, from the weights at the first update on.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[Mapping[str, Any]],
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        ema_decay: float | None = None,
+    ) -> None:
+        self.ema_decay = ema_decay
+        super().__init__([dict(g) for g in groups], {"betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            trained = [p for p in group["params"] if p.grad is not None]
+            for parameter in trained:
+                self._prepare(parameter)
+            self._step_fp32([p for p in trained if p.dtype == torch.float32], group)
+            for parameter in trained:
+                if parameter.dtype != torch.float32:
+                    self._step_rounded(parameter, group)
+            if self.ema_decay is not None:
+                for parameter in trained:
+                    self.state[parameter][EMA].lerp_(self._exact(parameter), 1 - self.ema_decay)
+
+    @contextmanager
+    def averaged(self) -> Any:
+        """Within it the parameters have the averages; those never updated, and all where there is none, are as is."""
+        kept = {p: p.detach().clone() for p in self.state if EMA in self.state[p]}
+        with torch.no_grad():
+            for parameter in kept:
+                parameter.copy_(self.state[parameter][EMA])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, value in kept.items():
+                    parameter.copy_(value)
+
+    def _prepare(self, parameter: nn.Parameter) -> None:
+        state = self.state[parameter]
+        if FIRST in state:
+            return
+        state[STEP] = torch.tensor(0.0)
+        for name in (FIRST, SECOND):
+            state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        if parameter.dtype != torch.float32:
+            state[RESIDUAL] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        if self.ema_decay is not None:
+            state[EMA] = parameter.detach().float().clone()
+
+    def _exact(self, parameter: nn.Parameter) -> Tensor:
+        """The weight in fp32, with what rounding took from it."""
+        state = self.state[parameter]
+        return parameter.float() + state[RESIDUAL].float() if RESIDUAL in state else parameter.detach()
+
+    def _step_fp32(self, parameters: list[nn.Parameter], group: Mapping[str, Any]) -> None:
+        states = [self.state[p] for p in parameters]
+        beta1, beta2 = group["betas"]
+        adamw(
+            list(parameters),
+            [p.grad for p in parameters if p.grad is not None],
+            [s[FIRST] for s in states],
+            [s[SECOND] for s in states],
+            [],
+            [s[STEP] for s in states],
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def _step_rounded(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
+        assert parameter.grad is not None
+        state, gradient = self.state[parameter], parameter.grad.float()
+        beta1, beta2 = group["betas"]
+        state[STEP] += 1
+        count = state[STEP].item()
+        first = state[FIRST].float().lerp_(gradient, 1 - beta1)
+        second = state[SECOND].float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        exact = self._exact(parameter).mul_(1 - group["lr"] * group["weight_decay"])
+        spread = (second / (1 - beta2**count)).sqrt_().add_(group["eps"])
+        exact.addcdiv_(first, spread, value=-group["lr"] / (1 - beta1**count))
+        state[FIRST].copy_(first)
+        state[SECOND].copy_(second)
+        parameter.copy_(exact)
+        state[RESIDUAL].copy_(exact - parameter.float())

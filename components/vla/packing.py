@@ -1,0 +1,32 @@
+"""Which examples share a row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from components.vla.settings import PackingSettings
+
+
+def packed_rows(lengths: Sequence[int], settings: PackingSettings) -> list[list[int]]:
+    """The examples of each row, by best fit: longest first, each into the fullest row that still has room.
+
+    Args:
+        lengths: tokens of each example.
+
+    Returns:
+        Every example once; rows and the examples in them ascend. No row is longer than `max_row_tokens`, except for
+        one with a single example that is.
+    """
+    rows: list[list[int]] = []
+    free: list[int] = []
+    for example in sorted(range(len(lengths)), key=lambda example: (-lengths[example], example)):
+        length = lengths[example]
+        fitting = [r for r in range(len(rows)) if free[r] >= length and len(rows[r]) < settings.max_row_examples]
+        if fitting:
+            row = min(fitting, key=lambda r: (free[r], r))
+            rows[row].append(example)
+            free[row] -= length
+        else:
+            rows.append([example])
+            free.append(settings.max_row_tokens - length)
+    return sorted(sorted(row) for row in rows)

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from components.contracts.errors import ConfigurationError
+from components.vla.embedding import SplitEmbedding
+from components.vla.export import exported
+from components.vla.lora import add_adapters
+from components.vla.settings import LoraSettings
+
+SETTINGS = LoraSettings(rank=3, alpha=12.0, dropout=0.0)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(10, 6)
+        self.first, self.norm, self.second = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 4, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.second(self.norm(self.first(self.tokens(ids))))
+
+
+@pytest.fixture
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+IDS = torch.tensor([[0, 3, 7], [8, 9, 1]])
+
+
+def test_new_adapters_change_nothing_and_leave_the_weights_names(net: Net) -> None:
+    before, names = net(IDS), net.state_dict().keys()
+    assert add_adapters(net, lambda name: True, SETTINGS, seed=0) == ["first", "second"]
+    assert torch.equal(net(IDS), before)
+    assert exported(net, torch.clone).keys() == names
+
+
+def test_exported_weights_do_what_the_adapters_do(net: Net) -> None:
+    add_adapters(net, lambda name: name == "second", SETTINGS, seed=0)
+    optimizer = torch.optim.SGD([p for n, p in net.named_parameters() if "lora" in n], lr=0.5)
+    for _ in range(3):
+        net(IDS).square().mean().backward()
+        optimizer.step()
+    plain = Net()
+    plain.load_state_dict(exported(net, torch.clone))
+    assert not torch.equal(plain.second.weight, net.second.weight)
+    torch.testing.assert_close(plain(IDS), net(IDS))
+
+
+def test_adapters_stay_fp32_in_a_bf16_layer(net: Net) -> None:
+    net.bfloat16()
+    add_adapters(net, lambda name: True, SETTINGS, seed=0)
+    assert net(IDS).dtype == torch.bfloat16
+    assert {p.dtype for n, p in net.named_parameters() if "lora" in n} == {torch.float32}
+    net(IDS).float().sum().backward()
+    assert net.first.weight.grad is None
+    assert exported(net, torch.clone)["first.weight"].dtype == torch.bfloat16
+
+
+def test_down_begins_with_a_spread_of_one_over_the_rank() -> None:
+    net = nn.Sequential(nn.Linear(4000, 2))
+    add_adapters(net, lambda name: True, LoraSettings(rank=8, alpha=1.0, dropout=0.0), seed=0)
+    down = net[0].lora_down.detach()
+    assert float(down.std()) == pytest.approx(1 / 8, rel=0.02)
+
+
+def test_a_model_without_a_chosen_layer_is_refused(net: Net) -> None:
+    with pytest.raises(ConfigurationError, match="no linear layer"):
+        add_adapters(net, lambda name: name == "tokens", SETTINGS, seed=0)
+
+
+def test_a_split_embedding_looks_up_the_same_and_trains_its_new_rows_alone(net: Net) -> None:
+    before = net(IDS)
+    net.tokens = SplitEmbedding.of(net.tokens, first=8)
+    net.tokens.weight.requires_grad_(False)
+    assert torch.equal(net(IDS), before)
+    net(IDS).square().mean().backward()
+    assert net.tokens.weight.grad is None and net.tokens.new_rows.grad is not None
+    with torch.no_grad():
+        net.tokens.new_rows += 1
+    plain = Net()
+    plain.load_state_dict(exported(net, torch.clone))
+    torch.testing.assert_close(plain(IDS), net(IDS))

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from pydantic import ValidationError
+
+from components.vla.schedule import lr_factor
+
+from .settings import LORA, training_settings
+
+
+@pytest.mark.parametrize(
+    ("update", "factor"),
+    [
+        (1, 0.005),
+        (199, 0.995),
+        (200, 1.0),
+        (12_100, 0.1 + 0.9 * 0.5),  # half way between warm-up and the end
+        (6_150, 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2),  # a quarter of the way: cos(45 degrees)
+        (24_000, 0.1),
+        (30_000, 0.1),
+    ],
+)
+def test_the_cosine_ends_where_it_is_told_whatever_the_run_is(update: int, factor: float) -> None:
+    settings = training_settings(warmup_steps=200, decay_steps=24_000, max_steps=10_000)
+    assert lr_factor(update, settings) == pytest.approx(factor, abs=1e-12)
+
+
+def test_without_an_end_the_cosine_ends_with_the_run() -> None:
+    settings = training_settings(warmup_steps=0, max_steps=100, final_lr_fraction=0.0)
+    assert lr_factor(100, settings) == 0.0
+    assert lr_factor(50, settings) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mode": "lora"}, "mode lora needs section lora"),
+        ({"lora": LORA}, "mode full has no section lora"),
+        ({"warmup_steps": 5}, r"warmup_steps \(5\) exceeds the end of the decay \(4\)"),
+        ({"heldout_fraction": 1.0}, "less than 1"),
+    ],
+    ids=["lora-missing", "lora-unused", "warmup", "heldout"],
+)
+def test_settings_that_contradict_each_other_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        training_settings(**changes)
