@@ -1,0 +1,132 @@
+"""One policy for many players: those that wait at the same time are answered in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from threading import Thread
+
+import numpy as np
+from numpy.typing import NDArray
+
+from components.contracts.robots import RobotObservation, RobotPolicy
+
+Actions = NDArray[np.float32]
+
+
+class Stopped(Exception):
+    """Another player or the policy failed; nobody plays on."""
+
+
+@dataclass(frozen=True)
+class _Question:
+    observation: RobotObservation
+    seed: int
+    answer: Future[Actions] = field(default_factory=Future)
+
+
+@dataclass(frozen=True)
+class _Left:
+    """A player ended, by an error or at the end of its work."""
+
+    error: BaseException | None
+
+
+class PolicyDesk:
+    """Players ask from their threads; the thread that runs `serve` computes, which torch and CUDA like best.
+
+    Who waits is whoever happens to be ready, so batches differ from run to run; answers do not, because a
+    RobotPolicy's rows are independent.
+    """
+
+    def __init__(self, policy: RobotPolicy, rows: int) -> None:
+        self._policy, self._rows = policy, rows
+        self._questions: SimpleQueue[_Question | _Left] = SimpleQueue()
+        self._stopped = False
+        self.calls, self.answers = 0, 0
+
+    def ask(self, observation: RobotObservation, seed: int) -> Actions:
+        """Actions (n_action_steps, dimensions).
+
+        Raises:
+            Stopped: the evaluation ends with an error of another thread.
+        """
+        question = _Question(observation, seed)
+        self._questions.put(question)
+        if self._stopped:
+            raise Stopped
+        return question.answer.result()
+
+    def serve(self, players: list[Callable[[], None]]) -> None:
+        """Run each player in a thread and answer them until all have ended.
+
+        Raises:
+            The first error of a player or of the policy, after the other players have ended.
+        """
+        threads = [Thread(target=self._run, args=(player,), name=f"player-{i}") for i, player in enumerate(players)]
+        for thread in threads:
+            thread.start()
+        try:
+            playing = len(threads)
+            while playing:
+                playing -= self._serve_once()
+        finally:
+            self._stopped = True
+            self._refuse()
+            for thread in threads:
+                thread.join()
+
+    def _serve_once(self) -> int:
+        """Answer those that wait. Returns how many players left."""
+        waiting = self._waiting()
+        left = [each for each in waiting if isinstance(each, _Left)]
+        questions = [each for each in waiting if isinstance(each, _Question)]
+        try:
+            for each in left:
+                if each.error is not None:
+                    raise each.error
+            self._answer(questions)
+        finally:
+            for question in questions:
+                if not question.answer.done():
+                    question.answer.set_exception(Stopped())
+        return len(left)
+
+    def _waiting(self) -> list[_Question | _Left]:
+        """Those that wait now, one at least, and no more than the policy takes."""
+        waiting = [self._questions.get()]
+        while len(waiting) < self._rows:
+            try:
+                waiting.append(self._questions.get_nowait())
+            except Empty:
+                break
+        return waiting
+
+    def _answer(self, questions: list[_Question]) -> None:
+        if not questions:
+            return
+        actions = self._policy.predict([each.observation for each in questions], [each.seed for each in questions])
+        self.calls, self.answers = self.calls + 1, self.answers + len(questions)
+        for question, rows in zip(questions, actions, strict=True):
+            question.answer.set_result(rows)
+
+    def _run(self, player: Callable[[], None]) -> None:
+        try:
+            player()
+        except Stopped:
+            self._questions.put(_Left(None))
+        except BaseException as error:
+            self._questions.put(_Left(error))
+        else:
+            self._questions.put(_Left(None))
+
+    def _refuse(self) -> None:
+        while True:
+            try:
+                waiting = self._questions.get_nowait()
+            except Empty:
+                return
+            if isinstance(waiting, _Question):
+                waiting.answer.set_exception(Stopped())

@@ -1,0 +1,90 @@
+"""One episode: chunks of actions from observations, until the task is solved or the steps are used up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from components.contracts.errors import DataError
+from components.contracts.robots import RobotObservation
+from components.environments.libero.processes import Carried
+from components.environments.libero.tasks import ACTION_NAMES, LiberoTask
+from components.evaluation.libero.schedule import Planned
+
+Actions = NDArray[np.float32]
+Pictures = Mapping[str, NDArray[np.uint8]]
+Actor = Callable[[RobotObservation, int], Actions]
+"""(observation, number of the chunk) to actions (n, 7), n > 0."""
+
+
+class Arena(Protocol):
+    """Simulators of a process, by slot; both raise SimulatorError when the process is lost."""
+
+    def reset(self, task: LiberoTask, initial_state: int, seed: int, slot: int = 0) -> RobotObservation: ...
+
+    def step(self, actions: Actions, slot: int = 0, film: bool = False) -> Carried: ...
+
+
+@dataclass(frozen=True)
+class Played:
+    """What became of an episode. actions: (steps, 7); pictures: of every moment, the last one included, if filmed."""
+
+    success: bool
+    actions: Actions
+    pictures: list[Pictures] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        return len(self.actions)
+
+
+def play_episode(arena: Arena, slot: int, planned: Planned, actor: Actor, film: bool = False) -> Played:
+    """
+    Raises:
+        SimulatorError: the simulator was lost.
+        DataError: the policy answered with something that is no action.
+    """
+    observation = arena.reset(planned.task, planned.initial_state, planned.simulator_seed, slot)
+    carried_out: list[Actions] = []
+    pictures: list[Pictures] = []
+    steps, chunk, success = 0, 0, False
+    while steps < planned.max_steps and not success:
+        actions = _checked(actor(observation, chunk), planned, chunk)[: planned.max_steps - steps]
+        carried = arena.step(actions, slot, film)
+        carried_out.append(actions[: carried.steps])
+        pictures += carried.frames
+        observation, success = carried.observation, carried.success
+        steps, chunk = steps + carried.steps, chunk + 1
+    if film:
+        pictures.append(observation.images)
+    return Played(success, np.concatenate(carried_out), pictures)
+
+
+def replay_episode(arena: Arena, slot: int, planned: Planned, actions: Actions) -> Played:
+    """The episode again from its actions, this time filmed.
+
+    Raises:
+        SimulatorError: the simulator was lost.
+    """
+    again = replace(planned, max_steps=len(actions))
+    return play_episode(arena, slot, again, lambda _observation, _chunk: actions, film=True)
+
+
+def _checked(actions: Actions, planned: Planned, chunk: int) -> Actions:
+    if actions.ndim != 2 or not len(actions) or actions.shape[1] != len(ACTION_NAMES):
+        raise DataError(
+            f"the policy answered with actions of shape {actions.shape}, the robot takes (n, {len(ACTION_NAMES)})",
+            where=f"{planned.name}, chunk {chunk}",
+            remedy="evaluate a policy that was trained on LIBERO's actions",
+        )
+    if not np.isfinite(actions).all():
+        raise DataError(
+            "the policy answered with actions that are not finite",
+            where=f"{planned.name}, chunk {chunk}",
+            remedy="its weights or its normalisation statistics are broken",
+        )
+    return actions

@@ -1,0 +1,68 @@
+"""Episodes that are finished, kept line by line, so that a crash loses none."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from base64 import b64decode, b64encode
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from components.evaluation.libero.episode import Actions
+from components.evaluation.libero.schedule import EpisodeKey, Planned
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One planned episode, played or given up. seconds: of its last attempt, waiting for the policy included.
+
+    failure: why it could not be played in any attempt; None where it was. lost: attempts that ended with the
+    simulator.
+    """
+
+    success: bool
+    actions: Actions
+    failure: str | None
+    lost: int
+    seconds: float
+
+    @property
+    def steps(self) -> int:
+        return len(self.actions)
+
+
+class Journal:
+    """One JSON object a line for each episode. Thread safe."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def append(self, planned: Planned, outcome: Outcome) -> None:
+        row = {**vars(outcome), "key": planned.key, "actions": _packed(outcome.actions)}
+        with self._lock, self.path.open("a+b") as file:
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)  # a line that a crash cut off would spoil this one
+            file.write(json.dumps(row).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read(self) -> dict[EpisodeKey, Outcome]:
+        """What was finished; a line that a crash cut off was not."""
+        if not self.path.exists():
+            return {}
+        rows = [json.loads(line) for line in self.path.read_bytes().split(b"\n")[:-1]]
+        return {tuple(row.pop("key")): Outcome(**{**row, "actions": _unpacked(row["actions"])}) for row in rows}
+
+
+def _packed(actions: Actions) -> dict[str, Any]:
+    return {"shape": actions.shape, "data": b64encode(np.ascontiguousarray(actions, "<f4").tobytes()).decode()}
+
+
+def _unpacked(packed: dict[str, Any]) -> Actions:
+    return np.frombuffer(b64decode(packed["data"]), "<f4").reshape(packed["shape"])

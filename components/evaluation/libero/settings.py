@@ -1,0 +1,75 @@
+"""What a robot policy is evaluated on in LIBERO, and by which seeds."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+
+from components.contracts.settings import Settings
+from components.environments.libero.settings import SimulatorSettings, Suite
+
+
+class LiberoEvaluationSettings(Settings):
+    """Every task of the suites is played `episodes_per_task` times."""
+
+    model_config = ConfigDict(title="Evaluation in LIBERO")
+
+    suites: tuple[Suite, ...] = Field(min_length=1, description="Played in this order.")
+    tasks: tuple[NonNegativeInt, ...] = Field(description="Numbers of tasks in each suite; empty: all.")
+    episodes_per_task: PositiveInt = Field(
+        description="Episode k begins in initial state k modulo their number (50): every state once before any repeats."
+    )
+    max_steps: dict[Suite, PositiveInt] = Field(
+        description="Actions of an episode at most, per suite; steps of waiting are not counted."
+    )
+    inference_action_mode: Literal["continuous", "discrete"] = Field(
+        description="Actions by flow matching, or as tokens; the policy must have been trained for it."
+    )
+    n_action_steps: PositiveInt | None = Field(
+        None, description="Actions of a chunk that are carried out before the next; none: the policy's own."
+    )
+    num_inference_steps: PositiveInt | None = Field(None, description="Euler steps; none: the policy's own.")
+    image_attention_at_inference: Literal["bidirectional", "as_trained"] | None = Field(
+        None, description="How the prompt's images see each other; none: as the policy says."
+    )
+    eval_seed: NonNegativeInt = Field(description="Seed of the noise that the policy's actions are sampled from.")
+    per_episode_seed: bool = Field(
+        description="Each episode draws noise of its own; else chunk k of every episode begins with the same noise."
+    )
+    seed: NonNegativeInt = Field(description="Seed of the simulator; episode k of a task has seed + k.")
+    batch: PositiveInt = Field(description="Episodes that are played at once. No result depends on it.")
+    rows_per_pass: PositiveInt = Field(
+        description="Rows of one forward pass of the policy, filled up where fewer wait; it moves the last bits, and "
+        "with them sampled actions. 1 is best on a CPU."
+    )
+    attempts: PositiveInt = Field(description="How often an episode is begun whose simulator dies on the way.")
+    failed_episodes: NonNegativeInt = Field(
+        description="Episodes that may fail in all attempts (they count as not solved); one more ends the evaluation."
+    )
+    videos_per_task: NonNegativeInt = Field(
+        description="Videos of the first successes of each task, and as many of the first failures."
+    )
+    video_fps: PositiveInt = Field(description="Pictures a second; the simulator's control_freq is real time.")
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        for name, listed in (("suites", self.suites), ("tasks", self.tasks)):
+            if len(set(listed)) < len(listed):
+                raise ValueError(f"{name}: {', '.join(map(str, listed))}: name each once")
+        if missing := [suite for suite in self.suites if suite not in self.max_steps]:
+            raise ValueError(f"max_steps has no entry for {', '.join(missing)}")
+        return self
+
+
+class EvaluateLiberoSettings(Settings):
+    """The sections that the result depends on."""
+
+    simulator: SimulatorSettings
+    evaluation: LiberoEvaluationSettings
+
+
+class CompareLiberoSettings(Settings):
+    """How two evaluations are compared."""
+
+    confidence: float = Field(gt=0.0, lt=1.0, description="Of the intervals: 0.95.")

@@ -1,0 +1,179 @@
+"""The stages evaluate-libero, where a policy plays the suites, and compare-libero, of two such evaluations."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from components.contracts.stages import Artifact, Report, Stage, StageContext
+from components.evaluation.libero.settings import CompareLiberoSettings, EvaluateLiberoSettings
+
+if TYPE_CHECKING:
+    from components.contracts.robots import RobotPolicy
+    from components.environments.libero.processes import SimulatorProcess
+    from components.evaluation.libero.journal import Outcome
+    from components.evaluation.libero.page import Still
+    from components.evaluation.libero.results import Result
+    from components.evaluation.libero.schedule import EpisodeKey, Planned
+
+METRICS_FILE = "metrics.json"
+JOURNAL_FILE = "episodes.jsonl"
+COMPARISON_FILE = "comparison.json"
+
+
+def evaluate_libero(
+    settings: EvaluateLiberoSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
+) -> Report:
+    """Writes `results.parquet`, `eval_info.json`, `metrics.json`, `videos/` and `report.html`.
+
+    Raises:
+        SimulatorError: more episodes than may fail could not be played.
+        ConfigurationError: a task that does not exist, or a policy that cannot act in this mode.
+    """
+    from components.policies.molmoact2.policy import open_policy
+
+    plan = settings.evaluation
+    policy = open_policy(
+        inputs["policy"].path,
+        mode=plan.inference_action_mode,
+        rows=plan.batch,
+        n_action_steps=plan.n_action_steps,
+        num_inference_steps=plan.num_inference_steps,
+        image_attention=plan.image_attention_at_inference,
+    )
+    return evaluate_policy(policy, settings, out, context)
+
+
+def evaluate_policy(policy: RobotPolicy, settings: EvaluateLiberoSettings, out: Path, context: StageContext) -> Report:
+    """The stage for any policy."""
+    from components.environments.libero.tasks import suite_tasks
+    from components.evaluation.libero.eval_info import EVAL_INFO_FILE, eval_info
+    from components.evaluation.libero.page import evaluation_report
+    from components.evaluation.libero.results import collect_results, metrics, write_results
+    from components.evaluation.libero.schedule import plan_episodes
+    from components.reports.report import write_report
+
+    started = time.monotonic()
+    plan = settings.evaluation
+    planned = plan_episodes(plan, {suite: suite_tasks(suite) for suite in plan.suites})
+    arenas = simulators(settings, context)
+    try:
+        outcomes = _play(policy, settings, planned, arenas, context)
+        results = collect_results(planned, outcomes)
+        stills, differing = _film(settings, planned, outcomes, results, arenas[0], out, context)
+    finally:
+        for arena in arenas:
+            arena.close()
+    write_results(out, results)
+    numbers = metrics(results)
+    videos = {still.result.key: still.video for still in stills}
+    _write_json(out / METRICS_FILE, numbers)
+    _write_json(out / EVAL_INFO_FILE, eval_info(results, videos, time.monotonic() - started))
+    configuration = {"policy": policy.facts(), **settings.model_dump(mode="json")}
+    write_report(out / "report.html", evaluation_report(results, stills, configuration, {"JSON": EVAL_INFO_FILE}))
+    context.events.metrics({name: value for name, value in numbers.items() if isinstance(value, int | float)}, 0)
+    drops = {
+        "episodes not played": int(numbers["failed"]),
+        "attempts lost with their simulator": sum(outcome.lost for outcome in outcomes.values()),
+        "videos that would show another ending": differing,
+    }
+    counts = {"episodes": len(results), "videos": len(stills)}
+    return Report(rows=counts, drops={reason: count for reason, count in drops.items() if count})
+
+
+def simulators(settings: EvaluateLiberoSettings, context: StageContext) -> list[SimulatorProcess]:
+    """As many processes as the machine gives, and no more than episodes at once."""
+    from components.environments.libero.processes import SimulatorProcess
+
+    processes = context.machine.environment_processes or max(1, (os.cpu_count() or 1) // 2)
+    count = min(processes, settings.evaluation.batch)
+    timeout = context.machine.environment_timeout
+    return [SimulatorProcess(settings.simulator, timeout) for _ in range(count)]
+
+
+def _play(
+    policy: RobotPolicy,
+    settings: EvaluateLiberoSettings,
+    planned: Sequence[Planned],
+    arenas: Sequence[SimulatorProcess],
+    context: StageContext,
+) -> Mapping[EpisodeKey, Outcome]:
+    from components.evaluation.libero.journal import Journal
+    from components.evaluation.libero.run import Evaluation
+
+    solved = 0
+
+    def told(done: int, total: int, outcome: Outcome) -> None:
+        nonlocal solved
+        solved += outcome.success
+        context.events.progress("episodes", done, total, solved=solved, steps=outcome.steps, seconds=outcome.seconds)
+        if outcome.failure is not None:
+            context.events.message(f"an episode could not be played: {outcome.failure}")
+
+    journal = Journal(context.workspace / JOURNAL_FILE)
+    return Evaluation(settings.evaluation, planned, journal, told).run(policy, arenas)
+
+
+def _film(
+    settings: EvaluateLiberoSettings,
+    planned: Sequence[Planned],
+    outcomes: Mapping[EpisodeKey, Outcome],
+    results: Sequence[Result],
+    arena: SimulatorProcess,
+    out: Path,
+    context: StageContext,
+) -> tuple[list[Still], int]:
+    """The videos' last pictures, and how many repetitions ended otherwise."""
+    from components.evaluation.libero.page import Still
+    from components.evaluation.libero.videos import chosen, differs, film, side_by_side, write_video
+
+    plan = settings.evaluation
+    by_key = {result.key: result for result in results}
+    picked = chosen(planned, outcomes, plan.videos_per_task)
+    stills: list[Still] = []
+    differing = 0
+    for done, (episode, played) in enumerate(film(picked, outcomes, arena, plan.attempts), start=1):
+        context.events.progress("videos", done, len(picked))
+        if difference := differs(played, outcomes[episode.key]):
+            differing += 1
+            context.events.message(f"no video of {episode.name}: {difference}")
+            continue
+        path = write_video(out, episode, played.pictures, plan.video_fps)
+        stills.append(Still(by_key[episode.key], side_by_side(played.pictures[-1]), path))
+    return stills, differing
+
+
+def compare_libero(
+    settings: CompareLiberoSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
+) -> Report:
+    """Writes `comparison.json` and `report.html`.
+
+    Raises:
+        DataError: an input is no evaluation in LIBERO, or they did not play the same episodes.
+    """
+    from components.evaluation.libero.compare import compare_parts
+    from components.evaluation.libero.page import comparison_report
+    from components.evaluation.libero.results import read_results
+    from components.reports.report import write_report
+
+    first, second = (read_results(inputs[name].path) for name in ("first", "second"))
+    parts = compare_parts(first, second, settings.confidence)
+    _write_json(out / COMPARISON_FILE, {name: {**asdict(part), "pairs": part.pairs} for name, part in parts.items()})
+    names = (f"first, {inputs['first'].digest[:8]}", f"second, {inputs['second'].digest[:8]}")
+    write_report(out / "report.html", comparison_report(parts, names, settings.model_dump(mode="json")))
+    whole = parts["all"]
+    context.events.metrics({"difference": whole.difference, "p_value": whole.p_value}, 0)
+    return Report(rows={"pairs": whole.pairs})
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
+
+
+EVALUATE_LIBERO_STAGE = Stage("evaluate-libero", 1, EvaluateLiberoSettings, ("policy",), evaluate_libero)
+COMPARE_LIBERO_STAGE = Stage("compare-libero", 1, CompareLiberoSettings, ("first", "second"), compare_libero)

@@ -1,0 +1,85 @@
+"""Videos of successes and failures, made by carrying out the recorded actions again.
+
+Which episodes deserve a video is known when all are played; rendering every step of every episode would cost many
+times the physics. The simulator is deterministic, so the repetition shows the same episode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from components.datasets.lerobot.video import VideoSettings, VideoWriter
+from components.environments.libero.processes import SimulatorError
+from components.evaluation.libero.episode import Actions, Arena, Pictures, Played, replay_episode
+from components.evaluation.libero.eval_info import video_path
+from components.evaluation.libero.journal import Outcome
+from components.evaluation.libero.schedule import EpisodeKey, Planned
+
+ENCODING = VideoSettings(codec="libx264", pixel_format="yuv420p", quality=23, keyframe_every=20)
+
+
+def chosen(planned: Sequence[Planned], outcomes: Mapping[EpisodeKey, Outcome], each: int) -> list[Planned]:
+    """The first `each` successes and as many failures of every task; what could not be played has no actions."""
+    taken: dict[tuple[str, int, bool], int] = {}
+    picked = []
+    for episode in planned:
+        outcome = outcomes[episode.key]
+        kind = (*episode.key[:2], outcome.success)
+        if outcome.failure is None and taken.get(kind, 0) < each:
+            taken[kind] = taken.get(kind, 0) + 1
+            picked.append(episode)
+    return picked
+
+
+def film(
+    picked: Sequence[Planned],
+    outcomes: Mapping[EpisodeKey, Outcome],
+    arena: Arena,
+    attempts: int,
+) -> Iterator[tuple[Planned, Played]]:
+    """Each episode again, with its pictures.
+
+    Raises:
+        SimulatorError: the simulator was lost in every attempt.
+    """
+    for episode in picked:
+        yield episode, _again(arena, episode, outcomes[episode.key].actions, attempts)
+
+
+def _again(arena: Arena, episode: Planned, actions: Actions, attempts: int) -> Played:
+    for _ in range(attempts - 1):
+        with suppress(SimulatorError):
+            return replay_episode(arena, 0, episode, actions)
+    return replay_episode(arena, 0, episode, actions)
+
+
+def differs(played: Played, recorded: Outcome) -> str | None:
+    """How a repetition ended otherwise than the episode did; None where it is the same."""
+    if (played.success, played.steps) == (recorded.success, recorded.steps):
+        return None
+    return (
+        f"played again, it ended with success {played.success} after {played.steps} steps; "
+        f"before, with success {recorded.success} after {recorded.steps}"
+    )
+
+
+def write_video(folder: Path, episode: Planned, pictures: Sequence[Pictures], fps: int) -> str:
+    """All cameras side by side. Returns the path inside `folder`."""
+    frames = [side_by_side(each) for each in pictures]
+    height, width, _ = frames[0].shape
+    relative = video_path(episode.key)
+    writer = VideoWriter(folder / relative, fps, width, height, ENCODING)
+    writer.append(frames)
+    writer.close()
+    return relative
+
+
+def side_by_side(pictures: Pictures) -> NDArray[np.uint8]:
+    """Cameras of one moment in one picture, cut to even sides as the pixel format needs."""
+    joined = np.concatenate(list(pictures.values()), axis=1)
+    return joined[: joined.shape[0] // 2 * 2, : joined.shape[1] // 2 * 2]

@@ -1,0 +1,99 @@
+"""What stands at the outer edge of these tests: a game that needs no simulator, and a policy that needs no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from components.contracts.robots import RobotObservation
+from components.environments.libero.processes import Carried, SimulatorError
+from components.environments.libero.tasks import LiberoTask
+from components.evaluation.libero.settings import LiberoEvaluationSettings
+
+TASKS = [LiberoTask("libero_spatial", i, f"task_{i}", f"reach number {i}", 5, "") for i in range(3)]
+
+
+def settings(**changes: Any) -> LiberoEvaluationSettings:
+    values: dict[str, Any] = {
+        "suites": ("libero_spatial",),
+        "tasks": (),
+        "episodes_per_task": 7,
+        "max_steps": {"libero_spatial": 23},
+        "inference_action_mode": "continuous",
+        "eval_seed": 1000,
+        "per_episode_seed": True,
+        "seed": 1000,
+        "batch": 1,
+        "rows_per_pass": 1,
+        "attempts": 3,
+        "failed_episodes": 0,
+        "videos_per_task": 1,
+        "video_fps": 20,
+    }
+    return LiberoEvaluationSettings(**{**values, **changes})
+
+
+class Plane:
+    """A point that is to reach the origin: the actions' first two numbers push it, noise decides how well.
+
+    `deaths`: numbers of the steps (counted over all slots) at which the process dies with all its slots.
+    """
+
+    def __init__(self, deaths: Sequence[int] = ()) -> None:
+        self._points: dict[int, NDArray[np.float64]] = {}
+        self._tasks: dict[int, LiberoTask] = {}
+        self._deaths, self.steps, self.resets = set(deaths), 0, 0
+
+    def reset(self, task: LiberoTask, initial_state: int, seed: int, slot: int = 0) -> RobotObservation:
+        self.resets += 1
+        angle = 1 + 7 * task.index + initial_state + seed / 1000
+        self._points[slot], self._tasks[slot] = 2 * np.array([np.cos(angle), np.sin(angle)]), task
+        return self._observe(slot)
+
+    def step(self, actions: NDArray[np.float32], slot: int = 0, film: bool = False) -> Carried:
+        self.steps += 1
+        if self.steps in self._deaths:
+            self._points.clear()
+        if slot not in self._points:
+            raise SimulatorError("the process of the plane died")
+        frames = []
+        for steps, action in enumerate(actions, start=1):
+            if film:
+                frames.append(dict(self._observe(slot).images))
+            self._points[slot] = self._points[slot] + 0.2 * action[:2]
+            if (success := bool(np.linalg.norm(self._points[slot]) < 0.15)) or steps == len(actions):
+                return Carried(self._observe(slot), success, steps, frames)
+        raise AssertionError("no actions")
+
+    def _observe(self, slot: int) -> RobotObservation:
+        state = self._points[slot].astype(np.float32)
+        picture = np.full((16, 16, 3), int(40 * np.linalg.norm(state)), np.uint8)
+        images = {"observation.images.image": picture, "observation.images.image2": picture[::-1]}
+        return RobotObservation(images, state, self._tasks[slot].language)
+
+
+class Homing:
+    """Pushes towards the origin, with noise of the row's seed."""
+
+    n_action_steps = 4
+    action_dimensions = 7
+
+    def __init__(self, noise: float = 1.1) -> None:
+        self._noise = noise
+        self.rows: list[int] = []
+
+    def predict(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> NDArray[np.float32]:
+        self.rows.append(len(seeds))
+        return np.stack([self._row(*each) for each in zip(observations, seeds, strict=True)])
+
+    def _row(self, observation: RobotObservation, seed: int) -> NDArray[np.float32]:
+        noise = np.random.default_rng(seed).normal(size=(self.n_action_steps, 7))
+        actions = self._noise * noise
+        actions[:, :2] -= np.clip(observation.state, -1, 1)
+        return actions.astype(np.float32)
+
+    def facts(self) -> dict[str, Any]:
+        return {"policy": "homing"}

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from scipy.stats import binomtest
+
+from components.contracts.errors import DataError
+from components.evaluation.libero.compare import compare_parts, compare_results, sign_test
+from components.evaluation.libero.page import comparison_report
+from components.evaluation.libero.results import Result
+from components.evaluation.wilson import compare_proportions
+from components.reports.report import write_report
+
+
+def results(ends: str, task: int = 0) -> list[Result]:
+    """One episode a letter, + is solved."""
+    return [Result("libero_goal", task, "open", k, k, 1000 + k, end == "+", 3, (), None) for k, end in enumerate(ends)]
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 0), (1, 0), (3, 9), (9, 3), (8, 8), (40, 61), (0, 12), (700, 640)])
+def test_the_sign_test_is_scipys(first: int, second: int) -> None:
+    expected = binomtest(first, first + second).pvalue if first + second else 1.0
+    assert sign_test(first, second) == pytest.approx(expected, rel=1e-9)
+
+
+def test_pairs_are_counted_by_episode() -> None:
+    first, second = results("++++----++"), results("+++-+++++-")
+    paired = compare_results(first, list(reversed(second)))
+    assert (paired.both, paired.only_first, paired.only_second, paired.neither) == (4, 2, 4, 0)
+    assert paired.difference == pytest.approx(0.2)
+    assert paired.p_value == binomtest(2, 6).pvalue
+    assert paired.unpaired == compare_proportions((6, 10), (8, 10))
+
+
+def test_pairing_finds_what_two_proportions_do_not() -> None:
+    """8 episodes of 100 turn from failure to success and none back."""
+    paired = compare_results(results("+" * 50 + "-" * 50), results("+" * 58 + "-" * 42))
+    assert paired.p_value == pytest.approx(2 / 2**8)
+    assert paired.unpaired.p_value > 0.25
+
+
+def test_parts_are_all_suites_and_tasks(tmp_path: Path) -> None:
+    first, second = results("++--") + results("--", task=7), results("+-++") + results("+-", task=7)
+    parts = compare_parts(first, second)
+    assert list(parts) == ["all", "libero_goal", "libero_goal/0", "libero_goal/7"]
+    assert (parts["all"].only_first, parts["all"].only_second) == (1, 3)
+    assert (parts["libero_goal/7"].only_second, parts["libero_goal/7"].pairs) == (1, 2)
+    write_report(tmp_path / "report.html", comparison_report(parts, ("old", "new"), {}))
+    assert "new against old" in (tmp_path / "report.html").read_text()
+
+
+def test_other_episodes_are_no_pairs() -> None:
+    with pytest.raises(DataError, match=r"3 and 4, 1 in one alone") as error:
+        compare_parts(results("+++"), results("++++"))
+    assert error.value.where == "suite libero_goal, task 0, episode 3"
+    moved = [replace(each, initial_state=9) for each in results("+")]
+    with pytest.raises(DataError, match=r"\(0, 1000\) and \(9, 1000\)"):
+        compare_results(results("+"), moved)
+    with pytest.raises(DataError, match="did not play the same episodes"):
+        compare_results([], [])

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from components.contracts.errors import DataError
+from components.evaluation.libero.eval_info import eval_info, video_path
+from components.evaluation.libero.page import evaluation_report
+from components.evaluation.libero.results import Result, metrics, read_results, write_results
+from components.reports.report import write_report
+
+
+def result(suite: str, task: int, episode: int, success: bool, steps: int = 5, failure: str | None = None) -> Result:
+    actions = tuple(float(k) / 8 for k in range(7 * steps))
+    language = f"put <{task}> on the plate"
+    return Result(suite, task, language, episode, episode, 1000 + episode, success, steps, actions, failure)
+
+
+RESULTS = [
+    result("libero_spatial", 0, 0, True, 4),
+    result("libero_spatial", 0, 1, True, 6),
+    result("libero_spatial", 3, 0, False, 9),
+    result("libero_spatial", 3, 1, False, 0, failure="it died"),
+    result("libero_goal", 1, 0, True, 3),
+]
+
+
+def test_rates_per_task_suite_and_over_all() -> None:
+    """Wilson's limits for 3 of 5 by hand: (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)."""
+    numbers = metrics(RESULTS)
+    z, p, n = 1.959963984540054, 3 / 5, 5
+    centre, half = p + z * z / (2 * n), z * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5
+    assert numbers["success"] == 0.6
+    assert numbers["success_low"] == pytest.approx((centre - half) / (1 + z * z / n), abs=1e-12)
+    assert numbers["success_high"] == pytest.approx((centre + half) / (1 + z * z / n), abs=1e-12)
+    assert numbers["suite_mean"] == (0.5 + 1.0) / 2
+    assert (numbers["episodes"], numbers["failed"], numbers["failures"]) == (5, 1, {"it died": 1})
+    assert numbers["steps_when_solved"] == pytest.approx((4 + 6 + 3) / 3)
+    assert {name: part["success"] for name, part in numbers["suites"].items()} == {
+        "libero_spatial": 0.5,
+        "libero_goal": 1.0,
+    }
+    assert numbers["tasks"]["libero_spatial/3"]["success"] == 0.0
+    assert "steps_when_solved" not in numbers["tasks"]["libero_spatial/3"]
+
+
+def test_eval_info_has_the_layout_of_lerobot() -> None:
+    videos = {RESULTS[0].key: video_path(RESULTS[0].key), RESULTS[4].key: video_path(RESULTS[4].key)}
+    info = json.loads(json.dumps(eval_info(RESULTS, videos, seconds=30.0)))
+    assert [(each["task_group"], each["task_id"]) for each in info["per_task"]] == [
+        ("libero_spatial", 0),
+        ("libero_spatial", 3),
+        ("libero_goal", 1),
+    ]
+    assert info["per_task"][0]["metrics"] == {
+        "sum_rewards": [1.0, 1.0],
+        "max_rewards": [1.0, 1.0],
+        "successes": [True, True],
+        "video_paths": ["videos/libero_spatial_0/eval_episode_0.mp4"],
+    }
+    assert info["per_group"]["libero_spatial"] == {
+        "avg_sum_reward": 0.5,
+        "avg_max_reward": 0.5,
+        "pc_success": 50.0,
+        "n_episodes": 4,
+        "video_paths": ["videos/libero_spatial_0/eval_episode_0.mp4"],
+    }
+    assert info["overall"]["pc_success"] == 60.0
+    assert (info["overall"]["eval_s"], info["overall"]["eval_ep_s"]) == (30.0, 6.0)
+    assert len(info["overall"]["video_paths"]) == 2
+
+
+def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
+    write_results(tmp_path, RESULTS)
+    assert read_results(tmp_path) == RESULTS
+    (tmp_path / "results.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(DataError, match="cannot be read"):
+        read_results(tmp_path)
+
+
+def test_the_page_escapes_what_comes_from_outside(tmp_path: Path) -> None:
+    write_report(tmp_path / "report.html", evaluation_report(RESULTS, [], {"seed": 1}, {"JSON": "eval_info.json"}))
+    page = (tmp_path / "report.html").read_text()
+    assert "put &lt;3&gt; on the plate" in page
+    assert "<3>" not in page
+    assert "0.600 [0.231, 0.882]" in page
+    assert "it died" in page
