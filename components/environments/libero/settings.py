@@ -1,0 +1,40 @@
+"""How LIBERO is simulated and drawn."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
+
+from components.contracts.settings import Settings
+
+Suite = Literal["libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90"]
+
+
+class SimulatorSettings(Settings):
+    """One section for demonstrations and for evaluation: a policy must see what it was trained on."""
+
+    camera_name_mapping: dict[str, str] = Field(
+        min_length=1,
+        description="Camera of the simulator to its name in a dataset, after observation.images: agentview = image.",
+    )
+    resolution: PositiveInt = Field(description="Pixels of a side of the square pictures.")
+    control_freq: PositiveInt = Field(description="Actions per second. LIBERO's data have 20.")
+    num_steps_wait: NonNegativeInt = Field(
+        description="Steps without motion after a reset. Initial states were stored before their objects had come to "
+        "rest; LeRobot waits 10, published results of MolmoAct2 wait 50."
+    )
+    reflections: bool = Field(description="Floors and tables mirror, as in LIBERO's data; most of the drawing time.")
+    offscreen_samples: NonNegativeInt = Field(description="Samples per pixel; MuJoCo has 4.")
+    trusted_initial_states: tuple[str, ...] = Field(
+        description="SHA-256 of files of initial states that are loaded although the package never had them."
+    )
+
+    @field_validator("camera_name_mapping")
+    @classmethod
+    def _plain_names(cls, mapping: dict[str, str]) -> dict[str, str]:
+        """LeRobot writes the cameras as the simulator's observations: agentview_image."""
+        plain = {camera.removesuffix("_image"): name for camera, name in mapping.items()}
+        if len(set(plain.values())) < len(mapping):
+            raise ValueError(f"two cameras have one name: {mapping}")
+        return plain

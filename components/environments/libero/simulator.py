@@ -1,0 +1,155 @@
+"""One LIBERO task, simulated: reset to a stored initial state, stepped by actions, seen through cameras."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from components.contracts.errors import DataError
+from components.contracts.robots import RobotObservation
+from components.environments.libero.initial_states import load_initial_states
+from components.environments.libero.package import import_libero
+from components.environments.libero.settings import SimulatorSettings
+from components.environments.libero.tasks import ACTION_NAMES, LiberoTask
+
+Vector = NDArray[np.float64]
+
+STANDSTILL = np.array([0, 0, 0, 0, 0, 0, -1], np.float64)
+"""The action that moves nothing and keeps the gripper open."""
+
+IMAGES = "observation.images."
+
+
+class LiberoSimulator:
+    """What LIBERO's own environment does, with two differences.
+
+    Pictures are drawn when `observe` is called, from the moment that robosuite's sensors looked at (it is up to a
+    control step before the end of the last one). And a reset depends on its arguments alone: LIBERO's adds one more
+    draw per earlier reset in tasks with drawers and switches, so that furniture stands elsewhere each time.
+    """
+
+    def __init__(self, task: LiberoTask, settings: SimulatorSettings) -> None:
+        import_libero()
+        from libero.libero.envs.env_wrapper import ControlEnv
+
+        from components.environments.libero.cameras import Cameras
+
+        self.task, self._settings = task, settings
+        self._states = load_initial_states(task, settings.trusted_initial_states)
+        self._control = ControlEnv(
+            bddl_file_name=str(task.bddl_file),
+            control_freq=settings.control_freq,
+            use_camera_obs=False,
+            has_offscreen_renderer=False,
+            ignore_done=True,
+        )
+        self._environment = self._control.env
+        self._cameras = Cameras(
+            list(settings.camera_name_mapping), settings.resolution, settings.reflections, settings.offscreen_samples
+        )
+        self._shown: Any = None
+        self._moment: Any = None
+        self.observed: dict[str, Any] = {}
+        """Positions and poses of the robot and all objects, as robosuite's sensors saw them last."""
+        self._watch()
+
+    def reset(self, initial_state: int, seed: int) -> None:
+        """Stored state `initial_state` (modulo their number), after the steps without motion.
+
+        Args:
+            seed: Where fixtures stand is drawn from it: it is not part of a stored state.
+        """
+        from robosuite.utils.errors import RandomizationError
+
+        environment = self._environment
+        environment.seed(seed)
+        while True:  # LIBERO's wrapper tries again whatever is raised, also where no try can succeed
+            environment.object_property_initializers.clear()
+            try:
+                environment.reset()
+                break
+            except RandomizationError:
+                continue
+        self.observed = self._control.set_init_state(self._states[initial_state % len(self._states)])
+        for _ in range(self._settings.num_steps_wait):
+            self.observed, *_ = environment.step(STANDSTILL)
+
+    def observe(self) -> RobotObservation:
+        """Two cameras at 256 pixels take a second of one core: ask for what is needed."""
+        model = self._environment.sim.model._model
+        if self._shown is not model:
+            self._cameras.show(model)
+            self._shown = model
+        pictures = self._cameras.draw(self._moment)
+        names = self._settings.camera_name_mapping
+        images = {f"{IMAGES}{names[camera]}": picture for camera, picture in pictures.items()}
+        return RobotObservation(images, robot_state(self.observed), self.task.language)
+
+    def step(self, action: NDArray[np.floating[Any]]) -> bool:
+        """Carry out one action; whether the goal holds now.
+
+        Raises:
+            DataError: it is not seven finite numbers.
+        """
+        if np.shape(action) != (len(ACTION_NAMES),) or not np.isfinite(action).all():
+            raise DataError(
+                f"the action {np.asarray(action).tolist()!r:.200} is not {len(ACTION_NAMES)} finite numbers",
+                where=f"{self.task.suite}, task {self.task.index}",
+            )
+        self.observed, _, success, _ = self._environment.step(np.asarray(action, np.float64))
+        return bool(success)
+
+    @property
+    def goal(self) -> list[list[str]]:
+        """Predicates, as the task's file has them: [["on", "akita_black_bowl_1", "plate_1"]]."""
+        goal: list[list[str]] = self._environment.parsed_problem["goal_state"]
+        return goal
+
+    def site(self, name: str) -> Vector:
+        """Where a place marked on an object or a fixture is, in metres."""
+        return np.array(self._environment.sim.data.get_site_xpos(name))
+
+    def body(self, name: str) -> tuple[Any, Any, int]:
+        """MuJoCo's model and data, and the number of an object's root body in them."""
+        sim = self._environment.sim
+        return sim.model._model, sim.data._data, int(self._environment.obj_body_id[name])
+
+    def close(self) -> None:
+        self._cameras.close()
+        self._control.close()
+
+    def _watch(self) -> None:
+        """Keep the moment that robosuite's sensors look at: one more sensor, that sees everything."""
+        import mujoco
+        from robosuite.utils.observables import Observable, sensor
+
+        kept: list[Any] = [None]
+
+        @sensor(modality="moment")
+        def moment(_: Any) -> NDArray[np.float64]:
+            sim = self._environment.sim
+            model = sim.model._model
+            if kept[0] is not model:  # a reset compiles the model anew
+                kept[0], self._moment = model, mujoco.MjData(model)
+            mujoco.mj_copyData(self._moment, model, sim.data._data)
+            return np.zeros(1)
+
+        observable = Observable("moment", moment, sampling_rate=self._settings.control_freq)
+        self._environment.add_observable(observable)
+
+
+def robot_state(observed: dict[str, Any]) -> NDArray[np.float32]:
+    """(8,): position of the gripper, its rotation as axis times angle, positions of its two fingers.
+
+    The angle is 2 acos(w), up to a whole turn: quaternions q and -q are one rotation but two states, as in the
+    datasets.
+    """
+    x, y, z, w = np.asarray(observed["robot0_eef_quat"], np.float64)
+    w = min(1.0, max(-1.0, w))
+    length = math.sqrt(max(0.0, 1.0 - w * w))
+    rotation = np.zeros(3) if length <= 1e-10 else np.array([x, y, z]) * (2.0 * math.acos(w) / length)
+    parts = [observed["robot0_eef_pos"], rotation, observed["robot0_gripper_qpos"]]
+    return np.concatenate(parts).astype(np.float32)
