@@ -1,0 +1,244 @@
+"""The action expert: a transformer over the actions of a chunk that reads the text model's keys and values.
+
+Block l reads text layer l. Its norms have no weights; time enters through shifts, scales and gates (adaptive
+normalisation). Names of modules are those of the released checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from components.policies.molmoact2.config import MolmoAct2Config
+from components.policies.molmoact2.masks import ContextIndex
+from components.policies.molmoact2.numerics import rms, rotary_angles, rotate
+from components.policies.molmoact2.vlm import KeyValue, checkpointed
+
+ROPE_BASE = 10_000.0
+
+
+class TimeFeatures(nn.Module):
+    """Times (...) in [0, 1], unscaled, to sines and cosines (..., size) of geometric frequencies from 1 to 1e-4."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, times: Tensor) -> Tensor:
+        half = self.size // 2
+        steps = torch.arange(half, dtype=times.dtype, device=times.device)
+        angles = times[..., None] * torch.exp(-math.log(10_000.0) / (half - 1) * steps)
+        return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+class Modulation(nn.Module):
+    """The condition (N, hidden) to `parts` tensors (N, 1, hidden)."""
+
+    def __init__(self, hidden: int, parts: int) -> None:
+        super().__init__()
+        self.parts = parts
+        self.linear = nn.Linear(hidden, parts * hidden)
+
+    def forward(self, condition: Tensor) -> tuple[Tensor, ...]:
+        return self.linear(functional.silu(condition))[:, None].chunk(self.parts, dim=-1)
+
+
+class SelfAttention(nn.Module):
+    """Every action sees every action of its chunk, except padded ones."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.out_proj = nn.Linear(hidden, hidden)
+
+    def forward(self, x: Tensor, turn: KeyValue, mask: Tensor | None) -> Tensor:
+        queries, keys, values = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
+        queries, keys = rotate(rms(queries), *turn), rotate(rms(keys), *turn)
+        seen = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        return self.out_proj(seen.transpose(1, 2).flatten(2))
+
+
+class CrossAttention(nn.Module):
+    """Keys and values are given, those of E contexts; x has the chunks of F draws for each, in order of E."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q_proj = nn.Linear(hidden, hidden)
+        self.out_proj = nn.Linear(hidden, hidden)
+
+    def forward(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        # The draws of one context are so many more queries: no key or value is repeated.
+        queries = rms(split_heads(self.q_proj(x).view(len(keys), -1, x.shape[-1]), self.heads))
+        seen = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        return self.out_proj(seen.transpose(1, 2).flatten(2).view_as(x))
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(hidden, inner)
+        self.gate_proj = nn.Linear(hidden, inner)
+        self.down_proj = nn.Linear(inner, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y
+
+
+class ExpertBlock(nn.Module):
+    def __init__(self, hidden: int, heads: int, inner: int) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(hidden, heads)
+        self.cross_attn = CrossAttention(hidden, heads)
+        self.mlp = GatedMLP(hidden, inner)
+        self.modulation = Modulation(hidden, 9)
+
+    def forward(
+        self,
+        x: Tensor,
+        condition: Tensor,
+        turn: KeyValue,
+        keys: Tensor,
+        values: Tensor,
+        context_mask: Tensor,
+        valid: Tensor | None,
+    ) -> Tensor:
+        """x: (N, T, hidden). keys, values: (E, heads, S, head size). valid: (N, T) bool or None: all."""
+        shift1, scale1, gate1, shift2, scale2, gate2, shift3, scale3, gate3 = self.modulation(condition)
+        mask = None if valid is None else valid[:, None, None, :]
+        x = x + gate1 * self.self_attn(rms(x) * (1 + scale1) + shift1, turn, mask)
+        x = x + gate2 * self.cross_attn(rms(x) * (1 + scale2) + shift2, keys, values, context_mask)
+        x = x + gate3 * self.mlp(rms(x) * (1 + scale3) + shift3)
+        return zero_padded(x, valid)
+
+
+class FinalLayer(nn.Module):
+    def __init__(self, hidden: int, dimensions: int) -> None:
+        super().__init__()
+        self.modulation = Modulation(hidden, 2)
+        self.linear = nn.Linear(hidden, dimensions)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        shift, scale = self.modulation(condition)
+        y: Tensor = self.linear(rms(x) * (1 + scale) + shift)
+        return y
+
+
+class ActionExpert(nn.Module):
+    def __init__(self, config: MolmoAct2Config) -> None:
+        super().__init__()
+        sizes, text = config.action_expert_config, config.text_config
+        hidden = sizes.hidden_size
+        self.heads = sizes.num_heads
+        self.time_embed = nn.Sequential(
+            TimeFeatures(sizes.timestep_embed_dim),
+            nn.Linear(sizes.timestep_embed_dim, hidden),
+            nn.SiLU(),
+            nn.Linear(hidden, hidden),
+        )
+        self.action_embed = nn.Linear(config.max_action_dim, hidden)
+        key_size = text.num_key_value_heads * text.head_dim
+        self.context_k_proj = nn.Linear(key_size, hidden, bias=False)
+        self.context_v_proj = nn.Linear(key_size, hidden, bias=False)
+        self.blocks = nn.ModuleList(
+            ExpertBlock(hidden, sizes.num_heads, sizes.inner_size) for _ in range(sizes.num_layers)
+        )
+        self.final_layer = FinalLayer(hidden, config.max_action_dim)
+        self.gradient_checkpointing = False
+
+    def forward(
+        self,
+        actions: Tensor,
+        times: Tensor,
+        cache: Sequence[KeyValue],
+        context: ContextIndex,
+        valid: Tensor | None,
+    ) -> Tensor:
+        """The velocity at noisy actions: (E, F, T, dimensions).
+
+        Args:
+            actions: (E, F, T, dimensions), F draws for each of E examples. times: (E, F) in [0, 1].
+            cache: of every text layer, keys and values (B, key-value heads, L, head size).
+            context: which of the B x L tokens each example's draws see.
+            valid: (E, T), False on padded steps; None: all steps are valid.
+        """
+        active = self.gradient_checkpointing and self.training
+        examples, draws = times.shape
+        steps = None if valid is None else valid.repeat_interleave(draws, dim=0)
+        x, condition, turn = self._embed(actions.flatten(0, 1), times.flatten(), steps)
+        for block, layer in zip(self.blocks, cache, strict=True):
+            x = checkpointed(self._read, active, block, x, condition, turn, layer, context, steps)
+        return zero_padded(self.final_layer(x, condition), steps).unflatten(0, (examples, draws))
+
+    def velocity(
+        self, actions: Tensor, time: Tensor, contexts: Sequence[KeyValue], mask: Tensor, valid: Tensor | None
+    ) -> Tensor:
+        """As `forward` with one draw, one time (1,) for all, and contexts that `context` made: (E, T, dimensions)."""
+        x, condition, turn = self._embed(actions, time, valid)
+        for block, (keys, values) in zip(self.blocks, contexts, strict=True):
+            x = block(x, condition, turn, keys, values, mask, valid)
+        return zero_padded(self.final_layer(x, condition), valid)
+
+    def context(self, layer: KeyValue, context: ContextIndex) -> KeyValue:
+        """A text layer's keys and values as the expert's: each (E, heads, S, head size)."""
+        keys, values = (heads.transpose(1, 2).flatten(2) for heads in layer)
+        keys = context.gather(rms(self.context_k_proj(keys)))
+        values = context.gather(rms(self.context_v_proj(values)))
+        return rms(split_heads(keys, self.heads)), split_heads(values, self.heads)
+
+    def _embed(self, actions: Tensor, times: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, KeyValue]:
+        dtype = self.action_embed.weight.dtype
+        condition = self.time_embed(times.to(dtype))
+        x = zero_padded(self.action_embed(actions.to(dtype)), valid)
+        angles = rotary_angles(torch.arange(x.shape[1], device=x.device), x.shape[2] // self.heads, ROPE_BASE)
+        return x, condition, (angles.cos(), angles.sin())
+
+    def _read(
+        self,
+        block: nn.Module,
+        x: Tensor,
+        condition: Tensor,
+        turn: KeyValue,
+        layer: KeyValue,
+        context: ContextIndex,
+        valid: Tensor | None,
+    ) -> Tensor:
+        keys, values = self.context(layer, context)
+        y: Tensor = block(x, condition, turn, keys, values, context.valid[:, None, None, :], valid)
+        return y
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Xavier uniform; projections into the residual stream shrunk by sqrt(2 L); what modulates, and the output, 0.
+
+        The first velocity is therefore 0, and every block passes its input on.
+        """
+        shrunk = ("out_proj", "down_proj")
+        zero = ("modulation.linear", "final_layer.linear")
+        for name, module in self.named_modules():
+            if not isinstance(module, nn.Linear):
+                continue
+            if name.endswith(zero):
+                nn.init.zeros_(module.weight)
+            else:
+                nn.init.xavier_uniform_(module.weight, generator=generator)
+                if name.endswith(shrunk):
+                    with torch.no_grad():
+                        module.weight.mul_((2 * len(self.blocks)) ** -0.5)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """(N, S, heads x size) to (N, heads, S, size)."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def zero_padded(x: Tensor, valid: Tensor | None) -> Tensor:
+    """Zero where the step (N, T) is padding."""
+    return x if valid is None else x * valid[..., None].to(x.dtype)

@@ -1,0 +1,140 @@
+"""MolmoAct2: a vision-language model, and an action expert that reads the keys and values of its text layers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from components.contracts.errors import DataError
+from components.policies.molmoact2.batch import PolicyBatch
+from components.policies.molmoact2.config import MolmoAct2Config
+from components.policies.molmoact2.expert import ActionExpert
+from components.policies.molmoact2.flow import FlowDraws, flow_errors, noisy_actions
+from components.policies.molmoact2.losses import (
+    Denominators,
+    DiscreteLoss,
+    LabelledTokens,
+    LossPlan,
+    PolicyLosses,
+    discrete_loss,
+)
+from components.policies.molmoact2.masks import attention_mask, context_index, context_mask
+from components.policies.molmoact2.numerics import RMSNorm
+from components.policies.molmoact2.vlm import Hidden, Molmo2
+
+Precision = Literal["float32", "bfloat16"]
+
+
+class MolmoAct2(nn.Module):
+    """`vlm` has native Molmo2's names, `action_expert` those of the released checkpoint.
+
+    There is no buffer: a model that was built on the meta device is complete when its parameters are loaded.
+    """
+
+    def __init__(self, config: MolmoAct2Config, dtype: Precision = "float32", residual_dropout: float = 0.0) -> None:
+        """Random weights.
+
+        Args:
+            dtype: "bfloat16": the VLM's weights are bfloat16 but for its norms, the expert's float32, and both
+                compute under autocast. "float32": everything is, also inside an autocast of the caller.
+            residual_dropout: of the text layers, in training.
+        """
+        super().__init__()
+        self.config, self.precision = config, dtype
+        self.vlm = Molmo2(config.molmo2(), residual_dropout)
+        self.action_expert = ActionExpert(config)
+        if dtype == "bfloat16":
+            self.vlm.to(torch.bfloat16)
+            for module in self.vlm.modules():
+                if isinstance(module, (RMSNorm, nn.LayerNorm)):
+                    module.float()
+
+    def checkpoint_gradients(self, active: bool) -> None:
+        """In training, compute the activations inside vision, text and expert layers again instead of keeping them."""
+        for module in (self.vlm.model.vision_tower, self.vlm.model.language_model, self.action_expert):
+            module.gradient_checkpointing = active
+
+    def autocast(self, device: torch.device) -> torch.autocast:
+        """The precision that all of the model computes in."""
+        return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
+
+    def forward(
+        self,
+        batch: PolicyBatch,
+        draws: FlowDraws | None,
+        plan: LossPlan,
+        denominators: Denominators | None = None,
+    ) -> PolicyLosses:
+        """The losses of a batch.
+
+        Args:
+            draws: Noise and times of the flow-matching loss; None where only discrete actions are trained.
+            denominators: Of the update that this batch is a part of; None: the batch is all of it.
+
+        Raises:
+            DataError: the batch lacks labels, actions or draws that the plan needs.
+        """
+        self._check(batch, draws, plan)
+        with self.autocast(batch.input_ids.device):
+            hidden = self.encode(batch, plan.bidirectional_images)
+            errors = self._flow(batch, hidden, draws, plan) if draws is not None and plan.continuous else None
+            discrete = self._discrete(batch, hidden, plan, denominators) if plan.discrete else None
+        nothing = hidden.states.new_zeros((), dtype=torch.float32)
+        none_each = nothing.expand(batch.examples)
+        examples = batch.examples if denominators is None else denominators.examples
+        flow = nothing if errors is None else errors.sum() / examples
+        cross_entropy, z = (nothing, nothing) if discrete is None else (discrete.cross_entropy, discrete.z)
+        return PolicyLosses(
+            total=flow + cross_entropy + z,
+            flow=flow,
+            cross_entropy=cross_entropy,
+            z=z,
+            flow_per_example=none_each if errors is None else errors.detach(),
+            cross_entropy_per_example=none_each if discrete is None else discrete.cross_entropy_per_example,
+            z_per_example=none_each if discrete is None else discrete.z_per_example,
+        )
+
+    def encode(self, batch: PolicyBatch, bidirectional_images: bool) -> Hidden:
+        """The VLM's last states, and every text layer's keys and values."""
+        mask = attention_mask(batch, bidirectional_images)
+        hidden: Hidden = self.vlm.model(batch.input_ids, batch.position_ids, mask, batch.pixel_values, batch.pooling)
+        return hidden
+
+    def _flow(self, batch: PolicyBatch, hidden: Hidden, draws: FlowDraws, plan: LossPlan) -> Tensor:
+        assert batch.actions is not None
+        used = ~batch.dimension_padding if plan.mask_dimensions else None
+        valid = None if batch.horizon_padding is None else ~batch.horizon_padding
+        context = context_index(batch, context_mask(batch, plan.hides_answers, self.config))
+        cache = hidden.cache
+        if plan.knowledge_insulation:
+            cache = [(keys.detach(), values.detach()) for keys, values in cache]
+        points, target = noisy_actions(batch.actions, draws, used)
+        velocity = self.action_expert(points, draws.times, cache, context, valid)
+        return flow_errors(velocity, target, valid, used)
+
+    def _discrete(
+        self, batch: PolicyBatch, hidden: Hidden, plan: LossPlan, denominators: Denominators | None
+    ) -> DiscreteLoss:
+        tokens = LabelledTokens.of(batch, plan)
+        logits = self.vlm.lm_head(tokens.hidden(hidden.states))
+        weight = float(tokens.weights.sum()) if denominators is None else denominators.token_weight
+        return discrete_loss(logits, tokens, plan.z_scale, batch.examples, weight)
+
+    def _check(self, batch: PolicyBatch, draws: FlowDraws | None, plan: LossPlan) -> None:
+        missing = [
+            name
+            for name, value, needed in (
+                ("labels", batch.labels, plan.discrete),
+                ("actions", batch.actions, plan.continuous),
+                ("draws", draws, plan.continuous),
+            )
+            if needed and value is None
+        ]
+        if missing:
+            raise DataError(
+                f"action_mode {plan.action_mode!r} trains on {' and '.join(missing)}, and the batch has none",
+                where="a batch of the policy",
+                remedy="encode examples with actions for the same action_mode",
+            )

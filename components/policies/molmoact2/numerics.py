@@ -1,0 +1,45 @@
+"""RMS normalisation and rotary positions, computed in float32 or better whatever the input's dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def precise(x: Tensor) -> Tensor:
+    """As float32; float64 stays."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def rms(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last dimension, in the input's dtype."""
+    return _rms(x, eps).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """The weight multiplies before the result is rounded to the input's dtype; transformers' Molmo2 rounds first."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (_rms(x, self.eps) * precise(self.weight)).to(x.dtype)
+
+
+def rotary_angles(positions: Tensor, size: int, base: float) -> Tensor:
+    """(..., size / 2) float32: position times base^(-i / (size / 2))."""
+    exponents = torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size
+    return positions.float()[..., None] * (1.0 / base**exponents)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + size / 2) of the last dimension by angles whose cosines and sines are given."""
+    first, second = precise(x).chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def _rms(x: Tensor, eps: float) -> Tensor:
+    x = precise(x)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)

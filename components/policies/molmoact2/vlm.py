@@ -1,0 +1,191 @@
+"""The vision-language half: native Molmo2 parts and names, with every text layer's keys and values as outputs.
+
+Differences from transformers' forward pass that MolmoAct2's weights were trained with: pixels are rounded back to 8
+bits before the vision tower, norms and rotary positions are computed in float32, text layers have residual dropout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers import Molmo2Config
+from transformers.models.molmo2.modeling_molmo2 import (
+    Molmo2Adapter,
+    Molmo2Attention,
+    Molmo2DecoderLayer,
+    Molmo2VisionModel,
+)
+
+from components.contracts.errors import DataError
+from components.policies.molmoact2.numerics import RMSNorm, rotary_angles, rotate
+
+KeyValue = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """states: (B, L, hidden) after the last norm. cache: per layer, keys (normed and rotated) and values, each
+    (B, key-value heads, L, head size); with a past, of past and present tokens."""
+
+    states: Tensor
+    cache: list[KeyValue]
+
+
+class TextAttention(Molmo2Attention):
+    """Grouped-query attention with normed heads; the angles are those of the tokens given."""
+
+    def __init__(self, config: Any, layer: int) -> None:
+        super().__init__(config, layer)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, angles: KeyValue, mask: Tensor, past: KeyValue | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        def heads(flat: Tensor) -> Tensor:
+            return flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+        queries = rotate(self.q_norm(heads(self.q_proj(x))), *angles)
+        keys = rotate(self.k_norm(heads(self.k_proj(x))), *angles)
+        values = heads(self.v_proj(x))
+        if past is not None:
+            keys, values = torch.cat([past[0], keys], dim=2), torch.cat([past[1], values], dim=2)
+        seen = functional.scaled_dot_product_attention(
+            queries,
+            keys.repeat_interleave(self.num_key_value_groups, dim=1),
+            values.repeat_interleave(self.num_key_value_groups, dim=1),
+            attn_mask=mask,
+        )
+        return self.o_proj(seen.transpose(1, 2).flatten(2)), keys, values
+
+
+class TextLayer(Molmo2DecoderLayer):
+    def __init__(self, config: Any, layer: int, dropout: float) -> None:
+        super().__init__(config, layer)
+        self.self_attn = TextAttention(config, layer)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, angles: KeyValue, mask: Tensor, past: KeyValue | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The layer's output, and keys and values of all tokens that it looked at."""
+        attended, keys, values = self.self_attn(self.input_layernorm(x), angles, mask, past)
+        x = x + self.dropout(attended)
+        return x + self.dropout(self.mlp(self.post_attention_layernorm(x))), keys, values
+
+
+class VisionTower(Molmo2VisionModel):
+    """Patches (C, patches, pixels) to the outputs of the chosen layers, side by side: (C, patches, hidden x layers)."""
+
+    def __init__(self, config: Any, features: list[int]) -> None:
+        super().__init__(config)
+        self.features = features
+        self.gradient_checkpointing = False
+
+    def forward(self, pixels: Tensor) -> Tensor:  # type: ignore[override]
+        x = self.patch_embedding(pixels.to(self.positional_embedding.dtype)) + self.positional_embedding
+        outputs = []
+        for layer in self.layers:
+            x = checkpointed(layer, self.gradient_checkpointing and self.training, x, None)
+            outputs.append(x)
+        return torch.cat([outputs[layer] for layer in self.features], dim=-1)
+
+
+class TokenEmbedding(nn.Module):
+    """Base and additional vocabulary as two tables, since only one of them may be trained; named as in checkpoints."""
+
+    def __init__(self, base: int, additional: int, hidden: int) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.empty(base, hidden).normal_(std=0.02))
+        self.new_embedding = nn.Parameter(torch.empty(additional, hidden).normal_(std=0.02))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        base = len(self.embedding)
+        is_base = ids < base
+        known = functional.embedding(ids.clamp(max=base - 1), self.embedding)
+        added = functional.embedding((ids - base).clamp(min=0), self.new_embedding)
+        return torch.where(is_base[..., None], known, added)
+
+
+class TextModel(nn.Module):
+    def __init__(self, config: Any, dropout: float) -> None:
+        super().__init__()
+        self.head_dim, self.rope_theta = config.head_dim, config.rope_parameters["rope_theta"]
+        self.embed_tokens = TokenEmbedding(config.vocab_size, config.additional_vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(TextLayer(config, layer, dropout) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gradient_checkpointing = False
+
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor, past: list[KeyValue] | None = None) -> Hidden:
+        angles = rotary_angles(positions, self.head_dim, self.rope_theta)[:, None]
+        turn = (angles.cos(), angles.sin())
+        cache = []
+        for index, layer in enumerate(self.layers):
+            before = None if past is None else past[index]
+            x, keys, values = checkpointed(layer, self.gradient_checkpointing and self.training, x, turn, mask, before)
+            cache.append((keys, values))
+        return Hidden(self.norm(x), cache)
+
+
+class Molmo2Body(nn.Module):
+    def __init__(self, config: Molmo2Config, dropout: float) -> None:
+        super().__init__()
+        self.image_patch_id = config.image_patch_id
+        self.vision_tower = VisionTower(config.vision_config, config.adapter_config.vision_feature_layer)
+        self.multi_modal_projector = Molmo2Adapter(config.adapter_config)
+        self.language_model = TextModel(config.text_config, dropout)
+
+    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor, pixels: Tensor, pooling: Tensor) -> Hidden:
+        """Run a batch.
+
+        Args:
+            ids, positions: (B, L) int64. mask: (B, 1, L, L) bool, True where a query (third) sees a key (last).
+            pixels: (C, patches, pixels of a patch) in [-1, 1]. pooling: (P, 4) indices of patches over all crops, -1
+                for none; the P image tokens are those of `ids`, row by row.
+
+        Raises:
+            DataError: `pooling` has another number of image tokens than `ids`.
+        """
+        x = self.language_model.embed_tokens(ids)
+        if len(pixels):
+            features = self.multi_modal_projector(self.vision_tower(as_bytes(pixels)), pooling).last_hidden_state
+            x = self._with_images(x, ids == self.image_patch_id, features)
+        hidden: Hidden = self.language_model(x, positions, mask)
+        return hidden
+
+    def _with_images(self, x: Tensor, is_patch: Tensor, features: Tensor) -> Tensor:
+        rows, columns = is_patch.nonzero(as_tuple=True)
+        if len(rows) != len(features):
+            raise DataError(
+                f"{len(rows)} image tokens in the text and {len(features)} features of images",
+                where="a batch of the policy",
+                remedy="pass input_ids and pooling of the same examples, in the same order",
+            )
+        return x.index_put((rows, columns), features.to(x.dtype), accumulate=True)
+
+
+class Molmo2(nn.Module):
+    """`model` and `lm_head`, as native Molmo2ForConditionalGeneration names them."""
+
+    def __init__(self, config: Molmo2Config, dropout: float) -> None:
+        super().__init__()
+        self.model = Molmo2Body(config, dropout)
+        self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
+
+
+def as_bytes(pixels: Tensor) -> Tensor:
+    """Pixels in [-1, 1], each rounded to the nearest of the 256 values that 8 bits have."""
+    return ((pixels + 1.0) / 2.0 * 255.0).round().clamp(0.0, 255.0) / 255.0 * 2.0 - 1.0
+
+
+def checkpointed(module: Callable[..., Any], active: bool, *inputs: Any) -> Any:
+    """Call `module`; if `active`, its activations are computed again in the backward pass instead of being kept."""
+    return checkpoint(module, *inputs, use_reentrant=False) if active else module(*inputs)
