@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, device
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -70,6 +70,6 @@ class PolicyBatch:
     def examples(self) -> int:
         return self.rows.shape[0]
 
-    def to(self, device: object) -> PolicyBatch:
+    def to(self, device: device | str) -> PolicyBatch:
         moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **moved)

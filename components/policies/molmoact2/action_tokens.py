@@ -1,0 +1,163 @@
+"""Chunks of actions as tokens: the FAST scheme (Pertsch et al., 2025) in its released file layout.
+
+A chunk (T, D) in [-1, 1] becomes the orthonormal DCT-II of each dimension over time, times a scale, rounded. The T x D
+integers, time first, minus the smallest one, are characters of a text, which a byte-level BPE shortens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.fft import dct, idct
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from components.contracts.errors import ConfigurationError, DataError
+from components.policies.molmoact2.batch import Floats
+
+TOKENIZER, TOKENIZER_CONFIG, CONFIG = "tokenizer.json", "tokenizer_config.json", "processor_config.json"
+_CHARACTERS = 0x800  # of at most two bytes; far more than coefficients reach
+_BROKEN = "\ufffd"
+
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class DecodedActions:
+    """`actions` (T, D) as they were encoded, or what is wrong with the tokens."""
+
+    actions: Floats | None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class ActionTokens:
+    """scale, smallest: of the integers; smallest is `min_token` in the files."""
+
+    tokenizer: Tokenizer
+    scale: float
+    smallest: int
+    _sayable: Numbers = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_sayable", _sayable(self.tokenizer))
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.tokenizer.get_vocab_size())
+
+    @classmethod
+    def fit(cls, chunks: Iterable[Floats], vocabulary: int, scale: float) -> ActionTokens:
+        """Learns from normalised chunks (T, D). Every chunk of their length with values in [-1, 1] can be said.
+
+        Raises:
+            ConfigurationError: there are more different characters than tokens.
+            DataError: there is no chunk.
+        """
+        integers = [_integers(chunk, scale) for chunk in chunks]
+        if not integers:
+            raise DataError("no chunks of actions to learn tokens from")
+        # By Parseval no coefficient of values in [-1, 1] exceeds the square root of their number.
+        most = math.ceil(scale * math.sqrt(max(len(each) for each in integers)))
+        smallest = min(-most, *(int(each.min()) for each in integers))
+        largest = max(most, *(int(each.max()) for each in integers))
+        alphabet = sorted(set(_as_bytes("".join(map(chr, range(largest - smallest + 1))))))
+        if len(alphabet) > vocabulary:
+            raise ConfigurationError(
+                f"{vocabulary} action tokens are fewer than the {len(alphabet)} characters of the actions",
+                remedy="allow more action tokens, or a smaller scale",
+            )
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocabulary, min_frequency=2, initial_alphabet=alphabet, show_progress=False
+        )
+        tokenizer.train_from_iterator((_text(each - smallest) for each in integers), trainer)
+        return cls(tokenizer, scale, smallest)
+
+    @classmethod
+    def load(cls, folder: Path) -> ActionTokens:
+        """
+        Raises:
+            DataError: a file is missing or cannot be read.
+        """
+        try:
+            config = json.loads((folder / CONFIG).read_bytes())
+            return cls(
+                Tokenizer.from_file(str(folder / TOKENIZER)), float(config["scale"]), int(config.get("min_token", 0))
+            )
+        except Exception as error:  # tokenizers raises bare exceptions
+            raise DataError(f"not an action tokenizer: {error}", where=str(folder)) from error
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.tokenizer.save(str(folder / TOKENIZER))
+        _write(folder / TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast"})
+        _write(
+            folder / CONFIG,
+            {
+                "processor_class": "UniversalActionProcessor",
+                "scale": self.scale,
+                "vocab_size": self.vocabulary,
+                "min_token": self.smallest,
+                "action_dim": None,
+                "time_horizon": None,
+            },
+        )
+
+    def encode(self, actions: Floats) -> list[int]:
+        """Of (T, D). A coefficient that the tokens have no character for becomes the nearest that has one."""
+        characters = np.maximum(_integers(actions, self.scale) - self.smallest, 0).ravel()
+        after = np.minimum(np.searchsorted(self._sayable, characters), len(self._sayable) - 1)
+        before = np.maximum(after - 1, 0)
+        nearer = characters - self._sayable[before] < self._sayable[after] - characters
+        characters = self._sayable[np.where(nearer, before, after)]
+        ids: list[int] = self.tokenizer.encode(_text(characters), add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], horizon: int, dimensions: int) -> DecodedActions:
+        """The actions, in float32, or why there are none."""
+        unknown = [one for one in ids if not 0 <= one < self.vocabulary]
+        if unknown:
+            return DecodedActions(None, f"action token {unknown[0]} of {self.vocabulary}")
+        text = self.tokenizer.decode(list(ids), skip_special_tokens=False)
+        if _BROKEN in text:
+            return DecodedActions(None, "the action tokens are not whole characters")
+        if len(text) != horizon * dimensions:
+            return DecodedActions(None, f"{len(text)} coefficients, not {horizon} x {dimensions}")
+        integers = np.array([ord(one) for one in text], np.float64).reshape(horizon, dimensions) + self.smallest
+        return DecodedActions(idct(integers / self.scale, axis=0, norm="ortho").astype(np.float32))
+
+
+def _integers(actions: Floats, scale: float) -> Numbers:
+    """In float32, as the released code rounds; (T, D)."""
+    return np.around(dct(np.asarray(actions, np.float32), axis=0, norm="ortho") * np.float32(scale)).astype(np.int64)
+
+
+def _text(characters: Numbers) -> str:
+    return "".join(map(chr, characters.ravel().tolist()))
+
+
+def _as_bytes(text: str) -> str:
+    """`text` as byte-level BPE sees it: a printable character for each byte."""
+    pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    return "".join(piece for piece, _ in pieces)
+
+
+def _sayable(tokenizer: Tokenizer) -> Numbers:
+    """Characters, in order, whose bytes are all in the vocabulary; tokenizers drop the others without a word."""
+    known = {token for token in tokenizer.get_vocab() if len(token) == 1}
+    characters = [code for code in range(_CHARACTERS) if known.issuperset(_as_bytes(chr(code)))]
+    if not characters:
+        raise ConfigurationError("the action tokenizer has no characters")
+    return np.array(characters, np.int64)
+
+
+def _write(path: Path, document: dict[str, object]) -> None:
+    path.write_text(json.dumps(document, indent=2) + "\n")

@@ -1,0 +1,135 @@
+"""Camera pictures as patches for the vision tower."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from components.contracts.errors import ConfigurationError, DataError
+from components.policies.molmoact2.batch import Floats, Ints
+
+Picture = NDArray[np.uint8]
+_LEVELS = (np.arange(256, dtype=np.float32) / np.float32(255)) * np.float32(2) - np.float32(1)
+_CHANNELS = 3
+
+
+@dataclass(frozen=True)
+class ImageLayout:
+    """One crop per picture, `side` pixels square, of square patches that are pooled in square windows.
+
+    columns: Whether each row of image tokens ends with a column token.
+    """
+
+    side: int
+    patch: int
+    pool: int
+    columns: bool
+
+    def __post_init__(self) -> None:
+        if self.side % self.patch:
+            raise ConfigurationError(f"a side of {self.side} pixels is not a multiple of the patch of {self.patch}")
+
+    @classmethod
+    def from_processor_config(cls, document: Mapping[str, Any]) -> ImageLayout:
+        """Of a checkpoint's processor_config.json.
+
+        Raises:
+            ConfigurationError: the pictures are prepared in another way.
+        """
+        image = document["image_processor"]
+        size, pool = image["size"], image.get("pooling_size", [2, 2])
+        values = {
+            "crop_mode": (image.get("crop_mode"), "resize"),
+            "size": (size["height"], size["width"]),
+            "pooling_size": (pool[0], pool[1]),
+            "image_mean": (image.get("image_mean"), [0.5] * 3),
+            "image_std": (image.get("image_std"), [0.5] * 3),
+        }
+        for name, (given, wanted) in values.items():
+            if given != wanted:
+                raise ConfigurationError(
+                    f"{name} is {given!r}, and only {wanted!r} is supported", where="processor_config.json"
+                )
+        columns = document.get("use_single_crop_col_tokens")
+        columns = document.get("image_use_col_tokens", True) if columns is None else columns
+        return cls(size["height"], image.get("patch_size", 14), pool[0], bool(columns))
+
+    def processor_config(self) -> dict[str, Any]:
+        """What `from_processor_config` reads."""
+        return {
+            "image_processor": {
+                "crop_mode": "resize",
+                "size": {"height": self.side, "width": self.side},
+                "patch_size": self.patch,
+                "pooling_size": [self.pool, self.pool],
+                "image_mean": [0.5] * 3,
+                "image_std": [0.5] * 3,
+                "do_convert_rgb": True,
+                "resample": 2,
+                "image_processor_type": "MolmoAct2ImageProcessor",
+            },
+            "image_use_col_tokens": self.columns,
+            "use_single_crop_col_tokens": self.columns,
+            "use_single_crop_start_token": True,
+            "processor_class": "MolmoAct2Processor",
+        }
+
+    @property
+    def patches(self) -> int:
+        """Of a picture, along a side."""
+        return self.side // self.patch
+
+    @property
+    def rows(self) -> int:
+        """Of image tokens; as many as there are in a row."""
+        return -(-self.patches // self.pool)
+
+    @cached_property
+    def pooling(self) -> Ints:
+        """(rows * rows, pool * pool): the patches of each image token of one picture, -1 where there is none.
+
+        What the patches lack to whole windows is added half before and half after, the odd one after.
+        """
+        lacking = self.rows * self.pool - self.patches
+        grid = np.arange(self.patches**2).reshape(self.patches, self.patches)
+        grid = np.pad(grid, [(lacking // 2, lacking - lacking // 2)] * 2, constant_values=-1)
+        windows = grid.reshape(self.rows, self.pool, self.rows, self.pool).transpose(0, 2, 1, 3)
+        return np.ascontiguousarray(windows.reshape(self.rows**2, self.pool**2))
+
+    def patchify(self, pictures: Sequence[Picture]) -> Floats:
+        """(pictures, patches, pixels of a patch) in [-1, 1], the channel last within a patch.
+
+        Raises:
+            DataError: a picture is not uint8 of (height, width, 3).
+        """
+        n, p = self.patches, self.patch
+        if not pictures:
+            return np.zeros((0, n * n, p * p * _CHANNELS), np.float32)
+        square = np.stack([_resize(_checked(picture), self.side) for picture in pictures])
+        square = square.reshape(-1, n, p, n, p, _CHANNELS).transpose(0, 1, 3, 2, 4, 5)
+        return _LEVELS[square.reshape(-1, n * n, p * p * _CHANNELS)]
+
+
+def _resize(picture: Picture, side: int) -> Picture:
+    """Bilinear between pixel centres without antialiasing, in float32, rounded to 8 bits."""
+    if picture.shape[:2] == (side, side):
+        return picture
+    channels_first = torch.from_numpy(np.ascontiguousarray(picture)).permute(2, 0, 1)[None].float()
+    resized = torch.nn.functional.interpolate(channels_first, (side, side), mode="bilinear", align_corners=False)
+    square: Picture = resized[0].round_().clamp_(0, 255).to(torch.uint8).permute(1, 2, 0).numpy()
+    return square
+
+
+def _checked(picture: Picture) -> Picture:
+    if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != _CHANNELS or not picture.size:
+        raise DataError(
+            f"a picture is {picture.dtype} of shape {picture.shape}, not uint8 of (height, width, 3)",
+            remedy="convert it to RGB",
+        )
+    return picture

@@ -1,0 +1,222 @@
+"""norm_stats.json: what a checkpoint knows of each robot, by tag. The same form holds what a dataset knows of its own.
+
+A tag's entry has the statistics of state and action, and the cameras, words and horizon it was trained with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FiniteFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from components.contracts.errors import ConfigurationError, DataError
+from components.datasets.lerobot.layout import Feature
+from components.policies.settings import PolicySettings
+
+FORMAT = "molmoact2_norm_stats.v1"
+STATE, ACTION = "observation.state", "action"
+NORM_MODES = {"quantiles": "q01_q99", "mean_std": "mean_std", "identity": "identity"}
+_ARRAYS = ("min", "max", "mean", "std", "q01", "q10", "q50", "q90", "q99")
+
+Numbers = tuple[FiniteFloat, ...]
+Words = Annotated[str, BeforeValidator(lambda value: "" if value is None else value)]
+
+
+class FeatureStats(BaseModel):
+    """Of one feature, a number per dimension. `mask` is False where a dimension is passed on as it is."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    min: Numbers | None = None
+    max: Numbers | None = None
+    mean: Numbers | None = None
+    std: Numbers | None = None
+    q01: Numbers | None = None
+    q10: Numbers | None = None
+    q50: Numbers | None = None
+    q90: Numbers | None = None
+    q99: Numbers | None = None
+    count: int | tuple[int, ...] | None = None
+    names: tuple[str, ...] | None = None
+    mask: tuple[bool, ...] | None = None
+
+    @model_validator(mode="after")
+    def _one_width(self) -> FeatureStats:
+        widths = {name: len(value) for name in (*_ARRAYS, "mask") if (value := getattr(self, name)) is not None}
+        if len(set(widths.values())) != 1:
+            raise ValueError(f"statistics need one number per dimension, given {widths or 'none at all'}")
+        return self
+
+    @property
+    def dimensions(self) -> int:
+        return next(len(value) for name in _ARRAYS if (value := getattr(self, name)) is not None)
+
+
+class RobotMetadata(BaseModel):
+    """One robot, or one dataset. Fields that are not known here are kept."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    action_key: str = ACTION
+    state_key: str | None = None
+    state_keys: tuple[str, ...] | None = None
+    camera_keys: tuple[str, ...] = ()
+    normalize_gripper: bool | None = None
+    action_horizon: PositiveInt | None = None
+    n_action_steps: PositiveInt | None = None
+    setup_type: Words = ""
+    control_mode: Words = ""
+    action_stats: FeatureStats
+    state_stats: FeatureStats
+
+
+class NormStats(BaseModel):
+    """The file."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    format: Literal["molmoact2_norm_stats.v1"]
+    norm_mode: str
+    metadata_by_tag: dict[str, RobotMetadata]
+
+    @classmethod
+    def load(cls, path: Path) -> NormStats:
+        """
+        Raises:
+            DataError: no such file, or not of this format.
+        """
+        try:
+            return cls.model_validate(json.loads(path.read_bytes()))
+        except FileNotFoundError as error:
+            raise DataError(
+                "the checkpoint has no statistics", where=str(path), remedy="give a checkpoint with norm_stats.json"
+            ) from error
+        except ValidationError as error:
+            raise DataError(_first(error), where=str(path)) from error
+        except ValueError as error:
+            raise DataError(f"not JSON: {error}", where=str(path)) from error
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(self.model_dump(mode="json", exclude_unset=True), indent=2) + "\n")
+
+    def select(self, tag: str) -> RobotMetadata:
+        """
+        Raises:
+            ConfigurationError: there is no such tag.
+        """
+        if tag not in self.metadata_by_tag:
+            raise ConfigurationError(
+                f"no statistics for norm_tag {tag!r}",
+                where="norm_stats.json",
+                remedy=f"use one of {', '.join(sorted(self.metadata_by_tag)) or 'none: the file is empty'}",
+            )
+        return self.metadata_by_tag[tag]
+
+
+def norm_stats(robots: Mapping[str, RobotMetadata], settings: PolicySettings) -> NormStats:
+    """The file for these tags; its mode is that of the actions."""
+    mode = NORM_MODES[settings.action_normalization]
+    return NormStats(format=FORMAT, norm_mode=mode, metadata_by_tag=dict(robots))
+
+
+def robot_metadata(
+    statistics: Mapping[str, Mapping[str, Any]], features: Mapping[str, Feature], settings: PolicySettings
+) -> RobotMetadata:
+    """What a dataset knows of its robot.
+
+    Args:
+        statistics: LeRobot's stats.json.
+        features: Of info.json. The names of a feature's dimensions say which is the gripper.
+
+    Raises:
+        DataError: state or action are not there, or their statistics cannot be.
+    """
+    return RobotMetadata(
+        action_key=ACTION,
+        state_key=STATE,
+        camera_keys=settings.image_keys or tuple(key for key, feature in features.items() if feature.is_picture),
+        normalize_gripper=settings.normalize_gripper,
+        action_horizon=settings.chunk_size,
+        n_action_steps=settings.n_action_steps,
+        setup_type=settings.setup_type,
+        control_mode=settings.control_mode,
+        action_stats=_feature_stats(ACTION, statistics, features),
+        state_stats=_feature_stats(STATE, statistics, features),
+    )
+
+
+def resolve(settings: PolicySettings, robot: RobotMetadata, available: Sequence[str] | None = None) -> PolicySettings:
+    """`settings` as a tag completes them: its horizon and steps count, its words and cameras fill what is empty.
+
+    Args:
+        available: Cameras of the dataset. The tag's are used only if all of them are there.
+
+    Raises:
+        ConfigurationError: more steps are to be carried out than are predicted.
+    """
+    chunk = robot.action_horizon or settings.chunk_size
+    steps = robot.n_action_steps or settings.n_action_steps
+    if steps > chunk:
+        raise ConfigurationError(
+            f"n_action_steps {steps} is more than the {chunk} actions that are predicted",
+            where=f"settings: chunk_size {settings.chunk_size}, n_action_steps {settings.n_action_steps}; tag: "
+            f"action_horizon {robot.action_horizon}, n_action_steps {robot.n_action_steps}",
+        )
+    cameras = settings.image_keys or robot.camera_keys
+    if available and not settings.image_keys and not (cameras and set(cameras) <= set(available)):
+        cameras = tuple(available)
+    return settings.model_copy(
+        update={
+            "chunk_size": chunk,
+            "n_action_steps": steps,
+            "setup_type": settings.setup_type or robot.setup_type,
+            "control_mode": settings.control_mode or robot.control_mode,
+            "image_keys": tuple(cameras),
+        }
+    )
+
+
+def training_robot(settings: PolicySettings, tagged: RobotMetadata, dataset: RobotMetadata) -> RobotMetadata:
+    """Whose statistics a policy with a tag is trained with: the tag's (head), else the dataset's."""
+    if settings.semantics == "head":
+        return tagged
+    return tagged.model_copy(update={"action_stats": dataset.action_stats, "state_stats": dataset.state_stats})
+
+
+def _feature_stats(
+    key: str, statistics: Mapping[str, Mapping[str, Any]], features: Mapping[str, Feature]
+) -> FeatureStats:
+    if key not in statistics or key not in features:
+        raise DataError(
+            f"the dataset has no {key!r}, or no statistics of it",
+            where=f"features: {', '.join(features)}; statistics: {', '.join(statistics)}",
+            remedy="run quantile-stats on the dataset",
+        )
+    entry = {name: value for name, value in statistics[key].items() if name in (*_ARRAYS, "count")}
+    try:
+        return FeatureStats(**entry, names=_names(features[key].names))
+    except ValidationError as error:
+        raise DataError(_first(error), where=f"statistics of {key!r}") from error
+
+
+def _names(names: Any) -> tuple[str, ...] | None:
+    """LeRobot writes a list, or lists by kind: {"motors": [...]}."""
+    if isinstance(names, Mapping):
+        return tuple(str(name) for group in names.values() for name in ([group] if isinstance(group, str) else group))
+    return tuple(str(name) for name in names) if names else None
+
+
+def _first(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    return f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']} (given {problem['input']!r:.80})"

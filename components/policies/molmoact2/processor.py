@@ -1,0 +1,250 @@
+"""What a robot sees and did, as an example for the model; and the model's answer, as actions of the robot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.robots import RobotObservation
+from components.policies.molmoact2.action_tokens import ActionTokens, DecodedActions
+from components.policies.molmoact2.batch import Example, Flags, Floats, Ints
+from components.policies.molmoact2.budget import sequence_budget
+from components.policies.molmoact2.config import MolmoAct2Config
+from components.policies.molmoact2.images import ImageLayout
+from components.policies.molmoact2.language import normalize_language
+from components.policies.molmoact2.norm_stats import RobotMetadata
+from components.policies.molmoact2.normalizer import Normalizer
+from components.policies.molmoact2.prompts import image_labels, instruction, wrap
+from components.policies.molmoact2.semantics import SEMANTICS
+from components.policies.molmoact2.states import state_bins
+from components.policies.molmoact2.vocabulary import Vocabulary
+from components.policies.settings import PolicySettings
+
+IGNORED = -100
+_REMEMBERED = 10_000  # texts whose tokens are kept
+
+
+class Processor:
+    """For one robot. Several may share a model: give all of them the longest chunk as `horizon`.
+
+    cameras: In the model's order; empty where neither settings nor statistics name any, then the observation's, sorted.
+    chunk: Actions that this robot's data and answers have; an example has `horizon`, the rest being padding.
+    """
+
+    def __init__(
+        self,
+        config: MolmoAct2Config,
+        tokenizer: Any,
+        settings: PolicySettings,
+        robot: RobotMetadata,
+        layout: ImageLayout,
+        action_tokens: ActionTokens | None,
+        horizon: int,
+    ) -> None:
+        self.config, self.tokenizer, self.settings, self.robot = config, tokenizer, settings, robot
+        self.layout, self.action_tokens, self.horizon = layout, action_tokens, horizon
+        self.chunk = settings.chunk_size
+        self.cameras = settings.image_keys or robot.camera_keys
+        self.vocabulary = Vocabulary.find(tokenizer, config)
+        gripper = settings.normalize_gripper
+        self.state = Normalizer.build("state", robot.state_stats, settings.state_normalization, gripper)
+        self.action = Normalizer.build("action", robot.action_stats, settings.action_normalization, gripper)
+        self._setup = wrap(settings.setup_type or robot.setup_type, "setup", settings.add_setup_tokens)
+        self._control = wrap(settings.control_mode or robot.control_mode, "control", settings.add_control_tokens)
+        self._texts: dict[str, Ints] = {}
+        self._refuse()
+
+    @classmethod
+    def build(
+        cls,
+        config: MolmoAct2Config,
+        tokenizer: Any,
+        settings: PolicySettings,
+        robot: RobotMetadata,
+        layout: ImageLayout,
+        action_tokens: ActionTokens | None = None,
+        horizon: int | None = None,
+    ) -> Processor:
+        """
+        Args:
+            tokenizer: The checkpoint's, a transformers fast tokenizer.
+            settings: Resolved: what a tag overrides is in them.
+            action_tokens: Needed for action modes discrete and both.
+            horizon: Of an example; none: the settings' chunk.
+
+        Raises:
+            ConfigurationError: the parts do not fit each other.
+            DataError: the tokenizer lacks a token, or disagrees with the configuration.
+        """
+        return cls(config, tokenizer, settings, robot, layout, action_tokens, horizon or settings.chunk_size)
+
+    @property
+    def state_dimensions(self) -> int:
+        return self.state.dimensions
+
+    @property
+    def action_dimensions(self) -> int:
+        return self.action.dimensions
+
+    @property
+    def discrete(self) -> bool:
+        """Whether examples with actions have them as tokens, too."""
+        return self.settings.action_mode != "continuous"
+
+    @cached_property
+    def budget(self) -> int:
+        """Tokens an example may have when actions are trained."""
+        return self._budget(len(self.cameras), self.discrete)
+
+    def encode(
+        self,
+        observation: RobotObservation,
+        actions: ArrayLike | None = None,
+        padding: ArrayLike | None = None,
+        where: str = "",
+    ) -> Example:
+        """
+        Args:
+            actions: (chunk, dimensions) in the dataset's units, when they are trained.
+            padding: (chunk,) True where the episode was over already.
+            where: Dataset, episode and frame, for errors.
+
+        Raises:
+            DataError: a camera is missing, a shape is wrong, a number is not finite, or there are too many tokens.
+        """
+        pictures = self._pictures(observation, where)
+        prompt = self._prompt(observation, len(pictures), where)
+        normalised = None if actions is None else self._actions(actions, where)
+        answer = self._answer(normalised) if normalised is not None and self.discrete else None
+        ids = prompt if answer is None else np.concatenate([prompt, answer])
+        limit = self._budget(len(pictures), answer is not None)
+        if len(ids) > limit:
+            raise DataError(
+                f"an example of {len(ids)} tokens, and {limit} are allowed",
+                where=where or f"task {observation.task!r:.80}",
+                remedy="shorten the task's words, or raise max_sequence_length",
+            )
+        tokens = self.vocabulary
+        images = (tokens.image_start, tokens.image_end, tokens.image_patch, tokens.image_column)
+        per_picture = self.layout.patches**2
+        pooling = self.layout.pooling
+        return Example(
+            input_ids=ids,
+            image_tokens=np.isin(ids, images),
+            pixel_values=self.layout.patchify(pictures),
+            pooling=np.concatenate(
+                [np.where(pooling < 0, -1, pooling + i * per_picture) for i in range(len(pictures))]
+            ),
+            labels=None if answer is None else np.concatenate([np.full(len(prompt), IGNORED), answer]),
+            actions=None if normalised is None else self._padded(normalised),
+            horizon_padding=self._horizon_padding(padding, where),
+            dimension_padding=np.arange(self.config.max_action_dim) >= self.action_dimensions,
+        )
+
+    def decode(self, actions: ArrayLike) -> Floats:
+        """(..., at least chunk, at least dimensions) normalised, to float32 (..., chunk, dimensions) of the dataset."""
+        return self.action.restore(np.asarray(actions)[..., : self.chunk, : self.action_dimensions])
+
+    def decode_tokens(self, ids: Sequence[int]) -> DecodedActions:
+        """Normalised actions (chunk, dimensions) that generated tokens say, or why they say none."""
+        tokens, generated = self.vocabulary, list(ids)
+        if self.action_tokens is None:
+            raise ConfigurationError("the policy has no action tokens", remedy="give it an action tokenizer")
+        if tokens.action_start not in generated or tokens.action_end not in generated:
+            return DecodedActions(None, "the answer has no <action_start> or no <action_end>")
+        span = generated[generated.index(tokens.action_start) + 1 : generated.index(tokens.action_end)]
+        return self.action_tokens.decode([one - tokens.action for one in span], self.chunk, self.action_dimensions)
+
+    def _pictures(self, observation: RobotObservation, where: str) -> list[Any]:
+        cameras = self.cameras or tuple(sorted(observation.images))
+        missing = [camera for camera in cameras if camera not in observation.images]
+        if missing or not cameras:
+            raise DataError(
+                f"the observation has no camera {missing[0]!r}" if missing else "the observation has no camera",
+                where=where or f"it has {', '.join(observation.images) or 'none'}",
+                remedy="name the cameras that there are in image_keys",
+            )
+        return [observation.images[camera] for camera in cameras]
+
+    def _prompt(self, observation: RobotObservation, images: int, where: str) -> Ints:
+        """BOS, the images, and the user's turn; `<|image|>` and the state are put in as ids."""
+        tokens = self.vocabulary
+        row = [tokens.image_patch] * self.layout.rows + [tokens.image_column] * self.layout.columns
+        picture = np.array([tokens.image_start, *row * self.layout.rows, tokens.image_end])
+        state = self.state.normalize(observation.state, where)
+        if state.ndim != 1:
+            raise DataError(f"the state has the shape {state.shape}, not one dimension", where=where)
+        bins = state_bins(state, self.config.num_state_tokens) + tokens.state
+        task = normalize_language(observation.task) if self.settings.normalize_language else observation.task
+        before, after = instruction(task, self._setup, self._control)
+        labelled = [part for label in image_labels(images) for part in (self._tokens(label), picture)]
+        state_ids = np.array([tokens.state_start, *bins, tokens.state_end])
+        return np.concatenate([[tokens.bos], *labelled, self._tokens(before), state_ids, self._tokens(after)])
+
+    def _tokens(self, text: str) -> Ints:
+        """Of a text that special tokens stand on both sides of, so that it is split alone."""
+        if text not in self._texts:
+            if len(self._texts) >= _REMEMBERED:
+                self._texts.clear()
+            self._texts[text] = np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int64)
+        return self._texts[text]
+
+    def _actions(self, actions: ArrayLike, where: str) -> Floats:
+        values = np.asarray(actions, np.float32)
+        if values.shape != (self.chunk, self.action_dimensions):
+            raise DataError(
+                f"actions have the shape {values.shape}, not {(self.chunk, self.action_dimensions)}",
+                where=where,
+                remedy="chunk_size and the dataset's windows must agree",
+            )
+        if not np.isfinite(values).all():
+            step, dimension = np.argwhere(~np.isfinite(values))[0]
+            raise DataError(
+                f"action {self.action.names[dimension]!r} is {values[step, dimension]} at step {step}", where=where
+            )
+        return self.action.normalize(values, where)
+
+    def _answer(self, normalised: Floats) -> Ints:
+        assert self.action_tokens is not None
+        tokens = self.vocabulary
+        said = [tokens.action + one for one in self.action_tokens.encode(normalised)]
+        return np.array([tokens.action_start, *said, tokens.action_end, tokens.eos])
+
+    def _padded(self, normalised: Floats) -> Floats:
+        padded = np.zeros((self.horizon, self.config.max_action_dim), np.float32)
+        padded[: self.chunk, : self.action_dimensions] = normalised
+        return padded
+
+    def _horizon_padding(self, padding: ArrayLike | None, where: str) -> Flags:
+        flags = np.arange(self.horizon) >= self.chunk
+        if padding is not None and not SEMANTICS[self.settings.semantics].supervises_past_end:
+            past = np.asarray(padding, bool)
+            if past.shape != (self.chunk,):
+                raise DataError(f"padding has the shape {past.shape}, not {(self.chunk,)}", where=where)
+            flags[: self.chunk] |= past
+        return flags
+
+    def _budget(self, images: int, discrete: bool) -> int:
+        return self.settings.max_sequence_length or sequence_budget(
+            images, self.state_dimensions, self.action_dimensions, self.chunk, discrete, len(self.layout.pooling)
+        )
+
+    def _refuse(self) -> None:
+        if self.discrete and self.action_tokens is None:
+            raise ConfigurationError(
+                f"action_mode {self.settings.action_mode!r} needs an action tokenizer",
+                remedy="give one, or choose action_mode continuous",
+            )
+        given = 0 if self.action_tokens is None else self.action_tokens.vocabulary
+        for what, value, most in (
+            ("action tokens", given, self.config.num_action_tokens),
+            ("action dimensions", self.action_dimensions, self.config.max_action_dim),
+            ("actions of a chunk", self.chunk, self.horizon),
+        ):
+            if value > most:
+                raise ConfigurationError(f"{value} {what}, and the model has {most}", where="config.json")

@@ -1,0 +1,112 @@
+"""Pictures as patches, against a plain formula and torchvision."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torchvision.transforms import InterpolationMode, Resize
+
+from components.contracts.errors import ConfigurationError, DataError
+from components.policies.molmoact2.images import ImageLayout
+
+RELEASED = ImageLayout(side=378, patch=14, pool=2, columns=False)
+
+
+def picture(height: int, width: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def levels(layout: ImageLayout, patches: np.ndarray) -> np.ndarray:
+    """The square picture of uint8 levels that patches show."""
+    n, p = layout.side // layout.patch, layout.patch
+    square = np.zeros((layout.side, layout.side, 3), np.int64)
+    for index, patch in enumerate(patches):
+        row, column = divmod(index, n)
+        for place, value in enumerate(patch):
+            (y, x), channel = divmod(place // 3, p), place % 3
+            square[row * p + y, column * p + x, channel] = round((float(value) + 1) / 2 * 255)
+    return square
+
+
+def bilinear(given: np.ndarray, side: int) -> np.ndarray:
+    """Pixel centres at half integers, the border repeated; float64, not rounded."""
+    height, width = given.shape[:2]
+    out = np.zeros((side, side, 3))
+    for y in range(side):
+        v = min(max((y + 0.5) * height / side - 0.5, 0), height - 1)
+        y0, wy = int(v), v - int(v)
+        for x in range(side):
+            u = min(max((x + 0.5) * width / side - 0.5, 0), width - 1)
+            x0, wx = int(u), u - int(u)
+            y1, x1 = min(y0 + 1, height - 1), min(x0 + 1, width - 1)
+            top = given[y0, x0] * (1 - wx) + given[y0, x1] * wx
+            out[y, x] = top * (1 - wy) + (given[y1, x0] * (1 - wx) + given[y1, x1] * wx) * wy
+    return out
+
+
+@pytest.mark.parametrize("size", [(1, 1), (2, 3), (20, 31), (56, 56), (90, 70)])
+def test_pictures_are_resized_without_antialiasing_and_rounded(size: tuple[int, int]) -> None:
+    layout = ImageLayout(side=56, patch=14, pool=2, columns=False)
+    given = picture(*size)
+    shown, exact = levels(layout, layout.patchify([given])[0]), bilinear(given.astype(np.float64), 56)
+    assert np.abs(shown - exact).max() <= 0.5 + 1e-3
+
+
+@pytest.mark.parametrize("size", [(256, 256), (360, 480), (378, 378), (5, 700)])
+def test_resizing_equals_torchvision_bit_by_bit(size: tuple[int, int]) -> None:
+    given = picture(*size, seed=1)
+    theirs = Resize([378, 378], InterpolationMode.BILINEAR, antialias=False)(torch.from_numpy(given).permute(2, 0, 1))
+    wanted = theirs.permute(1, 2, 0).numpy().astype(np.float32) / np.float32(255) * np.float32(2) - np.float32(1)
+    patches = wanted.reshape(27, 14, 27, 14, 3).transpose(0, 2, 1, 3, 4).reshape(729, 588)
+    ours = RELEASED.patchify([given])
+    assert ours.dtype == np.float32 and np.array_equal(ours[0], patches)
+
+
+def test_pictures_of_several_sizes_become_one_array() -> None:
+    together = RELEASED.patchify([picture(256, 256), picture(10, 20)])
+    assert together.shape == (2, 729, 588)
+    assert np.array_equal(together[1:], RELEASED.patchify([picture(10, 20)]))
+    assert RELEASED.patchify([]).shape == (0, 729, 588)
+
+
+def test_patches_are_pooled_two_by_two_with_the_odd_one_at_the_end() -> None:
+    pooling = RELEASED.pooling
+    assert pooling.shape == (196, 4)
+    assert pooling[0].tolist() == [0, 1, 27, 28]
+    assert pooling[13].tolist() == [26, -1, 53, -1]
+    assert pooling[14].tolist() == [54, 55, 81, 82]
+    assert pooling[195].tolist() == [728, -1, -1, -1]
+    assert sorted(pooling[pooling >= 0].tolist()) == list(range(729))
+
+
+@pytest.mark.parametrize("side", [14, 28, 42])
+def test_small_sides_pool_as_well(side: int) -> None:
+    layout = ImageLayout(side, patch=14, pool=2, columns=False)
+    assert len(layout.pooling) == math.ceil(side / 28) ** 2
+    assert layout.patchify([picture(9, 9)]).shape == (1, (side // 14) ** 2, 588)
+
+
+def test_a_layout_is_what_its_file_says() -> None:
+    layout = ImageLayout(side=28, patch=14, pool=2, columns=True)
+    assert ImageLayout.from_processor_config(layout.processor_config()) == layout
+    released = RELEASED.processor_config() | {"image_use_col_tokens": True, "use_single_crop_col_tokens": False}
+    assert ImageLayout.from_processor_config(released) == RELEASED
+    tiled = RELEASED.processor_config()
+    tiled["image_processor"]["crop_mode"] = "overlap-and-resize-c2"
+    with pytest.raises(ConfigurationError, match="overlap-and-resize-c2"):
+        ImageLayout.from_processor_config(tiled)
+    with pytest.raises(ConfigurationError, match="30 pixels"):
+        ImageLayout(side=30, patch=14, pool=2, columns=False)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [np.zeros((4, 4, 3), np.float32), np.zeros((4, 4, 4), np.uint8), np.zeros((4, 4), np.uint8), picture(0, 4)],
+    ids=["floats", "alpha", "grey", "empty"],
+)
+def test_other_pictures_are_refused(bad: np.ndarray) -> None:
+    with pytest.raises(DataError, match="uint8"):
+        RELEASED.patchify([bad])
