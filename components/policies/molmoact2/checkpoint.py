@@ -1,0 +1,155 @@
+"""A policy's checkpoint: read whole and strictly, from the released layout or LeRobot's, and written self-contained.
+
+Beside the released files, what we write has `policy.json` (its settings) and `action_tokenizer/`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from components.policies.molmoact2.config import MolmoAct2Config
+from components.policies.molmoact2.lerobot_export import write_processors
+from components.policies.molmoact2.lerobot_layout import BASE, LerobotTensors, is_lerobot
+from components.policies.molmoact2.model import MolmoAct2
+from components.policies.molmoact2.norm_stats import RobotMetadata, norm_stats
+from components.policies.molmoact2.parts import ACTION_TOKENIZER, CONFIG, PolicyParts, load_parts
+from components.policies.molmoact2.processor import Processor
+from components.policies.molmoact2.weights import SHARD_BYTES, TensorFiles, load_weights, write_released
+from components.policies.settings import PolicySettings
+from components.policies.source import locate_policy, write_settings
+
+OWN_TAG = "trained"
+"""The tag of statistics that came with a dataset, where the settings name none."""
+SOURCES = (
+    *("checkpoint_path", "path", "tiny", "revision", "checkpoint_revision"),
+    *("action_tokenizer", "action_tokenizer_revision"),
+)
+"""Settings that say where parts of the policy come from: what was written needs them no more."""
+UNCHANGED_FILES = (
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+
+
+@dataclass(frozen=True)
+class LoadedPolicy:
+    """A checkpoint with its model, in evaluation mode."""
+
+    model: MolmoAct2
+    parts: PolicyParts
+
+    @property
+    def config(self) -> MolmoAct2Config:
+        return self.parts.config
+
+    @property
+    def settings(self) -> PolicySettings:
+        return self.parts.settings
+
+    def processor(self) -> Processor:
+        return self.parts.processor()
+
+
+def load_policy(
+    source: str | Path,
+    settings: PolicySettings | None = None,
+    robot: RobotMetadata | None = None,
+    device: str | torch.device = "cpu",
+) -> LoadedPolicy:
+    """The policy with its weights on `device`, in the dtypes that `settings.dtype` stands for.
+
+    Raises:
+        ConfigurationError, DataError: as `load_parts`, or a weight is missing, unknown or of another shape.
+    """
+    parts = load_parts(source, settings, robot)
+    return LoadedPolicy(load_model(source, parts, device), parts)
+
+
+def load_model(source: str | Path, parts: PolicyParts, device: str | torch.device = "cpu") -> MolmoAct2:
+    """The model of `parts`, filled with the weights of `source`, one tensor in memory besides it at a time.
+
+    Raises:
+        DataError: a weight is missing, unknown or of another shape.
+    """
+    folder = locate_policy(source, parts.settings.revision)
+    with torch.device("meta"):
+        model = MolmoAct2(parts.config, parts.settings.dtype, parts.settings.llm_residual_dropout)
+    model.to_empty(device=device)
+    with TensorFiles(folder) as files:
+        tensors = LerobotTensors(files, folder) if is_lerobot(folder) else files
+        load_weights(model, tensors, parts.config.molmo2(), str(folder))
+    return model.eval()
+
+
+def save_policy(
+    folder: Path, parts: PolicyParts, weights: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES
+) -> Path:
+    """Write a checkpoint in the released layout that needs nothing else; a reader sees the earlier one or this.
+
+    Args:
+        weights: State of `MolmoAct2`, whole, with adapters merged; written in its dtypes.
+    """
+    with _replaced(folder) as new:
+        write_parts(new, parts)
+        write_released(new, weights, parts.config.molmo2(), shard_bytes=shard_bytes)
+    return folder
+
+
+def save_lerobot(folder: Path, parts: PolicyParts, weights: Mapping[str, Tensor], base: str) -> Path:
+    """Write a checkpoint in LeRobot's layout; `base` is what LeRobot needs besides it (`lerobot_export`), we do not.
+
+    Raises:
+        ConfigurationError: the policy knows no statistics, or no cameras.
+    """
+    robot = parts.processor().robot
+    with _replaced(folder) as new:
+        (new / BASE).mkdir()
+        write_parts(new / BASE, parts)
+        write_processors(new, parts.settings, robot, base, parts.config.max_action_dim)
+        # LeRobot reads one file only
+        write_released(new, weights, parts.config.molmo2(), prefix="model.", shard_bytes=sys.maxsize)
+    return folder
+
+
+def write_parts(folder: Path, parts: PolicyParts) -> None:
+    """Write everything but the weights."""
+    for name in UNCHANGED_FILES:
+        if (parts.files / name).is_file():
+            shutil.copyfile(parts.files / name, folder / name)
+    (folder / CONFIG).write_text(json.dumps(parts.config.to_dict(), indent=2) + "\n")
+    settings, stats = parts.settings, parts.stats
+    if parts.robot is not None:
+        tag = settings.norm_tag or OWN_TAG
+        horizon = {"action_horizon": settings.chunk_size, "n_action_steps": settings.n_action_steps}
+        known = stats.metadata_by_tag if stats else {}
+        stats = norm_stats({**known, tag: parts.robot.model_copy(update=horizon)}, settings)
+        settings = settings.model_copy(update={"norm_tag": tag})
+    if stats is not None:
+        stats.save(folder / parts.config.norm_stats_filename)
+    if parts.action_tokens is not None:
+        parts.action_tokens.save(folder / ACTION_TOKENIZER)
+    write_settings(folder, settings.model_copy(update=dict.fromkeys(SOURCES)))
+
+
+@contextmanager
+def _replaced(folder: Path) -> Iterator[Path]:
+    """An empty folder that takes the place of `folder` when the block ends without an error."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+        new = Path(scratch) / "new"
+        new.mkdir()
+        yield new
+        if folder.exists():
+            folder.rename(Path(scratch) / "old")
+        new.rename(folder)

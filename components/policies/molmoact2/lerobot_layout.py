@@ -1,0 +1,187 @@
+"""Checkpoints as LeRobot saves them.
+
+config.json holds LeRobot's settings; the sizes, the tokenizer and the image processor are those of the released
+checkpoint that it was trained from. Weights have released names after `model.`, adapters of PEFT unmerged. The
+normaliser's statistics are the tensors of a processor step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from components.contracts.errors import DataError
+from components.policies.molmoact2.norm_stats import ACTION, STATE, FeatureStats, RobotMetadata, resolve
+from components.policies.molmoact2.weights import TensorFiles
+from components.policies.settings import Normalisation, PolicySettings
+from components.policies.source import locate_policy
+
+CONFIG, BASE = "config.json", "base"
+PREPROCESSOR, NORMALIZER, PACK = "policy_preprocessor", "molmoact2_masked_normalizer", "molmoact2_pack_inputs"
+NORMALIZATIONS: dict[str, Normalisation] = {"QUANTILES": "quantiles", "MEAN_STD": "mean_std", "IDENTITY": "identity"}
+_ADOPTED = ("normalize_language", "normalize_gripper", "add_setup_tokens", "add_control_tokens")
+_PEFT, _BASE_LAYER = "base_model.model.", ".base_layer."
+_LORA_A, _LORA_B = ".lora_A.default.weight", ".lora_B.default.weight"
+
+
+@dataclass(frozen=True)
+class LerobotCheckpoint:
+    """base: folder of the released files. settings: with the saved robot's facts. robot: statistics and words."""
+
+    base: Path
+    settings: PolicySettings
+    robot: RobotMetadata | None
+
+
+def is_lerobot(folder: Path) -> bool:
+    """Whether the folder's config.json is that of a LeRobot policy.
+
+    Raises:
+        DataError: there is no config.json, or it is not JSON.
+    """
+    return "type" in read_json(folder / CONFIG)
+
+
+def read_lerobot(folder: Path, settings: PolicySettings) -> LerobotCheckpoint:
+    """Read a checkpoint's facts. As the processor was saved with them, chunk size, steps, normalisation and how
+    prompts are written come from it; words and cameras do where `settings` leaves them empty.
+
+    Raises:
+        ConfigurationError: the base is a hub name without a revision.
+        DataError: not a MolmoAct2, a file is missing, or it does what is not supported.
+    """
+    raw = read_json(folder / CONFIG)
+    if raw["type"] != "molmoact2":
+        raise DataError(f"a checkpoint of the policy {raw['type']!r}", where=str(folder), remedy="give a MolmoAct2")
+    if raw.get("joint_signs") is not None:
+        raise DataError(
+            "joints are given signs and offsets between robot and policy, which is not supported",
+            where=f"{folder / CONFIG}: joint_signs",
+            remedy="use a checkpoint that was trained in the robot's own frame",
+        )
+    mapping = raw["normalization_mapping"]
+    modes = {}
+    for name, kind in (("state_normalization", "STATE"), ("action_normalization", "ACTION")):
+        if mapping[kind] not in NORMALIZATIONS:
+            raise DataError(
+                f"{kind} is normalised by {mapping[kind]}",
+                where=f"{folder / CONFIG}: normalization_mapping",
+                remedy=f"supported: {', '.join(NORMALIZATIONS)}",
+            )
+        modes[name] = NORMALIZATIONS[mapping[kind]]
+    adopted = settings.model_copy(update={name: raw[name] for name in _ADOPTED if name in raw} | modes)
+    robot = _robot(folder, raw)
+    horizon = {"chunk_size": raw["chunk_size"], "n_action_steps": raw["n_action_steps"]}
+    adopted = adopted.model_copy(update=horizon) if robot is None else resolve(adopted, robot)
+    return LerobotCheckpoint(_base(folder, raw, settings), adopted, robot)
+
+
+class LerobotTensors:
+    """A LeRobot checkpoint's weights under released names, adapters merged as they are read.
+
+    Raises:
+        DataError: a name is not LeRobot's, or adapters have no lora_alpha.
+    """
+
+    def __init__(self, files: TensorFiles, folder: Path) -> None:
+        self._files = files
+        self._alpha = read_json(folder / CONFIG).get("lora_alpha")
+        self._stored = {_released(name, folder): name for name in files.names if ".lora_" not in name}
+        adapted = {name.removesuffix(end) for name in files.names for end in (_LORA_A, _LORA_B) if name.endswith(end)}
+        known = {name.replace(_BASE_LAYER, ".").removesuffix(".weight") for name in files.names if _BASE_LAYER in name}
+        strays = sorted(adapted - known) + sorted(
+            name for name in files.names if ".lora_" in name and not name.endswith((_LORA_A, _LORA_B))
+        )
+        if strays:
+            raise DataError(f"an adapter belongs to no layer: {strays[0]}", where=str(folder))
+        if adapted and self._alpha is None:
+            raise DataError("adapters without lora_alpha", where=str(folder / CONFIG))
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._files.shape(self._stored[name])
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The weight; with an adapter W + alpha/rank B A, in float32."""
+        stored = self._stored[name]
+        weight = self._files[stored]
+        layer = stored.replace(_BASE_LAYER, ".").removesuffix(".weight")
+        if not stored.endswith(f"{_BASE_LAYER}weight") or layer + _LORA_A not in self._files.names:
+            return weight
+        down, up = self._files[layer + _LORA_A].float(), self._files[layer + _LORA_B].float()
+        return weight.float() + (up @ down) * (float(self._alpha or 0) / down.shape[0])
+
+
+def _base(folder: Path, raw: Mapping[str, Any], settings: PolicySettings) -> Path:
+    """`base/` of a checkpoint that we wrote, the base that the settings name, or the one that config.json names."""
+    if (folder / BASE).is_dir():
+        return folder / BASE
+    own = settings.checkpoint_path is not None
+    name = settings.checkpoint_path if settings.checkpoint_path is not None else str(raw["checkpoint_path"])
+    revision = settings.checkpoint_revision or (None if own else raw.get("checkpoint_revision"))
+    return locate_policy(name, revision, weights=False)
+
+
+def _robot(folder: Path, raw: Mapping[str, Any]) -> RobotMetadata | None:
+    """Statistics, words and cameras of the saved preprocessor; None where the policy was saved without one."""
+    file = folder / f"{PREPROCESSOR}.json"
+    if not file.is_file():
+        return None
+    steps = {step["registry_name"]: step for step in read_json(file)["steps"]}
+    normalizer = steps.get(NORMALIZER) or steps.get("normalizer_processor")
+    if normalizer is None or "state_file" not in normalizer:
+        return None
+    tensors = load_file(folder / normalizer["state_file"])
+    names = raw.get("dataset_feature_names") or {}
+    packed = steps[PACK]["config"] if PACK in steps else {}
+    return RobotMetadata(
+        action_key=ACTION,
+        state_key=STATE,
+        camera_keys=tuple(packed.get("image_keys") or raw.get("image_keys") or ()),
+        normalize_gripper=bool(raw["normalize_gripper"]),
+        action_horizon=raw["chunk_size"],
+        n_action_steps=raw["n_action_steps"],
+        setup_type=packed.get("setup_type") or raw.get("setup_type") or "",
+        control_mode=packed.get("control_mode") or raw.get("control_mode") or "",
+        action_stats=_stats(tensors, ACTION, names.get(ACTION), file),
+        state_stats=_stats(tensors, STATE, names.get(STATE), file),
+    )
+
+
+def _stats(tensors: Mapping[str, Tensor], key: str, names: Any, where: Path) -> FeatureStats:
+    found = {name.removeprefix(f"{key}."): value for name, value in tensors.items() if name.startswith(f"{key}.")}
+    if not found:
+        raise DataError(f"no statistics of {key}", where=str(where), remedy="use a complete checkpoint of LeRobot")
+    values: dict[str, Any] = {
+        name: tuple(value.double().flatten().tolist()) for name, value in found.items() if name not in ("mask", "count")
+    }
+    if "count" in found:
+        values["count"] = int(found["count"].flatten()[0])
+    if "mask" in found:
+        values["mask"] = tuple(bool(value) for value in found["mask"].flatten().tolist())
+    return FeatureStats(**values, names=tuple(names) if isinstance(names, list) else None)
+
+
+def _released(name: str, folder: Path) -> str:
+    if not name.startswith("model."):
+        raise DataError(f"not a name of LeRobot's: {name}", where=str(folder), remedy="use an unchanged checkpoint")
+    return name.removeprefix("model.").removeprefix(_PEFT).replace(_BASE_LAYER, ".")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(file.read_bytes())
+    except FileNotFoundError as error:
+        raise DataError("a checkpoint needs this file", where=str(file), remedy="give a policy's folder") from error
+    except ValueError as error:
+        raise DataError(f"not JSON: {error}", where=str(file)) from error
+    return content

@@ -1,0 +1,132 @@
+"""All of a policy's checkpoint but its weights: configuration, tokenizer, settings, statistics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerFast
+
+from components.contracts.errors import ConfigurationError, DataError
+from components.models.source import CHECKPOINT
+from components.policies.molmoact2.action_tokens import ActionTokens
+from components.policies.molmoact2.config import MolmoAct2Config
+from components.policies.molmoact2.images import ImageLayout
+from components.policies.molmoact2.lerobot_layout import BASE, is_lerobot, read_json, read_lerobot
+from components.policies.molmoact2.norm_stats import NormStats, RobotMetadata, resolve, training_robot
+from components.policies.molmoact2.processor import Processor
+from components.policies.settings import PolicySettings
+from components.policies.source import locate_policy, read_settings
+
+CONFIG, PROCESSOR_CONFIG, ACTION_TOKENIZER = "config.json", "processor_config.json", "action_tokenizer"
+
+
+@dataclass(frozen=True)
+class PolicyParts:
+    """All of a checkpoint but its weights.
+
+    settings: with what a norm_tag or a LeRobot checkpoint says filled in.
+    stats: the checkpoint's file with all its tags.
+    robot: whose statistics normalise; None where neither checkpoint nor dataset says.
+    action_tokens: None where the checkpoint has no tokenizer for discrete actions and the settings name none.
+    layout: how pictures become patches.
+    files: the folder of those files that pass on unchanged (tokenizer, image processor, templates).
+    """
+
+    config: MolmoAct2Config
+    tokenizer: PreTrainedTokenizerFast
+    settings: PolicySettings
+    stats: NormStats | None
+    robot: RobotMetadata | None
+    action_tokens: ActionTokens | None
+    layout: ImageLayout
+    files: Path
+
+    def processor(self, horizon: int | None = None) -> Processor:
+        """Turns observations into the model's inputs, and its answers into actions.
+
+        Args:
+            horizon: Actions of an example, where robots with longer chunks are trained too; None: the chunk.
+
+        Raises:
+            ConfigurationError: no statistics are known.
+        """
+        if self.robot is None:
+            raise ConfigurationError(
+                "the policy knows no statistics to normalise by",
+                where=str(self.files),
+                remedy="set policy.norm_tag to an entry of the checkpoint's norm_stats.json, or train on a dataset",
+            )
+        return Processor.build(
+            self.config, self.tokenizer, self.settings, self.robot, self.layout, self.action_tokens, horizon
+        )
+
+
+def load_parts(
+    source: str | Path, settings: PolicySettings | None = None, robot: RobotMetadata | None = None
+) -> PolicyParts:
+    """Read everything but the weights.
+
+    Args:
+        source: A checkpoint folder, an artifact of a stage that makes or trains policies, or a hub name.
+        settings: None takes those that were saved with the checkpoint.
+        robot: Metadata and statistics of the dataset that is trained on. They win over those of the checkpoint, but
+            not over a norm_tag in the settings under the semantics "head". The settings are taken as they are then,
+            also for a checkpoint of LeRobot's, whose own complete them otherwise.
+
+    Raises:
+        ConfigurationError: no settings anywhere, or a hub name without a revision.
+        DataError: a file is missing or wrong, or there is no such norm_tag.
+    """
+    saved = _saved_settings(source, settings)
+    chosen = settings or saved
+    if chosen is None:
+        raise ConfigurationError(
+            "the checkpoint was saved without settings",
+            where=str(source),
+            remedy="give the policy's settings, as for a released checkpoint",
+        )
+    base = locate_policy(source, chosen.revision, weights=False)
+    own: RobotMetadata | None = None
+    if is_lerobot(base):
+        lerobot = read_lerobot(base, chosen)
+        base, own = lerobot.base, lerobot.robot
+        chosen = lerobot.settings if robot is None else chosen
+    config = MolmoAct2Config.from_dict(read_json(base / CONFIG), str(base / CONFIG))
+    file = base / config.norm_stats_filename
+    stats = NormStats.load(file) if file.is_file() else None
+    if robot is not None and not chosen.norm_tag:
+        own = robot
+    elif tag := chosen.norm_tag or (saved.norm_tag if saved and own is None else None):
+        own = NormStats.load(file).select(tag)
+        chosen = resolve(chosen, own).model_copy(update={"norm_tag": tag})
+        own = own if robot is None else training_robot(chosen, own, robot)
+    if chosen.chunk_size > config.max_action_horizon:
+        config = config.model_copy(update={"max_action_horizon": chosen.chunk_size})
+    layout = ImageLayout.from_processor_config(read_json(base / PROCESSOR_CONFIG))
+    return PolicyParts(config, _tokenizer(base), chosen, stats, own, _action_tokens(base, chosen), layout, base)
+
+
+def _saved_settings(source: str | Path, settings: PolicySettings | None) -> PolicySettings | None:
+    """What was saved in an artifact, in the checkpoint of one, or beside the files of a LeRobot checkpoint's base."""
+    folder = Path(source)
+    if not folder.is_dir():
+        folder = locate_policy(source, settings.revision if settings else None, weights=False)
+    found = (read_settings(place) for place in (folder, folder / CHECKPOINT, folder / BASE))
+    return next((one for one in found if one is not None), None)
+
+
+def _tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    if not (folder / "tokenizer.json").is_file():
+        raise DataError("no tokenizer.json", where=str(folder), remedy="complete the folder with its tokenizer")
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    return tokenizer
+
+
+def _action_tokens(folder: Path, settings: PolicySettings) -> ActionTokens | None:
+    if settings.action_tokenizer is not None:
+        return ActionTokens.load(
+            locate_policy(settings.action_tokenizer, settings.action_tokenizer_revision, weights=False)
+        )
+    inside = folder / ACTION_TOKENIZER
+    return ActionTokens.load(inside) if inside.is_dir() else None

@@ -1,0 +1,215 @@
+"""The names that weights have in released checkpoints and in `MolmoAct2`, and safetensors read and written by parts.
+
+Released text layers have their projections fused, and the rotary frequencies are a tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from components.contracts.errors import DataError
+from components.models.molmo2 import from_hub, to_hub
+
+if TYPE_CHECKING:
+    from transformers import Molmo2Config
+
+VLM, EXPERT = "vlm.", "action_expert."
+FREQUENCIES = "model.transformer.rotary_emb.inv_freq"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SHARD_BYTES = 5_000_000_000
+LISTED = 3  # names that an error shows
+_OWN = {
+    f"{VLM}model.language_model.embed_tokens.{part}": f"model.transformer.wte.{part}"
+    for part in ("embedding", "new_embedding")
+}
+_RELEASED_OWN = {released: own for own, released in _OWN.items()}
+
+
+class Tensors(Protocol):
+    """Tensors under their released names, read when they are asked for."""
+
+    @property
+    def names(self) -> set[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def __getitem__(self, name: str) -> Tensor: ...
+
+
+def to_released(state: Mapping[str, Tensor], config: Molmo2Config) -> dict[str, Tensor]:
+    """Weights of `MolmoAct2` under released names; parts of a fused tensor must all be there.
+
+    `config` is that of the native VLM inside, as everywhere below.
+
+    Raises:
+        DataError: a name is not the model's, or a fused tensor lacks a part.
+    """
+    released, vlm = {}, {}
+    for name, tensor in state.items():
+        if own := _OWN.get(name):
+            released[own] = tensor
+        elif name.startswith(EXPERT):
+            released[f"model.{name}"] = tensor
+        else:
+            vlm[name.removeprefix(VLM)] = tensor
+    return released | to_hub(vlm, config)
+
+
+def from_released(tensors: Mapping[str, Tensor], config: Molmo2Config) -> dict[str, Tensor]:
+    """The inverse of `to_released`.
+
+    Raises:
+        DataError: a name is not that of a released MolmoAct2.
+    """
+    state, vlm = {}, {}
+    for name, tensor in tensors.items():
+        if own := _RELEASED_OWN.get(name):
+            state[own] = tensor
+        elif name.startswith(f"model.{EXPERT}"):
+            state[name.removeprefix("model.")] = tensor
+        else:
+            vlm[name] = tensor
+    return state | {VLM + name: tensor for name, tensor in from_hub(vlm, config).items()}
+
+
+def frequencies(config: Molmo2Config) -> Tensor:
+    """Rotary frequencies of the text layers: float32 (half of a head's dimensions,)."""
+    text: Any = config.text_config
+    exponents = torch.arange(0, text.head_dim, 2, dtype=torch.int64).float() / text.head_dim
+    return 1.0 / (text.rope_parameters["rope_theta"] ** exponents)
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, tensors: Tensors, config: Molmo2Config, where: str) -> None:
+    """Copy a checkpoint into the model, a tensor at a time, in the dtypes and on the devices that the model has.
+
+    Raises:
+        DataError: a weight is missing, unknown or of another shape.
+    """
+    state = model.state_dict()
+    expected = to_released({name: tensor.to("meta") for name, tensor in state.items()}, config)
+    expected[FREQUENCIES] = frequencies(config)
+    _refuse("the checkpoint lacks weights", sorted(expected.keys() - tensors.names), where)
+    _refuse("the checkpoint has weights that its config.json does not", sorted(tensors.names - expected.keys()), where)
+    for name, tensor in expected.items():
+        if tuple(tensor.shape) != tensors.shape(name):
+            raise DataError(
+                f"{name} has the shape {tensors.shape(name)}, by config.json it is {tuple(tensor.shape)}",
+                where=where,
+                remedy="use weights that belong to this config.json",
+            )
+    if not torch.allclose(tensors[FREQUENCIES].float(), expected.pop(FREQUENCIES), rtol=1e-2):
+        raise DataError(
+            "the rotary frequencies are not those of text_config.rope_theta",
+            where=f"{where}: {FREQUENCIES}",
+            remedy="correct rope_theta in config.json; scaled rotary embeddings are not supported",
+        )
+    for released in expected:
+        for name, tensor in from_released({released: tensors[released]}, config).items():
+            state[name].copy_(tensor)
+
+
+class TensorFiles:
+    """The tensors of a folder with one safetensors file, or with shards and their index.
+
+    Raises:
+        DataError: there are none, or index and shards disagree.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._stack = folder, ExitStack()
+        index = folder / INDEX
+        if index.is_file():
+            self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        elif (folder / SINGLE).is_file():
+            with safe_open(folder / SINGLE, framework="pt") as file:
+                self._files = dict.fromkeys(file.keys(), SINGLE)
+        else:
+            raise DataError(
+                f"no {SINGLE} and no {INDEX}", where=str(folder), remedy="give a folder with a policy's safetensors"
+            )
+
+    def __enter__(self) -> Self:
+        self._open: dict[str, Any] = {}
+        for shard in sorted(set(self._files.values())):
+            if not (self._folder / shard).is_file():
+                raise DataError("a shard is missing", where=str(self._folder / shard), remedy="fetch it again")
+            self._open[shard] = self._stack.enter_context(safe_open(self._folder / shard, framework="pt"))
+            listed = {name for name, file in self._files.items() if file == shard}
+            _refuse("index and shard disagree", sorted(listed ^ set(self._open[shard].keys())), str(self._folder))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._open[self._files[name]].get_slice(name).get_shape())
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._open[self._files[name]].get_tensor(name)
+        return tensor
+
+
+def write_released(
+    folder: Path, state: Mapping[str, Tensor], config: Molmo2Config, prefix: str = "", shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write the weights of `MolmoAct2` under released names, each after `prefix`; more than a shard gets an index.
+
+    No more than one shard is in memory besides `state`.
+    """
+    planned = to_released({name: tensor.to("meta") for name, tensor in state.items()}, config)
+    planned[FREQUENCIES] = frequencies(config)
+    shards = _shards(planned, shard_bytes)
+    files: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {prefix + name: _made(name, planned[name], state, config) for name in shard}
+        save_file(tensors, folder / file, {"format": "pt"})
+        files |= dict.fromkeys(tensors, file)
+    if len(shards) > 1:
+        sizes = {
+            "total_parameters": sum(tensor.numel() for name, tensor in planned.items() if name != FREQUENCIES),
+            "total_size": sum(tensor.nbytes for tensor in planned.values()),
+        }
+        index = {"metadata": sizes, "weight_map": dict(sorted(files.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _shards(tensors: Mapping[str, Tensor], most: int) -> list[list[str]]:
+    """Names in order, in groups of at most `most` bytes, or of one larger tensor."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > most:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += tensor.nbytes
+    return shards
+
+
+def _made(name: str, planned: Tensor, state: Mapping[str, Tensor], config: Molmo2Config) -> Tensor:
+    """The tensor with a released name, from its parts in `state`, contiguous and on the CPU."""
+    if name == FREQUENCIES:
+        return planned
+    parts = from_released({name: planned}, config)
+    return to_released({part: state[part].detach().cpu() for part in parts}, config)[name].contiguous()
+
+
+def _refuse(what: str, names: list[str], where: str = "") -> None:
+    if names:
+        shown = ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
+        raise DataError(f"{what}: {shown}", where=where, remedy="use a complete checkpoint of a regular MolmoAct2")

@@ -1,0 +1,55 @@
+"""The stage `policy`: a tiny checkpoint in full, or a reference to one that lies elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from components.contracts.errors import ConfigurationError
+from components.contracts.stages import Artifact, Report, Stage, StageContext
+from components.policies.settings import PolicySettings
+
+
+def run_policy(settings: PolicySettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext) -> Report:
+    """Write `checkpoint/` of a tiny policy to `out`, or `source.json` and `policy.json` for a folder or a hub name.
+
+    The weights of a folder or a hub name are not copied; `load_policy(out)` follows the reference, and takes the
+    settings, completed by norm_tag or by LeRobot's own, from `policy.json`.
+
+    Raises:
+        ConfigurationError: not one source is named, a hub name has no revision, or norm_tag is unknown.
+        DataError: no such folder or repository, or a file of the checkpoint is missing or wrong.
+    """
+    if settings.tiny is not None:
+        _refuse_other_sources(settings)
+        from components.policies.molmoact2.tiny import make_tiny_policy
+
+        make_tiny_policy(out / "checkpoint", settings)
+        context.events.message(f"policy: made a tiny MolmoAct2 from seed {settings.tiny.seed}")
+        return Report()
+    from components.policies.molmoact2.parts import load_parts
+    from components.policies.source import refer, write_settings
+
+    source = settings.path or settings.checkpoint_path
+    if source is None:
+        raise ConfigurationError(
+            "no policy is named", remedy="set one of policy.checkpoint_path, policy.path and policy.tiny"
+        )
+    reference = refer(source, settings.revision)
+    parts = load_parts(source, settings)
+    reference.write(out)
+    write_settings(out, parts.settings)
+    commit = f" at {reference.commit}" if reference.commit else ""
+    context.events.message(f"policy: refers to {source}{commit}")
+    return Report()
+
+
+def _refuse_other_sources(settings: PolicySettings) -> None:
+    named = [name for name in ("checkpoint_path", "path") if getattr(settings, name) is not None]
+    if named:
+        raise ConfigurationError(
+            f"policy.tiny and policy.{named[0]} both name a policy", remedy="set one of them to nothing"
+        )
+
+
+POLICY_STAGE = Stage(name="policy", version=1, settings=PolicySettings, inputs=(), run=run_policy)
