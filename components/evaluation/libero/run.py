@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,9 +22,9 @@ from components.evaluation.libero.settings import LiberoEvaluationSettings
 
 
 class Told(Protocol):
-    """Called after each episode: how many are finished, out of how many, and what became of this one."""
+    """Called after each episode: what became of all that are finished, and of this one."""
 
-    def __call__(self, done: int, total: int, outcome: Outcome) -> None: ...
+    def __call__(self, finished: Collection[Outcome], latest: Outcome, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -108,4 +108,4 @@ class Evaluation:
                     remedy="see the simulators' logs; finished episodes are kept, the next attempt goes on from them",
                 )
             self._journal.append(planned, outcome)
-            self._told(len(self.outcomes), len(self._planned), outcome)
+            self._told(self.outcomes.values(), outcome)

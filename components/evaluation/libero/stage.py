@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from components.contracts.errors import ConfigurationError
 from components.contracts.stages import Artifact, Report, Stage, StageContext
 from components.evaluation.libero.settings import CompareLiberoSettings, EvaluateLiberoSettings
 
 if TYPE_CHECKING:
     from components.contracts.robots import RobotPolicy
-    from components.environments.libero.processes import SimulatorProcess
+    from components.environments.libero.settings import SimulatorSettings
+    from components.environments.libero.tasks import LiberoTask
+    from components.evaluation.libero.episode import Arena
     from components.evaluation.libero.journal import Outcome
     from components.evaluation.libero.page import Still
     from components.evaluation.libero.results import Result
@@ -35,23 +39,55 @@ def evaluate_libero(
         SimulatorError: more episodes than may fail could not be played.
         ConfigurationError: a task that does not exist, or a policy that cannot act in this mode.
     """
+    from components.environments.libero.processes import SimulatorProcess
+    from components.environments.libero.tasks import suite_tasks
     from components.policies.molmoact2.policy import open_policy
 
     plan = settings.evaluation
+    known = {suite: suite_tasks(suite) for suite in plan.suites}
     policy = open_policy(
         inputs["policy"].path,
         mode=plan.inference_action_mode,
-        rows=plan.batch,
+        rows=plan.rows_per_pass,
         n_action_steps=plan.n_action_steps,
         num_inference_steps=plan.num_inference_steps,
         image_attention=plan.image_attention_at_inference,
     )
-    return evaluate_policy(policy, settings, out, context)
+    refuse_cameras(policy.cameras, settings.simulator)
+    processes = context.machine.environment_processes or max(1, (os.cpu_count() or 1) // 2)
+    timeout = context.machine.environment_timeout
+    with ExitStack() as stack:
+        arenas = [
+            stack.enter_context(SimulatorProcess(settings.simulator, timeout))
+            for _ in range(min(processes, plan.batch))
+        ]
+        report = evaluate_policy(policy, known, arenas, settings, out, context)
+    if policy.undecoded:
+        context.events.message(f"{policy.undecoded} answers of the policy could not be read as actions")
+    return report
 
 
-def evaluate_policy(policy: RobotPolicy, settings: EvaluateLiberoSettings, out: Path, context: StageContext) -> Report:
-    """The stage for any policy."""
-    from components.environments.libero.tasks import suite_tasks
+def refuse_cameras(wanted: Sequence[str], simulator: SimulatorSettings) -> None:
+    from components.environments.libero.simulator import IMAGES
+
+    given = [f"{IMAGES}{name}" for name in simulator.camera_name_mapping.values()]
+    if missing := [camera for camera in wanted if camera not in given]:
+        raise ConfigurationError(
+            f"the policy looks through {', '.join(missing)}, and the simulator gives {', '.join(given)}",
+            where="simulator.camera_name_mapping",
+            remedy="map agentview and robot0_eye_in_hand to the policy's names",
+        )
+
+
+def evaluate_policy(
+    policy: RobotPolicy,
+    known: Mapping[str, Sequence[LiberoTask]],
+    arenas: Sequence[Arena],
+    settings: EvaluateLiberoSettings,
+    out: Path,
+    context: StageContext,
+) -> Report:
+    """The evaluation of any policy, and all it writes. `known` holds the tasks of each suite."""
     from components.evaluation.libero.eval_info import EVAL_INFO_FILE, eval_info
     from components.evaluation.libero.page import evaluation_report
     from components.evaluation.libero.results import collect_results, metrics, write_results
@@ -59,16 +95,10 @@ def evaluate_policy(policy: RobotPolicy, settings: EvaluateLiberoSettings, out: 
     from components.reports.report import write_report
 
     started = time.monotonic()
-    plan = settings.evaluation
-    planned = plan_episodes(plan, {suite: suite_tasks(suite) for suite in plan.suites})
-    arenas = simulators(settings, context)
-    try:
-        outcomes = _play(policy, settings, planned, arenas, context)
-        results = collect_results(planned, outcomes)
-        stills, differing = _film(settings, planned, outcomes, results, arenas[0], out, context)
-    finally:
-        for arena in arenas:
-            arena.close()
+    planned = plan_episodes(settings.evaluation, known)
+    outcomes = _play(policy, settings, planned, arenas, context)
+    results = collect_results(planned, outcomes)
+    stills, differing = _film(settings, planned, outcomes, results, arenas[0], out, context)
     write_results(out, results)
     numbers = metrics(results)
     videos = {still.result.key: still.video for still in stills}
@@ -86,34 +116,21 @@ def evaluate_policy(policy: RobotPolicy, settings: EvaluateLiberoSettings, out: 
     return Report(rows=counts, drops={reason: count for reason, count in drops.items() if count})
 
 
-def simulators(settings: EvaluateLiberoSettings, context: StageContext) -> list[SimulatorProcess]:
-    """As many processes as the machine gives, and no more than episodes at once."""
-    from components.environments.libero.processes import SimulatorProcess
-
-    processes = context.machine.environment_processes or max(1, (os.cpu_count() or 1) // 2)
-    count = min(processes, settings.evaluation.batch)
-    timeout = context.machine.environment_timeout
-    return [SimulatorProcess(settings.simulator, timeout) for _ in range(count)]
-
-
 def _play(
     policy: RobotPolicy,
     settings: EvaluateLiberoSettings,
     planned: Sequence[Planned],
-    arenas: Sequence[SimulatorProcess],
+    arenas: Sequence[Arena],
     context: StageContext,
 ) -> Mapping[EpisodeKey, Outcome]:
     from components.evaluation.libero.journal import Journal
     from components.evaluation.libero.run import Evaluation
 
-    solved = 0
-
-    def told(done: int, total: int, outcome: Outcome) -> None:
-        nonlocal solved
-        solved += outcome.success
-        context.events.progress("episodes", done, total, solved=solved, steps=outcome.steps, seconds=outcome.seconds)
-        if outcome.failure is not None:
-            context.events.message(f"an episode could not be played: {outcome.failure}")
+    def told(finished: Collection[Outcome], latest: Outcome) -> None:
+        solved = sum(outcome.success for outcome in finished) / len(finished)
+        context.events.progress("episodes", len(finished), len(planned), success=solved, steps=latest.steps)
+        if latest.failure is not None:
+            context.events.message(f"an episode could not be played: {latest.failure}")
 
     journal = Journal(context.workspace / JOURNAL_FILE)
     return Evaluation(settings.evaluation, planned, journal, told).run(policy, arenas)
@@ -124,7 +141,7 @@ def _film(
     planned: Sequence[Planned],
     outcomes: Mapping[EpisodeKey, Outcome],
     results: Sequence[Result],
-    arena: SimulatorProcess,
+    arena: Arena,
     out: Path,
     context: StageContext,
 ) -> tuple[list[Still], int]:

@@ -23,7 +23,7 @@ def play(
 ) -> dict[EpisodeKey, Outcome]:
     chosen = settings(**changes)
     planned = plan_episodes(chosen, {"libero_spatial": TASKS})
-    evaluation = Evaluation(chosen, planned, Journal(folder / "episodes.jsonl"), lambda done, total, outcome: None)
+    evaluation = Evaluation(chosen, planned, Journal(folder / "episodes.jsonl"), lambda finished, latest: None)
     return dict(evaluation.run(policy or Homing(), planes))
 
 

@@ -17,7 +17,7 @@ def test_first_successes_and_failures_are_filmed_as_they_were_played(tmp_path: P
     plan = settings()
     planned = plan_episodes(plan, {"libero_spatial": TASKS})
     journal = Journal(tmp_path / "episodes.jsonl")
-    outcomes = Evaluation(plan, planned, journal, lambda done, total, outcome: None).run(Homing(), [Plane()])
+    outcomes = Evaluation(plan, planned, journal, lambda finished, latest: None).run(Homing(), [Plane()])
     picked = chosen(planned, outcomes, 1)
     for task in TASKS:
         of_task = [each for each in planned if each.task == task]

@@ -1,0 +1,129 @@
+"""A MolmoAct2 checkpoint as a robot policy: observations in, chunks of actions in the dataset's units out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from components.contracts.errors import ConfigurationError
+from components.contracts.robots import RobotObservation
+from components.policies.molmoact2.batch import Example, Floats
+from components.policies.molmoact2.checkpoint import load_policy
+from components.policies.molmoact2.model import MolmoAct2
+from components.policies.molmoact2.processor import Processor
+from components.policies.molmoact2.sampling import InferencePlan, Sampler
+from components.policies.settings import PolicySettings
+
+InferenceMode = Literal["continuous", "discrete"]
+TOKENS_PER_ACTION = 16
+"""Generated tokens at most, for each action of a chunk; LeRobot's bound."""
+
+
+class MolmoAct2Policy:
+    """A `RobotPolicy`.
+
+    undecoded: answers in discrete mode that no actions could be read from; the robot is given the middle of each
+        dimension's range instead, as LeRobot does.
+    """
+
+    def __init__(
+        self, model: MolmoAct2, processor: Processor, settings: PolicySettings, mode: InferenceMode, rows: int
+    ) -> None:
+        """
+        Args:
+            settings: Resolved; chunk_size, n_action_steps, semantics and inference options are taken from it.
+            rows: Of one forward pass, whatever number is asked for.
+
+        Raises:
+            ConfigurationError: the policy was not trained for `mode`, or carries out more actions than it predicts.
+        """
+        _refuse(settings, mode)
+        self.n_action_steps, self.action_dimensions = settings.n_action_steps, processor.action_dimensions
+        self.undecoded = 0
+        self._processor, self._settings, self._mode = processor, settings, mode
+        self._sampler = Sampler(
+            model,
+            InferencePlan.of(settings, model.config),
+            horizon=settings.chunk_size,
+            group=rows,
+            width=processor.budget,
+            pad_id=processor.vocabulary.pad,
+        )
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """Keys that observations must have; empty: whatever they have, sorted."""
+        return self._processor.cameras
+
+    def predict(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> Floats:
+        examples = [self._processor.encode(observation) for observation in observations]
+        chunks = self._generated(examples) if self._mode == "discrete" else self._sampled(examples, seeds)
+        return self._processor.decode(chunks)[:, : self.n_action_steps]
+
+    def facts(self) -> dict[str, Any]:
+        told = ("semantics", "action_mode", "chunk_size", "setup_type", "control_mode", "norm_tag", "dtype")
+        return {
+            **{name: getattr(self._settings, name) for name in told},
+            "inference_action_mode": self._mode,
+            "n_action_steps": self.n_action_steps,
+            "cameras": list(self.cameras),
+            "undecoded_answers": self.undecoded,
+        }
+
+    def _sampled(self, examples: Sequence[Example], seeds: Sequence[int]) -> Floats:
+        sampled: Floats = self._sampler.sample(examples, seeds).numpy()
+        return sampled
+
+    def _generated(self, examples: Sequence[Example]) -> Floats:
+        answers = self._sampler.generate(examples, TOKENS_PER_ACTION * self._settings.chunk_size)
+        decoded = [self._processor.decode_tokens(ids) for ids in answers]
+        self.undecoded += sum(each.actions is None for each in decoded)
+        nothing = np.zeros((self._settings.chunk_size, self.action_dimensions), np.float32)
+        return np.stack([nothing if each.actions is None else each.actions for each in decoded])
+
+
+def open_policy(
+    source: Path,
+    mode: InferenceMode,
+    rows: int,
+    n_action_steps: int | None = None,
+    num_inference_steps: int | None = None,
+    image_attention: Literal["bidirectional", "as_trained"] | None = None,
+) -> MolmoAct2Policy:
+    """The policy of an artifact or a checkpoint, on the GPU where there is one.
+
+    Args:
+        n_action_steps, num_inference_steps, image_attention: instead of the policy's own, where given.
+
+    Raises:
+        ConfigurationError: the policy cannot act in this way.
+        DataError: the checkpoint is not whole.
+    """
+    loaded = load_policy(source, device="cuda" if torch.cuda.is_available() else "cpu")
+    changes = {
+        "n_action_steps": n_action_steps,
+        "num_inference_steps": num_inference_steps,
+        "image_attention_at_inference": image_attention,
+    }
+    given = {name: value for name, value in changes.items() if value is not None}
+    settings = loaded.settings.model_copy(update=given)
+    return MolmoAct2Policy(loaded.model, loaded.processor(), settings, mode, rows)
+
+
+def _refuse(settings: PolicySettings, mode: InferenceMode) -> None:
+    if settings.action_mode not in (mode, "both"):
+        raise ConfigurationError(
+            f"the policy was trained for {settings.action_mode} actions and cannot answer with {mode} ones",
+            where="inference_action_mode",
+            remedy=f"set inference_action_mode = {settings.action_mode!r}",
+        )
+    if settings.n_action_steps > settings.chunk_size:
+        raise ConfigurationError(
+            f"{settings.n_action_steps} actions are to be carried out of chunks of {settings.chunk_size}",
+            where="n_action_steps",
+            remedy=f"set it to {settings.chunk_size} at most",
+        )

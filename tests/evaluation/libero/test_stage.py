@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.contracts.errors import ConfigurationError
+from components.contracts.machine import Machine
+from components.contracts.stages import Artifact, Report, StageContext
+from components.environments.libero.settings import SimulatorSettings
+from components.evaluation.libero.results import read_results
+from components.evaluation.libero.settings import CompareLiberoSettings, EvaluateLiberoSettings
+from components.evaluation.libero.stage import compare_libero, evaluate_policy, refuse_cameras
+from components.stages import TerminalEvents, ThreadUnits
+from tests.evaluation.libero.playground import TASKS, Homing, Plane, settings
+
+SIMULATOR = SimulatorSettings(
+    camera_name_mapping={"agentview_image": "image", "robot0_eye_in_hand_image": "wrist_image"},
+    resolution=64,
+    control_freq=20,
+    num_steps_wait=5,
+    reflections=False,
+    offscreen_samples=0,
+    trusted_initial_states=(),
+)
+
+
+class Events(TerminalEvents):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.numbers: dict[str, float] = {}
+
+    def progress(self, name: str, done: int, total: int, **postfix: float) -> None:
+        self.lines.append(f"{name} {done}/{total}")
+
+    def metrics(self, values: Mapping[str, float], step: int) -> None:
+        self.numbers.update(values)
+
+    def message(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def context(folder: Path, events: Events, **machine: Any) -> StageContext:
+    facts = Machine(store=str(folder / "store"), **machine)
+    (folder / "work").mkdir(exist_ok=True)
+    return StageContext(facts, events, ThreadUnits(), folder / "work", folder / "images", "f")
+
+
+def evaluate(folder: Path, policy: Homing, plane: Plane, **changes: Any) -> tuple[Path, Events, Report]:
+    folder.mkdir(exist_ok=True)
+    out, events = folder / "out", Events()
+    out.mkdir()
+    chosen = EvaluateLiberoSettings(simulator=SIMULATOR, evaluation=settings(**changes))
+    report = evaluate_policy(policy, {"libero_spatial": TASKS}, [plane], chosen, out, context(folder, events))
+    return out, events, report
+
+
+def test_an_evaluation_leaves_results_numbers_videos_and_a_page(tmp_path: Path) -> None:
+    out, events, report = evaluate(tmp_path, Homing(), Plane(deaths=(7,)), batch=3)
+    results = read_results(out)
+    numbers = json.loads((out / "metrics.json").read_text())
+    info = json.loads((out / "eval_info.json").read_text())
+    solved = sum(result.success for result in results)
+    assert numbers["success"] == solved / 21 == info["overall"]["avg_max_reward"]
+    assert events.numbers["success"] == numbers["success"]
+    assert events.lines[20] == "episodes 21/21"
+    videos = sorted(str(path.relative_to(out)) for path in out.rglob("*.mp4"))
+    assert sorted(info["overall"]["video_paths"]) == videos
+    assert report.rows == {"episodes": 21, "videos": len(videos)}
+    assert list(report.drops) == ["attempts lost with their simulator"]
+    page = (out / "report.html").read_text()
+    assert all(f'href="{video}"' in page for video in videos)
+    assert page.count("data:image/webp") == len(videos)
+    assert "reach number 2" in page
+
+
+def test_two_policies_are_compared_on_the_same_episodes(tmp_path: Path) -> None:
+    paths = {}
+    for name, noise in (("first", 1.4), ("second", 0.5)):
+        out, _, _ = evaluate(tmp_path / name, Homing(noise), Plane(), videos_per_task=0)
+        paths[name] = Artifact(kind="evaluate-libero", path=out, digest=name * 3)
+    (tmp_path / "compared").mkdir()
+    events = Events()
+    report = compare_libero(
+        CompareLiberoSettings(confidence=0.95), paths, tmp_path / "compared", context(tmp_path, events)
+    )
+    compared = json.loads((tmp_path / "compared/comparison.json").read_text())
+    first, second = (read_results(paths[name].path) for name in ("first", "second"))
+    turned = sum(b.success and not a.success for a, b in zip(first, second, strict=True))
+    assert compared["all"]["only_second"] == turned > 0
+    assert list(compared) == ["all", "libero_spatial", *(f"libero_spatial/{k}" for k in range(3))]
+    assert report.rows == {"pairs": 21}
+    assert events.numbers["p_value"] == compared["all"]["p_value"] < 0.05
+    assert "second, secondse against first, firstfir" in (tmp_path / "compared/report.html").read_text()
+
+
+def test_cameras_that_the_simulator_does_not_give_are_refused() -> None:
+    refuse_cameras(("observation.images.wrist_image",), SIMULATOR)
+    with pytest.raises(ConfigurationError, match=r"looks through observation\.images\.image2, and the simulator gives"):
+        refuse_cameras(("observation.images.image", "observation.images.image2"), SIMULATOR)
