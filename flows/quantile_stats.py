@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from prefect import flow
 
 from components.contracts.machine import Machine
 from components.datasets.settings import AugmentSettings, DatasetSettings, QuantileStatsSettings
-from components.datasets.source import pinned
+from components.datasets.source import local_folder, pinned
 from components.datasets.stage import augment as put_into_dataset
 from tasks.flow_run import tracked_flow
 from tasks.reports import report
@@ -22,7 +20,7 @@ def quantile_stats(
     """Minimum, maximum, mean, std and quantiles of every feature, of each episode and of all.
 
     Args:
-        dataset: The dataset. What is in its folder now is what is measured.
+        dataset: The dataset, or several. What is there now is what is measured.
         statistics: Which features, and which frames of pictures.
         augment: Whether the dataset gets them.
         machine: Facts of this machine; none changes the result.
@@ -32,5 +30,5 @@ def quantile_stats(
         source = run("dataset", sections, machine)
         measured = run("quantile-stats", sections, machine, dataset=source)
         if augment.in_place:
-            put_into_dataset(Path(dataset.path), measured.path)
+            put_into_dataset(local_folder(dataset), measured.path)
         return report(tracking, [], {"dataset": source, "statistics": measured})

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from components.contracts.errors import ConfigurationError
+from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.machine import Machine
 from components.datasets import histograms, quantiles
 from components.datasets.histograms import Histogram
@@ -37,15 +37,15 @@ class Unit:
 
 @dataclass(frozen=True)
 class Measured:
-    """Statistics of each episode, and what those of all merge from."""
+    """Statistics of each episode, in order, and what those of all merge from."""
 
     episodes: Sequence[dict[str, Statistics]]
     values: dict[str, Values]
     histograms: dict[str, Histogram]
 
 
-def plan(dataset: Dataset, settings: QuantileStatsSettings) -> list[Unit]:
-    """The units, the same on every machine.
+def plan(dataset: Dataset, settings: QuantileStatsSettings, episodes: Sequence[int]) -> list[Unit]:
+    """The units of these episodes (ascending), the same on every machine.
 
     Raises:
         ConfigurationError: a feature is unknown, or neither a number nor a picture.
@@ -60,9 +60,10 @@ def plan(dataset: Dataset, settings: QuantileStatsSettings) -> list[Unit]:
     numbers = tuple(name for name in chosen if name not in pictures)
     most = PICTURES_AT_ONCE if pictures else NUMBERS_AT_ONCE
     groups: list[list[Episode]] = []
-    for episode in dataset.episodes:
+    for episode in (dataset.episodes[index] for index in episodes):
         before = groups[-1] if groups else []
-        if before and len(before) < most and (before[0].chunk, before[0].file) == (episode.chunk, episode.file):
+        follows = bool(before) and before[-1].index + 1 == episode.index
+        if follows and len(before) < most and (before[0].chunk, before[0].file) == (episode.chunk, episode.file):
             before.append(episode)
         else:
             groups.append([episode])
@@ -105,10 +106,28 @@ def measure_dataset(
         for each in run(partial(measure_unit, dataset=dataset), units):
             measured.append(each)
             progress(len(measured))
+    return merge(measured)
+
+
+def merge(parts: Sequence[Measured]) -> Measured:
+    """All of what was measured, as one: the features that all parts have.
+
+    Raises:
+        DataError: a feature has another width in another part.
+    """
+    values = [name for name in parts[0].values if all(name in part.values for part in parts)]
+    pictures = [name for name in parts[0].histograms if all(name in part.histograms for part in parts)]
+    for name in values:
+        if len(widths := {len(part.values[name].mean) for part in parts}) > 1:
+            raise DataError(
+                f"feature {name!r} has {sorted(widths)} values a frame",
+                where="datasets of the same tag",
+                remedy="give datasets of different robots different tags",
+            )
     return Measured(
-        [episode for each in measured for episode in each.episodes],
-        {name: quantiles.merge([each.values[name] for each in measured]) for name in units[0].numbers},
-        {name: histograms.merge([each.histograms[name] for each in measured]) for name in units[0].pictures},
+        [each for part in parts for each in part.episodes],
+        {name: quantiles.merge([part.values[name] for part in parts]) for name in values},
+        {name: histograms.merge([part.histograms[name] for part in parts]) for name in pictures},
     )
 
 

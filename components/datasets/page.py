@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -21,13 +22,14 @@ SHOWN = 32
 
 
 def statistics_report(
-    dataset: Dataset, measured: Measured, whole: dict[str, Statistics], settings: dict[str, object]
+    datasets: Sequence[Dataset], measured: Measured, whole: dict[str, Statistics], settings: dict[str, object]
 ) -> Report:
     figures = {
+        "datasets": f"{len(datasets):,}",
         "episodes": f"{len(measured.episodes):,}",
-        "frames": f"{sum(episode.length for episode in dataset.episodes):,}",
-        "frames per second": f"{dataset.info.fps:g}",
-        "tasks": f"{len(dataset.tasks):,}",
+        "frames": f"{max(each.count for each in whole.values()):,}",
+        "frames per second": ", ".join(sorted({f"{dataset.info.fps:g}" for dataset in datasets})),
+        "tasks": f"{len({task for dataset in datasets for task in dataset.tasks}):,}",
     }
     drawn = [_picture(name, *_columns(measured.values[name])) for name in whole if name in measured.values]
     drawn += [_picture(name, *_channels(measured.histograms[name])) for name in whole if name in measured.histograms]

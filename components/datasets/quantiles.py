@@ -28,9 +28,7 @@ class Values:
     def statistics(self, threads: int = 1) -> Statistics:
         """Of all values, each array (width,)."""
         with ThreadPoolExecutor(threads) as executor:
-            columns = executor.map(
-                lambda row: _order(np.concatenate([p[row] for p in self.parts])), range(len(self.mean))
-            )
+            columns = executor.map(self._ordered, range(len(self.mean)))
             ordered = np.stack(list(columns), axis=1)
         std = np.sqrt(self.squares / self.count)
         return Statistics(ordered[0], ordered[1], self.mean, std, self.count, ordered[2:])

@@ -2,20 +2,66 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from components.contracts.settings import Settings
 
 
-class DatasetSettings(Settings):
-    """A dataset in a folder."""
+class SourceSettings(Settings):
+    """A dataset, and how a policy is to see it."""
 
-    path: str = Field(min_length=1, description="Folder of a LeRobotDataset v3.0, the one that holds meta/info.json.")
+    path: str = Field(
+        min_length=1,
+        description="A LeRobotDataset v3.0: its folder (that holds meta/info.json), its hub name (owner/name), or a "
+        "URL (s3://bucket/dataset). Of the last two only the files that are needed are fetched.",
+    )
+    revision: str | None = Field(None, description="Commit of a hub dataset; needed for hub names.")
     digest: str | None = Field(
         None, description="Digest that its content must have; leave out to take it as it is and be told the digest."
     )
+    tag: str = Field(
+        pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$",
+        description="Names the robot: datasets of one tag share their statistics.",
+    )
+    weight: PositiveFloat = Field(description="Its share of the samples, over the sum of all weights.")
+    horizon: PositiveInt | None = Field(None, description="Actions of a chunk at its own fps; none: the policy's.")
+    state: str | None = Field(None, description="Feature with the state; none: observation.state, if there is one.")
+    action: str | None = Field(None, description="Feature with the action; none: action.")
+    cameras: dict[str, str] | None = Field(
+        None, description="The policy's name of each camera and the dataset's feature; none: all, by their own names."
+    )
+    episodes: tuple[NonNegativeInt, ...] | None = Field(None, description="The episodes that are used; none: all.")
+
+
+ALONE = "default"
+"""The tag of a dataset that is given by its path alone."""
+
+
+class DatasetSettings(Settings):
+    """One dataset by its path, or several to be mixed."""
+
+    path: str | None = Field(None, min_length=1, description="Folder, hub name or URL of the only dataset.")
+    revision: str | None = Field(None, description="Commit of a hub dataset; needed for hub names.")
+    digest: str | None = Field(
+        None, description="Digest that its content must have; leave out to take it as it is and be told the digest."
+    )
+    sources: tuple[SourceSettings, ...] | None = Field(None, description="Several datasets, instead of path.")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if bool(self.path) == bool(self.sources):
+            raise ValueError("give either path or sources")
+        if self.sources and (self.revision or self.digest):
+            raise ValueError("each of the sources has its own revision and digest")
+        return self
+
+    def listed(self) -> tuple[SourceSettings, ...]:
+        """All datasets; the only one has the tag `ALONE`."""
+        if self.path is None:
+            return self.sources or ()
+        return (SourceSettings(path=self.path, revision=self.revision, digest=self.digest, tag=ALONE, weight=1.0),)
 
 
 class QuantileStatsSettings(Settings):

@@ -1,101 +1,217 @@
-"""A dataset as an artifact: a reference to a folder, by the digest of what is in it."""
+"""Datasets as an artifact: references to folders, hub names or URLs, by the digest of what is in them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.stages import Artifact, Report, Stage, StageContext
-from components.datasets.lerobot.layout import INFO, TASKS
+from components.datasets.files import Files, Folder
+from components.datasets.lerobot.layout import INFO
 from components.datasets.lerobot.reader import Dataset, open_dataset
-from components.datasets.settings import DatasetSettings
+from components.datasets.remote import Cache, make_once, open_files, resolve
+from components.datasets.settings import ALONE, DatasetSettings, SourceSettings
 
 REFERENCE = "dataset.json"
-CONTENT = (INFO, TASKS, "meta/episodes/**/*.parquet", "data/**/*.parquet", "videos/**/*.mp4")
+RECORDED = "dataset"
+"""The folder with the dataset itself in the artifact of a stage that records one."""
+STATE, ACTION = "observation.state", "action"
 
 
 class DatasetReference(BaseModel):
-    """What a dataset artifact holds instead of gigabytes."""
+    """What a dataset artifact holds instead of gigabytes; every source has its digest."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    path: str
-    digest: str
+    sources: tuple[SourceSettings, ...]
 
 
-def dataset_digest(root: Path) -> str:
-    """SHA-256 over names and contents of all files but meta/stats.json, which is computed from them.
+@dataclass(frozen=True)
+class Source:
+    """A dataset, and how a policy is to see it: see `SourceSettings`. `cameras` are in the policy's order."""
+
+    dataset: Dataset
+    tag: str
+    weight: float
+    horizon: int | None
+    state: str | None
+    action: str
+    cameras: Mapping[str, str]
+    episodes: tuple[int, ...]
+
+
+def content_digest(files: Files, cache: Cache) -> str:
+    """The files' digest; that of a folder is kept for as long as names, sizes and times of its files stay.
 
     Raises:
         DataError: there is no dataset.
     """
-    files = sorted({path for pattern in CONTENT for path in root.glob(pattern)})
-    if root / INFO not in files:
-        raise DataError("not a LeRobot dataset: it has no meta/info.json", where=str(root))
-    with ThreadPoolExecutor() as executor:
-        digests = list(executor.map(_sha256, files))
-    names = [path.relative_to(root).as_posix() for path in files]
-    listing = "".join(f"{name}\0{digest}\n" for name, digest in zip(names, digests, strict=True))
-    return hashlib.sha256(listing.encode()).hexdigest()
+    if not isinstance(files, Folder):
+        return files.digest()
+    states = [(name, files.path(name).stat()) for name in files.names()]
+    facts = [f"{name}\0{state.st_size}\0{state.st_mtime_ns}\0{state.st_ino}" for name, state in states]
+    key = hashlib.sha256("\n".join([str(files.root.absolute()), *facts]).encode()).hexdigest()
+    kept = make_once(cache.folder / "digests" / key, lambda path: _put(files.digest(), path))
+    return kept.read_text()
 
 
 def pinned(settings: DatasetSettings) -> DatasetSettings:
-    """With the digest of what is in the folder now, so that a changed dataset is another artifact.
+    """With commits and digests of what is there now, so that a changed dataset is another artifact.
 
     Raises:
         ConfigurationError: the settings name another digest.
         DataError: there is no dataset.
     """
-    digest = dataset_digest(Path(settings.path))
-    if settings.digest not in (None, digest):
+    found = [_pinned(source) for source in settings.listed()]
+    if settings.path is None:
+        return settings.model_copy(update={"sources": tuple(found)})
+    return settings.model_copy(update={"revision": found[0].revision, "digest": found[0].digest})
+
+
+def local_folder(settings: DatasetSettings) -> Path:
+    """Of the only dataset.
+
+    Raises:
+        ConfigurationError: there are several, or it is not in a folder.
+    """
+    if settings.path is None or not Path(settings.path).is_dir():
         raise ConfigurationError(
-            f"the dataset has the digest {digest}, the settings say {settings.digest!r}",
-            where=settings.path,
-            remedy="give the right folder, or set digest to the actual value if this is the dataset that you mean",
+            "statistics can be put into one dataset in a folder alone",
+            where="augment.in_place",
+            remedy="set it to false, or give dataset.path a folder",
         )
-    return settings.model_copy(update={"digest": digest})
+    return Path(settings.path)
 
 
 def refer(settings: DatasetSettings, inputs: Mapping[str, Artifact], folder: Path, context: StageContext) -> Report:
-    """`dataset.json`: where the dataset is and the digest of its content."""
-    found = pinned(settings)
-    dataset = open_dataset(Path(settings.path))
-    reference = DatasetReference(path=str(Path(settings.path).resolve()), digest=str(found.digest))
-    (folder / REFERENCE).write_text(json.dumps(reference.model_dump(), indent=1, sort_keys=True) + "\n")
-    context.events.message(f"dataset: refers to {settings.path}, digest {found.digest}")
-    return Report(rows={"episodes": dataset.info.total_episodes, "frames": dataset.info.total_frames})
+    """`dataset.json`: where each dataset is, the digest of its content, and how it is to be seen."""
+    sources = [_pinned(source) for source in settings.listed()]
+    found = [_absolute(source) for source in sources]
+    _put(json.dumps(DatasetReference(sources=tuple(found)).model_dump(), indent=1, sort_keys=True), folder / REFERENCE)
+    opened = open_sources(folder)
+    for source in sources:
+        context.events.message(f"dataset: refers to {source.path}, digest {source.digest}")
+    lengths = [each.dataset.episodes[index].length for each in opened for index in each.episodes]
+    return Report(rows={"episodes": len(lengths), "frames": sum(lengths)})
 
 
-DATASET_STAGE = Stage("dataset", 1, DatasetSettings, (), refer)
+DATASET_STAGE = Stage("dataset", 2, DatasetSettings, (), refer)
+
+
+def open_sources(artifact: Path) -> tuple[Source, ...]:
+    """The datasets of an artifact: those that it refers to, or the one that was recorded into it.
+
+    Raises:
+        ConfigurationError: a source names a feature or an episode that its dataset does not have.
+        DataError: no such artifact, or a dataset has changed since.
+    """
+    if (artifact / RECORDED / INFO).is_file():
+        path = str(artifact / RECORDED)
+        return (_source(open_dataset(Path(path)), SourceSettings(path=path, tag=ALONE, weight=1.0)),)
+    path = str(artifact / REFERENCE)
+    try:
+        reference = DatasetReference.model_validate_json(Path(path).read_bytes())
+    except FileNotFoundError as error:
+        raise DataError("not an artifact of a stage that gives a dataset", where=path) from error
+    cache = Cache.standard()
+    return tuple(_source(_opened(source, path, cache), source) for source in reference.sources)
 
 
 def open_source(artifact: Path) -> Dataset:
-    """The dataset that the artifact refers to.
+    """The only dataset of an artifact.
 
     Raises:
-        DataError: no such artifact, or the dataset has changed since.
+        DataError: see `open_sources`, or there are several.
     """
-    path = artifact / REFERENCE
-    try:
-        reference = DatasetReference.model_validate_json(path.read_bytes())
-    except FileNotFoundError as error:
-        raise DataError("not an artifact of the dataset stage", where=str(path)) from error
-    digest = dataset_digest(Path(reference.path))
-    if digest != reference.digest:
+    sources = open_sources(artifact)
+    if len(sources) != 1:
+        raise DataError(f"{len(sources)} datasets where one is needed", where=str(artifact / REFERENCE))
+    return sources[0].dataset
+
+
+def split(sources: Sequence[Source], held_out: float, seed: int) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
+    """The sources with the episodes to train on, and with those that are held out.
+
+    Args:
+        held_out: Share of each dataset's episodes, rounded, at least one; 0 holds out none, and gives no sources.
+
+    Raises:
+        ConfigurationError: a dataset has too few episodes.
+    """
+    if held_out == 0:
+        return tuple(sources), ()
+    training, kept = [], []
+    for number, source in enumerate(sources):
+        count = max(1, round(len(source.episodes) * held_out))
+        if count >= len(source.episodes):
+            raise ConfigurationError(
+                f"{count} of {len(source.episodes)} episodes would be held out",
+                where=str(source.dataset.files),
+                remedy="record more episodes, or hold out a smaller share",
+            )
+        order = np.random.default_rng([seed, number]).permutation(len(source.episodes))
+        chosen = {source.episodes[i] for i in order[:count]}
+        training.append(replace(source, episodes=tuple(each for each in source.episodes if each not in chosen)))
+        kept.append(replace(source, episodes=tuple(sorted(chosen))))
+    return tuple(training), tuple(kept)
+
+
+def _pinned(source: SourceSettings) -> SourceSettings:
+    commit = resolve(source.path, source.revision) if source.revision is not None else None
+    cache = Cache.standard()
+    digest = content_digest(open_files(source.path, commit, cache), cache)
+    if source.digest not in (None, digest):
+        raise ConfigurationError(
+            f"the dataset has the digest {digest}, the settings say {source.digest!r}",
+            where=f"{source.path} at {commit}" if commit else source.path,
+            remedy="give the right one, or set digest to the actual value if this is the dataset that you mean",
+        )
+    return source.model_copy(update={"revision": commit, "digest": digest})
+
+
+def _absolute(source: SourceSettings) -> SourceSettings:
+    if source.revision is not None or "://" in source.path:
+        return source
+    return source.model_copy(update={"path": str(Path(source.path).resolve())})
+
+
+def _opened(source: SourceSettings, reference: str, cache: Cache) -> Dataset:
+    files = open_files(source.path, source.revision, cache)
+    digest = content_digest(files, cache)
+    if digest != source.digest:
         raise DataError(
-            f"the dataset has changed: its digest is {digest}, not {reference.digest}",
-            where=f"{reference.path}, referred to by {path}",
+            f"the dataset has changed: its digest is {digest}, not {source.digest}",
+            where=f"{source.path}, referred to by {reference}",
             remedy=f"put the old files back, or set dataset.digest to {digest} to take the new ones",
         )
-    return open_dataset(Path(reference.path))
+    return open_dataset(files)
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _source(dataset: Dataset, settings: SourceSettings) -> Source:
+    features, count = dataset.info.features, len(dataset.episodes)
+    state = settings.state or (STATE if STATE in features else None)
+    action = settings.action or ACTION
+    pictures = {name: name for name, feature in features.items() if feature.is_picture}
+    cameras = pictures if settings.cameras is None else settings.cameras
+    for name in cameras.values():
+        if not dataset.feature(name).is_picture:
+            raise ConfigurationError(f"feature {name!r} is no camera", where=str(dataset.files))
+    episodes = tuple(range(count)) if settings.episodes is None else tuple(sorted(set(settings.episodes)))
+    if not episodes or episodes[-1] >= count:
+        chosen = episodes[-1] if episodes else "no episode"
+        raise ConfigurationError(f"{chosen} is chosen of {count} episodes", where=str(dataset.files))
+    for name in filter(None, (state, settings.action)):  # a dataset without the usual names can still be measured
+        if not dataset.feature(name).is_number:
+            raise ConfigurationError(f"feature {name!r} is {dataset.feature(name).dtype}", where=str(dataset.files))
+    return Source(dataset, settings.tag, settings.weight, settings.horizon, state, action, cameras, episodes)
+
+
+def _put(text: str, path: Path) -> None:
+    path.write_text(text)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,10 @@ import pyarrow.parquet as pq
 from components.contracts.errors import DataError
 from components.contracts.stages import Artifact, Report, Stage, StageContext
 from components.datasets.lerobot.layout import STATS
-from components.datasets.measure import Measured, cores, measure_dataset, overall, plan
+from components.datasets.measure import Measured, cores, measure_dataset, merge, overall, plan
 from components.datasets.page import statistics_report
 from components.datasets.settings import QuantileStatsSettings
-from components.datasets.source import open_source
+from components.datasets.source import Source, open_sources
 from components.datasets.statistics import document
 from components.reports.report import write_report
 
@@ -28,22 +30,68 @@ def write_statistics(
 ) -> Report:
     """`stats.json` as LeRobot has it, `episodes.parquet` with each episode's, and `report.html`.
 
+    Where the datasets have several tags, each tag has these files in `tags/<tag>/`; datasets of one tag are merged.
+
     Raises:
-        DataError: the dataset has changed or is damaged, or a value is not finite.
+        DataError: a dataset has changed or is damaged, or a value is not finite.
     """
-    dataset = open_source(inputs["dataset"].path)
-    units = plan(dataset, settings)
-    measured = measure_dataset(
-        dataset, units, context.machine, lambda done: context.events.progress("statistics", done, len(units))
-    )
-    whole = overall(dataset, measured, cores(context.machine))
-    (folder / "stats.json").write_text(_text(document(whole)))
-    pq.write_table(_episodes(measured), folder / "episodes.parquet", compression="zstd")
-    write_report(folder / "report.html", statistics_report(dataset, measured, whole, settings.model_dump(mode="json")))
-    return Report(rows={"episodes": len(measured.episodes), "frames": dataset.info.total_frames})
+    sources = open_sources(inputs["dataset"].path)
+    measured = _measured(sources, settings, context)
+    for tag, home in _homes(folder, [source.tag for source in sources]).items():
+        numbers = [number for number, source in enumerate(sources) if source.tag == tag]
+        datasets = [sources[number].dataset for number in numbers]
+        merged = merge([measured[number] for number in numbers])
+        whole = overall(datasets[0], merged, cores(context.machine))
+        home.mkdir(parents=True, exist_ok=True)
+        (home / "stats.json").write_text(_text(document(whole)))
+        named = [(number, index) for number in numbers for index in sources[number].episodes]
+        pq.write_table(_episodes(named, merged), home / "episodes.parquet", compression="zstd")
+        write_report(home / "report.html", statistics_report(datasets, merged, whole, settings.model_dump(mode="json")))
+    lengths = [source.dataset.episodes[index].length for source in sources for index in source.episodes]
+    return Report(rows={"episodes": len(lengths), "frames": sum(lengths)})
 
 
-QUANTILE_STATS_STAGE = Stage("quantile-stats", 1, QuantileStatsSettings, ("dataset",), write_statistics)
+QUANTILE_STATS_STAGE = Stage("quantile-stats", 2, QuantileStatsSettings, ("dataset",), write_statistics)
+
+
+def read_statistics(artifact: Path, tags: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """stats.json of each of the datasets' tags.
+
+    Raises:
+        DataError: the artifact has none for a tag.
+    """
+    found = {}
+    for tag, home in _homes(artifact, tags).items():
+        try:
+            found[tag] = json.loads((home / "stats.json").read_bytes())
+        except FileNotFoundError as error:
+            raise DataError(
+                f"there are no statistics for {tag!r}",
+                where=str(home),
+                remedy="compute them of the same dataset artifact that is trained on",
+            ) from error
+    return found
+
+
+def _measured(sources: Sequence[Source], settings: QuantileStatsSettings, context: StageContext) -> list[Measured]:
+    """Of each source; one bar for all."""
+    plans = [plan(source.dataset, settings, source.episodes) for source in sources]
+    ends = list(accumulate(len(units) for units in plans))
+
+    def report(before: int, done: int) -> None:
+        context.events.progress("statistics", before + done, ends[-1])
+
+    return [
+        measure_dataset(source.dataset, units, context.machine, partial(report, end - len(units)))
+        for source, units, end in zip(sources, plans, ends, strict=True)
+    ]
+
+
+def _homes(artifact: Path, tags: Sequence[str]) -> dict[str, Path]:
+    """Where the statistics of each tag are."""
+    if len(set(tags)) == 1:
+        return {tags[0]: artifact}
+    return {tag: artifact / "tags" / tag for tag in dict.fromkeys(tags)}
 
 
 def augment(root: Path, statistics: Path) -> None:
@@ -78,11 +126,11 @@ def _text(values: Mapping[str, Any]) -> str:
     return json.dumps(values, indent=4, allow_nan=False) + "\n"
 
 
-def _episodes(measured: Measured) -> pa.Table:
-    """One row per episode, columns named as in a dataset's meta/episodes."""
+def _episodes(named: Sequence[tuple[int, int]], measured: Measured) -> pa.Table:
+    """One row per episode, columns named as in a dataset's meta/episodes; `named` are (source, episode)."""
     rows = [
-        {"episode_index": index}
+        {"source": source, "episode_index": index}
         | {f"stats/{name}/{stat}": value for name, each in found.items() for stat, value in each.document().items()}
-        for index, found in enumerate(measured.episodes)
+        for (source, index), found in zip(named, measured.episodes, strict=True)
     ]
     return pa.Table.from_pylist(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,15 @@ def write(root: Path, **changes: Any) -> list[dict[str, Any]]:
         for number, episode in enumerate(episodes):
             writer.add_episode(episode, f"task {number % 2}")
     return episodes
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What is fetched and opened goes here."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ARMATURE_CACHE", str(folder))
+        yield folder
 
 
 @pytest.fixture(scope="session")

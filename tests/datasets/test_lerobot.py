@@ -11,9 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from components.contracts.errors import ConfigurationError, DataError
+from components.datasets.lerobot.frames import Frames
 from components.datasets.lerobot.reader import open_dataset
 from components.datasets.lerobot.sampling import sampled
 from components.datasets.lerobot.writer import create_dataset
+from components.datasets.remote import Cache
 
 from .conftest import FEATURES, LENGTHS, frames_of, layout, write
 
@@ -106,7 +108,8 @@ def test_action_chunks_stop_at_the_episodes_end(written):
 def test_an_item_has_windows_both_ways_and_its_task(written):
     root, episodes = written
     windows = {"action": [0.0, 0.1, 0.2], "observation.state": [-0.1, 0.0], "observation.images.front": [-0.1, 0.0]}
-    item = open_dataset(root).item(8, windows)  # the first frame of the third episode
+    frames = Frames(open_dataset(root), Cache.standard())
+    item = frames.item(8, windows)  # the first frame of the third episode
     assert item["task"] == "task 0" and item["frame_index"] == 0 and item["timestamp"].shape == (1,)
     assert item["observation.state_is_pad"].tolist() == [True, False]
     np.testing.assert_array_equal(item["observation.state"], episodes[2]["observation.state"][[0, 0]])
@@ -114,9 +117,9 @@ def test_an_item_has_windows_both_ways_and_its_task(written):
     np.testing.assert_array_equal(item["observation.images.front"], episodes[2]["observation.images.front"][[0, 0]])
     assert item["observation.images.wrist"].shape == (32, 32, 3)
     with pytest.raises(ConfigurationError, match="no whole number of frames"):
-        open_dataset(root).item(8, {"action": [0.0, 0.05]})
+        frames.item(8, {"action": [0.0, 0.05]})
     with pytest.raises(IndexError):
-        open_dataset(root).item(20, {})
+        frames.item(20, {})
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ import pytest
 from components.configuration import load_recipe
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.machine import Machine
+from components.datasets.files import Folder
 from components.datasets.lerobot.reader import open_dataset
 from components.datasets.settings import DatasetSettings, QuantileStatsSettings
-from components.datasets.source import dataset_digest, pinned
+from components.datasets.source import pinned
 from components.datasets.stage import augment
 from components.stages import run_stage
 
@@ -107,9 +108,9 @@ def test_a_dataset_that_changed_since_it_was_named_is_refused(copied, tmp_path):
 
 
 def test_the_name_of_a_dataset_does_not_count(written, copied):
-    assert dataset_digest(written[0]) == dataset_digest(copied)
+    assert Folder(written[0]).digest() == Folder(copied).digest()
     with pytest.raises(DataError, match=r"no meta/info\.json"):
-        dataset_digest(copied / "meta")
+        Folder(copied / "meta").digest()
 
 
 def test_a_local_dask_cluster_gives_the_same_bytes(written, tmp_path):

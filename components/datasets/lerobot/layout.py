@@ -70,18 +70,19 @@ class Info(BaseModel):
         return place(self.video_path, video_key=key, chunk_index=chunk, file_index=file)
 
 
-def read_info(root: Path) -> Info:
+def read_info(path: Path) -> Info:
     """
     Raises:
         DataError: no such file, another version of the layout, or values that cannot be.
     """
-    path = root / INFO
     try:
         document = json.loads(path.read_bytes())
         version = document.get("codebase_version")
     except FileNotFoundError as error:
         raise DataError(
-            "not a LeRobot dataset: it has no meta/info.json", where=str(root), remedy="give the dataset's own folder"
+            "not a LeRobot dataset: it has no meta/info.json",
+            where=str(path.parents[1]),
+            remedy="give the dataset's own folder",
         ) from error
     except (ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"not a JSON object: {error}", where=str(path)) from error

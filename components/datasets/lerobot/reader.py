@@ -1,13 +1,12 @@
-"""A LeRobotDataset v3.0 in a folder: its episodes, columns, pictures, and windows over time."""
+"""A LeRobotDataset v3.0: its episodes, columns, pictures, and windows over time."""
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,9 @@ from PIL import Image
 from components.artifacts.images import decode
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.images import EncodedImage
+from components.datasets.files import Files, Folder
 from components.datasets.lerobot.columns import to_numpy
-from components.datasets.lerobot.layout import STATS, TASKS, VIDEO, Feature, Info, read_info
+from components.datasets.lerobot.layout import INFO, STATS, TASKS, VIDEO, Feature, Info, read_info
 from components.datasets.lerobot.video import read_frames
 from components.datasets.statistics import Array
 
@@ -59,16 +59,41 @@ class Episode:
 class Dataset:
     """Opened by `open_dataset`, which has checked that the episodes follow one another."""
 
-    root: Path
+    files: Files
     info: Info
     episodes: tuple[Episode, ...]
     tasks: tuple[str, ...]
 
+    @property
+    def root(self) -> Path:
+        """The folder that the files are in, or are fetched to."""
+        return self.files.root
+
     @cached_property
     def stats(self) -> dict[str, Any]:
         """meta/stats.json, empty where there is none."""
-        path = self.root / STATS
-        return json.loads(path.read_text()) if path.is_file() else {}
+        return json.loads(self.files.path(STATS).read_text()) if self.files.has(STATS) else {}
+
+    def data_path(self, episode: Episode) -> Path:
+        """The data file with the episode, fetched where it is not yet.
+
+        Raises:
+            DataError: it cannot be fetched.
+        """
+        return self.files.path(self.info.data_file(episode.chunk, episode.file))
+
+    def video_path(self, name: str, episode: Episode) -> Path:
+        """The same of a camera's video file."""
+        clip = episode.clips[name]
+        return self.files.path(self.info.video_file(name, clip.chunk, clip.file))
+
+    def episode_at(self, index: int) -> Episode:
+        """The episode that frame `index` of the dataset belongs to."""
+        return self.episodes[int(np.searchsorted(self._starts, index, side="right")) - 1]
+
+    @cached_property
+    def _starts(self) -> Array:
+        return np.array([episode.start for episode in self.episodes])
 
     def feature(self, name: str) -> Feature:
         """
@@ -77,7 +102,7 @@ class Dataset:
         """
         if name not in self.info.features:
             known = ", ".join(self.info.features)
-            raise ConfigurationError(f"no feature is called {name!r}", where=str(self.root), remedy=f"known: {known}")
+            raise ConfigurationError(f"no feature is called {name!r}", where=str(self.files), remedy=f"known: {known}")
         return self.info.features[name]
 
     def table(self, episode: Episode, names: Sequence[str], last: Episode | None = None) -> pa.Table:
@@ -87,7 +112,7 @@ class Dataset:
             DataError: the file or a column is missing, or the rows are those of other episodes.
         """
         last = last or episode
-        path = self.root / self.info.data_file(episode.chunk, episode.file)
+        path = self.data_path(episode)
         try:
             skipped, whole = _rows(path, sorted({"episode_index", *names}), episode.row, last.stop - episode.start)
         except (OSError, pa.ArrowException) as error:
@@ -113,7 +138,7 @@ class Dataset:
     def columns(self, names: Sequence[str], episode: Episode, last: Episode | None = None) -> dict[str, Array]:
         """Numeric features as (frames, width)."""
         table = self.table(episode, names, last)
-        where = f"{self.root / self.info.data_file(episode.chunk, episode.file)}, from episode {episode.index}"
+        where = f"{self.data_path(episode)}, from episode {episode.index}"
         return {name: to_numpy(table[name], name, self.feature(name), where) for name in names}
 
     def pictures(self, name: str, episode: Episode, frames: Sequence[int]) -> Iterator[Image.Image]:
@@ -123,22 +148,26 @@ class Dataset:
             DataError: one is missing or damaged.
         """
         if self.feature(name).dtype == VIDEO:
-            clip = episode.clips[name]
-            path = self.root / self.info.video_file(name, clip.chunk, clip.file)
-            times = [clip.start + frame / self.info.fps for frame in frames]
-            yield from read_frames(path, times, 0.5 / self.info.fps - TOLERANCE, f"episode {episode.index}")
+            times = [episode.clips[name].start + frame / self.info.fps for frame in frames]
+            tolerance = 0.5 / self.info.fps - TOLERANCE
+            yield from read_frames(self.video_path(name, episode), times, tolerance, f"episode {episode.index}")
             return
         column = self.table(episode, [name])[name].take(list(frames))
         for frame, stored in zip(frames, column, strict=True):
-            value = stored.as_py() or {}
-            try:
-                data = value.get("bytes") or b""
-                with Image.open(io.BytesIO(data)) as opened:
-                    media_type = Image.MIME.get(opened.format or "", "unknown")
-                yield decode(EncodedImage(data, media_type))
-            except (DataError, OSError, AttributeError) as error:
-                where = f"{self.root}, episode {episode.index}, frame {frame}, {name!r}"
-                raise DataError(f"not a readable picture: {error}", where=where) from error
+            yield self.decoded(name, episode, frame, stored.as_py())
+
+    def decoded(self, name: str, episode: Episode, frame: int, stored: Any) -> Image.Image:
+        """The RGB picture of a data file's cell.
+
+        Raises:
+            DataError: it is no picture.
+        """
+        try:
+            data = stored["bytes"] or b""
+            return decode(EncodedImage(data, media_type(data)))
+        except (DataError, KeyError, TypeError) as error:
+            where = f"{self.files}, episode {episode.index}, frame {frame}, {name!r}"
+            raise DataError(f"not a readable picture: {error}", where=where) from error
 
     def windows(self, name: str, episode: Episode, offsets: Sequence[int]) -> tuple[Array, Array]:
         """For each frame the feature at `offsets` frames from it: (frames, offsets, width), and which are padding.
@@ -148,36 +177,6 @@ class Dataset:
         values = self.columns([name], episode)[name]
         places, padding = window(np.arange(episode.length)[:, None], episode.length, offsets)
         return values[places], padding
-
-    def item(self, index: int, windows: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-        """Frame `index`: features, pictures as uint8 (height, width, 3), and its task.
-
-        Args:
-            windows: Feature to times in seconds from the frame. Such a feature gets one more dimension in front, and
-                `<feature>_is_pad` says where the episode has no such frame.
-        """
-        if not 0 <= index < self.info.total_frames:
-            raise IndexError(f"frame {index} of {self.info.total_frames}")
-        starts = [episode.start for episode in self.episodes]
-        episode = self.episodes[int(np.searchsorted(starts, index, side="right")) - 1]
-        frame, item = index - episode.start, {}
-        numbers = [name for name, feature in self.info.features.items() if feature.is_number]
-        columns = self.columns(numbers, episode)
-        for name, feature in self.info.features.items():
-            times = windows.get(name)
-            places, padding = window(frame, episode.length, self.offsets(times or [0.0]))
-            if feature.is_number:
-                values = columns[name][places].reshape(len(places), *feature.shape)
-            elif feature.is_picture:
-                distinct = sorted(set(places.tolist()))
-                shown = dict(zip(distinct, self.pictures(name, episode, distinct), strict=True))
-                values = np.stack([np.asarray(shown[each]) for each in places.tolist()])
-            else:
-                continue
-            item[name] = values if times is not None else values[0]
-            if times is not None:
-                item[f"{name}_is_pad"] = padding
-        return {**item, "task": self.tasks[int(columns["task_index"][frame, 0])]}
 
     def offsets(self, times: Sequence[float]) -> list[int]:
         """Times in seconds as frames.
@@ -199,21 +198,34 @@ def window(frame: int | Array, length: int, offsets: Sequence[int]) -> tuple[Arr
     return kept, places != kept
 
 
-def open_dataset(root: Path) -> Dataset:
+def open_dataset(files: Files | Path) -> Dataset:
     """
+    Args:
+        files: Where its files are; a path is a folder.
+
     Raises:
         DataError: not such a dataset, or its episodes leave gaps, overlap, are empty or are not as many as it says.
     """
-    info = read_info(root)
-    episodes = tuple(_episodes(root, info))
+    files = Folder(files) if isinstance(files, Path) else files
+    info = read_info(files.path(INFO))
+    episodes = tuple(_episodes(files, info))
     frames = episodes[-1].stop if episodes else 0
     if (len(episodes), frames) != (info.total_episodes, info.total_frames) or not episodes:
         raise DataError(
             f"{len(episodes)} episodes of {frames} frames are listed, "
             f"meta/info.json says {info.total_episodes} of {info.total_frames}",
-            where=str(root / "meta/episodes"),
+            where=f"{files}/meta/episodes",
         )
-    return Dataset(root, info, episodes, _tasks(root))
+    return Dataset(files, info, episodes, _tasks(files.path(TASKS)))
+
+
+def media_type(data: bytes) -> str:
+    """By the file's first bytes."""
+    if data.startswith(b"\x89PNG"):
+        return "image/png"
+    if data.startswith(b"\xff\xd8"):
+        return "image/jpeg"
+    return "image/webp" if data[8:12] == b"WEBP" else "unknown"
 
 
 def _rows(path: Path, names: Sequence[str], first: int, count: int) -> tuple[int, pa.Table]:
@@ -226,14 +238,15 @@ def _rows(path: Path, names: Sequence[str], first: int, count: int) -> tuple[int
         return skipped, file.read_row_groups(groups, columns=list(names))
 
 
-def _episodes(root: Path, info: Info) -> Iterator[Episode]:
+def _episodes(files: Files, info: Info) -> Iterator[Episode]:
     videos = [name for name, feature in info.features.items() if feature.dtype == VIDEO]
     parts = [f"videos/{key}/{each}" for key in videos for each in ("chunk_index", "file_index", "from_timestamp")]
     columns = ["episode_index", "tasks", "data/chunk_index", "data/file_index"]
     columns += ["dataset_from_index", "dataset_to_index", *parts]
     begins: dict[tuple[int, int], int] = {}
     expected, stop = 0, 0
-    for path in sorted(root.glob("meta/episodes/*/*.parquet"), key=_number):
+    lists = [PurePosixPath(name) for name in files.names() if name.startswith("meta/episodes/")]
+    for path in map(files.path, sorted(lists, key=_number)):
         try:
             rows = pq.read_table(path, columns=columns, partitioning=None).select(columns).to_pylist()
         except (OSError, KeyError, pa.ArrowException) as error:
@@ -258,13 +271,12 @@ def _episodes(root: Path, info: Info) -> Iterator[Episode]:
             expected += 1
 
 
-def _number(path: Path) -> tuple[int, str, int, str]:
+def _number(path: PurePosixPath) -> tuple[int, str, int, str]:
     """Sorts chunk-1000 after chunk-999."""
     return len(path.parent.name), path.parent.name, len(path.name), path.name
 
 
-def _tasks(root: Path) -> tuple[str, ...]:
-    path = root / TASKS
+def _tasks(path: Path) -> tuple[str, ...]:
     try:
         frame = pd.read_parquet(path)
         names = frame["task"] if "task" in frame.columns else frame.index

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -13,6 +16,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.settings import Settings
+from components.datasets.statistics import Array
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -58,29 +62,88 @@ def read_frames(path: Path, times: Sequence[float], tolerance: float, where: str
     Raises:
         DataError: the file cannot be decoded, or has no frame within `tolerance` seconds of a time.
     """
-    av = pyav()
-    wanted = list(times)
-    try:
-        with av.open(str(path)) as container:
-            stream = container.streams.video[0]
-            stream.thread_type = "AUTO"
-            container.seek(max(0, int((times[0] - tolerance) / stream.time_base)), stream=stream)
-            for frame in container.decode(stream):
+    with VideoReader(path, threads=0) as reader:
+        for frame in reader.frames(times, tolerance, where):
+            yield frame.to_image()
+
+
+class VideoReader:
+    """One file, opened when the first frame is asked for; `threads` decode, 0 being as many as there are cores."""
+
+    def __init__(self, path: Path, threads: int) -> None:
+        self._path, self._threads = path, threads
+        self._container: Any = None
+
+    def __enter__(self) -> VideoReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def frame(self, time: float, tolerance: float, where: str) -> Array:
+        """uint8 RGB (height, width, 3); see `frames`."""
+        (found,) = self.frames([time], tolerance, where)
+        array: Array = found.to_ndarray(format="rgb24")
+        return array
+
+    def frames(self, times: Sequence[float], tolerance: float, where: str) -> Iterator[Any]:
+        """PyAV's frames nearest to `times` (seconds, ascending).
+
+        Raises:
+            DataError: the file cannot be decoded, or has no frame within `tolerance` seconds of a time.
+        """
+        av = pyav()
+        wanted = list(times)
+        try:
+            stream = self._open()
+            self._container.seek(max(0, int((times[0] - tolerance) / stream.time_base)), stream=stream)
+            for frame in self._container.decode(stream):
                 while wanted and abs(frame.time - wanted[0]) <= tolerance:
-                    yield frame.to_image()
+                    yield frame
                     wanted.pop(0)
                 if not wanted:
                     return
                 if frame.time > wanted[0] + tolerance:
                     break
-    except (av.FFmpegError, OSError, IndexError) as error:
-        raise DataError(f"the video cannot be decoded: {error}", where=f"{path}, {where}") from error
-    if wanted:
+        except (av.FFmpegError, OSError, IndexError) as error:
+            raise DataError(f"the video cannot be decoded: {error}", where=f"{self._path}, {where}") from error
         raise DataError(
             f"the video has no frame at {wanted[0]:.4f} s",
-            where=f"{path}, {where}, frame {len(times) - len(wanted)} of the {len(times)} asked for",
+            where=f"{self._path}, {where}, frame {len(times) - len(wanted)} of the {len(times)} asked for",
             remedy="the video is cut short, or fps in meta/info.json is not the video's",
         )
+
+    def close(self) -> None:
+        if self._container is not None:
+            self._container.close()
+            self._container = None
+
+    def _open(self) -> Any:
+        if self._container is None:
+            self._container = pyav().open(str(self._path))
+            stream = self._container.streams.video[0]
+            stream.thread_count = self._threads
+            stream.thread_type = "AUTO"
+        return self._container.streams.video[0]
+
+
+class VideoReaders(threading.local):
+    """The files that were read last stay open, `OPEN` of them; each thread and each forked process opens its own."""
+
+    OPEN = 16
+
+    def __init__(self) -> None:
+        self._readers: OrderedDict[Path, VideoReader] = OrderedDict()
+        self._process = os.getpid()
+
+    def at(self, path: Path) -> VideoReader:
+        if self._process != os.getpid():  # two processes would move each other's place in a file
+            self._readers, self._process = OrderedDict(), os.getpid()
+        reader = self._readers.pop(path, None) or VideoReader(path, threads=1)
+        self._readers[path] = reader
+        if len(self._readers) > self.OPEN:
+            self._readers.popitem(last=False)[1].close()
+        return reader
 
 
 class VideoWriter:

@@ -1,0 +1,86 @@
+"""Where the files of a dataset are: in a folder, or wherever they can be fetched from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Protocol
+
+from components.contracts.errors import DataError
+from components.datasets.lerobot.layout import INFO, TASKS
+
+
+class Files(Protocol):
+    """The files of one dataset, named by their paths in it. Pickles: other processes open the same files."""
+
+    @property
+    def root(self) -> Path:
+        """The folder that holds them, or those that were fetched."""
+
+    def names(self) -> list[str]:
+        """All files that a dataset consists of, sorted; meta/stats.json is not among them."""
+
+    def has(self, name: str | PurePosixPath) -> bool: ...
+
+    def path(self, name: str | PurePosixPath) -> Path:
+        """The file on this machine, fetched where it is not yet; it need not exist in a folder.
+
+        Raises:
+            DataError: it cannot be fetched.
+        """
+
+    def digest(self) -> str:
+        """SHA-256 of what is in the dataset, without meta/stats.json, which is computed from the rest."""
+
+
+def belongs(name: str) -> bool:
+    """Whether a file of that name is part of a dataset's content."""
+    tables = name.startswith(("meta/episodes/", "data/")) and name.endswith(".parquet")
+    return name in (INFO, TASKS) or tables or (name.startswith("videos/") and name.endswith(".mp4"))
+
+
+def listing_digest(digests: Mapping[str, str]) -> str:
+    """SHA-256 over names and what stands for the content of each."""
+    listing = "".join(f"{name}\0{digests[name]}\n" for name in sorted(digests))
+    return hashlib.sha256(listing.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Files in a folder of this machine."""
+
+    root: Path
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def names(self) -> list[str]:
+        found = (path for part in ("meta", "data", "videos") for path in (self.root / part).rglob("*"))
+        names = (path.relative_to(self.root).as_posix() for path in found)
+        return sorted(name for name in names if belongs(name))
+
+    def has(self, name: str | PurePosixPath) -> bool:
+        return (self.root / name).is_file()
+
+    def path(self, name: str | PurePosixPath) -> Path:
+        return self.root / name
+
+    def digest(self) -> str:
+        """
+        Raises:
+            DataError: there is no dataset.
+        """
+        names = self.names()
+        if INFO not in names:
+            raise DataError("not a LeRobot dataset: it has no meta/info.json", where=str(self.root))
+        with ThreadPoolExecutor() as executor:
+            digests = executor.map(_sha256, (self.root / name for name in names))
+            return listing_digest(dict(zip(names, digests, strict=True)))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

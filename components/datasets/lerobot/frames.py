@@ -1,0 +1,131 @@
+"""Any frame of a dataset at once: columns in memory-mapped files, videos that stay open."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import pyarrow as pa
+
+from components.datasets.lerobot.layout import VIDEO
+from components.datasets.lerobot.reader import TOLERANCE, Dataset, Episode, window
+from components.datasets.lerobot.video import VideoReaders
+from components.datasets.remote import Cache, make_once
+from components.datasets.statistics import Array
+
+
+class Frames:
+    """Reads single frames of `dataset`.
+
+    A column of a data file is written out once, uncompressed, under `cache`, and mapped from there: every process
+    shares the pages, and memory does not grow with the dataset. Pickles without what it has open.
+    """
+
+    def __init__(self, dataset: Dataset, cache: Cache) -> None:
+        self.dataset, self._cache = dataset, cache
+        self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"dataset": self.dataset, "_cache": self._cache}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._columns: dict[tuple[int, int, str], Any] = {}
+        self._videos = VideoReaders()
+
+    def numbers(self, name: str, episode: Episode, places: Array) -> Array:
+        """A numeric feature at frames `places` of the episode: (places, width).
+
+        Raises:
+            DataError: the data file is not what it should be.
+        """
+        rows: Array = self._column(name, episode)[episode.row + places]
+        return rows
+
+    def picture(self, name: str, episode: Episode, frame: int) -> Array:
+        """uint8 RGB (height, width, 3).
+
+        Raises:
+            DataError: it is missing or damaged.
+        """
+        dataset = self.dataset
+        if dataset.feature(name).dtype == VIDEO:
+            time = episode.clips[name].start + frame / dataset.info.fps
+            path = dataset.video_path(name, episode)
+            where = f"episode {episode.index}, frame {frame}"
+            return self._videos.at(path).frame(time, 0.5 / dataset.info.fps - TOLERANCE, where)
+        stored = self._column(name, episode)[episode.row + frame].as_py()
+        return np.asarray(dataset.decoded(name, episode, frame, stored))
+
+    def item(self, index: int, windows: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+        """Frame `index` of the dataset as LeRobot gives it: features, pictures, and its task.
+
+        Args:
+            windows: Feature to times in seconds from the frame. Such a feature gets one more dimension in front, and
+                `<feature>_is_pad` says where the episode has no such frame.
+
+        Raises:
+            IndexError: there is no such frame.
+        """
+        dataset = self.dataset
+        if not 0 <= index < dataset.info.total_frames:
+            raise IndexError(f"frame {index} of {dataset.info.total_frames}")
+        episode = dataset.episode_at(index)
+        frame, item = index - episode.start, {}
+        for name, feature in dataset.info.features.items():
+            times = windows.get(name)
+            places, padding = window(frame, episode.length, dataset.offsets(times or [0.0]))
+            if feature.is_number:
+                values = self.numbers(name, episode, places).reshape(len(places), *feature.shape)
+            elif feature.is_picture:
+                shown = {place: self.picture(name, episode, place) for place in sorted(set(places.tolist()))}
+                values = np.stack([shown[place] for place in places.tolist()])
+            else:
+                continue
+            item[name] = values if times is not None else values[0]
+            if times is not None:
+                item[f"{name}_is_pad"] = padding
+        return {**item, "task": self.task(episode, frame)}
+
+    def task(self, episode: Episode, frame: int) -> str:
+        """What is to be done at that frame."""
+        return self.dataset.tasks[int(self.numbers("task_index", episode, np.array([frame]))[0, 0])]
+
+    def _column(self, name: str, episode: Episode) -> Any:
+        """Of the whole data file: an array (rows, width) of numbers, or Arrow's cells with pictures."""
+        key = (episode.chunk, episode.file, name)
+        if key not in self._columns:
+            self._columns[key] = self._mapped(name, episode)
+        return self._columns[key]
+
+    def _mapped(self, name: str, episode: Episode) -> Any:
+        source = self.dataset.data_path(episode)
+        state = source.stat()
+        facts = f"{source.resolve()}\0{state.st_size}\0{state.st_mtime_ns}"
+        folder = self._cache.folder / "columns" / hashlib.sha256(facts.encode()).hexdigest()[:24]
+        number = self.dataset.feature(name).is_number
+        target = folder / f"{quote(name, safe='')}.{'npy' if number else 'arrow'}"
+        make_once(target, partial(self._write, name, episode, number))
+        if number:
+            return np.load(target, mmap_mode="r")
+        return pa.ipc.open_file(pa.memory_map(str(target))).read_all()[name]
+
+    def _write(self, name: str, episode: Episode, number: bool, target: Path) -> None:
+        """The column of all episodes in the data file."""
+        place = (episode.chunk, episode.file)
+        here = [each for each in self.dataset.episodes if (each.chunk, each.file) == place]
+        with target.open("wb") as file:
+            if number:
+                np.save(file, self.dataset.columns([name], here[0], here[-1])[name])
+                return
+            table = self.dataset.table(here[0], [name], here[-1]).select([name])
+            with pa.ipc.new_file(file, table.schema) as writer:
+                writer.write_table(table)

@@ -1,0 +1,111 @@
+"""Datasets mixed by weights: an endless, seeded order of samples in which any position can be read at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from components.contracts.errors import ConfigurationError
+from components.contracts.robots import RobotObservation
+from components.datasets.lerobot.frames import Frames
+from components.datasets.lerobot.reader import Episode, window
+from components.datasets.order import Schedule, mixed, permuted
+from components.datasets.remote import Cache
+from components.datasets.samples import RobotSample
+from components.datasets.source import Source
+
+
+class Place(NamedTuple):
+    """A frame of a source, counted over the source's chosen episodes."""
+
+    source: int
+    frame: int
+
+
+class Mixture:
+    """Samples of `sources`.
+
+    Each source gets its weight's share of the positions, and is gone through in an order of its own, without
+    repeats until all of its frames were there. The order is a function of seed and position: to resume is to go on
+    at a position, and to share it among ranks is to share positions.
+    Pickles, for loader processes; threads may share it.
+    """
+
+    def __init__(self, sources: Sequence[Source], horizon: int, seed: int) -> None:
+        """
+        Args:
+            horizon: Actions of a sample, where a source has no horizon of its own.
+
+        Raises:
+            ConfigurationError: no sources, or one without the feature that it calls its action.
+        """
+        if not sources:
+            raise ConfigurationError("a mixture needs at least one dataset")
+        for source in sources:
+            if not source.dataset.feature(source.action).is_number:
+                raise ConfigurationError(f"the action {source.action!r} is no number", where=str(source.dataset.files))
+        self.sources = tuple(sources)
+        self.horizons = tuple(source.horizon or horizon for source in sources)
+        self._seed = seed
+        self._schedule = Schedule([source.weight for source in sources], seed)
+        cache = Cache.standard()
+        self._frames = [Frames(source.dataset, cache) for source in sources]
+        self._stops = [
+            np.cumsum([source.dataset.episodes[index].length for index in source.episodes]) for source in sources
+        ]
+
+    @property
+    def horizon(self) -> int:
+        """The longest of the sources'."""
+        return max(self.horizons)
+
+    @property
+    def frames(self) -> int:
+        """Of all chosen episodes."""
+        return sum(int(stops[-1]) for stops in self._stops)
+
+    def place(self, position: int) -> Place:
+        """What is at `position`, 0 or more."""
+        source, taken = self._schedule.at(position)
+        size = int(self._stops[source][-1])
+        epoch, index = divmod(taken, size)
+        return Place(source, permuted(index, size, mixed(self._seed, source, epoch)))
+
+    def __getitem__(self, position: int) -> RobotSample:
+        return self.sample(self.place(position))
+
+    def every(self) -> Iterator[Place]:
+        """Each frame once, in the datasets' order."""
+        for source, stops in enumerate(self._stops):
+            yield from (Place(source, frame) for frame in range(int(stops[-1])))
+
+    def sample(self, place: Place) -> RobotSample:
+        """
+        Raises:
+            DataError: a data file, a video or a picture is missing or damaged.
+        """
+        source, frames = self.sources[place.source], self._frames[place.source]
+        episode, frame = self._episode(place)
+        state = np.zeros(0, np.float32)
+        if source.state is not None:
+            state = frames.numbers(source.state, episode, np.array([frame]))[0].astype(np.float32)
+        images = {key: frames.picture(feature, episode, frame) for key, feature in source.cameras.items()}
+        observation = RobotObservation(images, state, frames.task(episode, frame))
+        return RobotSample(observation, *self.actions(place), source.tag, place.source, episode.index, frame)
+
+    def actions(self, place: Place) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+        """The sample's actions and padding alone; no picture is read."""
+        episode, frame = self._episode(place)
+        places, padding = window(frame, episode.length, range(self.horizons[place.source]))
+        values = self._frames[place.source].numbers(self.sources[place.source].action, episode, places)
+        return values.astype(np.float32), padding
+
+    def _episode(self, place: Place) -> tuple[Episode, int]:
+        """The episode, and the frame in it."""
+        source, stops = self.sources[place.source], self._stops[place.source]
+        number = int(np.searchsorted(stops, place.frame, side="right"))
+        episode = source.dataset.episodes[source.episodes[number]]
+        return episode, place.frame - int(stops[number]) + episode.length

@@ -1,0 +1,254 @@
+"""Datasets on a hub or behind an fsspec URL: a file is fetched when it is first asked for, and kept."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import fsspec
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
+
+from components.contracts.errors import ConfigurationError, DataError
+from components.datasets.files import Files, Folder, belongs, listing_digest
+from components.datasets.lerobot.layout import INFO, STATS
+
+HUB = re.compile(r"[\w.-]+/[\w.-]+")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+VERSIONS = ("ETag", "etag", "sha256", "md5", "mtime", "LastModified", "last_modified", "created")
+"""What filesystems call the thing that changes with a file's content, best first."""
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Where fetched files and opened tables are kept, and how much one dataset may fetch.
+
+    All of it can be deleted at any time that nothing uses it.
+    """
+
+    folder: Path
+    limit_bytes: int
+
+    @classmethod
+    def standard(cls) -> Cache:
+        """`ARMATURE_CACHE` or ~/.cache/armature, and 200 GB or `ARMATURE_FETCH_LIMIT_GB`."""
+        folder = os.environ.get("ARMATURE_CACHE") or Path.home() / ".cache/armature"
+        return cls(Path(folder).absolute(), int(float(os.environ.get("ARMATURE_FETCH_LIMIT_GB", "200")) * 1e9))
+
+
+class Entry(BaseModel):
+    """A file where it comes from; `version` changes with its content."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    size: NonNegativeInt
+    version: str
+
+
+class Listing(BaseModel):
+    """All files of a dataset by name."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    files: dict[str, Entry]
+
+
+@dataclass(frozen=True)
+class Remote:
+    """Files that `url` has; `listing` was read when it was opened, and what arrives is compared with it."""
+
+    url: str
+    listing: Listing
+    root: Path
+    limit_bytes: int
+
+    def __str__(self) -> str:
+        return self.url
+
+    def names(self) -> list[str]:
+        return sorted(name for name in self.listing.files if belongs(name))
+
+    def has(self, name: str | PurePosixPath) -> bool:
+        return str(name) in self.listing.files
+
+    def digest(self) -> str:
+        files = self.listing.files
+        return listing_digest({name: f"{files[name].size} {files[name].version}" for name in self.names()})
+
+    def path(self, name: str | PurePosixPath) -> Path:
+        """
+        Raises:
+            DataError: there is no such file, it cannot be fetched, or the dataset would fetch more than it may.
+        """
+        target = self.root / name
+        if target.is_file():
+            return target
+        entry = self.listing.files.get(str(name))
+        if entry is None:
+            raise DataError(f"the dataset has no file {str(name)!r}", where=self.url)
+        return make_once(target, partial(self._fetch, str(name), entry))
+
+    def fetched_bytes(self) -> int:
+        """Of the files that are here."""
+        files = self.listing.files.items()
+        return sum(entry.size for name, entry in files if (self.root / name).is_file())
+
+    def _fetch(self, name: str, entry: Entry, target: Path) -> None:
+        fetched = self.fetched_bytes()
+        if fetched + entry.size > self.limit_bytes:
+            raise DataError(
+                f"{name!r} has {entry.size / 1e9:.3g} GB: with the {fetched / 1e9:.3g} GB fetched before, more than "
+                f"the {self.limit_bytes / 1e9:.3g} GB that one dataset may take",
+                where=self.url,
+                remedy="choose fewer episodes or cameras, or raise ARMATURE_FETCH_LIMIT_GB",
+            )
+        try:
+            filesystem, base = _filesystem(self.url)
+            filesystem.get_file(f"{base}/{name}", str(target))
+        except (OSError, ValueError) as error:
+            raise DataError(f"{name!r} cannot be fetched: {error!r:.300}", where=self.url) from error
+        if (size := target.stat().st_size) != entry.size:
+            raise DataError(f"{name!r} arrived with {size} bytes, not {entry.size}", where=self.url)
+
+
+def open_files(path: str, revision: str | None, cache: Cache) -> Files:
+    """The files of a dataset in a folder, on the hub, or behind an fsspec URL.
+
+    Args:
+        path: A folder, a hub name (owner/name), or a URL such as s3://bucket/dataset.
+        revision: Commit, tag or branch of a hub name.
+
+    Raises:
+        ConfigurationError: a hub name without a revision, or a revision of something else.
+        DataError: there is nothing, or it cannot be reached.
+    """
+    if "://" in path:
+        _no_revision(path, revision)
+        return _remote(path.rstrip("/"), _list(path.rstrip("/")), cache)
+    if Path(path).is_dir() or not HUB.fullmatch(path) or path.startswith("."):
+        _no_revision(path, revision)
+        return Folder(Path(path).absolute())
+    if revision is None:
+        raise ConfigurationError(
+            "a hub name needs a revision",
+            where=f"dataset {path!r}, which is no folder",
+            remedy="set revision to the commit that the dataset's page shows under its history",
+        )
+    commit = resolve(path, revision)
+    url = f"hf://datasets/{path}@{commit}"
+    kept = _home(url, cache) / "listing.json"  # a commit never changes, so it is listed once
+    make_once(kept, lambda path: _keep(_list(url), path))
+    return _remote(url, Listing.model_validate_json(kept.read_bytes()), cache)
+
+
+def resolve(name: str, revision: str) -> str:
+    """The commit of a hub dataset's revision.
+
+    Raises:
+        DataError: there is no such dataset or revision, or the hub cannot be reached.
+    """
+    if COMMIT.fullmatch(revision):
+        return revision
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return str(HfApi().dataset_info(name, revision=revision).sha)
+    except (HfHubHTTPError, OSError) as error:
+        raise _unreachable(f"{name} at {revision}", error) from error
+
+
+def make_once(target: Path, write: Callable[[Path], None]) -> Path:
+    """`target`, which `write` fills under another name; one process does, others wait and find it made."""
+    if target.is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (target.parent / f".{target.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.is_file():
+            handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".new-")
+            os.close(handle)
+            try:
+                write(Path(temporary))
+                Path(temporary).rename(target)
+            finally:
+                Path(temporary).unlink(missing_ok=True)
+    return target
+
+
+def _filesystem(url: str) -> tuple[Any, str]:
+    """
+    Raises:
+        ConfigurationError: what the protocol needs is not installed.
+    """
+    try:
+        filesystem, base = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        remedy = "pip install 'armature[s3]' for s3://, or what fsspec names for another protocol"
+        raise ConfigurationError(f"the URL cannot be opened: {error}", where=url, remedy=remedy) from error
+    return filesystem, base.rstrip("/")
+
+
+def _list(url: str) -> Listing:
+    filesystem, base = _filesystem(url)
+    try:
+        found: Mapping[str, Mapping[str, Any]] = filesystem.find(base, detail=True)
+    except (OSError, ValueError) as error:
+        raise _unreachable(url, error) from error
+    files = {}
+    for full, facts in found.items():
+        name = full[full.index(base) + len(base) :].lstrip("/")
+        if belongs(name) or name == STATS:
+            files[_inside(name, url)] = Entry(size=facts["size"], version=_version(facts))
+    if INFO not in files:
+        raise DataError("not a LeRobot dataset: it has no meta/info.json", where=url)
+    return Listing(files=files)
+
+
+def _keep(listing: Listing, path: Path) -> None:
+    path.write_text(listing.model_dump_json())
+
+
+def _version(facts: Mapping[str, Any]) -> str:
+    """Of what a filesystem says of a file; a hub names the content itself."""
+    if facts.get("blob_id"):
+        return str(facts["lfs"]["sha256"] if facts.get("lfs") else facts["blob_id"])
+    return next((str(facts[key]) for key in VERSIONS if facts.get(key) is not None), "")
+
+
+def _inside(name: str, url: str) -> str:
+    parts = name.replace("\\", "/").split("/")
+    if ".." in parts or "" in parts:
+        raise DataError(f"the file name {name!r} does not stay in the dataset", where=url)
+    return name
+
+
+def _home(url: str, cache: Cache) -> Path:
+    readable = re.sub(r"[^\w.-]+", "-", url)[-60:].strip("-")
+    return cache.folder / "datasets" / f"{readable}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
+
+
+def _remote(url: str, listing: Listing, cache: Cache) -> Remote:
+    """Files of other content lie in another folder, so that a changed bucket is not taken for the old one."""
+    content = listing_digest({name: entry.version for name, entry in listing.files.items()})
+    return Remote(url, listing, _home(url, cache) / content[:16], cache.limit_bytes)
+
+
+def _no_revision(path: str, revision: str | None) -> None:
+    if revision is not None:
+        raise ConfigurationError(f"only a hub name has a revision, given {revision!r}", where=path)
+
+
+def _unreachable(where: str, error: Exception) -> DataError:
+    return DataError(
+        f"the dataset cannot be reached: {str(error).splitlines()[0] if str(error) else repr(error)}",
+        where=where,
+        remedy="check the name, the revision and the network, log in for a gated dataset, or give a folder",
+    )
