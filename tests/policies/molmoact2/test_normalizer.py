@@ -1,0 +1,223 @@
+"""Normalisation and norm_stats.json against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from components.contracts.errors import ConfigurationError, DataError
+from components.datasets.lerobot.layout import Feature
+from components.policies.molmoact2.norm_stats import (
+    FeatureStats,
+    NormStats,
+    RobotMetadata,
+    norm_stats,
+    resolve,
+    robot_metadata,
+    training_robot,
+)
+from components.policies.molmoact2.normalizer import Normalizer
+from components.policies.settings import PolicySettings
+
+NAMES = ("x", "left_Gripper", "z")
+STATS = FeatureStats(
+    min=(-3.0, -1.0, 5.0),
+    max=(9.0, 1.0, 5.0),
+    mean=(1.0, 0.0, 5.0),
+    std=(2.0, 0.5, 0.0),
+    q01=(-2.0, -1.0, 5.0),
+    q99=(6.0, 1.0, 5.0),
+    names=NAMES,
+)
+
+
+def policy(**changes: Any) -> PolicySettings:
+    values: dict[str, Any] = {
+        "semantics": "head",
+        "image_attention_at_inference": "as_trained",
+        "action_mode": "continuous",
+        "chunk_size": 10,
+        "n_action_steps": 10,
+        "setup_type": "",
+        "control_mode": "",
+        "image_keys": (),
+        "normalize_language": True,
+        "normalize_gripper": False,
+        "add_setup_tokens": True,
+        "add_control_tokens": True,
+        "state_normalization": "quantiles",
+        "action_normalization": "quantiles",
+        "num_flow_timesteps": 8,
+        "mask_action_dim_padding": True,
+        "enable_knowledge_insulation": False,
+        "softmax_auxiliary_loss_scale": 1e-4,
+        "discrete_loss_token_weighting": "token",
+        "llm_residual_dropout": 0.0,
+        "dtype": "float32",
+    }
+    return PolicySettings(**(values | changes))
+
+
+def test_quantiles_map_to_the_ends_and_beyond_is_clipped() -> None:
+    normalizer = Normalizer.build("action", STATS, "quantiles", normalize_gripper=False)
+    assert normalizer.mask.tolist() == [True, False, True]
+    given = [[-2, -0.25, 5], [6, 0.5, 5], [2, 1, 5], [4, 0, 6], [90, 0, 4]]
+    wanted = [[-1, -0.25, -1], [1, 0.5, -1], [0, 1, -1], [0.5, 0, 1], [1, 0, -1]]
+    assert normalizer.normalize(given).tolist() == wanted
+    assert normalizer.normalize(given).dtype == np.float32
+    restored = normalizer.restore([[-1, -0.25, -1], [0.5, 3, -1], [7, 0, 1]])
+    assert restored.tolist() == [[-2, -0.25, 5], [4, 1, 5], [6, 0, 5]]
+
+
+def test_mean_and_deviation_are_not_clipped() -> None:
+    normalizer = Normalizer.build("state", STATS, "mean_std", normalize_gripper=True)
+    assert normalizer.normalize([7, -1, 5]).tolist() == [3, -2, 0]
+    assert normalizer.restore([3, -2, 4]).tolist() == [7, -1, 5]
+
+
+def test_identity_clips_only() -> None:
+    normalizer = Normalizer.build("action", STATS, "identity", normalize_gripper=True)
+    assert normalizer.normalize([0.25, -4, 5]).tolist() == [0.25, -1, 1]
+    assert normalizer.restore([0.25, -4, 5]).tolist() == [0.25, -1, 1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.floats(-50, 50), st.floats(0.01, 100), st.floats(0, 1)), min_size=1, max_size=8))
+def test_what_lies_between_the_quantiles_comes_back(dimensions: list[tuple[float, float, float]]) -> None:
+    low, span, part = (np.array(column) for column in zip(*dimensions, strict=True))
+    stats = FeatureStats(q01=tuple(low), q99=tuple(low + span))
+    normalizer = Normalizer.build("action", stats, "quantiles", normalize_gripper=True)
+    values = low + part * span
+    restored = normalizer.restore(normalizer.normalize(values))
+    assert np.abs(restored - values).max() <= 1e-6 * (np.abs(low) + span).max() * 4
+
+
+def test_the_gripper_is_known_by_mask_or_name_or_asked_for() -> None:
+    def mask(stats: FeatureStats, gripper: bool = False) -> list[bool]:
+        return Normalizer.build("state", stats, "quantiles", gripper).mask.tolist()
+
+    assert mask(STATS.model_copy(update={"mask": (True, True, False), "max": None, "min": None})) == [True, True, False]
+    assert mask(STATS.model_copy(update={"mask": (True, False, True)}), gripper=True) == [True, True, True]
+    for names in (None, ("x", "gripper")):
+        with pytest.raises(ConfigurationError, match=r"(?s)which is the gripper.*normalize_gripper"):
+            mask(STATS.model_copy(update={"names": names}))
+
+
+def test_libero_leaves_one_finger_and_the_gripper_action_alone() -> None:
+    ends = {"q01": (-0.5,) * 8, "q99": (0.5,) * 8}
+    state = FeatureStats(**ends, names=("x", "y", "z", "rx", "ry", "rz", "rw", "gripper"))
+    assert Normalizer.build("state", state, "quantiles", False).mask.tolist() == [True] * 7 + [False]
+
+
+def test_a_gripper_out_of_range_is_refused_at_building_and_at_use() -> None:
+    with pytest.raises(ConfigurationError, match=r"(?s)action 'left_Gripper' is -40, outside.*normalize_gripper"):
+        Normalizer.build("action", STATS.model_copy(update={"min": (0.0, -40.0, 0.0)}), "quantiles", False)
+    normalizer = Normalizer.build("action", STATS, "quantiles", normalize_gripper=False)
+    with pytest.raises(DataError, match=r"(?s)'left_Gripper' is 1.5 at step 2, outside.*episode 7"):
+        normalizer.normalize([[0, 0, 0], [0, 1, 0], [0, 1.5, 0]], where="episode 7")
+    with pytest.raises(DataError, match=r"\(4,\), its statistics have 3"):
+        normalizer.normalize([0, 0, 0, 0])
+
+
+def test_statistics_that_a_mode_needs_are_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"(?s)q01 and q99.*quantile-stats"):
+        Normalizer.build("action", FeatureStats(mean=(0.0,), std=(1.0,)), "quantiles", True)
+    with pytest.raises(ValueError, match="one number per dimension"):
+        FeatureStats(mean=(0.0, 1.0), std=(1.0,))
+
+
+FILE = {
+    "format": "molmoact2_norm_stats.v1",
+    "norm_mode": "q01_q99",
+    "metadata_by_tag": {
+        "libero": {
+            "action_key": "action",
+            "state_keys": ["observation.state"],
+            "camera_keys": ["observation.images.image", "observation.images.wrist_image"],
+            "normalize_gripper": False,
+            "action_horizon": 10,
+            "n_action_steps": 8,
+            "setup_type": "single franka robotic arm in libero",
+            "control_mode": "delta end-effector pose",
+            "action_stats": {"q01": [0.1], "q99": [0.2], "count": [273465], "mask": [True], "new": "kept"},
+            "state_stats": {"q01": [0, -1.5], "q99": [0.2, 1], "names": ["a", "gripper"], "count": 9},
+            "comment": {"kept": [1]},
+        },
+        "so100": {"action_stats": {"mean": [0.0]}, "state_stats": {"mean": [0.0]}},
+    },
+}
+
+
+def test_the_file_comes_back_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "in.json").write_text(json.dumps(FILE))
+    stats = NormStats.load(tmp_path / "in.json")
+    stats.save(tmp_path / "out.json")
+    assert json.loads((tmp_path / "out.json").read_text()) == FILE
+    assert stats.select("libero").action_stats.mask == (True,)
+    with pytest.raises(ConfigurationError, match=r"(?s)'droid'.*libero, so100"):
+        stats.select("droid")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "no statistics"),
+        ("{", "not JSON"),
+        (json.dumps(FILE | {"format": "v2"}), "format"),
+        ('{"format": "molmoact2_norm_stats.v1", "norm_mode": "q", "metadata_by_tag": {"a": {}}}', "a.action_stats"),
+        (json.dumps(FILE).replace("[0.1]", "[NaN]"), "q01"),
+    ],
+    ids=["missing", "cut", "version", "tag", "nan"],
+)
+def test_a_bad_file_is_named(content: str | None, words: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "norm_stats.json").write_text(content)
+    with pytest.raises(DataError, match=rf"(?s){words}.*norm_stats\.json"):
+        NormStats.load(tmp_path / "norm_stats.json")
+
+
+def test_a_tag_sets_the_horizon_and_fills_what_is_empty() -> None:
+    robot = NormStats.model_validate(FILE).select("libero")
+    resolved = resolve(policy(chunk_size=30, n_action_steps=30), robot)
+    assert (resolved.chunk_size, resolved.n_action_steps) == (10, 8)
+    assert resolved.setup_type == "single franka robotic arm in libero"
+    assert resolved.image_keys == robot.camera_keys
+    told = resolve(policy(setup_type="mine", image_keys=("a",)), robot)
+    assert (told.setup_type, told.control_mode, told.image_keys) == ("mine", "delta end-effector pose", ("a",))
+    other = ("observation.images.front",)
+    assert resolve(policy(), robot, available=other).image_keys == other
+    assert resolve(policy(), robot, available=(*robot.camera_keys, "more")).image_keys == robot.camera_keys
+    with pytest.raises(ConfigurationError, match=r"30 is more than the 10"):
+        resolve(policy(n_action_steps=30), robot.model_copy(update={"n_action_steps": None}))
+
+
+def test_a_dataset_gives_the_same_form() -> None:
+    entry = {"min": [0.0], "max": [1.0], "q01": [0.0], "q99": [1.0], "count": [5], "other": [1, 2]}
+    features = {
+        "observation.state": Feature(dtype="float32", shape=(1,), names={"motors": ["joint"]}),
+        "observation.images.a": Feature(dtype="video", shape=(8, 8, 3)),
+        "action": Feature(dtype="float32", shape=(1,), names=["gripper"]),
+    }
+    robot = robot_metadata({"observation.state": entry, "action": entry}, features, policy(setup_type="arm"))
+    assert (robot.state_stats.names, robot.action_stats.names) == (("joint",), ("gripper",))
+    assert robot.camera_keys == ("observation.images.a",)
+    document = norm_stats({"mine": robot}, policy()).model_dump(mode="json", exclude_unset=True)
+    assert document["norm_mode"] == "q01_q99"
+    assert NormStats.model_validate(document).select("mine") == robot
+    with pytest.raises(DataError, match=r"(?s)no 'action'.*quantile-stats"):
+        robot_metadata({"observation.state": entry}, features, policy())
+
+
+def test_whose_statistics_are_trained_with() -> None:
+    assert RobotMetadata(action_stats=STATS, state_stats=STATS, setup_type=None).setup_type == ""  # type: ignore[arg-type]
+    tagged = RobotMetadata(action_stats=STATS, state_stats=STATS, setup_type="tag")
+    own = RobotMetadata(action_stats=FeatureStats(mean=(0.0,)), state_stats=FeatureStats(mean=(1.0,)))
+    assert training_robot(policy(), tagged, own) == tagged
+    seed = training_robot(policy(semantics="seed"), tagged, own)
+    assert (seed.action_stats, seed.setup_type) == (own.action_stats, "tag")

@@ -1,0 +1,263 @@
+"""Examples as a whole: their tokens against the released text tokenised at once, their arrays against the parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.robots import RobotObservation
+from components.policies.molmoact2.action_tokens import ActionTokens
+from components.policies.molmoact2.config import MolmoAct2Config
+from components.policies.molmoact2.images import ImageLayout
+from components.policies.molmoact2.norm_stats import FeatureStats, RobotMetadata
+from components.policies.molmoact2.processor import Processor
+from components.policies.settings import PolicySettings
+
+STATES, ACTIONS, CHUNK, HORIZON, WIDTH = 16, 90, 4, 6, 5
+WORDS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<action_output>", "<setup_start>", "<setup_end>")
+WORDS += ("<control_start>", "<control_end>", "<state_start>", "<state_end>", "<action_start>", "<action_end>")
+WORDS += tuple(f"<state_{i}>" for i in range(STATES)) + tuple(f"<action_{i}>" for i in range(ACTIONS))
+EXTRAS = ("<im_start>", "<im_end>", "<im_patch>", "<im_col>", "<|image|>")
+CAMERAS = ("observation.images.b", "observation.images.a")
+LAYOUT = ImageLayout(side=42, patch=14, pool=2, columns=False)
+
+
+def tokenizer(words: tuple[str, ...] = WORDS + EXTRAS) -> PreTrainedTokenizerFast:
+    """One token a byte, and the special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = Tokenizer(models.BPE(vocab={byte: index for index, byte in enumerate(alphabet)}, merges=[]))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    model.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in words])
+    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+
+
+TOKENIZER = tokenizer()
+
+
+def token(text: str) -> int:
+    found = TOKENIZER.convert_tokens_to_ids(text)
+    assert isinstance(found, int)
+    return found
+
+
+def config(**changes: Any) -> MolmoAct2Config:
+    raw: dict[str, Any] = {
+        "adapter_config": {"pooling_attention_mask": True},
+        "text_config": {"use_qk_norm": True, "qk_norm_type": "qwen3", "num_hidden_layers": 2},
+        "action_expert_config": {"num_layers": 2},
+        "image_patch_id": token("<im_patch>"),
+        "image_start_token_id": token("<im_start>"),
+        "action_start_token_id": token("<action_start>"),
+        "action_end_token_id": token("<action_end>"),
+        "action_token_start_id": token("<action_0>"),
+        "num_action_tokens": ACTIONS,
+        "num_state_tokens": STATES,
+        "eos_token_id": token("<|im_end|>"),
+        "max_action_dim": WIDTH,
+    }
+    return MolmoAct2Config.from_dict(raw | changes)
+
+
+def policy(**changes: Any) -> PolicySettings:
+    values: dict[str, Any] = {
+        "semantics": "head",
+        "image_attention_at_inference": "as_trained",
+        "action_mode": "both",
+        "chunk_size": CHUNK,
+        "n_action_steps": 2,
+        "setup_type": "one arm",
+        "control_mode": "joints",
+        "image_keys": CAMERAS,
+        "normalize_language": True,
+        "normalize_gripper": False,
+        "add_setup_tokens": True,
+        "add_control_tokens": True,
+        "state_normalization": "quantiles",
+        "action_normalization": "quantiles",
+        "max_sequence_length": 1000,
+        "num_flow_timesteps": 8,
+        "mask_action_dim_padding": True,
+        "enable_knowledge_insulation": False,
+        "softmax_auxiliary_loss_scale": 1e-4,
+        "discrete_loss_token_weighting": "token",
+        "llm_residual_dropout": 0.0,
+        "dtype": "float32",
+    }
+    return PolicySettings(**(values | changes))
+
+
+ROBOT = RobotMetadata(
+    state_stats=FeatureStats(q01=(0.0, 0.0), q99=(15.0, 30.0), names=("a", "b")),
+    action_stats=FeatureStats(q01=(-2.0, 0.0, 0.0), q99=(2.0, 4.0, 0.0), names=("a", "b", "gripper")),
+)
+RNG = np.random.default_rng(0)
+OBSERVATION = RobotObservation(
+    images={
+        "observation.images.a": RNG.integers(0, 256, (20, 30, 3), dtype=np.uint8),
+        "observation.images.b": RNG.integers(0, 256, (42, 42, 3), dtype=np.uint8),
+    },
+    state=np.array([3, 30], np.float32),
+    task="Task: Put <it> in the b\u00f6wl.",
+)
+DONE = np.stack([np.linspace(-2, 2, CHUNK), np.full(CHUNK, 1.0), [-1, -1, 1, 1]], axis=1)
+
+
+@pytest.fixture(scope="module")
+def fast() -> ActionTokens:
+    return ActionTokens.fit([np.zeros((CHUNK, 3), np.float32)], vocabulary=ACTIONS, scale=10)
+
+
+def build(settings: PolicySettings, fast: ActionTokens | None, **changes: Any) -> Processor:
+    parts: dict[str, Any] = {"config": config(), "tokenizer": TOKENIZER, "robot": ROBOT, "layout": LAYOUT}
+    return Processor.build(settings=settings, action_tokens=fast, **(parts | changes))
+
+
+def text(columns: str = "", images: tuple[str, ...] = ("Image 1", "Image 2")) -> str:
+    """The released prompt, spelt out: 42 pixels are 3 x 3 patches, pooled to 2 x 2 tokens."""
+    picture = "<im_start>" + ("<im_patch><im_patch>" + columns) * 2 + "<im_end>"
+    return (
+        "<|im_end|>"
+        + "".join(label + picture for label in images)
+        + "<|im_start|>user\nThe task is to put <it> in the b\u00f6wl. "
+        + "The setup is <setup_start>one arm<setup_end>. "
+        + "The current state of the robot is <state_start><state_3><state_15><state_end>. "
+        + "The expected control mode is <control_start>joints<control_end>. "
+        + "Given these, what action should the robot take to complete the task?<|im_end|>\n"
+        + "<|im_start|>assistant\n<action_output>"
+    )
+
+
+def at_once(whole: str) -> list[int]:
+    ids: list[int] = TOKENIZER(whole, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def test_the_prompt_is_the_released_text(fast: ActionTokens) -> None:
+    example = build(policy(), fast).encode(OBSERVATION)
+    assert example.input_ids.tolist() == at_once(text())
+    assert example.labels is None and example.actions is None
+    pictures = {token(word) for word in EXTRAS[:4]}
+    assert example.image_tokens.tolist() == [one in pictures for one in example.input_ids.tolist()]
+    columns = ImageLayout(side=42, patch=14, pool=2, columns=True)
+    one = build(policy(image_keys=CAMERAS[:1]), fast, layout=columns).encode(OBSERVATION)
+    assert one.input_ids.tolist() == at_once(text("<im_col>", ("",)))
+
+
+def test_pictures_stand_in_the_order_of_image_keys(fast: ActionTokens) -> None:
+    first, second = (LAYOUT.patchify([OBSERVATION.images[key]]) for key in CAMERAS)
+    example = build(policy(), fast).encode(OBSERVATION)
+    assert np.array_equal(example.pixel_values, np.concatenate([first, second]))
+    assert example.pooling.tolist() == [
+        *([0, 1, 3, 4], [2, -1, 5, -1], [6, 7, -1, -1], [8, -1, -1, -1]),
+        *([9, 10, 12, 13], [11, -1, 14, -1], [15, 16, -1, -1], [17, -1, -1, -1]),
+    ]
+    unnamed = build(policy(image_keys=()), fast).encode(OBSERVATION)
+    assert np.array_equal(unnamed.pixel_values, np.concatenate([second, first]))  # sorted
+    from_tag = build(policy(image_keys=()), fast, robot=ROBOT.model_copy(update={"camera_keys": CAMERAS[:1]}))
+    assert np.array_equal(from_tag.encode(OBSERVATION).pixel_values, first)
+
+
+def test_actions_are_normalised_padded_and_marked(fast: ActionTokens) -> None:
+    example = build(policy(), fast, horizon=HORIZON).encode(OBSERVATION, DONE, padding=[False, False, False, True])
+    assert example.actions is not None and example.actions.shape == (HORIZON, WIDTH)
+    wanted = np.stack([np.linspace(-1, 1, CHUNK), np.full(CHUNK, -0.5), [-1, -1, 1, 1]], axis=1)
+    assert np.allclose(example.actions[:CHUNK, :3], wanted, atol=1e-6)
+    assert not example.actions[CHUNK:].any() and not example.actions[:, 3:].any()
+    assert example.dimension_padding.tolist() == [False] * 3 + [True] * 2
+    assert example.horizon_padding is not None and example.horizon_padding.tolist() == [False] * 4 + [True] * 2
+    seed = build(policy(semantics="seed"), fast, horizon=HORIZON)
+    masked = seed.encode(OBSERVATION, DONE, padding=[False, False, False, True]).horizon_padding
+    assert masked is not None and masked.tolist() == [False] * 3 + [True] * 3
+
+
+def test_the_answer_is_labelled_and_says_the_actions(fast: ActionTokens) -> None:
+    processor = build(policy(), fast)
+    example = processor.encode(OBSERVATION, DONE)
+    prompt = at_once(text())
+    assert example.labels is not None and example.actions is not None
+    assert example.input_ids[: len(prompt)].tolist() == prompt
+    answer = example.input_ids[len(prompt) :].tolist()
+    assert example.labels.tolist() == [-100] * len(prompt) + answer
+    spoken = "".join(f"<action_{one}>" for one in fast.encode(example.actions[:CHUNK, :3]))
+    assert answer == at_once(f"<action_start>{spoken}<action_end><|im_end|>")
+    decoded = processor.decode_tokens(answer)
+    assert decoded.actions is not None
+    # Half a rounding step for each of CHUNK coefficients, in units of q99 - q01 = 4 over the 2 of [-1, 1].
+    assert np.abs(processor.decode(decoded.actions) - DONE).max() <= 0.05 * np.sqrt(CHUNK) * 2 + 1e-5
+    assert build(policy(action_mode="continuous"), None).encode(OBSERVATION, DONE).labels is None
+
+
+def test_answers_that_say_nothing_are_reported(fast: ActionTokens) -> None:
+    processor = build(policy(), fast)
+    start, end = token("<action_start>"), token("<action_end>")
+    for ids, words in (
+        ([token("<|im_end|>")], "no <action_start>"),
+        ([start, token("<action_3>")], "no <action_end>"),
+        ([start, end], "0 coefficients, not 4 x 3"),
+        ([start, token("<state_1>"), end], "action token -"),
+        ([end, start], "0 coefficients"),
+    ):
+        answer = processor.decode_tokens(ids)
+        assert answer.actions is None and answer.error is not None and words in answer.error
+
+
+def test_actions_come_back_in_the_datasets_units(fast: ActionTokens) -> None:
+    processor = build(policy(), fast, horizon=HORIZON)
+    example = processor.encode(OBSERVATION, DONE)
+    assert example.actions is not None
+    back = processor.decode(example.actions)
+    assert back.dtype == np.float32 and np.allclose(back, DONE, atol=1e-6)
+    many = processor.decode(np.full((2, HORIZON, WIDTH), 9.0))
+    assert many.shape == (2, CHUNK, 3) and many[1, 1].tolist() == [2, 4, 1]  # clipped to the ends
+
+
+def test_examples_do_not_depend_on_what_came_before(fast: ActionTokens) -> None:
+    used, fresh = build(policy(), fast), build(policy(), fast)
+    used.encode(RobotObservation(OBSERVATION.images, np.zeros(2, np.float32), "Another"))
+    first, second = used.encode(OBSERVATION, DONE), fresh.encode(OBSERVATION, DONE)
+    for name, value in vars(first).items():
+        assert np.array_equal(value, getattr(second, name))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"observation": RobotObservation({}, OBSERVATION.state, "x")}, "no camera 'observation.images.b'"),
+        ({"observation": RobotObservation(OBSERVATION.images, np.zeros(3, np.float32), "x")}, "its statistics have 2"),
+        ({"observation": RobotObservation(OBSERVATION.images, OBSERVATION.state, "x" * 900)}, "1000 are allowed"),
+        ({"actions": DONE[:3]}, r"\(3, 3\), not \(4, 3\)"),
+        ({"actions": np.where(DONE == 1, np.nan, DONE)}, "'b' is nan at step 0"),
+        ({"actions": DONE * 2}, "'gripper' is -2 at step 0"),
+        ({"padding": [True]}, r"\(1,\), not \(4,\)"),
+    ],
+    ids=["camera", "state", "length", "chunk", "nan", "gripper", "padding"],
+)
+def test_bad_frames_are_named(change: dict[str, Any], words: str, fast: ActionTokens) -> None:
+    given: dict[str, Any] = {"observation": OBSERVATION, "actions": DONE} | change
+    with pytest.raises(DataError, match=rf"(?s){words}.*episode 3, frame 5"):
+        build(policy(semantics="seed"), fast).encode(**given, where="episode 3, frame 5")
+
+
+def without(word: str) -> tuple[str, ...]:
+    """The special tokens with another name for `word`."""
+    return tuple("<unused>" if each == word else each for each in WORDS + EXTRAS)
+
+
+def test_parts_that_do_not_fit_are_refused(fast: ActionTokens) -> None:
+    for error, words, changes in (
+        (ConfigurationError, "needs an action tokenizer", {"fast": None}),
+        (ConfigurationError, "actions of a chunk, and the model has 3", {"horizon": 3}),
+        (ConfigurationError, "3 action dimensions, and the model has 2", {"config": config(max_action_dim=2)}),
+        (ConfigurationError, "action tokens, and the model has 9", {"config": config(num_action_tokens=9)}),
+        (DataError, "token <im_patch> is .* and 3 by", {"config": config(image_patch_id=3)}),
+        (DataError, "token <state_15> is None", {"tokenizer": tokenizer(without("<state_15>"))}),
+        (DataError, "token <im_col> is None", {"tokenizer": tokenizer(without("<im_col>"))}),
+    ):
+        with pytest.raises(error, match=words):
+            build(policy(), **({"fast": fast} | changes))  # type: ignore[arg-type]
