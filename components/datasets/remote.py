@@ -109,10 +109,10 @@ class Remote:
                 where=self.url,
                 remedy="choose fewer episodes or cameras, or raise ARMATURE_FETCH_LIMIT_GB",
             )
+        filesystem, base = _filesystem(self.url)
         try:
-            filesystem, base = _filesystem(self.url)
             filesystem.get_file(f"{base}/{name}", str(target))
-        except (OSError, ValueError) as error:
+        except Exception as error:  # each kind of filesystem has errors of its own
             raise DataError(f"{name!r} cannot be fetched: {error!r:.300}", where=self.url) from error
         if (size := target.stat().st_size) != entry.size:
             raise DataError(f"{name!r} arrived with {size} bytes, not {entry.size}", where=self.url)
@@ -157,11 +157,10 @@ def resolve(name: str, revision: str) -> str:
     if COMMIT.fullmatch(revision):
         return revision
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         return str(HfApi().dataset_info(name, revision=revision).sha)
-    except (HfHubHTTPError, OSError) as error:
+    except Exception as error:  # the network's, the hub's, or those of a name that cannot be
         raise _unreachable(f"{name} at {revision}", error) from error
 
 
@@ -200,7 +199,7 @@ def _list(url: str) -> Listing:
     filesystem, base = _filesystem(url)
     try:
         found: Mapping[str, Mapping[str, Any]] = filesystem.find(base, detail=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # each kind of filesystem has errors of its own
         raise _unreachable(url, error) from error
     files = {}
     for full, facts in found.items():

@@ -1,0 +1,218 @@
+"""Datasets behind URLs and on a hub: the same items as in a folder, from the files alone that they need."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import fsspec
+import numpy as np
+import pytest
+
+from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.machine import Machine
+from components.datasets.files import Folder
+from components.datasets.lerobot.reader import open_dataset
+from components.datasets.mixture import Mixture, Place
+from components.datasets.remote import Cache, open_files
+from components.datasets.settings import DatasetSettings, QuantileStatsSettings
+from components.datasets.source import open_sources, pinned
+from components.stages import run_stage
+
+from .conftest import write
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+SPLIT = {"data_files_size_in_mb": 1e-3, "video_files_size_in_mb": 1e-9}
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """A dataset whose episodes have a data file and a video file each."""
+    root = tmp_path_factory.mktemp("datasets") / "many"
+    write(root, **SPLIT)
+    return root
+
+
+@pytest.fixture
+def bucket(many, request) -> Iterator[str]:
+    filesystem = fsspec.filesystem("memory")
+    url = f"memory://{request.node.name.partition('[')[0]}/small"
+    filesystem.put(str(many), url, recursive=True)
+    yield url
+    filesystem.rm(url, recursive=True)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return Cache(tmp_path / "cache", 10**9)
+
+
+def fetched(root: Path) -> list[str]:
+    names = (path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+    return sorted(name for name in names if "/." not in f"/{name}")
+
+
+def test_only_the_files_that_are_needed_are_fetched(bucket, many, cache):
+    dataset = open_dataset(open_files(bucket, None, cache))
+    assert fetched(dataset.root) == [
+        "meta/episodes/chunk-000/file-000.parquet",
+        "meta/info.json",
+        "meta/tasks.parquet",
+    ]
+    folder = open_dataset(many)
+    (values,) = dataset.columns(["action"], dataset.episodes[2]).values()
+    np.testing.assert_array_equal(values, folder.columns(["action"], folder.episodes[2])["action"])
+    assert "data/chunk-000/file-002.parquet" in fetched(dataset.root) and len(fetched(dataset.root)) == 4
+    shown = list(dataset.pictures("observation.images.wrist", dataset.episodes[1], [0]))
+    expected = list(folder.pictures("observation.images.wrist", folder.episodes[1], [0]))
+    np.testing.assert_array_equal(np.asarray(shown[0]), np.asarray(expected[0]))
+    assert "videos/observation.images.wrist/chunk-000/file-001.mp4" in fetched(dataset.root)
+    assert dataset.stats == folder.stats
+
+
+def test_stages_take_a_url(bucket, many, tmp_path):
+    facts = Machine(store=str(tmp_path))
+    settings = QuantileStatsSettings(features=("action",), pictures="sampled")
+    made = []
+    for path in (bucket, str(many)):
+        source = run_stage("dataset", pinned(DatasetSettings(path=path)), {}, facts)
+        made.append(run_stage("quantile-stats", settings, {"dataset": source}, facts))
+        assert Mixture(open_sources(source.path), 3, 0).sample(Place(0, 9)).observation.task == "task 0"
+    first, second = (json.loads((each.path / "stats.json").read_text()) for each in made)
+    assert first == second
+
+
+def test_a_bucket_that_changed_is_refused_and_taken_anew(bucket, many, tmp_path):
+    facts = Machine(store=str(tmp_path))
+    source = run_stage("dataset", pinned(DatasetSettings(path=bucket)), {}, facts)
+    info = json.loads((many / "meta/info.json").read_text()) | {"robot_type": "other"}
+    with fsspec.open(f"{bucket}/meta/info.json", "w") as file:
+        json.dump(info, file)
+    with pytest.raises(DataError, match="the dataset has changed"):
+        open_sources(source.path)
+    again = run_stage("dataset", pinned(DatasetSettings(path=bucket)), {}, facts)
+    assert open_sources(again.path)[0].dataset.info.robot_type == "other"
+
+
+def test_a_dataset_fetches_no_more_than_it_may(bucket, many, tmp_path):
+    meta = sum((many / name).stat().st_size for name in Folder(many).names() if name.startswith("meta/"))
+    dataset = open_dataset(open_files(bucket, None, Cache(tmp_path, meta + 1000)))
+    with pytest.raises(DataError, match="more than") as caught:
+        dataset.columns(["action"], dataset.episodes[0])
+    assert "ARMATURE_FETCH_LIMIT_GB" in caught.value.remedy
+    assert not list(dataset.root.rglob("data/*/*.parquet"))
+
+
+def test_a_file_that_arrives_short_is_not_kept(bucket, cache):
+    dataset = open_dataset(open_files(bucket, None, cache))
+    with fsspec.open(f"{bucket}/data/chunk-000/file-000.parquet", "wb") as file:
+        file.write(b"short")
+    with pytest.raises(DataError, match="arrived with 5 bytes, not"):
+        dataset.columns(["action"], dataset.episodes[0])
+    assert not list(dataset.root.rglob("data/*/*.parquet"))
+    fsspec.filesystem("memory").rm(f"{bucket}/data/chunk-000/file-000.parquet")
+    with pytest.raises(DataError, match="cannot be fetched"):
+        dataset.columns(["action"], dataset.episodes[0])
+
+
+def test_what_is_no_dataset_or_no_url_is_named(cache):
+    with pytest.raises(DataError, match=r"no meta/info\.json"):
+        open_files("memory://empty", None, cache)
+    with pytest.raises(ConfigurationError, match="the URL cannot be opened"):
+        open_files("nowhere://bucket/dataset", None, cache)
+    with pytest.raises(ConfigurationError, match="only a hub name has a revision"):
+        open_files("memory://empty", "main", cache)
+    with pytest.raises(ConfigurationError, match="a hub name needs a revision"):
+        open_files("someone/dataset", None, cache)
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The four answers of a hub that a dataset needs, for one repository."""
+
+    root: Path
+    asked: list[str]
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.asked.append(path)
+        if path.startswith("/api/datasets/someone/small/revision/"):
+            known = path.rpartition("/")[2] in ("v1", COMMIT)
+            return self.answer(200, {"id": "someone/small", "sha": COMMIT}) if known else self.answer(404, {})
+        if path.startswith(f"/api/datasets/someone/small/tree/{COMMIT}"):
+            return self.answer(200, [self.entry(name) for name in fetched(self.root)])
+        if path.startswith("/api/datasets/someone/small/paths-info/"):
+            return self.answer(200, [])
+        before, _, name = path.partition(f"/resolve/{COMMIT}/")
+        if before == "/datasets/someone/small" and (self.root / name).is_file():
+            return self.answer(200, (self.root / name).read_bytes())
+        return self.answer(404, {})
+
+    def entry(self, name: str) -> dict[str, object]:
+        data = (self.root / name).read_bytes()
+        return {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+
+    def answer(self, status: int, content: object) -> None:
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("ETag", hashlib.sha1(data).hexdigest())
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def hub(many, monkeypatch) -> Iterator[list[str]]:
+    """What the hub was asked."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    Hub.root, Hub.asked = many, []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    huggingface_hub.HfFileSystem.clear_instance_cache()
+    yield Hub.asked
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_hub_name_is_read_at_its_commit(hub, many, tmp_path, monkeypatch):
+    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
+    settings = pinned(DatasetSettings(path="someone/small", revision="v1"))
+    assert settings.revision == COMMIT and settings.digest
+    artifact = run_stage("dataset", settings, {}, Machine(store=str(tmp_path)))
+    (source,) = open_sources(artifact.path)
+    folder = open_dataset(many)
+    sample = Mixture((source,), 3, 0).sample(Place(0, 8))
+    np.testing.assert_array_equal(sample.actions, folder.columns(["action"], folder.episodes[2])["action"][:3])
+    assert "data/chunk-000/file-002.parquet" in fetched(source.dataset.root)
+    assert "data/chunk-000/file-000.parquet" not in fetched(source.dataset.root)
+    hub.clear()
+    assert open_sources(artifact.path)[0].dataset.episodes == source.dataset.episodes
+    assert hub == []  # a commit never changes: what was fetched needs no network
+    with pytest.raises(DataError, match="cannot be reached"):
+        pinned(DatasetSettings(path="someone/small", revision="v2"))
+
+
+def test_a_folder_of_two_names_is_a_folder(many, tmp_path, monkeypatch):
+    shutil.copytree(many, tmp_path / "someone/small")
+    monkeypatch.chdir(tmp_path)
+    files = open_files("someone/small", None, Cache(tmp_path / "cache", 0))
+    assert isinstance(files, Folder) and files.digest() == Folder(many).digest()
