@@ -53,11 +53,11 @@ def plan_episodes(settings: LiberoEvaluationSettings, known: Mapping[str, Sequen
                 remedy=f"choose from 0 to {max(by_index)}, or leave it empty for all",
             )
         for index in sorted(settings.tasks or by_index):
-            planned += _of_task(by_index[index], settings)
+            planned += _of_task(by_index[index], settings, settings.max_steps[suite])
     return planned
 
 
-def _of_task(task: LiberoTask, settings: LiberoEvaluationSettings) -> list[Planned]:
+def _of_task(task: LiberoTask, settings: LiberoEvaluationSettings, max_steps: int) -> list[Planned]:
     return [
         Planned(
             task=task,
@@ -65,7 +65,7 @@ def _of_task(task: LiberoTask, settings: LiberoEvaluationSettings) -> list[Plann
             initial_state=episode % task.initial_states,
             repetition=episode // task.initial_states,
             simulator_seed=settings.seed + episode,
-            max_steps=settings.max_steps[task.suite],
+            max_steps=max_steps,
         )
         for episode in range(settings.episodes_per_task)
     ]

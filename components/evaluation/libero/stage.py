@@ -44,7 +44,7 @@ def evaluate_libero(
     from components.policies.molmoact2.policy import open_policy
 
     plan = settings.evaluation
-    known = {suite: suite_tasks(suite) for suite in plan.suites}
+    known: dict[str, Sequence[LiberoTask]] = {suite: suite_tasks(suite) for suite in plan.suites}
     policy = open_policy(
         inputs["policy"].path,
         mode=plan.inference_action_mode,
