@@ -1,0 +1,157 @@
+"""What a trained policy answers: actions by Euler steps from noise, or action tokens one by one.
+
+A row's answer has the same bits whatever is asked beside it. On a CPU rows run one by one and nothing is padded: its
+matrix products sum in an order that depends on a row's place, so that a row moved within a group changes in its last
+bits. On a GPU rows run in groups of a constant size and width, where every place gives the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from components.contracts.errors import DataError
+from components.policies.molmoact2.batch import Example, PolicyBatch
+from components.policies.molmoact2.collate import collate
+from components.policies.molmoact2.config import MolmoAct2Config
+from components.policies.molmoact2.graphs import GraphedFunction
+from components.policies.molmoact2.masks import context_index, context_mask
+from components.policies.molmoact2.model import MolmoAct2
+from components.policies.molmoact2.semantics import SEMANTICS
+from components.policies.settings import PolicySettings
+
+
+@dataclass(frozen=True)
+class InferencePlan:
+    """bidirectional_images, hides_answers, mask_dimensions: as in `LossPlan`. steps: of Euler's method."""
+
+    bidirectional_images: bool
+    hides_answers: bool
+    mask_dimensions: bool
+    steps: int
+
+    @classmethod
+    def of(cls, settings: PolicySettings, config: MolmoAct2Config) -> InferencePlan:
+        semantics, mode = SEMANTICS[settings.semantics], settings.action_mode
+        both_ways = settings.image_attention_at_inference == "bidirectional"
+        return cls(
+            bidirectional_images=both_ways or mode in semantics.bidirectional_images,
+            hides_answers=mode in semantics.hides_answers,
+            mask_dimensions=settings.mask_action_dim_padding,
+            steps=settings.num_inference_steps or config.flow_matching_num_steps,
+        )
+
+
+def row_noise(seeds: Sequence[int], horizon: int, dimensions: int) -> Tensor:
+    """(N, T, dimensions) float32 on the CPU; row i is drawn from seed i alone."""
+    return torch.stack(
+        [torch.randn(horizon, dimensions, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    )
+
+
+class Sampler:
+    """Answers examples without actions. The model is put into eval mode."""
+
+    def __init__(
+        self, model: MolmoAct2, plan: InferencePlan, horizon: int, group: int, width: int, pad_id: int
+    ) -> None:
+        """
+        Args:
+            horizon: T, actions of a chunk.
+            group: Rows of one forward pass on a GPU; a last group that is not full is filled up with copies.
+            width: Tokens that no example exceeds; rows on a GPU have as many.
+        """
+        self.model, self.plan, self.horizon = model.eval(), plan, horizon
+        self.device = next(model.parameters()).device
+        on_gpu = self.device.type == "cuda"
+        self.group, self.width, self.pad_id = group if on_gpu else 1, width, pad_id
+        self._padded = on_gpu
+        self._graph = GraphedFunction(self._euler) if on_gpu else None
+
+    @torch.no_grad()
+    def sample(self, examples: Sequence[Example], seeds: Sequence[int]) -> Tensor:
+        """Normalised actions (N, T, max_action_dim) float32 on the CPU, not clamped.
+
+        Raises:
+            DataError: an example is longer than `width`.
+        """
+        noise = row_noise(seeds, self.horizon, self.model.config.max_action_dim)
+        chunks = [self._sample(batch, noise[rows]) for rows, batch in self._groups(examples)]
+        return torch.cat(chunks)[: len(examples)]
+
+    @torch.no_grad()
+    def generate(self, examples: Sequence[Example], max_steps: int) -> list[list[int]]:
+        """Of every example the most likely tokens one by one, until EOS (included) or `max_steps` tokens.
+
+        Raises:
+            DataError: an example is longer than `width`.
+        """
+        answers = [answer for _, batch in self._groups(examples) for answer in self._generate(batch, max_steps)]
+        return answers[: len(examples)]
+
+    def _groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], PolicyBatch]]:
+        """Indices of the rows, and the rows, of every group."""
+        for index, example in enumerate(examples):
+            if example.length > self.width:
+                raise DataError(
+                    f"an example has {example.length} tokens, and the policy was set up for {self.width}",
+                    where=f"observation {index}",
+                    remedy="shorten the instruction, or raise max_sequence_length",
+                )
+        for start in range(0, len(examples), self.group):
+            rows = [min(start + slot, len(examples) - 1) for slot in range(self.group)]
+            multiple = self.width - 1 if self._padded else 1
+            batch = collate([examples[row] for row in rows], "left", multiple, self.pad_id)
+            yield rows, batch.to(self.device)
+
+    def _sample(self, batch: PolicyBatch, noise: Tensor) -> Tensor:
+        with self.model.autocast(self.device):
+            cache = self.model.encode(batch, self.plan.bidirectional_images).cache
+            seen = context_mask(batch, self.plan.hides_answers, self.model.config)
+            context = context_index(batch, seen, self.width if self._padded else None)
+            contexts = [self.model.action_expert.context(layer, context) for layer in cache]
+        used = ~batch.dimension_padding if self.plan.mask_dimensions else torch.ones_like(batch.dimension_padding)
+        inputs = [
+            noise.to(self.device),
+            used[:, None].float(),
+            context.valid[:, None, None, :],
+            *(part for pair in contexts for part in pair),
+        ]
+        return (self._euler if self._graph is None else self._graph)(inputs).cpu()
+
+    def _euler(self, inputs: Sequence[Tensor]) -> Tensor:
+        """noise (N, T, D), used (N, 1, D), mask (N, 1, 1, S), then keys and values of every layer."""
+        noise, used, mask, *flat = inputs
+        contexts = list(zip(flat[::2], flat[1::2], strict=True))
+        x = noise * used
+        with self.model.autocast(self.device):
+            for step in range(self.plan.steps):
+                time = torch.full((1,), step / self.plan.steps, device=self.device)
+                velocity = self.model.action_expert.velocity(x, time, contexts, mask, None)
+                x = x + velocity.to(x.dtype) * used / self.plan.steps
+        return x
+
+    def _generate(self, batch: PolicyBatch, max_steps: int) -> list[list[int]]:
+        text, eos = self.model.vlm.model.language_model, self.model.config.eos_token_id
+        seen = batch.example_ids >= 0
+        positions = seen.sum(-1)
+        with self.model.autocast(self.device):
+            hidden = self.model.encode(batch, self.plan.bidirectional_images)
+            chosen: list[Tensor] = []
+            ended = torch.zeros(len(seen), dtype=torch.bool, device=self.device)
+            for step in range(max_steps):
+                chosen.append(self.model.vlm.lm_head(hidden.states[:, -1]).argmax(-1))
+                ended = ended | (chosen[-1] == eos)
+                if bool(ended.all()) or step + 1 == max_steps:
+                    break
+                seen = torch.cat([seen, torch.ones_like(seen[:, :1])], dim=1)
+                x = text.embed_tokens(chosen[-1][:, None])
+                hidden = text(x, (positions + step)[:, None], seen[:, None, None], hidden.cache)
+        return [_up_to(row, eos) for row in torch.stack(chosen, dim=1).tolist()]
+
+
+def _up_to(tokens: list[int], last: int) -> list[int]:
+    return tokens[: tokens.index(last) + 1] if last in tokens else tokens

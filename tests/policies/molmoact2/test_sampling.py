@@ -1,0 +1,155 @@
+"""Samples against Euler's method in float64, tokens against a full forward pass each, and rows against one another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from components.contracts.errors import DataError
+from components.policies.molmoact2.batch import Example
+from components.policies.molmoact2.model import MolmoAct2
+from components.policies.molmoact2.sampling import InferencePlan, Sampler, row_noise
+from tests.policies.molmoact2 import reference
+from tests.policies.molmoact2.examples import (
+    CONFIG,
+    DIMENSIONS,
+    EOS,
+    HORIZON,
+    USED,
+    VOCABULARY,
+    as_batch,
+    make_examples,
+    make_model,
+)
+
+PLAN = InferencePlan(bidirectional_images=True, hides_answers=True, mask_dimensions=True, steps=10)
+SEEDS = [11, 7, 2**63 + 5]
+
+
+def _sampler(model: MolmoAct2, group: int = 1, **changes: object) -> Sampler:
+    """With groups of more than one padded as on a GPU."""
+    sampler = Sampler(model, replace(PLAN, **changes), horizon=HORIZON, group=group, width=40, pad_id=0)
+    sampler.group, sampler._padded = group, sampler._padded or group > 1
+    return sampler
+
+
+def _observed(count: int) -> list[Example]:
+    return [replace(one, actions=None, horizon_padding=None) for one in make_examples(count)]
+
+
+def _calm_model() -> MolmoAct2:
+    """With velocities of about 1, as a trained model has."""
+    model = make_model()
+    with torch.no_grad():
+        model.action_expert.final_layer.linear.weight.mul_(0.3)
+    return model
+
+
+@pytest.mark.parametrize("mask_dimensions", [True, False])
+def test_ten_euler_steps_are_those_of_the_formulas(mask_dimensions: bool) -> None:
+    model, examples = _calm_model(), _observed(2)
+    found = _sampler(model, mask_dimensions=mask_dimensions).sample(examples, SEEDS[:2])
+    weights = {name: value.detach().double() for name, value in model.action_expert.named_parameters()}
+    for index, example in enumerate(make_examples(2)):
+        batch = as_batch([example])
+        with torch.no_grad():
+            cache = model.encode(batch, bidirectional_images=True).cache
+        noise = torch.randn(HORIZON, DIMENSIONS, generator=torch.Generator().manual_seed(SEEDS[index]))
+        used = torch.arange(DIMENSIONS) < (USED if mask_dimensions else DIMENSIONS)
+        expected = reference.sample(
+            weights,
+            noise.double(),
+            10,
+            [(keys[0].double(), values[0].double()) for keys, values in cache],
+            batch.input_ids[0] != EOS,
+            torch.ones(HORIZON, dtype=torch.bool),
+            used,
+            CONFIG.action_expert_config.num_heads,
+        )
+        torch.testing.assert_close(found[index].double(), expected, rtol=1e-5, atol=1e-5)
+        if mask_dimensions:
+            assert not found[index, :, USED:].any()
+
+
+def test_a_row_has_the_same_bits_whatever_is_asked_beside_it() -> None:
+    examples = _observed(3)
+    sampler = Sampler(_calm_model(), PLAN, horizon=HORIZON, group=3, width=40, pad_id=0)
+    alone = [sampler.sample([example], [seed])[0] for example, seed in zip(examples, SEEDS, strict=True)]
+    together = sampler.sample(examples, SEEDS)
+    turned = sampler.sample(examples[::-1] * 2, SEEDS[::-1] * 2)
+    for index in range(3):
+        assert torch.equal(together[index], alone[index])
+        assert torch.equal(turned[2 - index], alone[index])
+        assert torch.equal(turned[5 - index], alone[index])
+
+
+def test_groups_of_padded_rows_sample_what_rows_alone_do() -> None:
+    model, examples = _calm_model(), _observed(3)
+    padded, alone = (_sampler(model, group).sample(examples, SEEDS) for group in (2, 1))
+    torch.testing.assert_close(padded, alone, rtol=0, atol=1e-5)
+
+
+def _tokens_by_full_passes(model: MolmoAct2, example: Example, steps: int) -> list[int]:
+    ids: list[int] = []
+    with torch.no_grad():
+        for _ in range(steps):
+            longer = replace(
+                example,
+                input_ids=np.concatenate([example.input_ids, ids]).astype(np.int64),
+                image_tokens=np.concatenate([example.image_tokens, np.zeros(len(ids), bool)]),
+            )
+            states = model.encode(as_batch([longer]), bidirectional_images=True).states
+            ids.append(int(model.vlm.lm_head(states[0, -1]).argmax()))
+            if ids[-1] == EOS:
+                break
+    return ids
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_generated_tokens_are_those_of_a_full_pass_for_each(group: int) -> None:
+    model, examples = make_model(), make_examples(3)
+    expected = [_tokens_by_full_passes(model, example, 8) for example in examples]
+    assert _sampler(model, group).generate(_observed(3), max_steps=8) == expected
+    assert len({tuple(tokens) for tokens in expected}) == 3
+
+
+def test_generation_ends_with_the_end_token() -> None:
+    model, examples = make_model(), make_examples(2)
+    free = _tokens_by_full_passes(model, examples[0], 6)
+    stop = free[3]
+    ending = MolmoAct2(CONFIG.model_copy(update={"eos_token_id": stop}))
+    ending.load_state_dict(model.state_dict())
+    found = _sampler(ending, 2).generate(_observed(2), max_steps=6)
+    assert found[0] == free[: free.index(stop) + 1]
+    assert all(token < VOCABULARY for row in found for token in row)
+
+
+def test_noise_is_drawn_row_by_row() -> None:
+    assert torch.equal(row_noise(SEEDS, 4, 3)[1:2], row_noise(SEEDS[1:2], 4, 3))
+    many = row_noise(range(200), 10, 8)
+    assert abs(float(many.mean())) < 0.03
+    assert abs(float(many.std()) - 1) < 0.03
+
+
+def test_an_example_beyond_the_width_is_refused() -> None:
+    sampler = Sampler(make_model(), PLAN, horizon=HORIZON, group=1, width=8, pad_id=0)
+    with pytest.raises(DataError, match="21 tokens") as error:
+        sampler.sample(_observed(3)[1:2], [0])
+    assert "observation 0" in str(error.value)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_samples_what_the_loop_does_and_rows_keep_their_bits() -> None:
+    model, examples = _calm_model().cuda(), _observed(3)
+    plain = _sampler(model, 2)
+    plain._graph = None
+    graphed = _sampler(model, 2)
+    expected = plain.sample(examples, SEEDS)
+    for _ in range(2):
+        assert torch.equal(graphed.sample(examples, SEEDS), expected)
+    for index in range(3):
+        assert torch.equal(graphed.sample(examples[index : index + 1], SEEDS[index : index + 1])[0], expected[index])
+    assert torch.equal(graphed.sample(examples[::-1], SEEDS[::-1]), expected.flip(0))
