@@ -54,7 +54,15 @@ PANELS = (
     Panel("Probability of a demonstrated token", ("probability",), limits=(0.0, 1.02)),
     Panel("Entropy", ("entropy",), unit="nats per token", limits=(0.0, None)),
     Panel("Loss", ("loss", "heldout/loss"), reference=0.0),
-    Panel("Gradient norm", ("grad_norm",), log=True),
+    Panel("Loss by part", ("loss/flow", "loss/cross_entropy", "loss/z"), log=True),
+    Panel(
+        "Error of held-out actions, and of the mean action",
+        ("heldout/action_error", "heldout/mean_action_error"),
+        unit="standard deviations",
+        limits=(0.0, None),
+    ),
+    Panel("Learning rate", (r"^learning_rate/",), limits=(0.0, None)),
+    Panel("Gradient norm", ("grad_norm", r"^grad_norm/"), log=True),
     Panel(
         "Fractions",
         (
@@ -79,6 +87,7 @@ PANELS = (
     ),
     Panel("Completion length", ("tokens/completion", "tokens/completion_max"), unit="tokens", limits=(0.0, None)),
     Panel("Time of a step", (r"^timing/(wait_for_rollouts|batch|train|sync)$",), unit="seconds", stacked=True),
+    Panel("Samples per second", ("samples_per_second",), limits=(0.0, None)),
     Panel("Left out, by reason", (r"^failures/", r"^drops/"), unit="per step", limits=(0.0, None)),
     Panel("Memory of the trainer", (r"^memory/",), unit="GiB", limits=(0.0, None)),
 )

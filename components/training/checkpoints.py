@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from components.contracts.errors import DataError, TrainerError
-from components.training.learner import Learner
-from components.training.ranks import like, whole
+from components.training.ranks import Ranks, like, whole
 from components.training.settings import TrainerSettings
 
 FORMAT = 1
@@ -31,6 +30,28 @@ STATE_FILE, MODEL_FILE, OPTIMIZER_FILE, RNG_FILE = (
 _NAME = re.compile(r"step-(\d{6,})")
 _NOT_COMPARED = {"save_every", "keep_checkpoints"}
 _SAMPLED = 64
+
+
+class Keeps(Protocol):
+    """The setting that says how many checkpoints stay."""
+
+    @property
+    def keep_checkpoints(self) -> int: ...
+
+
+class Resumable(Protocol):
+    """What a checkpoint is of; what of `model` requires a gradient is trained."""
+
+    steps_done: int
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+    @property
+    def ranks(self) -> Ranks: ...
+    @property
+    def settings(self) -> Keeps: ...
 
 
 def identity(model: nn.Module, settings: TrainerSettings, **more: Any) -> dict[str, Any]:
@@ -58,7 +79,7 @@ def latest(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def save(learner: Learner, folder: Path, state: Mapping[str, Any], who: Mapping[str, Any]) -> Path:
+def save(learner: Resumable, folder: Path, state: Mapping[str, Any], who: Mapping[str, Any]) -> Path:
     """Write `folder`/step-NNNNNN and remove all but the newest `keep_checkpoints`. Every rank calls it.
 
     Args:
@@ -98,7 +119,7 @@ def save(learner: Learner, folder: Path, state: Mapping[str, Any], who: Mapping[
     return target
 
 
-def load(learner: Learner, path: Path, who: Mapping[str, Any]) -> dict[str, Any]:
+def load(learner: Resumable, path: Path, who: Mapping[str, Any]) -> dict[str, Any]:
     """Bring `learner` to where it was, and return the `state` that was saved with it. Every rank calls it.
 
     Raises:
@@ -136,15 +157,15 @@ def load(learner: Learner, path: Path, who: Mapping[str, Any]) -> dict[str, Any]
     return state
 
 
-def _trained(learner: Learner) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in learner.policy.model.named_parameters() if p.requires_grad}
+def _trained(learner: Resumable) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in learner.model.named_parameters() if p.requires_grad}
 
 
-def _model_tensors(learner: Learner) -> dict[str, Tensor]:
+def _model_tensors(learner: Resumable) -> dict[str, Tensor]:
     return {name: whole(parameter).contiguous() for name, parameter in _trained(learner).items()}
 
 
-def _optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
+def _optimizer_tensors(learner: Resumable) -> dict[str, Tensor]:
     """Keys are "<parameter>|<slot>"."""
     return {
         f"{name}|{slot}": whole(value).contiguous()
@@ -154,8 +175,10 @@ def _optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
 
 
 def _slot(value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """A moment is laid out like its parameter; the count of steps is a scalar on the CPU."""
-    return like(value, parameter.detach()) if value.shape == parameter.shape and value.ndim else value
+    """A moment is laid out like its parameter, in its own dtype; the count of steps is a scalar on the CPU."""
+    if value.shape != parameter.shape or not value.ndim:
+        return value
+    return like(value, parameter.detach().to(value.dtype))
 
 
 def _rng() -> dict[str, Tensor]:

@@ -23,20 +23,32 @@ IDLE = timedelta(days=365)
 
 @contextmanager
 def joined(settings: ServiceSettings) -> Iterator[Ranks]:
-    """This process as one of the ranks that torchrun started, seeded and deterministic on CPU."""
+    """This process as one of the ranks of a trainer service."""
+    with joined_ranks(bool(settings.gpus), settings.threads, settings.policy.trainer.seed) as ranks:
+        yield ranks
+
+
+@contextmanager
+def joined_ranks(gpus: bool, threads: int, seed: int) -> Iterator[Ranks]:
+    """This process as one of the ranks that torchrun started, seeded and deterministic on CPU.
+
+    Args:
+        gpus: each rank has the GPU of its number on this machine.
+        threads: of torch on the CPU; 0 lets it choose.
+    """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if settings.gpus else torch.device("cpu")
-    if settings.gpus:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpus else torch.device("cpu")
+    if gpus:
         torch.cuda.set_device(device)
     else:
         torch.use_deterministic_algorithms(True)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    torch.manual_seed(settings.policy.trainer.seed)
+    if threads:
+        torch.set_num_threads(threads)
+    torch.manual_seed(seed)
     if size == 1:
         yield Ranks(device=device)
         return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if settings.gpus else "gloo", timeout=IDLE)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=IDLE)
     try:
         yield Ranks(rank, size, device, dist.new_group(backend="gloo", timeout=IDLE))
     finally:

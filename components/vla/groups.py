@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from torch import nn
 
 from components.policies.settings import Semantics
-from components.vla.embedding import SplitEmbedding
 from components.vla.lora import add_adapters
 from components.vla.settings import LearningRates, VlaTrainerSettings
 
@@ -18,23 +17,22 @@ EMBEDDING = "vlm.model.language_model.embed_tokens"
 GROUPS = ("vlm", "vit", "connector", "action_expert")
 
 
-def prepare(model: nn.Module, base_tokens: int, settings: VlaTrainerSettings, semantics: Semantics) -> None:
-    """Freeze, split and adapt `model` for `settings.mode`; what requires a gradient then is trained.
+def prepare(model: nn.Module, settings: VlaTrainerSettings, semantics: Semantics) -> None:
+    """Freeze and adapt `model` for `settings.mode`; what requires a gradient then is trained.
 
     Args:
-        base_tokens: rows of the embedding that are not new ones.
         semantics: in head a frozen embedding still learns its new rows; before it did not.
     """
-    model.requires_grad_(False)
-    if settings.mode in ("full", "lora", "expert"):
+    model.requires_grad_(settings.mode == "full")
+    if settings.mode == "full" and settings.freeze_embedding:
+        frozen = [".embedding"] if semantics == "head" else [".embedding", ".new_embedding"]
+        for name in frozen:
+            model.get_parameter(EMBEDDING + name).requires_grad_(False)
+    if settings.mode in ("lora", "expert"):
         model.get_submodule(EXPERT.rstrip(".")).requires_grad_(True)
     if settings.lora is not None:
         expert_too = settings.mode == "lora_expert"
-        chosen = (lambda name: True) if expert_too else (lambda name: not name.startswith(EXPERT))
-        add_adapters(model, chosen, settings.lora, settings.seed)
-    if settings.mode == "full":
-        model.requires_grad_(True)
-        _split_embedding(model, base_tokens, settings.freeze_embedding, semantics)
+        add_adapters(model, lambda n: expert_too or not n.startswith(EXPERT), settings.lora, settings.seed)
 
 
 def parameter_groups(model: nn.Module, rates: LearningRates) -> list[dict[str, object]]:
@@ -49,7 +47,7 @@ def group_of(name: str) -> str:
     """Of a parameter, by its name in the model."""
     if name.startswith(EXPERT):
         return "action_expert"
-    if name.startswith(CONNECTOR) or name == f"{EMBEDDING}.new_rows":
+    if name.startswith(CONNECTOR) or name == f"{EMBEDDING}.new_embedding":
         return "connector"
     return "vit" if name.startswith(VISION) else "vlm"
 
@@ -58,15 +56,3 @@ def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             yield group_of(name), parameter
-
-
-def _split_embedding(model: nn.Module, base_tokens: int, frozen: bool, semantics: Semantics) -> None:
-    embedding = model.get_submodule(EMBEDDING)
-    assert isinstance(embedding, nn.Embedding)
-    if frozen and semantics != "head":
-        embedding.requires_grad_(False)
-        return
-    embedding = SplitEmbedding.of(embedding, base_tokens)
-    embedding.weight.requires_grad_(not frozen)
-    parent, _, last = EMBEDDING.rpartition(".")
-    setattr(model.get_submodule(parent), last, embedding)

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from components.contracts.errors import ConfigurationError
-from components.vla.embedding import SplitEmbedding
 from components.vla.export import exported
 from components.vla.lora import add_adapters
 from components.vla.settings import LoraSettings
@@ -71,17 +70,3 @@ def test_down_begins_with_a_spread_of_one_over_the_rank() -> None:
 def test_a_model_without_a_chosen_layer_is_refused(net: Net) -> None:
     with pytest.raises(ConfigurationError, match="no linear layer"):
         add_adapters(net, lambda name: name == "tokens", SETTINGS, seed=0)
-
-
-def test_a_split_embedding_looks_up_the_same_and_trains_its_new_rows_alone(net: Net) -> None:
-    before = net(IDS)
-    net.tokens = SplitEmbedding.of(net.tokens, first=8)
-    net.tokens.weight.requires_grad_(False)
-    assert torch.equal(net(IDS), before)
-    net(IDS).square().mean().backward()
-    assert net.tokens.weight.grad is None and net.tokens.new_rows.grad is not None
-    with torch.no_grad():
-        net.tokens.new_rows += 1
-    plain = Net()
-    plain.load_state_dict(exported(net, torch.clone))
-    torch.testing.assert_close(plain(IDS), net(IDS))

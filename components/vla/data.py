@@ -1,0 +1,135 @@
+"""What an update trains on: samples of the mixture, augmented, encoded and put into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from components.datasets.mixture import Mixture
+from components.datasets.samples import RobotSample
+from components.policies.molmoact2.batch import Example, PolicyBatch
+from components.policies.molmoact2.collate import collate, pack
+from components.policies.molmoact2.config import MolmoAct2Config
+from components.policies.molmoact2.flow import FlowDraws
+from components.policies.molmoact2.processor import Processor
+from components.policies.molmoact2.semantics import SEMANTICS
+from components.policies.settings import PolicySettings
+from components.vla.augmentation import augmented
+from components.vla.packing import packed_rows
+from components.vla.settings import VlaTrainerSettings
+
+ROW_MULTIPLE = 8
+"""Rows are padded to one more than a multiple of this."""
+_AUGMENTATION, _DRAWS = 0, 1
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What goes through the model at once. `draws` is None where no flow is trained; `tokens` are without padding."""
+
+    batch: PolicyBatch
+    draws: FlowDraws | None
+    tokens: int
+
+    def to(self, device: torch.device) -> MicroBatch:
+        draws = None if self.draws is None else self.draws.to(device)
+        return replace(self, batch=self.batch.to(device), draws=draws)
+
+    @property
+    def padding(self) -> int:
+        """Tokens of the batch that are of no example."""
+        return self.batch.input_ids.numel() - self.tokens
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turns samples into examples and micro-batches. `processors` are by tag, all of one horizon."""
+
+    processors: Mapping[str, Processor]
+    config: MolmoAct2Config
+    policy: PolicySettings
+    settings: VlaTrainerSettings
+
+    def example(self, sample: RobotSample) -> Example:
+        where = f"dataset {sample.source}, episode {sample.episode}, frame {sample.frame}"
+        return self.processors[sample.tag].encode(sample.observation, sample.actions, sample.padding, where)
+
+    def micro_batch(self, examples: Sequence[Example], seeds: Sequence[int]) -> MicroBatch:
+        """`seeds` are one per example: of its flow times and noise, whatever batch and row it comes to."""
+        config, packing = self.config, self.settings.packing
+        assert config.pad_token_id is not None
+        order = list(range(len(examples)))
+        if packing is None:
+            side = SEMANTICS[self.policy.semantics].pad_side
+            batch = collate(examples, side, ROW_MULTIPLE, config.pad_token_id)
+        else:
+            rows = packed_rows([example.length for example in examples], packing)
+            order = [index for row in rows for index in row]
+            batch = pack(examples, rows, ROW_MULTIPLE, config.pad_token_id)
+        draws = None
+        if batch.actions is not None and self.policy.action_mode != "discrete":
+            horizon = batch.actions.shape[1]
+            chosen = [seeds[index] for index in order]
+            draws = FlowDraws.per_example(chosen, self.policy.num_flow_timesteps, horizon, config)
+        return MicroBatch(batch, draws, sum(example.length for example in examples))
+
+
+class Updates(Dataset[list[MicroBatch]]):
+    """Item k = 1, 2, ...: the micro-batches of one rank in update k. All ranks have as many.
+
+    The update has the positions (k - 1) * batch_size to k * batch_size - 1 of the mixture's order; what is random
+    about one of them depends on the seed and the position alone.
+    """
+
+    def __init__(self, mixture: Mixture, encoder: Encoder, rank: int, size: int) -> None:
+        self.mixture, self.encoder, self.rank, self.size = mixture, encoder, rank, size
+
+    def __getitem__(self, update: int) -> list[MicroBatch]:
+        settings = self.encoder.settings
+        first = (update - 1) * settings.batch_size
+        positions = range(first + self.rank, first + settings.batch_size, self.size)
+        width = settings.micro_batch_size
+        return [self._micro_batch(positions[start : start + width]) for start in range(0, len(positions), width)]
+
+    def _micro_batch(self, positions: Sequence[int]) -> MicroBatch:
+        seed = self.encoder.settings.seed
+        examples = [self.encoder.example(self._sample(position)) for position in positions]
+        return self.encoder.micro_batch(examples, [draw_seed(seed, position) for position in positions])
+
+    def _sample(self, position: int) -> RobotSample:
+        sample, settings = self.mixture[position], self.encoder.settings
+        if settings.augmentation is None:
+            return sample
+        random = np.random.default_rng((settings.seed, _AUGMENTATION, position))
+        images = {
+            name: augmented(picture, settings.augmentation, random)
+            for name, picture in sorted(sample.observation.images.items())
+        }
+        return replace(sample, observation=replace(sample.observation, images=images))
+
+
+def draw_seed(seed: int, position: int) -> int:
+    """Of the flow times and the noise of the example at `position`."""
+    state = np.random.SeedSequence((seed, _DRAWS, position)).generate_state(1, np.uint64)
+    return int(state[0] >> np.uint64(1))
+
+
+def load(updates: Updates, first: int, last: int, workers: int) -> Iterator[list[MicroBatch]]:
+    """Updates `first` to `last` in order, each built by one of `workers` processes; 0: in this one, when asked for."""
+    options: dict[str, Any] = {}
+    if workers:
+        # One server process imports what workers need; they are forked from it, before it has any thread.
+        context = torch.multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        options = {"multiprocessing_context": context, "prefetch_factor": 2}
+    order = range(first, last + 1)
+    yield from DataLoader(updates, batch_size=None, sampler=order, num_workers=workers, collate_fn=_same, **options)
+
+
+def _same(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+    return micro_batches

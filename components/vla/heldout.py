@@ -1,0 +1,84 @@
+"""What a policy does on frames of episodes that it is never trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from components.datasets.mixture import Mixture
+from components.datasets.samples import RobotSample
+from components.policies.molmoact2.model import MolmoAct2
+from components.policies.molmoact2.norm_stats import RobotMetadata
+from components.policies.molmoact2.policy import MolmoAct2Policy
+from components.policies.settings import PolicySettings
+from components.vla.data import Encoder, draw_seed
+from components.vla.learner import PolicyLearner
+from components.vla.sharding import whole_expert
+
+LOSS, ACTION_ERROR, MEAN_ACTION_ERROR = "heldout/loss", "heldout/action_error", "heldout/mean_action_error"
+
+
+def evenly_spread(mixture: Mixture, frames: int) -> list[RobotSample]:
+    """`frames` of the mixture's, or all if it has no more."""
+    places = list(mixture.every())
+    chosen = np.unique(np.linspace(0, len(places) - 1, frames).round().astype(int))
+    return [mixture.sample(places[index]) for index in chosen]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Samples to measure on. `robots` and `settings` are by tag; `robots` have the datasets' own statistics."""
+
+    samples: Sequence[RobotSample]
+    encoder: Encoder
+    robots: Mapping[str, RobotMetadata]
+    settings: Mapping[str, PolicySettings]
+
+    def measure(self, learner: PolicyLearner) -> dict[str, float]:
+        """Losses with the same times and noise every time, and the errors of predicted actions. Every rank calls it."""
+        report = {f"heldout/{name}": value for name, value in self._losses(learner).items()}
+        with whole_expert(learner.model):
+            return report | self._action_errors(learner.model)
+
+    def _losses(self, learner: PolicyLearner) -> dict[str, float]:
+        width, seed = self.encoder.settings.micro_batch_size, self.encoder.settings.seed
+        examples = [self.encoder.example(sample) for sample in self.samples]
+        seeds = [draw_seed(seed, number) for number in range(len(examples))]
+        parts = range(0, len(examples), width)
+        return learner.score(
+            [self.encoder.micro_batch(examples[start : start + width], seeds[start : start + width]) for start in parts]
+        )
+
+    def _action_errors(self, model: MolmoAct2) -> dict[str, float]:
+        """Mean |predicted - demonstrated| over the steps that a robot carries out, in standard deviations.
+
+        Frames past an episode's end do not count, nor do dimensions that never change. Beside it stands the error of
+        always answering with the dataset's mean action.
+        """
+        model.eval()
+        predicted, constant = [], []
+        for tag, robot in self.robots.items():
+            own = [sample for sample in self.samples if sample.tag == tag]
+            if not own:
+                continue
+            mean, spread = (np.array(getattr(robot.action_stats, name), np.float64) for name in ("mean", "std"))
+            moving = spread > 0
+            answers = self._answers(model, tag, own)
+            for sample, answer in zip(own, answers, strict=True):
+                there = ~sample.padding[: len(answer)]
+                actions = sample.actions[: len(answer)][there][:, moving]
+                predicted.append(np.abs(answer[there][:, moving] - actions) / spread[moving])
+                constant.append(np.abs(mean[moving] - actions) / spread[moving])
+        return {
+            ACTION_ERROR: float(np.concatenate(predicted).mean()),
+            MEAN_ACTION_ERROR: float(np.concatenate(constant).mean()),
+        }
+
+    def _answers(self, model: MolmoAct2, tag: str, samples: Sequence[RobotSample]) -> np.ndarray:
+        settings = self.settings[tag]
+        mode = "discrete" if settings.action_mode == "discrete" else "continuous"
+        processor = self.encoder.processors[tag]
+        policy = MolmoAct2Policy(model, processor, settings, mode, self.encoder.settings.micro_batch_size)
+        return policy.predict([sample.observation for sample in samples], range(len(samples)))

@@ -1,0 +1,62 @@
+"""What the processes of a training read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+
+from components.contracts.machine import Machine
+from components.vla.settings import TrainVlaSettings
+
+
+class Job(BaseModel):
+    """A training: its settings and inputs, where its state and its result go, and the machine's facts.
+
+    fingerprint: names the training; its checkpoints are resumed by no other.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    settings: TrainVlaSettings
+    policy: Path
+    dataset: Path
+    statistics: Path
+    workspace: Path
+    out: Path
+    fingerprint: str
+    processes: PositiveInt
+    gpus: tuple[int, ...]
+    threads: NonNegativeInt
+    loader_workers: NonNegativeInt
+
+    @property
+    def shard(self) -> bool:
+        """Split the model over the processes (FSDP2), where each has a GPU, instead of copying it to each."""
+        return self.processes > 1 and bool(self.gpus)
+
+    @property
+    def history(self) -> Path:
+        return self.workspace / "history.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.workspace / "checkpoints"
+
+    def error(self, rank: int) -> Path:
+        """Where a rank writes what ended it."""
+        return self.workspace / f"error-{rank}.json"
+
+
+def job_on(machine: Machine, settings: TrainVlaSettings, inputs: dict[str, Path], **places: object) -> Job:
+    return Job.model_validate(
+        {
+            "settings": settings,
+            **inputs,
+            **places,
+            "processes": machine.trainer_processes,
+            "gpus": machine.trainer_gpus,
+            "threads": machine.threads,
+            "loader_workers": machine.loader_workers,
+        }
+    )

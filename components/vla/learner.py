@@ -1,0 +1,164 @@
+"""One update of a policy: micro-batches in, changed weights and numbers out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from math import isfinite, sqrt
+from time import perf_counter
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.utils import get_total_norm
+
+from components.policies.molmoact2.losses import Denominators, LossPlan, PolicyLosses
+from components.policies.molmoact2.model import MolmoAct2
+from components.training.metrics import peak_memory_gib
+from components.training.ranks import Ranks, whole
+from components.vla.data import MicroBatch
+from components.vla.groups import parameter_groups
+from components.vla.optimizer import PolicyAdamW
+from components.vla.schedule import lr_factor
+from components.vla.settings import VlaTrainerSettings
+
+log = logging.getLogger(__name__)
+
+LOSSES = {"loss": "total", "loss/flow": "flow", "loss/cross_entropy": "cross_entropy", "loss/z": "z"}
+"""Names in the history, and attributes of the model's losses."""
+
+
+class PolicyLearner:
+    """A policy, its optimiser, and how a batch changes them.
+
+    Args:
+        model: what of it requires a gradient is trained.
+        plan: what is trained of an example, and how parts are weighed.
+        shard: splits the model over the ranks where every rank would else hold all of it.
+    """
+
+    def __init__(
+        self,
+        model: MolmoAct2,
+        settings: VlaTrainerSettings,
+        plan: LossPlan,
+        ranks: Ranks | None = None,
+        shard: Callable[[nn.Module], None] | None = None,
+    ) -> None:
+        self.model, self.settings, self.plan, self.ranks = model, settings, plan, ranks or Ranks()
+        self.steps_done, self.skipped = 0, 0
+        self._sharded = shard is not None
+        model.to(self.ranks.device)
+        model.checkpoint_gradients(settings.gradient_checkpointing)
+        if shard is not None:
+            shard(model)
+        self.optimizer = PolicyAdamW(
+            parameter_groups(model, settings.learning_rates),
+            betas=(settings.adam_beta1, settings.adam_beta2),
+            eps=settings.adam_epsilon,
+            weight_decay=settings.weight_decay,
+            ema_decay=settings.ema_decay,
+        )
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """Make one update of the micro-batches of all ranks. Every rank calls it with as many.
+
+        The loss is that of all examples at once, however they are spread over micro-batches and ranks. An update with
+        a gradient that is not finite is left out: weights and optimiser stay, and the step counts.
+
+        Returns:
+            Losses, gradient norms, learning rates, padding and speed, over all ranks.
+        """
+        began = perf_counter()
+        update = self.steps_done + 1
+        self.model.train()
+        if self.settings.mode == "expert":
+            self.model.vlm.eval()
+        ready = [micro.to(self.ranks.device) for micro in micro_batches]
+        denominators = self._denominators(ready)
+        sums = dict.fromkeys(LOSSES, 0.0)
+        self.optimizer.zero_grad(set_to_none=True)
+        for number, micro in enumerate(ready):
+            torch.manual_seed(self._seed(update, number))
+            losses: PolicyLosses = self.model(micro.batch, micro.draws, self.plan, denominators)
+            # FSDP averages gradients over its ranks, and the denominators are already those of all ranks.
+            (losses.total * (self.ranks.size if self._sharded else 1)).backward()
+            for name, attribute in LOSSES.items():
+                sums[name] += float(getattr(losses, attribute).detach())
+        self._sum_gradients()
+        report = self.ranks.sum(sums) | self._apply(update)
+        self.steps_done = update
+        return report | self._counts(micro_batches, perf_counter() - began)
+
+    @torch.no_grad()
+    def score(self, micro_batches: Iterable[MicroBatch]) -> dict[str, float]:
+        """The losses of all these examples together, without dropout. Every rank calls it with the same."""
+        self.model.eval()
+        sums, totals = dict.fromkeys(LOSSES, 0.0), Denominators(0.0, 0.0)
+        ready = [micro.to(self.ranks.device) for micro in micro_batches]
+        for micro in ready:
+            totals = totals + Denominators.of(micro.batch, self.plan)
+        for micro in ready:
+            losses = self.model(micro.batch, micro.draws, self.plan, totals)
+            for name, attribute in LOSSES.items():
+                sums[name] += float(getattr(losses, attribute))
+        return sums
+
+    def _denominators(self, micro_batches: Sequence[MicroBatch]) -> Denominators:
+        total = Denominators(0.0, 0.0)
+        for micro in micro_batches:
+            total = total + Denominators.of(micro.batch, self.plan)
+        return Denominators(**self.ranks.sum({"examples": total.examples, "token_weight": total.token_weight}))
+
+    def _seed(self, update: int, number: int) -> int:
+        """Of the dropout in a micro-batch of this rank, so that none of it has to be saved."""
+        key = (self.settings.seed, update, number, self.ranks.rank)
+        return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+    def _sum_gradients(self) -> None:
+        """Add up gradients over the ranks, of parameters that got one on some rank: others stay untouched."""
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        reached = {i for i, p in enumerate(trained) if p.grad is not None}
+        everywhere = set().union(*self.ranks.gather(reached))
+        self.ranks.sum_gradients([trained[i] for i in sorted(everywhere)])
+
+    def _apply(self, update: int) -> dict[str, float]:
+        """Clip each group's gradient, and update if all of them are finite."""
+        norms, gradients, rates = {}, {}, {}
+        for group in self.optimizer.param_groups:
+            name = group["name"]
+            rates[name] = getattr(self.settings.learning_rates, name) * lr_factor(update, self.settings)
+            gradients[name] = [p.grad for p in group["params"] if p.grad is not None]
+            norms[name] = float(whole(get_total_norm(gradients[name]))) if gradients[name] else 0.0
+        finite = all(map(isfinite, norms.values()))
+        if finite:
+            for group in self.optimizer.param_groups:
+                name = group["name"]
+                for gradient in gradients[name]:
+                    gradient.mul_(min(1.0, self.settings.max_grad_norm / (norms[name] + 1e-6)))
+                group["lr"] = rates[name]
+            self.optimizer.step()
+        else:
+            self.skipped += 1
+            log.error("update %d: the gradient is not finite (%s); it is left out", update, norms)
+        self.optimizer.zero_grad(set_to_none=True)
+        report = {"grad_norm": sqrt(sum(norm**2 for norm in norms.values())), "updates_skipped": float(self.skipped)}
+        report |= {f"grad_norm/{name}": norm for name, norm in norms.items()}
+        return report | {f"learning_rate/{name}": rate for name, rate in rates.items()}
+
+    def _counts(self, micro_batches: Sequence[MicroBatch], seconds: float) -> dict[str, float]:
+        counts = {
+            "tokens": float(sum(micro.tokens for micro in micro_batches)),
+            "padding": float(sum(micro.padding for micro in micro_batches)),
+            "rows": float(sum(len(micro.batch.input_ids) for micro in micro_batches)),
+            "examples": float(sum(micro.batch.examples for micro in micro_batches)),
+        }
+        counts = self.ranks.sum(counts)
+        return {
+            "tokens": counts["tokens"],
+            "rows": counts["rows"],
+            "padding_fraction": counts["padding"] / (counts["padding"] + counts["tokens"]),
+            "samples_per_second": counts["examples"] / seconds,
+            "timing/train": seconds,
+            "memory/peak_gib": max(self.ranks.gather(peak_memory_gib(self.ranks.device))),
+        }

@@ -1,0 +1,110 @@
+"""The robots of a mixture: a processor for each tag, and what is saved of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from components.contracts.errors import ConfigurationError, DataError
+from components.datasets.source import ACTION, STATE, Source
+from components.policies.molmoact2.norm_stats import NormStats, RobotMetadata, norm_stats, robot_metadata
+from components.policies.molmoact2.parts import PolicyParts, load_parts
+from components.policies.molmoact2.processor import Processor
+from components.policies.settings import PolicySettings
+
+
+@dataclass(frozen=True)
+class Robots:
+    """Per tag of the datasets.
+
+    measured: what the datasets' own statistics say. parts: a checkpoint's parts, settings and normalisation being the
+    tag's. horizon: actions of an example, the longest chunk of all.
+    """
+
+    measured: Mapping[str, RobotMetadata]
+    parts: Mapping[str, PolicyParts]
+    horizon: int
+
+    def processors(self) -> dict[str, Processor]:
+        return {tag: parts.processor(self.horizon) for tag, parts in self.parts.items()}
+
+    def saved(self) -> PolicyParts:
+        """What a checkpoint keeps: of one robot its statistics, of several those of all, to be chosen by norm_tag."""
+        first, *others = self.parts.values()
+        if not others:
+            return first
+        robots = {tag: _robot(parts) for tag, parts in self.parts.items()}
+        stats: NormStats = norm_stats(robots, first.settings)
+        settings = first.settings.model_copy(update={"chunk_size": self.horizon})
+        return replace(first, robot=None, stats=stats, settings=settings)
+
+
+def robots_of(
+    policy: Path, settings: PolicySettings, sources: Sequence[Source], statistics: Mapping[str, Mapping[str, Any]]
+) -> Robots:
+    """
+    Args:
+        policy: a checkpoint, or an artifact that has or names one.
+        statistics: LeRobot's stats.json by tag.
+
+    Raises:
+        ConfigurationError: sources of one tag differ in their horizon, or a norm_tag is to serve several tags.
+        DataError: a tag has no statistics, or they do not fit its datasets.
+    """
+    measured, parts = {}, {}
+    for tag, source in _by_tag(sources, settings.chunk_size).items():
+        if tag not in statistics:
+            raise DataError(
+                f"no statistics for the tag {tag!r}",
+                where=str(source.dataset.files),
+                remedy=f"run quantile-stats on the same datasets; these are of {', '.join(statistics)}",
+            )
+        chunk = source.horizon or settings.chunk_size
+        steps = min(settings.n_action_steps, chunk)
+        own = settings.model_copy(update={"chunk_size": chunk, "n_action_steps": steps})
+        measured[tag] = _measured(source, statistics[tag], own)
+        parts[tag] = load_parts(policy, own, measured[tag])
+    if len(parts) > 1 and settings.norm_tag:
+        raise ConfigurationError(
+            f"norm_tag {settings.norm_tag!r} is one robot, and the datasets have {', '.join(parts)}",
+            where="policy.norm_tag",
+            remedy="leave it out: each dataset's own statistics are used",
+        )
+    horizon = max(each.settings.chunk_size for each in parts.values())
+    longest = {
+        tag: replace(each, config=each.config.model_copy(update={"max_action_horizon": horizon}))
+        if each.config.max_action_horizon < horizon
+        else each
+        for tag, each in parts.items()
+    }
+    return Robots(measured, longest, horizon)
+
+
+def _by_tag(sources: Sequence[Source], chunk: int) -> dict[str, Source]:
+    """One source of each tag, all of whose sources have its horizon."""
+    found: dict[str, Source] = {}
+    for source in sources:
+        first = found.setdefault(source.tag, source)
+        if (first.horizon or chunk) != (source.horizon or chunk):
+            raise ConfigurationError(
+                f"datasets of the tag {source.tag!r} have the horizons {first.horizon} and {source.horizon}",
+                where="dataset.sources",
+                remedy="give them one horizon, or tags of their own",
+            )
+    return found
+
+
+def _measured(source: Source, statistics: Mapping[str, Any], settings: PolicySettings) -> RobotMetadata:
+    """Under the names that a policy has for state and action, whatever the dataset calls them."""
+    names = {ACTION: source.action} | ({STATE: source.state} if source.state else {})
+    features = {name: source.dataset.feature(own) for name, own in names.items()}
+    features |= {camera: source.dataset.feature(own) for camera, own in source.cameras.items()}
+    renamed = {name: statistics[own] for name, own in names.items() if own in statistics}
+    return robot_metadata(renamed, features, settings)
+
+
+def _robot(parts: PolicyParts) -> RobotMetadata:
+    assert parts.robot is not None
+    return parts.robot

@@ -1,0 +1,106 @@
+"""The stage train-vla: a policy, datasets and their statistics in, a policy trained on them out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from components.contracts.stages import Artifact, Report, Stage, StageContext
+from components.vla.settings import TrainVlaSettings
+
+INPUTS = ("policy", "dataset", "statistics")
+History = Sequence[Mapping[str, float]]
+
+
+def train_vla(settings: TrainVlaSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext) -> Report:
+    """Writes `checkpoint/` (released layout, needs nothing else), `history.json`, `metrics.json` and the report.
+
+    Raises:
+        ConfigurationError, DataError: settings, datasets, statistics and policy do not fit each other.
+        TrainerError: the training dies again and again.
+    """
+    from components.rl.history import History as HistoryFile
+    from components.vla.follow import carry_out
+    from components.vla.job import job_on
+
+    job = job_on(
+        context.machine,
+        settings,
+        {name: inputs[name].path.resolve() for name in INPUTS},
+        workspace=context.workspace.resolve(),
+        out=out.resolve(),
+        fingerprint=context.fingerprint,
+    )
+    carry_out(job, context.machine, context.events)
+    history = HistoryFile(job.history).read()
+    numbers = summary(history)
+    _write_json(out / "history.json", history)
+    _write_json(out / "metrics.json", numbers)
+    write_pages(out, settings, history, numbers)
+    return Report(rows={"steps": settings.training.max_steps})
+
+
+def summary(history: History) -> dict[str, float]:
+    """Means over the last tenth of the updates, and what was measured on held-out frames before and after.
+
+    `action_error_ratio` is how many times smaller the error is than that of always answering with the mean action.
+    """
+    trained = history[1:] if history[0]["step"] == 0 else history
+    tail = trained[-max(1, len(trained) // 10) :]
+    numbers = {
+        key: sum(row[key] for row in tail) / len(tail)
+        for key in ("loss", "loss/flow", "loss/cross_entropy", "samples_per_second", "padding_fraction")
+    }
+    numbers["updates_skipped"] = trained[-1]["updates_skipped"]
+    numbers["memory_peak_gib"] = max(row["memory/peak_gib"] for row in trained)
+    measured = [row for row in history if "heldout/loss" in row]
+    if measured:
+        first, last = measured[0], measured[-1]
+        error, constant = last["heldout/action_error"], last["heldout/mean_action_error"]
+        numbers |= {
+            "heldout_loss_before": first["heldout/loss"],
+            "heldout_loss": last["heldout/loss"],
+            "action_error_before": first["heldout/action_error"],
+            "action_error": error,
+            "mean_action_error": constant,
+            "action_error_ratio": constant / error,
+        }
+    return numbers
+
+
+def write_pages(folder: Path, settings: TrainVlaSettings, history: History, numbers: Mapping[str, float]) -> None:
+    """Writes `report.html` and `curves.png`."""
+    from components.reports.training import write_training_report
+
+    figures = {
+        "samples per second": f"{numbers['samples_per_second']:.4g}",
+        "peak memory": f"{numbers['memory_peak_gib']:.3g} GiB",
+        "padding": f"{numbers['padding_fraction']:.1%} of the tokens",
+    }
+    if "heldout_loss" in numbers:
+        figures |= {
+            "held-out loss": f"{numbers['heldout_loss_before']:.4g} before, {numbers['heldout_loss']:.4g} after",
+            "held-out action error, standard deviations": (
+                f"{numbers['action_error']:.3g}, {numbers['action_error_ratio']:.3g} times smaller than that of the "
+                f"mean action ({numbers['mean_action_error']:.3g})"
+            ),
+        }
+    if numbers["updates_skipped"]:
+        figures["updates left out, gradient not finite"] = f"{numbers['updates_skipped']:.0f}"
+    policy = settings.policy
+    source = policy.path or policy.checkpoint_path or "a tiny policy"
+    write_training_report(
+        folder,
+        title=f"Training of {source} ({settings.training.mode}, {policy.action_mode})",
+        history=history,
+        configuration=settings.model_dump(mode="json"),
+        figures=figures,
+    )
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
+
+
+TRAIN_VLA_STAGE = Stage("train-vla", 1, TrainVlaSettings, INPUTS, train_vla)

@@ -1,0 +1,129 @@
+"""A tiny policy, a small dataset whose actions follow from its states, and its statistics."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from components.datasets.lerobot.layout import Feature
+from components.datasets.lerobot.writer import LayoutSettings, create_dataset
+from components.policies.settings import PolicySettings
+from components.vla.job import Job
+from components.vla.settings import TrainVlaSettings
+
+from .settings import training_settings
+
+CHUNK, FPS = 3, 10.0
+LAYOUT = LayoutSettings(chunks_size=1000, data_files_size_in_mb=100.0, video_files_size_in_mb=200.0)
+
+TINY: dict[str, Any] = {
+    "seed": 0,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "layers": 2,
+    "heads": 2,
+    "key_value_heads": 1,
+    "vision_hidden_size": 16,
+    "vision_intermediate_size": 24,
+    "vision_layers": 2,
+    "vision_heads": 2,
+    "image_side": 28,
+    "expert_hidden_size": 32,
+    "expert_heads": 2,
+    "expert_mlp_ratio": 2.0,
+    "time_embedding": 16,
+    "max_action_dim": 4,
+    "max_action_horizon": CHUNK,
+    "max_positions": 512,
+    "action_tokens": 64,
+    "corpus": ("move the arm to the block", "close the gripper"),
+    "initializer_range": 0.05,
+    "vision_initializer_range": 0.05,
+}
+POLICY: dict[str, Any] = {
+    "tiny": TINY,
+    "semantics": "head",
+    "image_attention_at_inference": "as_trained",
+    "action_mode": "continuous",
+    "chunk_size": CHUNK,
+    "n_action_steps": CHUNK,
+    "setup_type": "an arm",
+    "control_mode": "velocities",
+    "image_keys": (),
+    "normalize_language": True,
+    "normalize_gripper": False,
+    "add_setup_tokens": True,
+    "add_control_tokens": True,
+    "state_normalization": "quantiles",
+    "action_normalization": "quantiles",
+    "num_flow_timesteps": 2,
+    "num_inference_steps": 2,
+    "mask_action_dim_padding": True,
+    "enable_knowledge_insulation": False,
+    "softmax_auxiliary_loss_scale": 1e-4,
+    "discrete_loss_token_weighting": "root_subsegments_root_tokens",
+    "llm_residual_dropout": 0.0,
+    "dtype": "float32",
+}
+
+
+def policy_settings(**changes: Any) -> PolicySettings:
+    return PolicySettings.model_validate(POLICY | changes)
+
+
+def write_dataset(root: Path, episodes: int, seed: int = 0) -> None:
+    """Two actions and a gripper: each is a function of the state, which wanders."""
+    features = {
+        "observation.state": Feature(dtype="float32", shape=(2,), names=["x", "y"]),
+        "action": Feature(dtype="float32", shape=(3,), names=["dx", "dy", "gripper"]),
+        "observation.images.front": Feature(dtype="image", shape=(32, 32, 3), names=["height", "width", "channel"]),
+    }
+    random = np.random.default_rng(seed)
+    with create_dataset(root, fps=FPS, robot_type="arm", features=features, layout=LAYOUT) as writer:
+        for number in range(episodes):
+            length = 6 + number % 3
+            state = np.cumsum(random.normal(0, 0.3, (length, 2)), 0).astype(np.float32)
+            gripper = np.where(state[:, :1] > 0, 1.0, -1.0)
+            frames = {
+                "observation.state": state,
+                "action": np.concatenate([-state, gripper], 1).astype(np.float32),
+                "observation.images.front": random.integers(0, 255, (length, 32, 32, 3), dtype=np.uint8),
+            }
+            writer.add_episode(frames, ("move the arm to the block", "close the gripper now")[number % 2])
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Artifacts of the stages before, by the input's name."""
+    from components.policies.molmoact2.tiny import make_tiny_policy
+
+    root = tmp_path_factory.mktemp("vla")
+    write_dataset(root / "data" / "dataset", 6)
+    (root / "statistics").mkdir()
+    shutil.copyfile(root / "data/dataset/meta/stats.json", root / "statistics/stats.json")
+    make_tiny_policy(root / "policy" / "checkpoint", policy_settings())
+    return {"policy": root / "policy", "dataset": root / "data", "statistics": root / "statistics"}
+
+
+def make_job(
+    inputs: dict[str, Path],
+    folder: Path,
+    policy: dict[str, Any] | None = None,
+    processes: int = 1,
+    **training: Any,
+) -> Job:
+    return Job(
+        settings=TrainVlaSettings(policy=policy_settings(**(policy or {})), training=training_settings(**training)),
+        **inputs,
+        workspace=folder / "work",
+        out=folder / "out",
+        fingerprint="test",
+        processes=processes,
+        gpus=(),
+        threads=1,
+        loader_workers=0,
+    )
