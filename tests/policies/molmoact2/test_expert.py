@@ -1,0 +1,153 @@
+"""The action expert against formulas in float64, its start, and the checkpoint's configuration."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from components.contracts.errors import DataError
+from components.policies.molmoact2.config import MolmoAct2Config
+from components.policies.molmoact2.expert import ActionExpert
+from components.policies.molmoact2.masks import ContextIndex
+from components.policies.molmoact2.model import MolmoAct2
+from tests.policies.molmoact2 import reference
+from tests.policies.molmoact2.examples import CONFIG, DIMENSIONS, HORIZON, RAW, make_model
+
+HEADS = CONFIG.action_expert_config.num_heads
+TEXT = CONFIG.text_config
+
+
+def _inputs(examples: int, draws: int, tokens: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(5)
+    shape = (examples, TEXT.num_key_value_heads, tokens, TEXT.head_dim)
+    return {
+        "actions": torch.randn(examples, draws, HORIZON, DIMENSIONS, generator=generator),
+        "times": torch.rand(examples, draws, generator=generator),
+        "cache": [
+            tuple(torch.randn(shape, generator=generator).requires_grad_() for _ in range(2))
+            for _ in range(TEXT.num_hidden_layers)
+        ],
+    }
+
+
+@pytest.mark.parametrize("steps", [HORIZON, 2])
+def test_velocity_and_its_gradients_to_keys_and_values_are_those_of_the_formulas(steps: int) -> None:
+    expert, given = make_model().action_expert, _inputs(2, 3, tokens=7)
+    seen = torch.tensor([[True] * 7, [False, True, True, False, True, True, False]])
+    valid = torch.arange(HORIZON).expand(2, -1) < steps
+    context = ContextIndex(torch.arange(14).view(2, 7), seen)
+    found = expert(given["actions"], given["times"], given["cache"], context, valid)
+    probe = torch.randn(found.shape, generator=torch.Generator().manual_seed(6))
+    leaves = [part for pair in given["cache"] for part in pair]
+    gradients = torch.autograd.grad((found * probe).sum(), leaves)
+
+    weights = {name: value.detach().double() for name, value in expert.named_parameters()}
+    doubles = [part.detach().double().requires_grad_() for part in leaves]
+    total = torch.zeros((), dtype=torch.float64)
+    for example in range(2):
+        cache = [(k[example], v[example]) for k, v in zip(doubles[::2], doubles[1::2], strict=True)]
+        for draw in range(3):
+            expected = reference.velocity(
+                weights,
+                given["actions"][example, draw].double(),
+                given["times"][example, draw].double(),
+                cache,
+                seen[example],
+                valid[example],
+                HEADS,
+            )
+            torch.testing.assert_close(found[example, draw].double(), expected, rtol=1e-5, atol=1e-5)
+            total = total + (expected * probe[example, draw].double()).sum()
+    for ours, theirs in zip(gradients, torch.autograd.grad(total, doubles), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_padded_steps_answer_zero_and_change_no_other() -> None:
+    expert, given = make_model().action_expert, _inputs(1, 1, tokens=4)
+    context = ContextIndex(torch.arange(4)[None], torch.ones(1, 4, dtype=torch.bool))
+    valid = torch.arange(HORIZON)[None] < 3
+    masked = expert(given["actions"], given["times"], given["cache"], context, valid)
+    short = expert(given["actions"][:, :, :3], given["times"], given["cache"], context, None)
+    assert not masked[:, :, 3:].any()
+    torch.testing.assert_close(masked[:, :, :3], short, rtol=0, atol=1e-5)
+
+
+def test_it_begins_with_velocity_zero_and_blocks_that_pass_their_input_on() -> None:
+    expert = ActionExpert(CONFIG)
+    expert.initialise(torch.Generator().manual_seed(0))
+    given = _inputs(1, 2, tokens=4)
+    context = ContextIndex(torch.arange(4)[None], torch.ones(1, 4, dtype=torch.bool))
+    assert not expert(given["actions"], given["times"], given["cache"], context, None).any()
+    for name, parameter in expert.named_parameters():
+        zero = name.endswith("bias") or "modulation" in name or name == "final_layer.linear.weight"
+        assert bool(parameter.any()) == (not zero), name
+    hidden = CONFIG.action_expert_config.hidden_size
+    largest = (6.0 / (2 * hidden)) ** 0.5
+    assert float(expert.blocks[0].cross_attn.q_proj.weight.detach().abs().max()) <= largest
+    assert float(expert.blocks[0].cross_attn.out_proj.weight.detach().abs().max()) <= largest / (2 * 3) ** 0.5
+
+
+def test_the_released_sizes_have_the_published_number_of_weights() -> None:
+    raw = {
+        **RAW,
+        "vit_config": {"num_hidden_layers": 27, "image_num_pos": 729},
+        "adapter_config": {"pooling_attention_mask": True, "intermediate_size": 9728, "text_hidden_size": 2560},
+        "text_config": {
+            "hidden_size": 2560,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_hidden_layers": 36,
+            "vocab_size": 154_624,
+            "intermediate_size": 9728,
+            "qkv_bias": False,
+            "rope_theta": 5e6,
+            "use_qk_norm": True,
+            "qk_norm_type": "qwen3",
+        },
+        "action_expert_config": {"hidden_size": 768, "num_layers": 36, "num_heads": 8, "mlp_ratio": 4.0},
+        "max_action_dim": 32,
+    }
+    with torch.device("meta"):
+        model = MolmoAct2(MolmoAct2Config.from_dict(raw))
+    count = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()}
+    assert count["action_expert"] == 577_564_448
+    assert sum(count.values()) == 5_442_196_208
+
+
+def test_the_configuration_is_written_as_it_was_read() -> None:
+    assert CONFIG.to_dict() == RAW
+    changed = CONFIG.model_copy(update={"max_action_horizon": 9})
+    assert changed.to_dict() == {**RAW, "max_action_horizon": 9}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("text_config", "hidden_size"), "wide", "text_config.hidden_size"),
+        (("action_expert_config", "num_layers"), 4, "num_layers is 4"),
+        (("action_expert_depth_gate",), True, "depth_gate is True"),
+        (("state_format",), "continuous", "state_format is 'continuous'"),
+        (("adapter_config", "pooling_attention_mask"), False, "pooling_attention_mask is False"),
+    ],
+)
+def test_a_configuration_that_is_wrong_or_of_another_model_is_refused(
+    path: tuple[str, ...], value: Any, said: str
+) -> None:
+    raw = copy.deepcopy(RAW)
+    place = raw
+    for part in path[:-1]:
+        place = place[part]
+    place[path[-1]] = value
+    with pytest.raises(DataError) as error:
+        MolmoAct2Config.from_dict(raw, "somewhere/config.json")
+    assert said in str(error.value)
+    assert "somewhere/config.json" in str(error.value)
+
+
+def test_an_old_configuration_is_refused() -> None:
+    raw = {name: value for name, value in RAW.items() if name != "max_action_horizon"} | {"action_horizon": 5}
+    with pytest.raises(DataError, match="max_action_horizon"):
+        MolmoAct2Config.from_dict(raw)
