@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from components.environments.libero.grasps import upwards
 from components.environments.libero.plans import Observed, Plan
 
 Vector = NDArray[np.float64]
@@ -43,7 +44,9 @@ class Expert:
             "open": self._open,
             "retreat": self._retreat,
         }
-        self._turn = np.zeros(3)
+        self._turn = self._start = self._grasp = np.zeros(3)
+        self._offset: Vector | None = None
+        self._yaw = self._rest = 0.0
         self._begin()
 
     @property
@@ -63,7 +66,7 @@ class Expert:
     def _above(self, seen: Observed, hand: Vector, item: Vector) -> Vector:
         """Over the grasp with the gripper open, turning on the way; high while it is far."""
         grasp = item + self._offset
-        goal = grasp + [0, 0, self.plan.hover]
+        goal = grasp + upwards(self.plan.hover)
         way = goal - hand
         sideways = _length(way[:2])
         height = max(goal[2], self.plan.cruise) if sideways > 0.06 else goal[2]
@@ -128,7 +131,7 @@ class Expert:
             return self._again(seen, hand)
         if way[2] > -0.004 or self._stalled(hand[2], 8, 5) or self._steps > 40:
             self._enter("open")
-        return self._command(seen, hand + way - [0, 0, 0.004], CLOSE, upright=self.plan.lowering)
+        return self._command(seen, hand + way - upwards(0.004), CLOSE, upright=self.plan.lowering)
 
     def _open(self, seen: Observed, hand: Vector, item: Vector) -> Vector:
         if self._steps == 1:
@@ -139,13 +142,13 @@ class Expert:
 
     def _retreat(self, seen: Observed, hand: Vector, item: Vector) -> Vector:
         if self._steps == 1:
-            self._start = hand + [0, 0, _LIFT]
+            self._start = hand + upwards(_LIFT)
         if hand[2] > self._start[2] - 0.03 or self._steps > 15:
             self._enter("done")
         return self._command(seen, self._start, OPEN)
 
     def _again(self, seen: Observed, hand: Vector) -> Vector:
-        action = self._command(seen, hand + [0, 0, 0.05], OPEN)
+        action = self._command(seen, hand + upwards(0.05), OPEN)
         self.retries += 1
         if self.retries > MOST_RETRIES:
             self._enter("failed")
@@ -154,8 +157,7 @@ class Expert:
         return action
 
     def _begin(self) -> None:
-        self._offset: Vector | None = None
-        self._yaw = 0.0
+        self._offset = None
         self._enter("above")
 
     def _enter(self, phase: str) -> None:

@@ -36,6 +36,10 @@ def body_grasp(points: Vector, origin: Vector, depth: float) -> Vector:
     return np.array([middle[0], middle[1], z]) - origin
 
 
+def upwards(metres: float) -> Vector:
+    return np.array([0.0, 0.0, metres])
+
+
 def half_turn(yaw: float) -> float:
     """The same grasp within a quarter turn of 0: the fingers are alike."""
     return (yaw + math.pi / 2) % math.pi - math.pi / 2

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from components.contracts.errors import ConfigurationError
-from components.environments.libero.grasps import body_grasp, collision_points, rim_grasp
+from components.environments.libero.grasps import body_grasp, collision_points, rim_grasp, upwards
 
 if TYPE_CHECKING:
     from components.environments.libero.simulator import LiberoSimulator
@@ -71,18 +71,18 @@ def plan_for(simulator: LiberoSimulator) -> Plan:
     if item.startswith(_BOWL):
         return _bowl(simulator, item, place)
     if item.startswith("wine_bottle"):
-        target = _constant(simulator.site(place) + [0, 0, 0.006])
+        target = _constant(simulator.site(place) + upwards(0.006))
         return Plan(item, _body(simulator, item, 0.050), target, hover=0.10, cruise=1.2, carry=1.42, reach=0.20)
-    return Plan(item, _body(simulator, item, 0.010), lambda seen: seen[f"{_BOWL}_1_pos"] + [0, 0, 0.045])
+    return Plan(item, _body(simulator, item, 0.010), lambda seen: seen[f"{_BOWL}_1_pos"] + upwards(0.045))
 
 
 def _bowl(simulator: LiberoSimulator, item: str, place: str) -> Plan:
     rim = rim_grasp(_RIM_ANGLE, _RIM_RADIUS, _RIM_HEIGHT)
     if place == _PLATE:
-        return Plan(item, lambda _: rim, lambda seen: seen[f"{_PLATE}_pos"] + [0, 0, 0.006])
+        return Plan(item, lambda _: rim, lambda seen: seen[f"{_PLATE}_pos"] + upwards(0.006))
     if "cook_region" in place:
-        return Plan(item, lambda _: rim, _constant(simulator.site(place) + [0, 0, 0.024]))
-    return Plan(item, lambda _: rim, _constant(simulator.site(place) + [0, 0, 0.004]), carry=1.26)
+        return Plan(item, lambda _: rim, _constant(simulator.site(place) + upwards(0.024)))
+    return Plan(item, lambda _: rim, _constant(simulator.site(place) + upwards(0.004)), carry=1.26)
 
 
 def _into_basket(simulator: LiberoSimulator, item: str) -> Plan:

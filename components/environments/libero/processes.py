@@ -28,7 +28,7 @@ ResultT = TypeVar("ResultT")
 
 
 class SimulatorError(ArmatureError):
-    """A simulator failed, hung, or its process died. The process is gone, and all simulators in it."""
+    """A simulator failed, hung, or its process died: all simulators of the process are gone. Or one is gone since."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,9 @@ class SimulatorProcess:
         Raises:
             SimulatorError: it failed.
         """
+        observation: RobotObservation
         (observation,) = self._ask("reset", slot, task, initial_state, seed)
-        return observation  # type: ignore[no-any-return]
+        return observation
 
     def step(self, actions: NDArray[np.float32], slot: int = 0, film: bool = False) -> Carried:
         """Carry out actions (n, 7) until one succeeds; `film` keeps all pictures.

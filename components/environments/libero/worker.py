@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from components.contracts.errors import ArmatureError
+from components.environments.libero.processes import SimulatorError
 from components.environments.libero.settings import SimulatorSettings
 from components.environments.libero.tasks import LiberoTask
 
@@ -42,6 +43,12 @@ class Worker:
 
     def step(self, slot: int, actions: NDArray[np.float32], film: bool) -> Iterator[Any]:
         """Each action's pictures before it, if they are wanted; at last the observation, success and steps."""
+        if slot not in self._simulators:
+            raise SimulatorError(
+                "the process was started anew and the slot's simulator is gone",
+                where=f"slot {slot}",
+                remedy="reset comes first",
+            )
         simulator, success, steps = self._simulators[slot], False, 0
         for action in actions:
             yield simulator.observe().images if film else None

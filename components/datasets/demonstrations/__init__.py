@@ -1,0 +1,1 @@
+"""Demonstrations by the scripted expert in LIBERO, recorded as a LeRobot dataset."""

@@ -1,0 +1,69 @@
+"""Demonstrations as a page: how many reached their goal, and what they look like."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from components.datasets.demonstrations.episodes import Job
+from components.environments.libero.outcome import Outcome
+from components.reports.pages import data_uri
+from components.reports.report import Picture, Report, Table
+
+STILLS, SIDE = 6, 128
+
+
+@dataclass(frozen=True)
+class Preview:
+    """A task's first episode: pictures (frames, height, width, 3) by camera, and the address of a video, if any."""
+
+    title: str
+    pictures: Sequence[NDArray[np.uint8]]
+    film: str | None
+
+
+def demonstrations_report(
+    outcomes: Mapping[Job, Outcome], previews: Sequence[Preview], settings: dict[str, Any]
+) -> Report:
+    reached = [outcome for outcome in outcomes.values() if outcome.success]
+    figures = {
+        "episodes": f"{len(reached):,}",
+        "goal not reached": f"{len(outcomes) - len(reached):,}",
+        "frames": f"{sum(outcome.steps for outcome in reached):,}",
+        "steps per episode": f"{fmean(outcome.steps for outcome in reached):.1f}",
+    }
+    columns = ["task", "episodes", "reached", "steps", "taken anew"]
+    groups: dict[str, list[Outcome]] = {}
+    for job, outcome in outcomes.items():
+        groups.setdefault(f"{job.task.index}: {job.task.language}", []).append(outcome)
+    table = Table("By task", columns, [_row(name, group) for name, group in groups.items()])
+    links = {f"Video: {preview.title}": preview.film for preview in previews if preview.film}
+    stills = [Picture(preview.title, _stills(preview), "from the first frame to the last") for preview in previews]
+    return Report("Demonstrations", figures, links, stills, [table], settings)
+
+
+def _row(name: str, outcomes: Sequence[Outcome]) -> list[str]:
+    steps = [outcome.steps for outcome in outcomes if outcome.success]
+    spread = f"{min(steps)} to {max(steps)}" if steps else ""
+    anew = sum(outcome.retries for outcome in outcomes)
+    return [name, str(len(outcomes)), str(len(steps)), spread, str(anew)]
+
+
+def _stills(preview: Preview) -> str:
+    """A row of moments per camera."""
+    moments = np.linspace(0, len(preview.pictures[0]) - 1, STILLS).round().astype(int)
+    sheet = Image.new("RGB", (SIDE * STILLS, SIDE * len(preview.pictures)))
+    for row, pictures in enumerate(preview.pictures):
+        for column, moment in enumerate(moments):
+            still = Image.fromarray(pictures[moment]).resize((SIDE, SIDE), Image.Resampling.BILINEAR)
+            sheet.paste(still, (SIDE * column, SIDE * row))
+    out = io.BytesIO()
+    sheet.save(out, "JPEG", quality=85)
+    return data_uri(out.getvalue(), "image/jpeg")

@@ -1,0 +1,42 @@
+"""What is demonstrated, and how it is recorded."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+
+from components.contracts.settings import Settings
+from components.datasets.lerobot.writer import LayoutSettings
+from components.environments.libero.settings import SimulatorSettings, Suite
+
+
+class DemonstrationSettings(Settings):
+    """Episodes of every task begin at the suite's stored initial states, one after another."""
+
+    model_config = ConfigDict(title="Demonstrations")
+
+    suite: Suite
+    tasks: tuple[NonNegativeInt, ...] = Field(description="Numbers in the suite; empty: all that the expert can do.")
+    episodes_per_task: PositiveInt = Field(description="More than the 50 stored states begin again at the first.")
+    first_initial_state: NonNegativeInt = Field(description="Of the first episode; keep others for evaluation.")
+    seed: NonNegativeInt = Field(description="Of the furniture's places and of the noise.")
+    noise: NonNegativeFloat = Field(
+        description="Standard deviation of what disturbs the expert's motions (of 1, the largest). What is recorded "
+        "is what the expert wanted, so a policy learns the way back; 0 disturbs nothing."
+    )
+    storage: Literal["image", "video"] = Field(description="Pictures as PNG in the data files, or as videos.")
+
+
+class DemonstrationsSettings(Settings):
+    """The sections that the dataset depends on."""
+
+    simulator: SimulatorSettings
+    demonstrations: DemonstrationSettings
+    layout: LayoutSettings
+
+    @model_validator(mode="after")
+    def _videos_are_encoded(self) -> Self:
+        if self.demonstrations.storage == "video" and self.layout.video is None:
+            raise ValueError("demonstrations.storage = 'video' needs layout.video")
+        return self
