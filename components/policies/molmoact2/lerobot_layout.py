@@ -86,21 +86,23 @@ class LerobotTensors:
     """A LeRobot checkpoint's weights under released names, adapters merged as they are read.
 
     Raises:
-        DataError: a name is not LeRobot's, or adapters have no lora_alpha.
+        DataError: a name is not LeRobot's, or an adapter is not whole.
     """
 
     def __init__(self, files: TensorFiles, folder: Path) -> None:
         self._files = files
         self._alpha = read_json(folder / CONFIG).get("lora_alpha")
         self._stored = {_released(name, folder): name for name in files.names if ".lora_" not in name}
-        adapted = {name.removesuffix(end) for name in files.names for end in (_LORA_A, _LORA_B) if name.endswith(end)}
-        known = {name.replace(_BASE_LAYER, ".").removesuffix(".weight") for name in files.names if _BASE_LAYER in name}
-        strays = sorted(adapted - known) + sorted(
-            name for name in files.names if ".lora_" in name and not name.endswith((_LORA_A, _LORA_B))
-        )
-        if strays:
-            raise DataError(f"an adapter belongs to no layer: {strays[0]}", where=str(folder))
-        if adapted and self._alpha is None:
+        halves = [
+            {name.removesuffix(end) for name in files.names if name.endswith(end)}
+            for end in (_LORA_A, _LORA_B, f"{_BASE_LAYER}weight")
+        ]
+        self._adapted = set.intersection(*halves)
+        strange = {name for name in files.names if ".lora_" in name and not name.endswith((_LORA_A, _LORA_B))}
+        lonely = sorted(set.union(strange, *halves) - self._adapted)
+        if lonely:
+            raise DataError(f"not a whole adapter of lora_A, lora_B and its layer: {lonely[0]}", where=str(folder))
+        if self._adapted and self._alpha is None:
             raise DataError("adapters without lora_alpha", where=str(folder / CONFIG))
 
     @property
@@ -114,8 +116,8 @@ class LerobotTensors:
         """The weight; with an adapter W + alpha/rank B A, in float32."""
         stored = self._stored[name]
         weight = self._files[stored]
-        layer = stored.replace(_BASE_LAYER, ".").removesuffix(".weight")
-        if not stored.endswith(f"{_BASE_LAYER}weight") or layer + _LORA_A not in self._files.names:
+        layer = stored.removesuffix(f"{_BASE_LAYER}weight")
+        if layer not in self._adapted:
             return weight
         down, up = self._files[layer + _LORA_A].float(), self._files[layer + _LORA_B].float()
         return weight.float() + (up @ down) * (float(self._alpha or 0) / down.shape[0])
