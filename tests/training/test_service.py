@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from safetensors.torch import load_file
 
@@ -23,30 +24,32 @@ from .conftest import Tiny, model_settings, trainer_settings
 Start = Callable[..., TrainerClient]
 
 
-@pytest.fixture
-def start(tiny: Tiny, tmp_path: Path) -> Start:
-    def make(name: str, processes: int = 1, workers: int = 0, **changes: object) -> TrainerClient:
+@pytest.fixture(scope="module")
+def start(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Start:
+    root = tmp_path_factory.mktemp("services")
+
+    def make(name: str, processes: int = 1, workers: int = 0) -> TrainerClient:
         policy = PolicySettings(
             model_path=tiny.folder,
             model=model_settings(),
-            trainer=trainer_settings(**changes),
+            trainer=trainer_settings(adam_epsilon=1e-3),
             temperature=1.0,
             images=tiny.images.root,
         )
         machine = Machine(
             trainer_processes=processes, threads=1, loader_workers=workers, ready_timeout=120, train_timeout=120
         )
-        return TrainerClient(policy, machine, tmp_path / name)
+        return TrainerClient(policy, machine, root / name)
 
     return make
 
 
-@pytest.fixture
-def batches(tiny: Tiny, tmp_path: Path) -> list[Path]:
-    """Folders of the batches of steps 1 to 4."""
+@pytest.fixture(scope="module")
+def batches(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Folders of the batches of steps 1 to 6."""
     folders = []
-    for step in range(1, 5):
-        folder = tmp_path / f"batch-{step}"
+    for step in range(1, 7):
+        folder = tmp_path_factory.mktemp("batches") / f"batch-{step}"
         folder.mkdir()
         write_batch(folder, tiny.samples(8, seed=step))
         folders.append(folder)
@@ -58,11 +61,47 @@ def weights(trainer: TrainerClient, folder: Path, version: int) -> dict[str, byt
     return {name: value.numpy().tobytes() for name, value in load_file(folder / "model.safetensors").items()}
 
 
-@pytest.mark.slow
-def test_killed_and_resumed_is_as_if_never_stopped(start: Start, batches: list[Path], tmp_path: Path) -> None:
+@dataclass(frozen=True)
+class Trained:
+    """A service that is up, and what its first steps gave.
+
+    `scores` are of batch 3, asked after step 2; `middle` is the folder of the weights then, `final` those after the
+    last step.
+    """
+
+    trainer: TrainerClient
+    metrics: list[dict[str, float]]
+    scores: list[npt.NDArray[np.float32]]
+    middle: Path
+    final: dict[str, bytes]
+
+
+def train(trainer: TrainerClient, batches: list[Path], folder: Path, steps: int) -> Trained:
+    metrics = [trainer.step(k, batches[k - 1]) for k in (1, 2)]
+    scores = trainer.score(batches[2])
+    trainer.publish(folder / "middle", 2)
+    metrics += [trainer.step(k, batches[k - 1]) for k in range(3, steps + 1)]
+    return Trained(trainer, metrics, scores, folder / "middle", weights(trainer, folder / "final", steps))
+
+
+@pytest.fixture(scope="module")
+def straight(start: Start, batches: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    """One rank that made four steps."""
     with start("straight", workers=1) as trainer:
-        straight = [trainer.step(k, batch) for k, batch in enumerate(batches, 1)]
-        expected = weights(trainer, tmp_path / "a", 4)
+        yield train(trainer, batches, tmp_path_factory.mktemp("straight"), steps=4)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(start: Start, batches: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    """Two ranks that made two steps."""
+    with start("two-ranks", processes=2) as trainer:
+        yield train(trainer, batches, tmp_path_factory.mktemp("two-ranks"), steps=2)
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_is_as_if_never_stopped(
+    straight: Trained, start: Start, batches: list[Path], tmp_path: Path
+) -> None:
     with start("killed") as trainer:
         assert trainer.resume() == 0
         for k in (1, 2):
@@ -78,40 +117,52 @@ def test_killed_and_resumed_is_as_if_never_stopped(start: Start, batches: list[P
         assert not trainer.alive
         trainer.restart()
         assert trainer.resume() == 2
-        assert trainer.step(2, batches[1])["loss"] == straight[1]["loss"]  # recorded, not applied again
+        assert trainer.step(2, batches[1])["loss"] == straight.metrics[1]["loss"]  # recorded, not applied again
         resumed = [trainer.step(k, batches[k - 1]) for k in (3, 4)]
-        assert weights(trainer, tmp_path / "b", 4) == expected
-    for before, after in zip(straight[2:], resumed, strict=True):
+        assert weights(trainer, tmp_path / "b", 4) == straight.final
+    for before, after in zip(straight.metrics[2:], resumed, strict=True):
         assert before["loss"] == after["loss"]
         assert before["grad_norm"] == after["grad_norm"]
 
 
 @pytest.mark.slow
-def test_a_step_is_applied_once_and_in_order(start: Start, batches: list[Path], tmp_path: Path) -> None:
-    with start("once") as trainer:
-        first = trainer.step(1, batches[0])
-        before = weights(trainer, tmp_path / "000001", 1)
-        assert trainer.step(1, batches[0]) == first
-        assert weights(trainer, tmp_path / "000001", 1) == before
-        with pytest.raises(ConfigurationError, match="another batch"):
-            trainer.step(1, batches[1])
-        with pytest.raises(ConfigurationError, match="1 steps are applied"):
-            trainer.step(3, batches[2])
-        with pytest.raises(DataError):
-            trainer.step(2, tmp_path / "nowhere")
-        scores = trainer.score(batches[0])
-        assert all(np.isfinite(score).all() for score in scores)
-        with pytest.raises(ConfigurationError, match="version 7"):
-            trainer.publish(tmp_path / "000007", 7)
-        for version in (2, 3):
-            trainer.step(version, batches[version - 1])
-            trainer.publish(tmp_path / f"{version:06d}", version)
-        assert sorted(p.name for p in tmp_path.iterdir() if p.name.isdecimal()) == ["000002", "000003"]
-        assert trainer.alive
+def test_a_step_is_applied_once_and_in_order(straight: Trained, batches: list[Path], tmp_path: Path) -> None:
+    trainer = straight.trainer
+    assert weights(trainer, tmp_path / "000004", 4) == straight.final
+    assert trainer.step(4, batches[3]) == straight.metrics[3]
+    assert weights(trainer, tmp_path / "000004", 4) == straight.final
+    with pytest.raises(ConfigurationError, match="another batch"):
+        trainer.step(4, batches[1])
+    with pytest.raises(ConfigurationError, match="4 steps are applied"):
+        trainer.step(6, batches[5])
+    with pytest.raises(DataError):
+        trainer.step(5, tmp_path / "nowhere")
+    scores = trainer.score(batches[0])
+    assert all(np.isfinite(score).all() for score in scores)
+    with pytest.raises(ConfigurationError, match="version 7"):
+        trainer.publish(tmp_path / "000007", 7)
+    for version in (5, 6):
+        trainer.step(version, batches[version - 1])
+        trainer.publish(tmp_path / f"{version:06d}", version)
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.isdecimal()) == ["000005", "000006"]
+    assert trainer.alive
 
 
 @pytest.mark.slow
-def test_an_error_in_a_rank_reaches_the_client(start: Start, tiny: Tiny, tmp_path: Path) -> None:
+def test_two_ranks_make_the_update_of_one(straight: Trained, two_ranks: Trained) -> None:
+    """Sums over ranks are in another order: equal to 1e-5 of the update, in fp32."""
+    for a, b in zip(straight.metrics[:2], two_ranks.metrics, strict=True):
+        for name in ("loss", "importance_ratio", "entropy", "mismatch_kl", "masked_fraction", "grad_norm"):
+            assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-6), name
+    for score_one, score_two in zip(straight.scores, two_ranks.scores, strict=True):
+        np.testing.assert_allclose(score_one, score_two, atol=1e-5)
+    one, two = (load_file(trained.middle / "model.safetensors") for trained in (straight, two_ranks))
+    for name, value in one.items():
+        np.testing.assert_allclose(value.numpy(), two[name].numpy(), atol=1e-6)
+
+
+@pytest.mark.slow
+def test_an_error_in_a_rank_reaches_the_client(two_ranks: Trained, tiny: Tiny, tmp_path: Path) -> None:
     samples = tiny.samples(4, seed=9)
     (tmp_path / "nan").mkdir()
     gone = next(sample for sample in samples if sample.images)
@@ -119,31 +170,10 @@ def test_an_error_in_a_rank_reaches_the_client(start: Start, tiny: Tiny, tmp_pat
     write_batch(tmp_path, [replace(s, images=(missing,)) if s is gone else s for s in samples])
     gone.behavior_logprobs[:] = np.nan
     write_batch(tmp_path / "nan", samples)
-    with start("failing", processes=2) as trainer:
-        with pytest.raises(DataError, match="not finite"):
-            trainer.step(1, tmp_path / "nan")
-        assert trainer.alive
-        with pytest.raises((DataError, TrainerError), match="not in the image store"):
-            trainer.step(1, tmp_path)
-        assert not trainer.alive
-
-
-@pytest.mark.slow
-def test_two_ranks_make_the_update_of_one(start: Start, batches: list[Path], tmp_path: Path) -> None:
-    """Sums over ranks are in another order: equal to 1e-5 of the update, in fp32."""
-    results = []
-    for processes in (1, 2):
-        with start(f"ranks-{processes}", processes, adam_epsilon=1e-3) as trainer:
-            metrics = [trainer.step(k, batches[k - 1]) for k in (1, 2)]
-            scores = trainer.score(batches[2])
-            folder = tmp_path / f"weights-{processes}"
-            trainer.publish(folder, 2)
-            results.append((metrics, scores, load_file(folder / "model.safetensors")))
-    (one, scores_one, weights_one), (two, scores_two, weights_two) = results
-    for a, b in zip(one, two, strict=True):
-        for name in ("loss", "importance_ratio", "entropy", "mismatch_kl", "masked_fraction", "grad_norm"):
-            assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-6), name
-    for score_one, score_two in zip(scores_one, scores_two, strict=True):
-        np.testing.assert_allclose(score_one, score_two, atol=1e-5)
-    for name, value in weights_one.items():
-        np.testing.assert_allclose(value.numpy(), weights_two[name].numpy(), atol=1e-6)
+    trainer = two_ranks.trainer
+    with pytest.raises(DataError, match="not finite"):
+        trainer.step(3, tmp_path / "nan")
+    assert trainer.alive
+    with pytest.raises((DataError, TrainerError), match="not in the image store"):
+        trainer.step(3, tmp_path)
+    assert not trainer.alive
