@@ -62,6 +62,7 @@ def train(job: Job, ranks: Ranks) -> None:
     if newest is not None:
         checkpoints.load(learner, newest, who)
 
+    job.workspace.mkdir(parents=True, exist_ok=True)
     history = History(job.history)
 
     def record(step: int, values: dict[str, float]) -> None:
