@@ -73,7 +73,8 @@ class ActionTokens:
                 remedy="allow more action tokens, or a smaller scale",
             )
         tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        # Whole chunks are learnt from: split like text, coefficients that fall on spaces or letters would not merge.
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=vocabulary, min_frequency=2, initial_alphabet=alphabet, show_progress=False

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import interpolate
 
 from components.contracts.errors import ConfigurationError, DataError
 from components.policies.molmoact2.batch import Floats, Ints
 
 Picture = NDArray[np.uint8]
-_LEVELS = (np.arange(256, dtype=np.float32) / np.float32(255)) * np.float32(2) - np.float32(1)
 _CHANNELS = 3
 
 
@@ -109,21 +110,20 @@ class ImageLayout:
             DataError: a picture is not uint8 of (height, width, 3).
         """
         n, p = self.patches, self.patch
-        if not pictures:
-            return np.zeros((0, n * n, p * p * _CHANNELS), np.float32)
-        square = np.stack([_resize(_checked(picture), self.side) for picture in pictures])
-        square = square.reshape(-1, n, p, n, p, _CHANNELS).transpose(0, 1, 3, 2, 4, 5)
-        return _LEVELS[square.reshape(-1, n * n, p * p * _CHANNELS)]
+        patches = torch.empty(len(pictures), n, n, p, p * _CHANNELS)
+        for one, picture in zip(patches, pictures, strict=True):
+            levels = _resize(_checked(picture), self.side).div_(255).mul_(2).sub_(1)
+            one.copy_(levels.reshape(n, p, n, p * _CHANNELS).transpose(1, 2))
+        return patches.reshape(len(pictures), n * n, p * p * _CHANNELS).numpy()
 
 
-def _resize(picture: Picture, side: int) -> Picture:
-    """Bilinear between pixel centres without antialiasing, in float32, rounded to 8 bits."""
+def _resize(picture: Picture, side: int) -> Tensor:
+    """(side, side, 3) whole numbers as float32: bilinear between pixel centres without antialiasing, then rounded."""
+    levels = torch.from_numpy(picture.astype(np.float32, order="C"))
     if picture.shape[:2] == (side, side):
-        return picture
-    channels_first = torch.from_numpy(np.ascontiguousarray(picture)).permute(2, 0, 1)[None].float()
-    resized = torch.nn.functional.interpolate(channels_first, (side, side), mode="bilinear", align_corners=False)
-    square: Picture = resized[0].round_().clamp_(0, 255).to(torch.uint8).permute(1, 2, 0).numpy()
-    return square
+        return levels
+    resized = interpolate(levels.permute(2, 0, 1)[None], (side, side), mode="bilinear", align_corners=False)
+    return resized[0].round_().clamp_(0, 255).permute(1, 2, 0)
 
 
 def _checked(picture: Picture) -> Picture:

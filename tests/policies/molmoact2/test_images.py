@@ -65,10 +65,13 @@ def test_resizing_equals_torchvision_bit_by_bit(size: tuple[int, int]) -> None:
     assert ours.dtype == np.float32 and np.array_equal(ours[0], patches)
 
 
+@pytest.mark.filterwarnings("error")
 def test_pictures_of_several_sizes_become_one_array() -> None:
     together = RELEASED.patchify([picture(256, 256), picture(10, 20)])
     assert together.shape == (2, 729, 588)
-    assert np.array_equal(together[1:], RELEASED.patchify([picture(10, 20)]))
+    locked = np.asfortranarray(picture(10, 20))
+    locked.flags.writeable = False
+    assert np.array_equal(together[1:], RELEASED.patchify([locked]))
     assert RELEASED.patchify([]).shape == (0, 729, 588)
 
 
