@@ -45,7 +45,7 @@ class TextAttention(Molmo2Attention):
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, x: Tensor, angles: KeyValue, mask: Tensor, past: KeyValue | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         def heads(flat: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class TextLayer(Molmo2DecoderLayer):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, x: Tensor, angles: KeyValue, mask: Tensor, past: KeyValue | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The layer's output, and keys and values of all tokens that it looked at."""
@@ -90,7 +90,7 @@ class VisionTower(Molmo2VisionModel):
         self.features = features
         self.gradient_checkpointing = False
 
-    def forward(self, pixels: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, pixels: Tensor) -> Tensor:
         x = self.patch_embedding(pixels.to(self.positional_embedding.dtype)) + self.positional_embedding
         outputs = []
         for layer in self.layers:

@@ -56,6 +56,18 @@ def test_states_keys_and_values_are_those_of_transformers_molmo2(bidirectional: 
             torch.testing.assert_close(ours.transpose(1, 2)[real], theirs.transpose(1, 2)[real], rtol=0, atol=1e-5)
 
 
+def test_pixels_are_seen_as_8_bit_ones() -> None:
+    levels = torch.arange(256) / 255 * 2 - 1
+    off = (torch.rand(256, generator=torch.Generator().manual_seed(0)) - 0.5) * 0.9 * 2 / 255
+    torch.testing.assert_close(as_bytes(levels + off), levels, rtol=0, atol=1e-6)
+    model, batch = make_model().eval(), as_batch(make_examples(1))
+    rounded = replace(batch, pixel_values=as_bytes(batch.pixel_values))
+    assert not torch.equal(rounded.pixel_values, batch.pixel_values)
+    torch.testing.assert_close(
+        model.encode(rounded, False).states, model.encode(batch, False).states, rtol=0, atol=1e-5
+    )
+
+
 def _reference_loss(
     model: MolmoAct2, batch: PolicyBatch, draws: FlowDraws, seen: list[Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
