@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -217,12 +218,13 @@ def test_actions_come_back_in_the_datasets_units(fast: ActionTokens) -> None:
     assert many.shape == (2, CHUNK, 3) and many[1, 1].tolist() == [2, 4, 1]  # clipped to the ends
 
 
-def test_examples_do_not_depend_on_what_came_before(fast: ActionTokens) -> None:
+def test_examples_do_not_depend_on_what_came_before_or_the_process(fast: ActionTokens) -> None:
     used, fresh = build(policy(), fast), build(policy(), fast)
     used.encode(RobotObservation(OBSERVATION.images, np.zeros(2, np.float32), "Another"))
-    first, second = used.encode(OBSERVATION, DONE), fresh.encode(OBSERVATION, DONE)
-    for name, value in vars(first).items():
-        assert np.array_equal(value, getattr(second, name))
+    examples = [each.encode(OBSERVATION, DONE) for each in (used, fresh, pickle.loads(pickle.dumps(used)))]
+    for other in examples[1:]:
+        for name, value in vars(examples[0]).items():
+            assert np.array_equal(value, getattr(other, name))
 
 
 @pytest.mark.parametrize(
