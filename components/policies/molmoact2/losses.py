@@ -138,8 +138,9 @@ def discrete_loss(
     Args:
         logits: (K, vocabulary). token_weight: W, the sum of the weights w of the whole update.
     """
-    normaliser = torch.logsumexp(logits.float(), dim=-1)
-    chosen = logits.float().gather(-1, tokens.labels[:, None])[:, 0]
+    logits = logits.float()
+    normaliser = torch.logsumexp(logits, dim=-1)
+    chosen = logits.gather(-1, tokens.labels[:, None])[:, 0]
     weighted = tokens.weights * (normaliser - chosen), tokens.weights * z_scale * normaliser.square()
     own = tokens.weights.sum().clamp(min=1.0)
 
