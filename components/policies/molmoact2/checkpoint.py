@@ -21,7 +21,8 @@ from components.policies.molmoact2.config import MolmoAct2Config
 from components.policies.molmoact2.lerobot_export import write_processors
 from components.policies.molmoact2.lerobot_layout import BASE, LerobotTensors, is_lerobot
 from components.policies.molmoact2.model import MolmoAct2
-from components.policies.molmoact2.norm_stats import RobotMetadata, norm_stats
+from components.policies.molmoact2.norm_stats import FeatureStats, RobotMetadata, norm_stats
+from components.policies.molmoact2.normalizer import Normalizer
 from components.policies.molmoact2.parts import ACTION_TOKENIZER, CONFIG, PolicyParts, load_parts
 from components.policies.molmoact2.processor import Processor
 from components.policies.molmoact2.weights import SHARD_BYTES, TensorFiles, load_weights, write_released
@@ -112,7 +113,13 @@ def save_lerobot(folder: Path, parts: PolicyParts, weights: Mapping[str, Tensor]
     Raises:
         ConfigurationError: the policy knows no statistics, or no cameras.
     """
-    robot = parts.processor().robot
+    processor = parts.processor()
+    robot = processor.robot.model_copy(  # LeRobot takes masks from the statistics alone
+        update={
+            "action_stats": _masked(processor.robot.action_stats, processor.action),
+            "state_stats": _masked(processor.robot.state_stats, processor.state),
+        }
+    )
     with _replaced(folder) as new:
         (new / BASE).mkdir()
         write_parts(new / BASE, parts)
@@ -140,6 +147,10 @@ def write_parts(folder: Path, parts: PolicyParts) -> None:
     if parts.action_tokens is not None:
         parts.action_tokens.save(folder / ACTION_TOKENIZER)
     write_settings(folder, settings.model_copy(update=dict.fromkeys(SOURCES)))
+
+
+def _masked(stats: FeatureStats, normalizer: Normalizer) -> FeatureStats:
+    return stats.model_copy(update={"mask": tuple(bool(each) for each in normalizer.mask)})
 
 
 @contextmanager

@@ -69,11 +69,11 @@ def write_processors(
     normal: dict[str, Any] = {"eps": 1e-8, "norm_map": norm_map}
     env = {"max_action_dim": max_action_dim, "env_action_dim": robot.action_stats.dimensions}
     frame = {"joint_signs": None, "joint_offsets": None}
-    head, cpu = settings.semantics == "head", ("device_processor", {"device": "cpu", "float_dtype": None})
+    moved, cpu = settings.semantics != "seed", ("device_processor", {"device": "cpu", "float_dtype": None})
     before: list[Step] = [
         ("rename_observations_processor", {"rename_map": {}}),
         ("to_batch_processor", {}),
-        *([("molmoact2_state_frame_transform", frame)] if head else []),
+        *([("molmoact2_state_frame_transform", frame)] if moved else []),
         (NORMALIZER, normal | {"features": inputs | outputs}),
         ("molmoact2_clamp_normalized", {"normalization_masks": masks}),
         (PACK, prompt | env),
@@ -82,7 +82,7 @@ def write_processors(
     after: list[Step] = [
         ("molmoact2_clamp_action", {}),
         (UNNORMALIZER, normal | {"features": outputs}),
-        *([("molmoact2_action_frame_transform", frame)] if head else []),
+        *([("molmoact2_action_frame_transform", frame)] if moved else []),
         cpu,
     ]
     _write_steps(folder, PREPROCESSOR, before, statistics)
