@@ -21,6 +21,9 @@ FLOWS = {
     "train-vlm": "flows/train_vlm.py:train_vlm",
     "evaluate": "flows/evaluate.py:evaluate",
     "evaluate/sweep": "flows/sweep.py:sweep",
+    "demonstrations": "flows/demonstrations.py:demonstrations",
+    "train-vla": "flows/train_vla.py:train_vla",
+    "evaluate/libero": "flows/evaluate_libero.py:evaluate_libero",
 }
 """A recipe's flow: by its whole name, else by the part before the slash."""
 

@@ -32,6 +32,18 @@ _TRAIN_VLM = {
     "warm_start": "components.sft.settings:WarmStartSettings",
     "machine": "components.contracts.machine:Machine",
 }
+_TRAIN_VLA = {
+    "policy": "components.policies.settings:PolicySettings",
+    "statistics": "components.datasets.settings:QuantileStatsSettings",
+    "training": "components.vla.settings:VlaTrainerSettings",
+    "simulator": "components.environments.libero.settings:SimulatorSettings",
+    "evaluation": "components.evaluation.libero.settings:LiberoEvaluationSettings",
+    "machine": "components.contracts.machine:Machine",
+    "dataset": "components.datasets.settings:DatasetSettings",
+    "demonstrations": "components.datasets.demonstrations.settings:DemonstrationSettings",
+    "layout": "components.datasets.lerobot.writer:LayoutSettings",
+    "comparison": "components.evaluation.libero.settings:CompareLiberoSettings",
+}
 _EVALUATED = {name: _TRAIN_VLM[name] for name in ("model", "environment", "inference", "evaluation", "machine")}
 SECTIONS: dict[str, dict[str, str]] = {
     "alfworld-games": {
@@ -47,10 +59,20 @@ SECTIONS: dict[str, dict[str, str]] = {
     "train-vlm": _TRAIN_VLM,
     "evaluate": {"subject": "components.evaluation.subjects:SubjectSettings", **_EVALUATED},
     "evaluate/sweep": {"sweep": "components.evaluation.subjects:SweepSettings", **_EVALUATED},
+    "demonstrations": {name: _TRAIN_VLA[name] for name in ("simulator", "demonstrations", "layout", "machine")},
+    "train-vla": _TRAIN_VLA,
+    "evaluate/libero": {
+        **{name: _TRAIN_VLA[name] for name in ("policy", "simulator", "evaluation", "comparison", "machine")},
+        "against": _TRAIN_VLA["policy"],
+    },
 }
 """The sections of a recipe: those of its whole name, else those of its flow."""
-OPTIONAL = frozenset({"warm_start"})
-"""Sections that a recipe may leave out, which means: without it."""
+OPTIONAL: dict[str, frozenset[str]] = {
+    "train-vlm": frozenset({"warm_start"}),
+    "train-vla": frozenset({"dataset", "demonstrations", "layout", "comparison"}),
+    "evaluate/libero": frozenset({"against"}),
+}
+"""Sections that a recipe may leave out, which means: without it. By the same names."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +111,11 @@ def sections_of(name: str, where: str = "") -> dict[str, str]:
         flows = sorted({each.partition("/")[0] for each in SECTIONS})
         raise ConfigurationError(f"no flow is called {flow!r}", where=where, remedy=suggestion(flow, flows))
     return known
+
+
+def optional_sections(name: str) -> frozenset[str]:
+    """The sections that a recipe of this name may leave out."""
+    return OPTIONAL.get(name) or OPTIONAL.get(name.partition("/")[0], frozenset())
 
 
 def section_class(name: str, section: str) -> type[BaseModel]:
@@ -187,7 +214,7 @@ def build_recipe(name: str, values: Mapping[str, Any], where: str) -> Recipe:
         raise ConfigurationError(f"unknown section {unknown[0]!r}", where=where, remedy=suggestion(unknown[0], known))
     sections = {}
     for section in known:
-        if section in OPTIONAL and section not in values:
+        if section not in values and section in optional_sections(name):
             continue
         model = section_class(name, section)
         try:

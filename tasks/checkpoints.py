@@ -11,6 +11,7 @@ from components.contracts.errors import DataError
 from components.contracts.machine import Machine
 from components.contracts.stages import Artifact
 from components.models.settings import ModelSettings
+from components.policies.settings import PolicySettings
 from components.stages import open_store
 from tasks.mlflow_client import client
 from tasks.run_stage import run
@@ -32,6 +33,19 @@ def checkpoint_artifact(name: str, model: ModelSettings, machine: Machine) -> Ar
         return found
     settings = ModelSettings.model_validate(model.model_dump() | _source(name, model))
     return run("model", {"model": settings}, machine)
+
+
+def policy_artifact(policy: PolicySettings, machine: Machine) -> Artifact:
+    """The artifact of a policy; `checkpoint_path` may also be an MLflow alias, as `models:/train-vla.tiny@candidate`.
+
+    What is behind an alias brings its own settings with it.
+
+    Raises:
+        DataError: the alias is unknown, or its checkpoint is not where it was.
+    """
+    if policy.checkpoint_path is not None and policy.checkpoint_path.startswith(ALIAS_PREFIX):
+        return open_artifact(_aliased(policy.checkpoint_path))
+    return run("policy", {"policy": policy}, machine)
 
 
 def _source(name: str, model: ModelSettings) -> dict[str, object]:

@@ -20,7 +20,8 @@ from components.contracts.stages import Artifact
 from components.stages import open_store
 from tasks.tracking import MetricPoint, TrackedRun
 
-MODEL_KIND = "model"
+MODEL_KINDS = ("model", "policy")
+"""Kinds of artifacts that are checkpoints, and names of the inputs that take one."""
 PAGE_SUFFIXES = (".html", ".png", ".svg")
 TABLES = ("metrics.json", "history.json", "lineage.json")
 MAX_PAGE_BYTES = 64 * 2**20
@@ -57,8 +58,9 @@ def pages(artifact: Artifact) -> list[Path]:
 
 def _models(run: TrackedRun, artifact: Artifact, inputs: Mapping[str, Artifact]) -> LoggedModel | None:
     """The checkpoint that the stage wrote; else the one that it used."""
-    used = run.log_model("checkpoint", inputs["model"], "input") if "model" in inputs else None
-    if artifact.kind == MODEL_KIND or (artifact.path / "checkpoint").is_dir():
+    given = [inputs[name] for name in MODEL_KINDS if name in inputs]
+    used = run.log_model("checkpoint", given[0], "input") if given else None
+    if artifact.kind in MODEL_KINDS or (artifact.path / "checkpoint").is_dir():
         return run.log_model(artifact.kind, artifact, "output")
     return used
 

@@ -14,7 +14,10 @@ from tasks.mlflow_client import served_by
 from tasks.outputs import numbers, pages
 from tasks.tracking import TrackedRun, find_model, promote
 
-SHOWN = ("accuracy", "accuracy_low", "accuracy_high", "reward", "episodes", "failed")
+SHOWN = (
+    *("accuracy", "accuracy_low", "accuracy_high", "success", "success_low", "success_high"),
+    *("reward", "episodes", "failed"),
+)
 """Columns of the table of results, and those of a further split under its name; MLflow has all numbers."""
 
 

@@ -11,7 +11,7 @@ from prefect.exceptions import ParameterTypeError
 from prefect.settings import get_current_settings
 
 from armature.deployments import flow_of
-from components.configuration import OPTIONAL, SECTIONS, section_class
+from components.configuration import SECTIONS, optional_sections, section_class
 from components.sft.settings import WarmStartSettings
 from tests.sft.test_stage import VALUES as WARM_START
 
@@ -27,14 +27,14 @@ def artifacts_of(state) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", SECTIONS)
 def test_parameters_are_the_sections_of_the_recipe(name):
-    flow = flow_of(name if "/" in name else f"{name}/any")
+    flow, optional = flow_of(name if "/" in name else f"{name}/any"), optional_sections(name)
     parameters = inspect.signature(flow.fn, eval_str=True).parameters
     sections = {key: section_class(name, key) for key in SECTIONS[name]}
     assert {key: each.annotation for key, each in parameters.items()} == {
-        key: (section | None) if key in OPTIONAL else section for key, section in sections.items()
+        key: (section | None) if key in optional else section for key, section in sections.items()
     }
-    assert {key for key, each in parameters.items() if each.default is None} == OPTIONAL & set(sections)
-    required = [each for key, each in parameters.items() if key not in OPTIONAL]
+    assert {key for key, each in parameters.items() if each.default is None} == optional
+    required = [each for key, each in parameters.items() if key not in optional]
     assert all(each.default is inspect.Parameter.empty for each in required)
 
 
