@@ -1,0 +1,97 @@
+"""A MolmoAct2 checkpoint in the real simulator."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from components.contracts.robots import RobotObservation
+from components.contracts.stages import Artifact
+from components.environments.libero.processes import SimulatorProcess
+from components.environments.libero.settings import SimulatorSettings
+from components.environments.libero.tasks import suite_tasks
+from components.evaluation.libero.results import read_results
+from components.evaluation.libero.settings import EvaluateLiberoSettings
+from components.evaluation.libero.stage import evaluate_libero, evaluate_policy
+from components.policies.molmoact2.checkpoint import load_policy, save_policy
+from components.policies.molmoact2.policy import MolmoAct2Policy, open_policy
+from tests.evaluation.libero.playground import settings
+from tests.evaluation.libero.test_stage import Events, context
+from tests.policies.molmoact2 import released
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif("ARMATURE_LIBERO_ASSETS" not in os.environ, reason="ARMATURE_LIBERO_ASSETS names no assets"),
+]
+
+SIMULATOR = SimulatorSettings(
+    camera_name_mapping={"agentview": "front", "robot0_eye_in_hand": "wrist"},
+    resolution=32,
+    control_freq=20,
+    num_steps_wait=2,
+    reflections=False,
+    offscreen_samples=0,
+    trusted_initial_states=(),
+)
+
+
+def plan(batch: int, videos: int = 0) -> EvaluateLiberoSettings:
+    evaluation = settings(
+        tasks=(0,), episodes_per_task=4, max_steps={"libero_spatial": 5}, batch=batch, videos_per_task=videos
+    )
+    return EvaluateLiberoSettings(simulator=SIMULATOR, evaluation=evaluation)
+
+
+class Saboteur:
+    """The policy, and at the third question the end of a simulator's process."""
+
+    def __init__(self, policy: MolmoAct2Policy, victim: SimulatorProcess) -> None:
+        self.n_action_steps, self.action_dimensions = policy.n_action_steps, policy.action_dimensions
+        self._policy, self._victim, self._asked = policy, victim, 0
+        self.facts = policy.facts
+
+    def predict(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> NDArray[np.float32]:
+        self._asked += 1
+        if self._asked == 3 and self._victim.pid is not None:
+            os.kill(self._victim.pid, signal.SIGKILL)
+        return self._policy.predict(observations, seeds)
+
+
+def test_results_depend_on_neither_batch_nor_workers_nor_deaths(tmp_path: Path) -> None:
+    for name in ("alone", "four", "two"):
+        (tmp_path / name / "out").mkdir(parents=True)
+    loaded = load_policy(
+        released.write_released(tmp_path / "released"), released.SETTINGS.model_copy(update={"norm_tag": "kitchen"})
+    )
+    save_policy(tmp_path / "policy/checkpoint", loaded.parts, loaded.model.state_dict())
+    artifact = Artifact(kind="policy", path=tmp_path / "policy", digest="0")
+
+    alone, events = tmp_path / "alone/out", Events()
+    evaluate_libero(plan(1, videos=1), {"policy": artifact}, alone, context(tmp_path / "alone", events))
+    results = read_results(alone)
+    assert [(each.initial_state, each.steps, each.success) for each in results] == [(k, 5, False) for k in range(4)]
+    assert len({each.actions for each in results}) == 4
+    assert events.lines[-1] == "videos 1/1"
+    with av.open(str(alone / json.loads((alone / "eval_info.json").read_text())["overall"]["video_paths"][0])) as video:
+        assert sum(1 for _ in video.decode(video=0)) == 6
+
+    known = {"libero_spatial": suite_tasks("libero_spatial")}
+    policy = open_policy(tmp_path / "policy", "continuous", rows=1)
+    for name, batch, workers in (("four", 4, 1), ("two", 2, 2)):
+        with ExitStack() as stack:
+            arenas = [stack.enter_context(SimulatorProcess(SIMULATOR, 120)) for _ in range(workers)]
+            asked = Saboteur(policy, arenas[1]) if workers == 2 else policy
+            report = evaluate_policy(
+                asked, known, arenas, plan(batch), tmp_path / name / "out", context(tmp_path / name, Events())
+            )
+        assert (tmp_path / name / "out/results.parquet").read_bytes() == (alone / "results.parquet").read_bytes()
+        assert ("attempts lost with their simulator" in report.drops) == (workers == 2)
