@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from safetensors.torch import load_file
 
 from components.batches.table import write_batch
 from components.contracts.machine import Machine
+from components.models.settings import LoraSettings
 from components.process import Program
 from components.training.client import TrainerClient
 from components.training.service_settings import PolicySettings, service_settings
@@ -23,52 +26,95 @@ from .conftest import LORA, Tiny, model_settings, trainer_settings
 SCRIPT = """
 import json, sys
 from pathlib import Path
+import torch
 from components.training.launch import joined
 from components.training.service_settings import ServiceSettings
 from components.training.worker import Worker
 
-settings = ServiceSettings.model_validate_json(Path(sys.argv[1]).read_text())
-batches = sys.argv[2].split(",")
-with joined(settings) as ranks:
-    worker = Worker(settings, ranks)
-    done = worker.run({"name": "resume"}, [])
-    results = []
-    for step, batch in enumerate(batches, 1):
-        command = {"name": "step", "step": step, "batch": batch}
-        if step > done:
-            results.append(worker.run(command, worker.check(command)))
-    scores = worker.run({"name": "score", "batch": batches[0]}, worker.check({"name": "score", "batch": batches[0]}))
-    worker.run({"name": "save"}, [])
-    worker.run({"name": "publish", "folder": str(settings.workspace / "out"), "version": 0}, [])
-    if ranks.first:
-        (settings.workspace / "results.json").write_text(json.dumps([results, scores]))
+cases = [(ServiceSettings.model_validate(settings), batches) for settings, batches in json.load(open(sys.argv[1]))]
+with joined(cases[0][0]) as ranks:
+    for settings, batches in cases:
+        torch.manual_seed(settings.policy.trainer.seed)
+        worker = Worker(settings, ranks)
+        done = worker.run({"name": "resume"}, [])
+        results = []
+        for step, batch in enumerate(batches, 1):
+            command = {"name": "step", "step": step, "batch": batch}
+            if step > done:
+                results.append(worker.run(command, worker.check(command)))
+        score = {"name": "score", "batch": batches[0]}
+        scores = worker.run(score, worker.check(score))
+        worker.run({"name": "save"}, [])
+        worker.run({"name": "publish", "folder": str(settings.workspace / "out"), "version": 0}, [])
+        if ranks.first:
+            (settings.workspace / "results.json").write_text(json.dumps([results, scores]))
 """
 
 
-def run(
-    tiny: Tiny, folder: Path, batches: list[Path], processes: int, shard: bool, lora: Any, **trainer: Any
-) -> tuple[Any, Any, Any]:
-    policy = PolicySettings(
-        model_path=tiny.folder,
-        model=model_settings(lora=lora),
-        trainer=trainer_settings(adam_epsilon=1e-3, **trainer),
-        temperature=1.0,
-        images=tiny.images.root,
-    )
-    machine = Machine(trainer_processes=processes, threads=1, loader_workers=0)
-    settings = service_settings(policy, machine, folder).model_copy(update={"shard": shard})
-    folder.mkdir(exist_ok=True)
-    (folder / "settings.json").write_text(settings.model_dump_json())
-    (folder / "script.py").write_text(SCRIPT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    program = Program(
-        [*torchrun, str(folder / "script.py"), str(folder / "settings.json"), ",".join(map(str, batches))],
-        log=folder / "log",
-        env={"OMP_NUM_THREADS": "1"},
-    )
-    assert program.wait(280) == 0, program.tail(60)
+@dataclass(frozen=True)
+class Case:
+    """What is trained, how, and on how many batches."""
+
+    lora: LoraSettings | None = None
+    trainer: dict[str, Any] = field(default_factory=dict)
+    batches: int = 3
+
+
+CASES = {
+    "full": Case(),
+    "lora": Case(lora=LORA),
+    "one micro-batch": Case(trainer={"max_tokens_per_micro_batch": 16384, "max_rows_per_micro_batch": 256}, batches=1),
+}
+RESUMED = ("full", "lora")
+
+
+@dataclass(frozen=True)
+class Result:
+    """The metrics of the steps that this process made, log-probs of the first batch, and the published weights."""
+
+    metrics: list[dict[str, float]]
+    scores: list[list[float]]
+    weights: dict[str, torch.Tensor]
+
+
+class Runs:
+    """Cases trained in one start of torchrun each: importing torch and transformers costs more than the steps."""
+
+    def __init__(self, tiny: Tiny, root: Path) -> None:
+        self.tiny, self.root = tiny, root
+        self.batches = batch_folders(tiny, root)
+
+    def run(self, names: Iterable[str], processes: int, most_batches: int = 3) -> dict[str, Result]:
+        machine = Machine(trainer_processes=processes, threads=1, loader_workers=0)
+        folders = {name: self.root / f"{name} on {processes}" for name in names}
+        cases = []
+        for name, folder in folders.items():
+            policy = PolicySettings(
+                model_path=self.tiny.folder,
+                model=model_settings(lora=CASES[name].lora),
+                trainer=trainer_settings(adam_epsilon=1e-3, **CASES[name].trainer),
+                temperature=1.0,
+                images=self.tiny.images.root,
+            )
+            settings = service_settings(policy, machine, folder).model_copy(update={"shard": processes > 1})
+            folder.mkdir(exist_ok=True)
+            batches = self.batches[: min(most_batches, CASES[name].batches)]
+            cases.append((settings.model_dump(mode="json"), [str(batch) for batch in batches]))
+        (self.root / "cases.json").write_text(json.dumps(cases))
+        (self.root / "script.py").write_text(SCRIPT)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        program = Program(
+            [*torchrun, str(self.root / "script.py"), str(self.root / "cases.json")],
+            log=self.root / "log",
+            env={"OMP_NUM_THREADS": "1"},
+        )
+        assert program.wait(280) == 0, program.tail(60)
+        return {name: read_result(folder) for name, folder in folders.items()}
+
+
+def read_result(folder: Path) -> Result:
     metrics, scores = json.loads((folder / "results.json").read_text())
-    return metrics, scores, load_file(folder / "out" / "model.safetensors")
+    return Result(metrics, scores, load_file(folder / "out" / "model.safetensors"))
 
 
 def batch_folders(tiny: Tiny, root: Path) -> list[Path]:
@@ -79,34 +125,58 @@ def batch_folders(tiny: Tiny, root: Path) -> list[Path]:
     return folders
 
 
+@pytest.fixture(scope="module")
+def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tiny, tmp_path_factory.mktemp("sharding"))
+
+
+@pytest.fixture(scope="module")
+def one_rank(runs: Runs) -> dict[str, Result]:
+    return runs.run(CASES, processes=1)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(runs: Runs) -> dict[str, Result]:
+    """Sharded; ended after step 2."""
+    return runs.run(CASES, processes=2, most_batches=2)
+
+
+@pytest.fixture(scope="module")
+def resumed(runs: Runs, two_ranks: dict[str, Result]) -> dict[str, Result]:
+    """Other processes that went on from step 2."""
+    return runs.run(RESUMED, processes=2)
+
+
+def assert_same_weights(one: Result, two: Result) -> None:
+    assert one.weights.keys() == two.weights.keys()
+    for name, value in one.weights.items():
+        torch.testing.assert_close(value, two.weights[name], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-def test_sharded_steps_are_those_of_one_rank(tiny: Tiny, tmp_path: Path, lora: Any) -> None:
-    batches = batch_folders(tiny, tmp_path)
-    one, scores_one, weights_one = run(tiny, tmp_path / "one", batches, 1, False, lora)
-    run(tiny, tmp_path / "two", batches[:2], 2, True, lora)
-    two, scores_two, weights_two = run(tiny, tmp_path / "two", batches, 2, True, lora)  # resumes after step 2
-    assert len(two) == 1
+@pytest.mark.parametrize("case", RESUMED)
+def test_sharded_steps_are_those_of_one_rank(
+    case: str, one_rank: dict[str, Result], resumed: dict[str, Result]
+) -> None:
+    one, two = one_rank[case], resumed[case]
+    assert len(two.metrics) == 1
     for name in ("loss", "importance_ratio", "entropy", "mismatch_kl", "grad_norm"):
-        assert two[0][name] == pytest.approx(one[2][name], rel=1e-3, abs=1e-5), name
-    for a, b in zip(scores_one, scores_two, strict=True):
+        assert two.metrics[0][name] == pytest.approx(one.metrics[2][name], rel=1e-3, abs=1e-5), name
+    for a, b in zip(one.scores, two.scores, strict=True):
         torch.testing.assert_close(torch.tensor(a), torch.tensor(b), atol=1e-4, rtol=0)
-    assert weights_one.keys() == weights_two.keys()
-    for name, value in weights_one.items():
-        torch.testing.assert_close(value, weights_two[name], atol=1e-4, rtol=1e-4)
+    assert_same_weights(one, two)
 
 
 @pytest.mark.slow
-def test_a_rank_without_a_token_to_train_on_takes_part(tiny: Tiny, tmp_path: Path) -> None:
-    batches = batch_folders(tiny, tmp_path)[:1]
-    one_micro_batch = {"max_tokens_per_micro_batch": 16384, "max_rows_per_micro_batch": 256}
-    one, _, weights_one = run(tiny, tmp_path / "one", batches, 1, False, None, **one_micro_batch)
-    two, _, weights_two = run(tiny, tmp_path / "two", batches, 2, True, None, **one_micro_batch)
-    assert two[0]["loss"] == pytest.approx(one[0]["loss"], rel=1e-4)
-    assert two[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=1e-4)
-    for name, value in weights_one.items():
-        torch.testing.assert_close(value, weights_two[name], atol=1e-4, rtol=1e-4)
+@pytest.mark.timeout(900)
+def test_a_rank_without_a_token_to_train_on_takes_part(
+    one_rank: dict[str, Result], two_ranks: dict[str, Result]
+) -> None:
+    one, two = one_rank["one micro-batch"], two_ranks["one micro-batch"]
+    assert two.metrics[0]["loss"] == pytest.approx(one.metrics[0]["loss"], rel=1e-4)
+    assert two.metrics[0]["grad_norm"] == pytest.approx(one.metrics[0]["grad_norm"], rel=1e-4)
+    assert_same_weights(one, two)
 
 
 @pytest.mark.gpu(2)
