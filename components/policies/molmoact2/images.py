@@ -17,7 +17,7 @@ from components.contracts.errors import ConfigurationError, DataError
 from components.policies.molmoact2.batch import Floats, Ints
 
 Picture = NDArray[np.uint8]
-_CHANNELS = 3
+_CHANNELS, _BILINEAR = 3, 2  # Pillow's number
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,20 @@ class ImageLayout:
 
     @classmethod
     def from_processor_config(cls, document: Mapping[str, Any]) -> ImageLayout:
-        """Of a checkpoint's processor_config.json.
+        """Of a checkpoint's processor_config.json; what it leaves out is as in the released classes.
 
         Raises:
             ConfigurationError: the pictures are prepared in another way.
         """
         image = document["image_processor"]
-        size, pool = image["size"], image.get("pooling_size", [2, 2])
+        size, pool = image.get("size", {"height": 378, "width": 378}), image.get("pooling_size", [2, 2])
         values = {
             "crop_mode": (image.get("crop_mode"), "resize"),
             "size": (size["height"], size["width"]),
             "pooling_size": (pool[0], pool[1]),
-            "image_mean": (image.get("image_mean"), [0.5] * 3),
-            "image_std": (image.get("image_std"), [0.5] * 3),
+            "resample": (image.get("resample", _BILINEAR), _BILINEAR),
+            "image_mean": (image.get("image_mean", [0.5] * 3), [0.5] * 3),
+            "image_std": (image.get("image_std", [0.5] * 3), [0.5] * 3),
         }
         for name, (given, wanted) in values.items():
             if given != wanted:
@@ -72,7 +73,7 @@ class ImageLayout:
                 "image_mean": [0.5] * 3,
                 "image_std": [0.5] * 3,
                 "do_convert_rgb": True,
-                "resample": 2,
+                "resample": _BILINEAR,
                 "image_processor_type": "MolmoAct2ImageProcessor",
             },
             "image_use_col_tokens": self.columns,

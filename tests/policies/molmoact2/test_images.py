@@ -97,10 +97,13 @@ def test_a_layout_is_what_its_file_says() -> None:
     assert ImageLayout.from_processor_config(layout.processor_config()) == layout
     released = RELEASED.processor_config() | {"image_use_col_tokens": True, "use_single_crop_col_tokens": False}
     assert ImageLayout.from_processor_config(released) == RELEASED
-    tiled = RELEASED.processor_config()
-    tiled["image_processor"]["crop_mode"] = "overlap-and-resize-c2"
-    with pytest.raises(ConfigurationError, match="overlap-and-resize-c2"):
-        ImageLayout.from_processor_config(tiled)
+    short = {"image_processor": {"crop_mode": "resize"}, "use_single_crop_col_tokens": False}
+    assert ImageLayout.from_processor_config(short) == RELEASED
+    for name, value in (("crop_mode", "overlap-and-resize-c2"), ("resample", 3), ("image_mean", [0.4, 0.5, 0.5])):
+        other = RELEASED.processor_config()
+        other["image_processor"][name] = value
+        with pytest.raises(ConfigurationError, match=f"{name} is"):
+            ImageLayout.from_processor_config(other)
     with pytest.raises(ConfigurationError, match="30 pixels"):
         ImageLayout(side=30, patch=14, pool=2, columns=False)
 
