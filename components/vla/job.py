@@ -13,6 +13,8 @@ from components.vla.settings import TrainVlaSettings
 class Job(BaseModel):
     """A training: its settings and inputs, where its state and its result go, and the machine's facts.
 
+    gpus: one per process; empty on CPU.
+    shard: split the model over the processes (FSDP2) instead of copying it to each.
     fingerprint: names the training; its checkpoints are resumed by no other.
     """
 
@@ -27,13 +29,9 @@ class Job(BaseModel):
     fingerprint: str
     processes: PositiveInt
     gpus: tuple[int, ...]
+    shard: bool
     threads: NonNegativeInt
     loader_workers: NonNegativeInt
-
-    @property
-    def shard(self) -> bool:
-        """Split the model over the processes (FSDP2), where each has a GPU, instead of copying it to each."""
-        return self.processes > 1 and bool(self.gpus)
 
     @property
     def history(self) -> Path:
@@ -49,6 +47,7 @@ class Job(BaseModel):
 
 
 def job_on(machine: Machine, settings: TrainVlaSettings, inputs: dict[str, Path], **places: object) -> Job:
+    """The training on `machine`: several GPUs share one model, several CPU processes have one each."""
     return Job.model_validate(
         {
             "settings": settings,
@@ -56,6 +55,7 @@ def job_on(machine: Machine, settings: TrainVlaSettings, inputs: dict[str, Path]
             **places,
             "processes": machine.trainer_processes,
             "gpus": machine.trainer_gpus,
+            "shard": machine.trainer_processes > 1 and bool(machine.trainer_gpus),
             "threads": machine.threads,
             "loader_workers": machine.loader_workers,
         }

@@ -114,6 +114,7 @@ def make_job(
     folder: Path,
     policy: dict[str, Any] | None = None,
     processes: int = 1,
+    shard: bool = False,
     **training: Any,
 ) -> Job:
     return Job(
@@ -124,6 +125,7 @@ def make_job(
         fingerprint="test",
         processes=processes,
         gpus=(),
+        shard=shard,
         threads=1,
         loader_workers=0,
     )

@@ -1,0 +1,93 @@
+"""The training loop in this process, on a tiny policy and a dataset of six episodes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from components.contracts.errors import ConfigurationError, DataError
+from components.policies.molmoact2.checkpoint import load_policy
+from components.training.ranks import Ranks
+from components.vla.job import Job
+from components.vla.train import train
+
+from .conftest import make_job
+from .settings import AUGMENTATION, LORA
+
+SPEED = ("samples_per_second", "memory/peak_gib")
+
+
+def rows_of(job: Job) -> list[dict[str, float]]:
+    """The history without what depends on the machine."""
+    rows = [json.loads(line) for line in job.history.read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in SPEED and not k.startswith("timing/")} for row in rows]
+
+
+def weights_of(job: Job) -> dict[str, torch.Tensor]:
+    return load_file(job.out / "checkpoint" / "model.safetensors")
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "full": {"ema_decay": 0.9, "policy": {"action_mode": "both", "llm_residual_dropout": 0.1}},
+    "lora": {
+        "mode": "lora",
+        "lora": LORA | {"dropout": 0.1},
+        "packing": {"max_row_tokens": 200, "max_row_examples": 2},
+        "augmentation": AUGMENTATION,
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_training_is_one_that_was_never_stopped(inputs: dict[str, Path], tmp_path: Path, case: str) -> None:
+    whole, stopped = (make_job(inputs, tmp_path / name, **CASES[case]) for name in ("whole", "stopped"))
+    train(whole, Ranks())
+    shutil.copytree(whole.checkpoints / "step-000002", stopped.checkpoints / "step-000002")
+    lines = whole.history.read_text().splitlines(keepends=True)
+    stopped.history.write_text("".join(lines[:4]) + '{"step": 4, "lo')  # died while it recorded step 3, after step 2
+    torch.manual_seed(99)
+    train(stopped, Ranks())
+    kept = {row["step"]: row for row in rows_of(stopped)}
+    assert [kept[step] for step in range(5)] == rows_of(whole)
+    first, second = weights_of(whole), weights_of(stopped)
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def test_a_trained_policy_needs_nothing_else(inputs: dict[str, Path], tmp_path: Path) -> None:
+    job = make_job(inputs, tmp_path, mode="lora_expert", lora=LORA, max_steps=2)
+    train(job, Ranks())
+    own = tmp_path / "elsewhere"
+    shutil.move(job.out / "checkpoint", own)
+    loaded = load_policy(own)
+    processor = loaded.processor()
+    assert processor.cameras == ("observation.images.front",)
+    assert (processor.state_dimensions, processor.action_dimensions) == (2, 3)
+    assert loaded.settings.norm_tag == "trained"
+    before = load_file(inputs["policy"] / "checkpoint" / "model.safetensors")
+    after = load_file(own / "model.safetensors")
+    assert after.keys() == before.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert any("action_expert" in name for name in changed)
+    assert not any("wte" in name or "norm" in name for name in changed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"batch_size": 3, "processes": 2}, ConfigurationError, "batch_size 3 cannot be shared evenly among 2"),
+        ({"policy": {"image_keys": ("observation.images.top",)}}, DataError, "no camera 'observation.images.top'"),
+        ({"heldout_fraction": 0.99}, ConfigurationError, "6 of 6 episodes would be held out"),
+    ],
+    ids=["shares", "camera", "heldout"],
+)
+def test_what_cannot_be_trained_is_refused(
+    inputs: dict[str, Path], tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        train(make_job(inputs, tmp_path, **changes), Ranks())
