@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,6 +57,7 @@ def evaluate_libero(
     processes = context.machine.environment_processes or max(1, (os.cpu_count() or 1) // 2)
     timeout = context.machine.environment_timeout
     with ExitStack() as stack:
+        stack.enter_context(_threads(context.machine.threads))
         arenas = [
             stack.enter_context(SimulatorProcess(settings.simulator, timeout))
             for _ in range(min(processes, plan.batch))
@@ -65,6 +66,19 @@ def evaluate_libero(
     if policy.undecoded:
         context.events.message(f"{policy.undecoded} answers of the policy could not be read as actions")
     return report
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """CPU threads of the policy; 0 leaves it to torch."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def refuse_cameras(wanted: Sequence[str], simulator: SimulatorSettings) -> None:

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -95,3 +96,43 @@ def test_results_depend_on_neither_batch_nor_workers_nor_deaths(tmp_path: Path) 
             )
         assert (tmp_path / name / "out/results.parquet").read_bytes() == (alone / "results.parquet").read_bytes()
         assert ("attempts lost with their simulator" in report.drops) == (workers == 2)
+
+
+class Recorded:
+    """Carries out what it is given, chunk by chunk, in one episode; afterwards it does nothing."""
+
+    n_action_steps = 10
+    action_dimensions = 7
+
+    def __init__(self, actions: Sequence[NDArray[np.float32]]) -> None:
+        self._left = list(actions)
+
+    def predict(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> NDArray[np.float32]:
+        chunk, self._left = self._left[:10], self._left[10:]
+        still = [np.array([0, 0, 0, 0, 0, 0, -1], np.float32)] * (10 - len(chunk))
+        return np.stack([[*chunk, *still]])
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+
+def test_what_the_expert_does_is_a_success_and_is_filmed(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    task = suite_tasks("libero_spatial")[2]
+    evaluation = settings(tasks=(2,), episodes_per_task=1, max_steps={"libero_spatial": 280}, seed=3, videos_per_task=1)
+    chosen = EvaluateLiberoSettings(simulator=SIMULATOR, evaluation=evaluation)
+    with SimulatorProcess(SIMULATOR, 120) as simulator:
+        shown = simulator.demonstrate(task, initial_state=0, seed=3, noise=0.0, limit=280)
+        policy = Recorded([action for _, action in shown.steps])
+        report = evaluate_policy(
+            policy, {"libero_spatial": [task]}, [simulator], chosen, tmp_path / "out", context(tmp_path, Events())
+        )
+    assert shown.outcome.success
+    (result,) = read_results(tmp_path / "out")
+    assert result.success
+    assert 50 < result.steps <= shown.outcome.steps
+    assert np.array_equal(
+        np.array(result.actions, np.float32).reshape(-1, 7), [action for _, action in shown.steps[: result.steps]]
+    )
+    assert report.rows == {"episodes": 1, "videos": 1} and not report.drops
+    assert "solved after" in (tmp_path / "out/report.html").read_text()
