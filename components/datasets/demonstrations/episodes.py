@@ -70,10 +70,11 @@ class Journal:
 
     def write(self, job: Job, demonstration: Demonstration) -> Outcome:
         """Keep it; of one that failed, only how it ended."""
-        frames = frames_of(demonstration) if demonstration.outcome.success else {}
+        frames: dict[str, Any] = frames_of(demonstration) if demonstration.outcome.success else {}
+        outcome = np.array(json.dumps(asdict(demonstration.outcome)))
         temporary = self._path(job).with_suffix(".part")
         with temporary.open("wb") as file:
-            np.savez_compressed(file, outcome=np.array(json.dumps(asdict(demonstration.outcome))), **frames)
+            np.savez_compressed(file, allow_pickle=False, outcome=outcome, **frames)
         temporary.rename(self._path(job))
         return demonstration.outcome
 

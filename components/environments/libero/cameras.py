@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +31,7 @@ class Cameras:
         import mujoco
 
         self._names, self._side, self._reflections, self._samples = tuple(names), resolution, reflections, samples
-        self._context = mujoco.GLContext(resolution, resolution)
+        self._context: Any = gl_context(resolution)
         self._options = mujoco.MjvOption()
         self._options.geomgroup[0] = 0  # collision geometry
         self._moved = mujoco.MjvPerturb()
@@ -91,3 +93,20 @@ class Cameras:
         if self._drawn is not None:
             self._drawn.free()
             self._drawn = None
+
+
+def gl_context(side: int) -> Any:
+    """A context of the kind that MUJOCO_GL names.
+
+    Raises:
+        ConfigurationError: it names none, or there is no driver.
+    """
+    kind = os.environ.get("MUJOCO_GL", "egl").lower()
+    try:
+        return import_module(f"mujoco.{kind}").GLContext(side, side)
+    except (ImportError, RuntimeError, AttributeError) as error:
+        raise ConfigurationError(
+            f"nothing can be drawn: {error}",
+            where=f"MUJOCO_GL={kind}",
+            remedy="set it to egl, osmesa or glfw, and install that driver (libegl1 and libgl1-mesa-dri)",
+        ) from error

@@ -45,7 +45,7 @@ class Expert:
             "retreat": self._retreat,
         }
         self._turn = self._start = self._grasp = np.zeros(3)
-        self._offset: Vector | None = None
+        self._offset = np.zeros(3)
         self._yaw = self._rest = 0.0
         self._begin()
 
@@ -56,8 +56,9 @@ class Expert:
     def act(self, seen: Observed) -> Vector:
         """The action (7,) for what robosuite's sensors saw."""
         hand, item = seen["robot0_eef_pos"], seen[f"{self.plan.item}_pos"]
-        if self._offset is None:
+        if self._new:
             self._offset, self._yaw = self.plan.grasp(seen)
+            self._new = False
         self._steps += 1
         if self.over:
             return self._command(seen, hand, OPEN)
@@ -157,7 +158,7 @@ class Expert:
         return action
 
     def _begin(self) -> None:
-        self._offset = None
+        self._new = True
         self._enter("above")
 
     def _enter(self, phase: str) -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from components.contracts.errors import ConfigurationError
 
 ASSETS = "ARMATURE_LIBERO_ASSETS"
 """Variable with the folder of scenes, meshes and textures; without it the package finds or fetches its own."""
+
+COMPACT = Path(__file__).with_name("compact")
 
 
 @cache
@@ -31,10 +34,10 @@ def package_folder() -> Path:
 
 @cache
 def import_libero() -> None:
-    """Afterwards `libero.libero.envs` can be imported and its assets are there.
+    """Afterwards `libero.libero.envs` can be imported.
 
     Raises:
-        ConfigurationError: the package or its assets cannot be had.
+        ConfigurationError: the package is not installed.
     """
     root = package_folder()
     if "LIBERO_CONFIG_PATH" not in os.environ:
@@ -42,17 +45,40 @@ def import_libero() -> None:
     if sys.platform == "linux":
         os.environ.setdefault("MUJOCO_GL", "egl")
     logging.getLogger("robosuite_logs").setLevel(logging.ERROR)  # it asks for a file in its own folder
+    import_module("libero.libero")
+
+
+def use_assets(folder: Path) -> None:
+    """What the package loads from now on; it has one place for a process."""
     import libero.libero as libero
 
-    if given := os.environ.get(ASSETS):
-        libero._assets_path_cache = str(_with_textures(Path(given)))
-    folder = Path(libero.get_assets_path())
+    libero._assets_path_cache = str(folder)
+
+
+@cache
+def assets_folder(compact: bool) -> Path:
+    """Of scenes, objects and textures.
+
+    Args:
+        compact: Our own simple shapes instead of LIBERO's.
+
+    Raises:
+        ConfigurationError: LIBERO's cannot be had.
+    """
+    import libero.libero as libero
+
+    given = str(COMPACT) if compact else os.environ.get(ASSETS)
+    if given is None:
+        libero._assets_path_cache = None
+    folder = _with_textures(Path(given)) if given else Path(libero.get_assets_path())
     if not (folder / "scenes").is_dir():
         raise ConfigurationError(
             "LIBERO's assets are not there",
-            where=str(folder),
-            remedy=f"set {ASSETS} to a folder with scenes/, textures/ ..., or let the package fetch them once",
+            where=str(given or folder),
+            remedy=f"set {ASSETS} to a folder with scenes/, textures/ ..., let the package fetch them once, "
+            "or set simulator.assets = 'compact'",
         )
+    return folder
 
 
 def _answers(root: Path) -> str:
@@ -65,24 +91,17 @@ def _answers(root: Path) -> str:
 
 
 def _with_textures(assets: Path) -> Path:
-    """The folder with links to robosuite's textures where it lacks one: LIBERO's floors and walls come from there.
-
-    Raises:
-        ConfigurationError: it is no folder of assets.
-    """
-    if not (assets / "textures").is_dir():
-        raise ConfigurationError("no folder of LIBERO's assets: it has no textures/", where=f"{ASSETS}={assets}")
+    """Links to all of a folder, and to robosuite's textures where it lacks one: floors and walls come from there."""
     robosuite = find_spec("robosuite")
     assert robosuite is not None and robosuite.submodule_search_locations, "LIBERO's package needs it"
     theirs = Path(robosuite.submodule_search_locations[0]) / "models/assets/textures"
     folder = _temporary()
     (folder / "textures").mkdir()
-    for source in (theirs, assets / "textures"):
-        for path in source.iterdir():
-            link = folder / "textures" / path.name
-            link.unlink(missing_ok=True)
-            link.symlink_to(path.resolve())
-    for path in assets.iterdir():
+    for path in [*theirs.glob("*"), *assets.glob("textures/*")]:
+        link = folder / "textures" / path.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(path.resolve())
+    for path in assets.glob("*"):
         if path.name != "textures":
             (folder / path.name).symlink_to(path.resolve())
     return folder

@@ -26,6 +26,11 @@ class SimulatorSettings(Settings):
     )
     reflections: bool = Field(description="Floors and tables mirror, as in LIBERO's data; most of the drawing time.")
     offscreen_samples: NonNegativeInt = Field(description="Samples per pixel; MuJoCo has 4.")
+    assets: Literal["compact"] | None = Field(
+        None,
+        description="compact: shapes of one colour each instead of LIBERO's meshes and textures, for machines that "
+        "cannot fetch those. Motions are the same, pictures are not. For libero_spatial, libero_object, libero_goal.",
+    )
     trusted_initial_states: tuple[str, ...] = Field(
         description="SHA-256 of files of initial states that are loaded although the package never had them."
     )

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from components.contracts.errors import DataError
 from components.contracts.robots import RobotObservation
 from components.environments.libero.initial_states import load_initial_states
-from components.environments.libero.package import import_libero
+from components.environments.libero.package import assets_folder, import_libero, use_assets
 from components.environments.libero.settings import SimulatorSettings
 from components.environments.libero.tasks import ACTION_NAMES, LiberoTask
 
@@ -38,6 +38,8 @@ class LiberoSimulator:
         from components.environments.libero.cameras import Cameras
 
         self.task, self._settings = task, settings
+        self._assets = assets_folder(settings.assets == "compact")
+        use_assets(self._assets)
         self._states = load_initial_states(task, settings.trusted_initial_states)
         self._control = ControlEnv(
             bddl_file_name=str(task.bddl_file),
@@ -65,6 +67,7 @@ class LiberoSimulator:
         from robosuite.utils.errors import RandomizationError
 
         environment = self._environment
+        use_assets(self._assets)
         environment.seed(seed)
         while True:  # LIBERO's wrapper tries again whatever is raised, also where no try can succeed
             environment.object_property_initializers.clear()
