@@ -47,6 +47,7 @@ class Expert:
         self._turn = self._start = self._grasp = np.zeros(3)
         self._offset = np.zeros(3)
         self._yaw = self._rest = 0.0
+        self._new = True
         self._begin()
 
     @property

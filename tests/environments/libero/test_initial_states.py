@@ -1,0 +1,100 @@
+"""Initial states are arrays; whatever else a file holds is refused and not run."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from components.contracts.errors import ConfigurationError, DataError
+from components.environments.libero.initial_states import load_initial_states, read_states
+from components.environments.libero.tasks import MAX_STEPS, suite_tasks
+
+from .simulated import needs_libero
+
+pytestmark = needs_libero
+
+
+def archive(data: bytes) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as file:
+        file.writestr("archive/data.pkl", data)
+    return out.getvalue()
+
+
+def pickled(value: Any) -> bytes:
+    return archive(pickle.dumps(value, protocol=2))
+
+
+class Touch:
+    """A pickle that makes a file where it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (str(self._path),))
+
+
+@pytest.mark.parametrize("suite", sorted(MAX_STEPS))
+def test_states_are_those_that_torch_reads(suite: str) -> None:
+    task = suite_tasks(suite)[3]
+    states = load_initial_states(task)
+    assert states.shape[0] == task.initial_states == 50
+    assert np.array_equal(states, torch.load(task.states_file, weights_only=False))
+
+
+def test_every_state_file_of_every_suite_is_known() -> None:
+    tasks = [task for suite in MAX_STEPS for task in suite_tasks(suite)]
+    assert len(tasks) == 130
+    for task in tasks:
+        assert len(load_initial_states(task)) == task.initial_states
+        assert task.bddl_file.is_file()
+
+
+def test_an_unknown_file_is_refused_until_it_is_named() -> None:
+    task = suite_tasks("libero_goal")[0]
+    other = replace(task, digest="0" * 64)
+    with pytest.raises(DataError, match=task.digest):
+        load_initial_states(other)
+    assert len(load_initial_states(other, trusted=(task.digest,))) == 50
+
+
+def test_a_pickle_that_does_something_is_refused_and_does_nothing(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"mkdir"):
+        read_states(pickled(Touch(tmp_path / "made")), "here")
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"PK\x03\x04 cut short", id="cut"),
+        pytest.param(archive(b"\x80\x02"), id="no pickle"),
+        pytest.param(pickled([1.0, 2.0]), id="list"),
+        pytest.param(pickled(np.zeros(5)), id="one dimension"),
+        pytest.param(pickled(np.zeros((5, 3), np.float32)), id="float32"),
+        pytest.param(pickled(np.array([[1.0, np.nan]])), id="nan"),
+    ],
+)
+def test_anything_but_an_array_of_numbers_is_refused(data: bytes) -> None:
+    with pytest.raises(DataError):
+        read_states(data, "here")
+
+
+def test_an_unknown_suite_gets_the_nearest_known_one() -> None:
+    with pytest.raises(ConfigurationError, match="libero_spatial"):
+        suite_tasks("libero_spacial")
+
+
+def test_scenes_are_no_part_of_an_instruction() -> None:
+    assert suite_tasks("libero_10")[2].language == "turn on the stove and put the moka pot on it"

@@ -1,0 +1,109 @@
+"""Simulators in processes: equal to one another, and no crash goes further than its process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import psutil
+import pytest
+
+from components.contracts.errors import ConfigurationError, DataError
+from components.environments.libero.processes import SimulatorError, SimulatorPool, SimulatorProcess
+from components.environments.libero.tasks import suite_tasks
+
+from .simulated import needs_libero, simulator
+
+pytestmark = [needs_libero, pytest.mark.timeout(600)]
+
+STILL = np.zeros((3, 7), np.float32)
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[SimulatorProcess]:
+    with SimulatorProcess(simulator(), timeout=300.0) as made:
+        yield made
+
+
+def test_slots_are_alike_and_apart(process: SimulatorProcess) -> None:
+    task = suite_tasks("libero_spatial")[0]
+    first = process.reset(task, 0, 1)
+    second = process.reset(task, 0, 1, slot=1)
+    assert all(np.array_equal(picture, second.images[name]) for name, picture in first.images.items())
+    moved = process.step(np.tile(np.float32([1, 0, 0, 0, 0, 0, 1]), (4, 1)), slot=1)
+    rested = process.step(STILL, film=True)
+    assert (rested.success, rested.steps, len(rested.frames)) == (False, 3, 3)
+    assert np.array_equal(rested.frames[0]["observation.images.image"], first.images["observation.images.image"])
+    assert moved.frames == [] and moved.steps == 4
+    assert not np.array_equal(moved.observation.state, rested.observation.state)
+
+
+def test_what_is_refused_leaves_the_process_as_it_is(process: SimulatorProcess) -> None:
+    process.reset(suite_tasks("libero_spatial")[0], 0, 1)
+    pid = process.pid
+    with pytest.raises(DataError, match="7 finite numbers"):
+        process.step(np.full((1, 7), np.inf, np.float32))
+    with pytest.raises(SimulatorError, match="slot 5"):
+        process.step(STILL, slot=5)
+    with pytest.raises(ConfigurationError, match="cannot do"):
+        process.demonstrate(suite_tasks("libero_goal")[0], 0, 0, 0.0, 10)
+    assert process.pid == pid and process.step(STILL).steps == 3
+
+
+def test_a_killed_process_is_noticed_and_started_anew(process: SimulatorProcess) -> None:
+    task = suite_tasks("libero_spatial")[0]
+    before = process.reset(task, 3, 1)
+    starts, pid = process.starts, process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(SimulatorError, match="code -9"):
+        process.step(STILL)
+    with pytest.raises(SimulatorError, match="reset comes first"):
+        process.step(STILL)
+    after = process.reset(task, 3, 1)
+    assert process.starts == starts + 1
+    assert all(np.array_equal(picture, after.images[name]) for name, picture in before.images.items())
+    assert np.array_equal(before.state, after.state)
+
+
+def test_one_that_hangs_is_ended_in_time() -> None:
+    with SimulatorProcess(simulator(), timeout=0.5) as process:
+        began = time.monotonic()
+        with pytest.raises(SimulatorError, match=r"within 0.5 s.*"):
+            process.reset(suite_tasks("libero_spatial")[0], 0, 1)  # importing alone takes longer
+        assert time.monotonic() - began < 10 and process.pid is None
+        assert not [child for child in psutil.Process().children() if "libero.worker" in " ".join(child.cmdline())]
+
+
+def test_jobs_of_a_key_stay_together_and_failed_ones_are_tried_again() -> None:
+    jobs = [("a", i) for i in range(4)] + [("b", i) for i in range(4)]
+    tries: dict[tuple[str, int], int] = {}
+    worked: dict[int, list[tuple[str, int]]] = {}
+    lock, both = threading.Lock(), threading.Barrier(2, timeout=10)
+
+    def work(process: SimulatorProcess, job: tuple[str, int]) -> int:
+        with lock:
+            tries[job] = tries.get(job, 0) + 1
+            worked.setdefault(id(process), []).append(job)
+        if tries[job] == 1:
+            both.wait()  # the two take turns
+        if job == ("a", 2) and tries[job] < 3:
+            raise SimulatorError("gone")
+        return job[1]
+
+    with SimulatorPool(simulator(), 2, 1.0) as pool:
+        done = dict(pool.map(jobs, work, key=lambda job: job[0], attempts=3))
+        assert done == {job: job[1] for job in jobs}
+        assert tries["a", 2] == 3 and sum(tries.values()) == 10
+        assert [{job[0] for job in each} for each in worked.values()] in ([{"a"}, {"b"}], [{"b"}, {"a"}])
+        tries.clear()
+        with pytest.raises(SimulatorError):
+            dict(pool.map([("a", 2)], lambda process, job: work_alone(job), key=lambda job: job[0], attempts=2))
+
+
+def work_alone(job: tuple[str, int]) -> int:
+    raise SimulatorError("gone")

@@ -1,0 +1,181 @@
+"""The simulator against LIBERO's own environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy.spatial.transform import Rotation
+
+from components.contracts.errors import ConfigurationError, DataError
+from components.environments.libero.demonstrate import demonstrate
+from components.environments.libero.grasps import body_grasp, rim_grasp
+from components.environments.libero.initial_states import load_initial_states
+from components.environments.libero.outcome import Outcome
+from components.environments.libero.package import assets_folder, use_assets
+from components.environments.libero.plans import EXPERT_TASKS
+from components.environments.libero.simulator import LiberoSimulator, robot_state
+from components.environments.libero.tasks import suite_tasks
+
+from .simulated import needs_libero, simulator
+
+pytestmark = needs_libero
+
+DRAWER = 4
+"""The task of libero_spatial whose initial state draws a drawer's opening."""
+
+
+@pytest.fixture(scope="module")
+def drawer() -> Iterator[LiberoSimulator]:
+    made = LiberoSimulator(suite_tasks("libero_spatial")[DRAWER], simulator(reflections=True, offscreen_samples=4))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def bowl() -> Iterator[LiberoSimulator]:
+    made = LiberoSimulator(suite_tasks("libero_spatial")[0], simulator())
+    yield made
+    made.close()
+
+
+def physics(made: LiberoSimulator) -> NDArray[np.float64]:
+    state: NDArray[np.float64] = made._control.get_sim_state()
+    return state
+
+
+def last(values: Iterator[Any]) -> Outcome:
+    *_, outcome = values
+    assert isinstance(outcome, Outcome)
+    return outcome
+
+
+def test_pictures_and_states_are_those_of_libero(drawer: LiberoSimulator) -> None:
+    from libero.libero.envs.env_wrapper import OffScreenRenderEnv
+
+    actions = np.random.default_rng(0).uniform(-1, 1, (3, 7))
+    drawer.reset(3, 7)
+    seen = [drawer.observe()]
+    for action in actions:
+        drawer.step(action)
+        seen.append(drawer.observe())
+
+    use_assets(assets_folder(compact=True))
+    task = drawer.task
+    theirs = OffScreenRenderEnv(bddl_file_name=str(task.bddl_file), camera_heights=32, camera_widths=32)
+    theirs.seed(7)
+    theirs.env.object_property_initializers.clear()  # else the drawer is drawn twice
+    theirs.reset()
+    observed = [theirs.set_init_state(load_initial_states(task)[3])]
+    for action in [[0, 0, 0, 0, 0, 0, -1]] * 2 + list(actions):
+        observed.append(theirs.step(action)[0])
+    for ours, other in zip(seen, observed[2:], strict=True):
+        assert np.array_equal(ours.images["observation.images.image"], other["agentview_image"][::-1, ::-1])
+        assert np.array_equal(ours.images["observation.images.image2"], other["robot0_eye_in_hand_image"][::-1, ::-1])
+        assert np.array_equal(ours.state[:3], other["robot0_eef_pos"].astype(np.float32))
+        assert np.array_equal(ours.state[6:], other["robot0_gripper_qpos"].astype(np.float32))
+    assert seen[0].task == "pick up the black bowl in the top drawer of the wooden cabinet and place it on the plate"
+    theirs.close()
+    drawer.reset(3, 7)  # theirs drew in another context meanwhile and has closed it
+    again = drawer.observe()
+    for name, picture in again.images.items():
+        assert np.array_equal(picture, seen[0].images[name])
+
+
+def test_a_reset_hangs_on_its_arguments_alone(drawer: LiberoSimulator) -> None:
+    drawer.reset(1, 5)
+    first, placed = physics(drawer), drawer.site("wooden_cabinet_1_top_side")
+    drawer.reset(2, 6)
+    assert not np.array_equal(physics(drawer), first)
+    drawer.reset(1, 6)
+    assert not np.array_equal(drawer.site("wooden_cabinet_1_top_side"), placed)  # the seed moves the furniture
+    drawer.reset(51, 5)  # of 50 states
+    assert np.array_equal(physics(drawer), first)
+    assert np.array_equal(drawer.site("wooden_cabinet_1_top_side"), placed)
+
+
+@pytest.mark.skipif("ARMATURE_LIBERO_ASSETS" not in os.environ, reason="ARMATURE_LIBERO_ASSETS names no assets")
+@pytest.mark.slow
+@pytest.mark.parametrize(("suite", "index"), [("libero_goal", 4), ("libero_object", 0), ("libero_spatial", 4)])
+def test_simple_shapes_move_as_libero_s_meshes(suite: str, index: int) -> None:
+    ends = []
+    for assets in (None, "compact"):
+        made = LiberoSimulator(suite_tasks(suite)[index], simulator(assets=assets))
+        made.reset(1, 5)
+        rng = np.random.default_rng(0)
+        for _ in range(10):
+            made.step(rng.uniform(-1, 1, 7))
+        ends.append(physics(made))
+        made.close()
+    assert np.array_equal(*ends)
+
+
+def test_the_expert_reaches_the_goal_and_notes_what_it_wanted(bowl: LiberoSimulator) -> None:
+    *steps, outcome = demonstrate(bowl, 0, 1, noise=0.0, limit=280)
+    assert isinstance(outcome, Outcome)
+    assert outcome.success and outcome.phase == "done" and outcome.steps == len(steps)
+    bowl.reset(0, 1)
+    reached = [bowl.step(action) for _, action in steps]  # type: ignore[misc]
+    assert reached[-1] and not reached[0]
+
+
+def test_disturbed_the_expert_reaches_the_goal_another_way(bowl: LiberoSimulator) -> None:
+    calm = last(demonstrate(bowl, 0, 1, noise=0.0, limit=280, watch=False))
+    ends = physics(bowl)
+    disturbed = last(demonstrate(bowl, 0, 1, noise=0.2, limit=280, watch=False))
+    assert calm.success and disturbed.success
+    assert not np.array_equal(physics(bowl), ends)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("suite", "index"), [(suite, index) for suite, tasks in sorted(EXPERT_TASKS.items()) for index in tasks[:2]]
+)
+def test_the_expert_does_its_tasks(suite: str, index: int) -> None:
+    made = LiberoSimulator(suite_tasks(suite)[index], simulator(num_steps_wait=10))
+    outcome = last(demonstrate(made, 7, 7, noise=0.0, limit=280, watch=False))
+    made.close()
+    assert outcome.success
+
+
+def test_too_few_steps_are_a_failure(bowl: LiberoSimulator) -> None:
+    outcome = last(demonstrate(bowl, 0, 1, noise=0.0, limit=5, watch=False))
+    assert (outcome.success, outcome.steps, outcome.phase) == (False, 5, "above")
+
+
+@pytest.mark.parametrize("action", [np.full(7, np.nan), np.zeros(6), np.zeros((1, 7))], ids=["nan", "6", "(1, 7)"])
+def test_an_action_that_is_none_is_refused(bowl: LiberoSimulator, action: NDArray[np.float64]) -> None:
+    with pytest.raises(DataError, match="7 finite numbers"):
+        bowl.step(action)
+
+
+def test_an_unknown_camera_is_refused_with_the_known_ones() -> None:
+    made = LiberoSimulator(suite_tasks("libero_spatial")[0], simulator(camera_name_mapping={"front": "image"}))
+    made.reset(0, 0)
+    with pytest.raises(ConfigurationError, match="robot0_eye_in_hand"):
+        made.observe()
+    made.close()
+
+
+def test_the_state_s_rotation_is_the_quaternion_s() -> None:
+    quaternions = Rotation.random(50, random_state=0).as_quat()
+    quaternions *= np.where(np.arange(50) % 2, 1, -1)[:, None]
+    for quaternion in [*quaternions, np.array([0, 0, 0, 1.0]), np.array([0, 0, 0, -1.0])]:
+        seen = {"robot0_eef_pos": np.zeros(3), "robot0_eef_quat": quaternion, "robot0_gripper_qpos": np.zeros(2)}
+        turn = robot_state(seen)[3:6].astype(np.float64)
+        expected = Rotation.from_quat(quaternion).as_matrix()
+        assert np.allclose(Rotation.from_rotvec(turn).as_matrix(), expected, atol=1e-6)
+        length = np.linalg.norm(turn)
+        assert length <= 2 * np.pi + 1e-6 and (length > np.pi) == (quaternion[3] < 0 and quaternion[3] != -1.0)
+
+
+def test_grasps() -> None:
+    place, yaw = rim_grasp(np.pi / 2, 0.05, 0.03)
+    assert np.allclose(place, [0, 0.05, 0.03]) and abs(yaw) < 1e-12  # half a turn is no turn for two fingers
+    box = np.array([[0, 0, 0], [0.2, 0.1, 0.1]])
+    assert np.allclose(body_grasp(box, np.array([0, 0, 0.05]), 0.03), [0.1, 0.05, 0.02])
+    assert np.allclose(body_grasp(box, np.zeros(3), 0.2), [0.1, 0.05, 0.008])  # not into the table
