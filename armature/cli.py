@@ -27,7 +27,9 @@ app.add_typer(deployments_app, name="deployments")
 Name = Annotated[str, typer.Argument(help="A recipe: <flow>/<deployment>, as `armature list` shows them.")]
 Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045 (typer reads this annotation at run time)
-    typer.Option("--set", metavar="A.B=VALUE", help="Change a value; TOML syntax, a bare word is a string."),
+    typer.Option(
+        "--set", metavar="A.B=VALUE", help="Change a value (TOML syntax; a bare word is a string); A.B= leaves it out."
+    ),
 ]
 MachineOverrides = Annotated[
     Optional[list[str]],  # noqa: UP045

@@ -74,6 +74,9 @@ OPTIONAL: dict[str, frozenset[str]] = {
 }
 """Sections that a recipe may leave out, which means: without it. By the same names."""
 
+TAKEN_AWAY = object()
+"""In place of a value in overrides: the setting, or the section, is left out."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -125,9 +128,12 @@ def section_class(name: str, section: str) -> type[BaseModel]:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` on top of `base`, table by table; lists and scalars are replaced whole."""
+    """`over` on top of `base`, table by table; lists and scalars are replaced whole, and what is `TAKEN_AWAY` goes."""
     merged = dict(base)
     for key, value in over.items():
+        if value is TAKEN_AWAY:
+            merged.pop(key, None)
+            continue
         both_tables = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
         merged[key] = merge(merged[key], value) if both_tables else value
     return merged
@@ -161,14 +167,16 @@ def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """`a.b=value` as nested tables; the value is TOML, and a bare word is a string."""
+    """`a.b=value` as nested tables; the value is TOML, a bare word is a string, and none takes away what is there."""
     key, separator, value = text.partition("=")
     if not separator or not key.strip():
         raise ConfigurationError(f"not an override: {text!r}", remedy="write --set section.key=value")
-    try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        parsed = value
+    parsed: Any = TAKEN_AWAY
+    if value.strip():
+        try:
+            parsed = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            parsed = value
     for part in reversed(key.strip().split(".")):
         parsed = {part: parsed}
     return dict(parsed)

@@ -43,8 +43,9 @@ def policy_artifact(policy: PolicySettings, machine: Machine) -> Artifact:
     Raises:
         DataError: the alias is unknown, or its checkpoint is not where it was.
     """
-    if policy.checkpoint_path is not None and policy.checkpoint_path.startswith(ALIAS_PREFIX):
-        return open_artifact(_aliased(policy.checkpoint_path))
+    released = policy.checkpoint_path or ""
+    if policy.path is None and released.startswith(ALIAS_PREFIX):
+        return open_artifact(_aliased(released))
     return run("policy", {"policy": policy}, machine)
 
 

@@ -54,9 +54,17 @@ def test_overrides_are_toml_values_or_bare_strings(text, expected):
     assert parse_override(text) == expected
 
 
-def test_an_override_without_a_value_is_refused():
+def test_an_override_without_an_equals_sign_is_refused():
     with pytest.raises(ConfigurationError, match="write --set"):
         parse_override("trainer.max_steps")
+
+
+def test_an_override_without_a_value_takes_away_a_setting_or_a_section():
+    changed = ["dataset.path=data/mine", "dataset.revision="]
+    assert load_recipe("train-vla/molmoact2", changed).dump()["dataset"]["revision"] is None
+    assert "demonstrations" not in load_recipe("train-vla/tiny", ["demonstrations=", "layout="]).sections
+    with pytest.raises(ConfigurationError, match=r"trainer.max_steps: Field required"):
+        load_recipe("train-vlm/colors", ["trainer.max_steps="])
 
 
 def test_merging_replaces_lists_and_scalars_whole():

@@ -53,7 +53,7 @@ def test_armature_commands_parse(page, line, monkeypatch):
 
 
 def recipes_in(line: str) -> list[str]:
-    return re.findall(r"\b(?:alfworld-games|train-vlm|train-vla|evaluate|quantile-stats)/[\w.-]+", line)
+    return re.findall(r"\b(?:alfworld-games|demonstrations|train-vlm|train-vla|evaluate|quantile-stats)/[\w.-]+", line)
 
 
 @pytest.mark.parametrize(("page", "line"), [(p, c) for p, c in commands() if recipes_in(c)])

@@ -56,6 +56,23 @@ def small_evaluation(settings, inputs, folder, context):
     return Report(rows={"episodes": 4})
 
 
+def small_data(settings, inputs, folder, context):
+    (folder / "report.html").write_text("<title>data</title>")
+    return Report(rows={"episodes": 4})
+
+
+def small_policy(settings, inputs, folder, context):
+    (folder / "checkpoint").mkdir()
+    (folder / "checkpoint/weights.txt").write_text("random")
+    return Report()
+
+
+def small_play(settings, inputs, folder, context):
+    trained = inputs["policy"].kind == "train-vla"
+    (folder / "metrics.json").write_text(json.dumps({"success": 0.75 if trained else 0.0, "episodes": 4}))
+    return Report(rows={"episodes": 4})
+
+
 @pytest.fixture
 def small_stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     import sys
@@ -63,6 +80,8 @@ def small_stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     runs = {"tasks": small_tasks, "model": small_model, "sft": small_warm_start}
     runs |= {"train-vlm": small_training, "evaluate": small_evaluation}
+    runs |= {"demonstrations": small_data, "dataset": small_data, "quantile-stats": small_data, "policy": small_policy}
+    runs |= {"train-vla": small_training, "evaluate-libero": small_play, "compare-libero": small_data}
     module = types.ModuleType("small_stages")
     for name, run in runs.items():
         setattr(module, name.replace("-", "_"), replace(STAGES[name], run=run))

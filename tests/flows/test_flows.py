@@ -124,3 +124,50 @@ def test_a_half_given_section_is_refused_and_not_half_defaulted(recipe):
     sections = dict(recipe("train-vlm/colors").sections)
     with pytest.raises(ParameterTypeError, match="Field required"):
         train_vlm(**{**sections, "trainer": {"learning_rate": 1e-3}})
+
+
+def test_a_policy_is_trained_on_demonstrations_and_its_candidate_evaluated_against_another(recipe):
+    from flows.evaluate_libero import evaluate_libero
+    from flows.train_vla import train_vla
+    from tasks.lineage import lineage
+    from tasks.mlflow_client import client
+
+    comparison = "comparison={confidence = 0.95}"
+    state = train_vla(**recipe("train-vla/tiny", comparison).sections, return_state=True)
+    rows = json.loads(artifacts_of(state)["results"])
+    assert [(row["checkpoint"], row["success"]) for row in rows] == [("before training", 0.0), ("after training", 0.75)]
+    stages = client().search_runs(["1"], "tags.`armature.stage` != ''")
+    assert sorted(run.data.tags["armature.stage"] for run in stages) == sorted(
+        [
+            "demonstrations",
+            "quantile-stats",
+            "policy",
+            "train-vla",
+            "evaluate-libero",
+            "evaluate-libero",
+            "compare-libero",
+        ]
+    )
+    version = client().get_model_version_by_alias("train-vla.custom", "candidate")
+    digest = client().get_logged_model(version.source.rpartition("/")[2]).tags["checkpoint.digest"]
+    names = [node.name for node in lineage(digest).walk()]
+    assert names[0] == "train-vla" and {"policy", "demonstrations", "quantile-stats"} <= set(names)
+
+    tiny = recipe("train-vla/tiny").sections["policy"]
+    sections = dict(recipe("evaluate/libero", "policy.checkpoint_path=models:/train-vla.custom@candidate").sections)
+    state = evaluate_libero(
+        **sections | {"machine": recipe("train-vla/tiny").sections["machine"], "against": tiny}, return_state=True
+    )
+    rows = json.loads(artifacts_of(state)["results"])
+    assert [(row["checkpoint"], row["success"]) for row in rows] == [("policy", 0.75), ("against", 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [({"demonstrations": None, "layout": None}, "neither is given"), ({"layout": None}, "layout")]
+)
+def test_a_policy_is_trained_on_one_kind_of_data(recipe, given, said):
+    from components.contracts.errors import ConfigurationError
+    from flows.train_vla import train_vla
+
+    with pytest.raises(ConfigurationError, match=said):
+        train_vla(**{**recipe("train-vla/tiny").sections, **given})

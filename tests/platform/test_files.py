@@ -128,10 +128,7 @@ PUBLISHED_EXPERT = {
     "policy": {"action_mode": "continuous"},
     "training": {"mode": "expert", "learning_rates.action_expert": 5e-5},
 }
-PUBLISHED_EVALUATION = {
-    "policy": {"checkpoint_path": "allenai/MolmoAct2-LIBERO", "norm_tag": "libero", "dtype": "float32"},
-    **{name: PUBLISHED_VLA[name] for name in ("evaluation", "simulator")},
-}
+PUBLISHED_EVALUATION = {name: PUBLISHED_VLA[name] for name in ("evaluation", "simulator")}
 PUBLISHED = {
     "train-vlm/molmo2": PUBLISHED_GIGPO,
     "train-vla/molmoact2": PUBLISHED_VLA,
