@@ -1,15 +1,29 @@
-"""Statistics of a dataset as large as LIBERO: time against numpy, and what an outlier does to a histogram's."""
+"""Statistics of a dataset as large as LIBERO: time against numpy, and what an outlier does to a histogram's.
+
+Where `ARMATURE_LEROBOT_PYTHON` names an interpreter with lerobot, also of a dataset with pictures against its script.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import tempfile
+import time
+from pathlib import Path
 
 import numpy as np
 
+from benchmarks.frames import SIDE, example_dataset
 from benchmarks.table import Row, alternate, seconds
+from components.contracts.machine import Machine
 from components.datasets import quantiles
+from components.datasets.lerobot.reader import Dataset
+from components.datasets.measure import measure_dataset, overall, plan
+from components.datasets.settings import QuantileStatsSettings
 from components.datasets.statistics import LEVELS, Array
 
+LEROBOT = Path(__file__).resolve().parents[1] / "tests/datasets/lerobot_side.py"
 FRAMES, EPISODES, WIDTH, BINS = 272_573, 1_693, 8, 5_000
 
 
@@ -45,7 +59,38 @@ def example() -> tuple[Array, list[int]]:
     return np.random.default_rng(0).normal(size=(FRAMES, WIDTH)).astype(np.float32), lengths
 
 
+def with_pictures(stored: str, python: str) -> Row:
+    """All frames of all features, by ours and by lerobot's own script, in seconds of CPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        dataset = example_dataset(Path(folder) / "dataset", stored, episodes=4, length=100)
+        ours = _cpu_seconds(dataset, ())
+        numbers = _cpu_seconds(dataset, ("observation.state", "action"))
+        out = Path(folder) / "theirs.json"
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": folder}
+        command = [python, str(LEROBOT), "statistics", str(dataset.root), str(out)]
+        subprocess.run(command, env=environment, check=True, capture_output=True)
+        theirs = json.loads(out.read_text())
+    reading = theirs["reading_cpu_seconds"] / theirs["cpu_seconds"]
+    note = (
+        f"400 frames, two cameras of {SIDE}x{SIDE}; of ours {numbers / ours:.1%} is for state and action, the rest "
+        f"decodes and counts pictures; of theirs {reading:.0%} reads items"
+    )
+    name = f"statistics with pictures, {stored}"
+    return Row(name, ours, theirs["cpu_seconds"], "lerobot's script", "s of CPU", "lower", note)
+
+
+def _cpu_seconds(dataset: Dataset, features: tuple[str, ...]) -> float:
+    settings = QuantileStatsSettings(features=features, pictures="all")
+    began = time.process_time()
+    units = plan(dataset, settings, range(len(dataset.episodes)))
+    measured = measure_dataset(dataset, units, Machine(), lambda done: None)
+    overall(dataset, measured, os.cpu_count() or 1)
+    return time.process_time() - began
+
+
 def measure() -> list[Row]:
+    python = os.environ.get("ARMATURE_LEROBOT_PYTHON")
+    pictures = [with_pictures("image", python), with_pictures("video", python)] if python else []
     rows, lengths = example()
     assert np.array_equal(ours(rows, lengths), plain(rows, lengths)), "not the same quantiles"
     timed = alternate(7, lambda: seconds(lambda: ours(rows, lengths)), lambda: seconds(lambda: plain(rows, lengths)))
@@ -56,6 +101,7 @@ def measure() -> list[Row]:
     shape = f"{FRAMES:,} frames of {WIDTH}, {EPISODES:,} episodes; each episode's and all's, equal to the last bit"
     spoiled = "largest error of q01 to q99, in units of the data's std"
     return [
+        *pictures,
         Row("statistics", timed.ours, timed.baseline, "numpy", "s", "lower", shape, timed.spread),
         Row(
             "error with one value of 1e4",
