@@ -11,6 +11,9 @@ from components.contracts.machine import Machine
 from components.contracts.stages import StageContext
 from components.stages import STAGES, TerminalEvents, ThreadUnits, fingerprint, open_store, run_stage
 
+FIRST_STAGES = {"train-vlm": ("tasks", "model"), "train-vla": ("policy",)}
+"""Stages of a flow that need nothing made before: they fail early where a model is not there."""
+
 
 def check_recipe(recipe: Recipe, configuration_only: bool) -> None:
     """Print what was checked, in order of cost.
@@ -22,11 +25,11 @@ def check_recipe(recipe: Recipe, configuration_only: bool) -> None:
     machine = recipe.sections["machine"]
     assert isinstance(machine, Machine)
     print(f"{recipe.name}: every value is valid")
-    check_machine(machine)
+    check_machine(machine, with_servers="inference" in recipe.sections)
     print("machine: what the recipe names is there")
     if configuration_only:
         return
-    inputs = {name: run_stage(name, _settings(recipe, name), {}, machine) for name in ("tasks", "model")}
+    inputs = {name: run_stage(name, _settings(recipe, name), {}, machine) for name in FIRST_STAGES.get(recipe.flow, ())}
     if recipe.flow != "train-vlm":
         return
     from components.rl.check import check
@@ -39,12 +42,15 @@ def check_recipe(recipe: Recipe, configuration_only: bool) -> None:
     check(settings, inputs, StageContext(machine, TerminalEvents(), ThreadUnits(), workspace, store.images, key))
 
 
-def check_machine(machine: Machine) -> None:
+def check_machine(machine: Machine, with_servers: bool) -> None:
     """
+    Args:
+        with_servers: Model servers are started, or joined.
+
     Raises:
         ConfigurationError: no interpreter with vLLM, or a GPU that is not there.
     """
-    if not machine.endpoints and not machine.server_python.exists():
+    if with_servers and not machine.endpoints and not machine.server_python.exists():
         raise ConfigurationError(
             "there is no interpreter with vLLM to start servers with",
             where=f"machine.server_python = {machine.server_python}",

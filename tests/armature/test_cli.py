@@ -3,25 +3,50 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from armature.cli import main
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def armature(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "armature", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+@dataclass(frozen=True)
+class Done:
+    """How a command ended, and what it printed."""
+
+    code: int | str | None
+    stdout: str
+    stderr: str
+
+
+Command = Callable[..., Done]
+
+
+@pytest.fixture
+def armature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """The command in this process, in a folder of its own: its main is what `armature` calls."""
+
+    def run(*arguments: str) -> Done:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["armature", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        return Done(ended.value.code, printed.out, printed.err)
+
+    return run
 
 
 def test_list_is_json_for_programs(tmp_path):
-    rows = json.loads(armature("list", "--json", cwd=tmp_path).stdout)
-    by_name = {row["name"]: row for row in rows}
+    command = [sys.executable, "-m", "armature", "list", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    by_name = {row["name"]: row for row in json.loads(done.stdout)}
     assert by_name["train-vlm/colors"]["pool"] == "cpu"
     assert by_name["train-vlm/qwen3-vl"]["pool"] == "train-gpu"
 
@@ -39,24 +64,34 @@ def test_list_is_json_for_programs(tmp_path):
         (["train-multimodal", "@", "missing.toml"], 2, "TOML config not found: "),
     ],
 )
-def test_wrong_input_is_named_without_a_traceback(arguments, code, said, tmp_path):
-    done = armature(*arguments, cwd=tmp_path)
-    assert done.returncode == code, done.stderr
+def test_wrong_input_is_named_without_a_traceback(arguments, code, said, armature):
+    done = armature(*arguments)
+    assert done.code == code, done.stderr
     assert said in done.stderr and "Traceback" not in done.stderr
 
 
-def test_stage_makes_an_artifact_once_and_links_it(tmp_path):
+@pytest.mark.parametrize(
+    "name", ["evaluate/libero", "train-vla/tiny", "quantile-stats/folder", "alfworld-games/generated"]
+)
+def test_recipes_without_model_servers_are_checked_without_an_interpreter_that_has_vllm(name, armature):
+    done = armature(
+        "check", name, "--configuration-only", "--machine", "server_python=nowhere", "--machine", "trainer_gpus=[]"
+    )
+    assert done.code == 0 and "what the recipe names is there" in done.stdout
+
+
+def test_stage_makes_an_artifact_once_and_links_it(tmp_path, armature):
     config = str(REPOSITORY / "configs/train-vlm/colors.toml")
     small = ["--set", "environment.train_tasks=8", "--set", "environment.heldout_tasks=8"]
-    first = armature("stage", "tasks", "--config", config, "--out", "data/tasks", *small, cwd=tmp_path)
-    assert first.returncode == 0, first.stderr
+    first = armature("stage", "tasks", "--config", config, "--out", "data/tasks", *small)
+    assert first.code == 0, first.stderr
     digest = first.stdout.split()[-2]
-    again = armature("stage", "tasks", "--config", config, "--out", "data/again", *small, cwd=tmp_path)
+    again = armature("stage", "tasks", "--config", config, "--out", "data/again", *small)
     assert again.stdout.split()[-2] == digest and "already made" in again.stdout + again.stderr
     made = tmp_path / "data/tasks/manifest.json"
     assert made.stat().st_nlink >= 3  # the store's and both links: nothing is stored twice
-    missing = armature("stage", "evaluate", "--config", config, "--input", "tasks=data/tasks", cwd=tmp_path)
-    assert missing.returncode == 2 and "['model', 'tasks'], given ['tasks']" in missing.stderr
+    missing = armature("stage", "evaluate", "--config", config, "--input", "tasks=data/tasks")
+    assert missing.code == 2 and "['model', 'tasks'], given ['tasks']" in missing.stderr
 
 
 def test_seed_layout_is_read_with_its_own_words(tmp_path):
@@ -75,37 +110,3 @@ def test_seed_layout_is_read_with_its_own_words(tmp_path):
     file.write_text(file.read_text().replace("[trainer]", "[triner]"))
     with pytest.raises(ConfigurationError, match="trainer"):
         parse(["@", str(file)])
-
-
-@pytest.mark.slow
-def test_up_serves_and_everything_ends_with_it(tmp_path):
-    """Twice: by `armature down`, and by SIGKILL of the supervisor."""
-    import httpx
-    import psutil
-
-    from armature.services import free_port
-
-    for name in ("flows", "prefect.yaml"):
-        (tmp_path / name).symlink_to(REPOSITORY / name)
-    ports = {"--prefect-server-port": str(free_port()), "--mlflow-port": str(free_port())}
-    options = [part for pair in ports.items() for part in pair]
-    for end in ("down", "kill"):
-        up = subprocess.run(
-            [sys.executable, "-m", "armature", "up", "--detach", *options], cwd=tmp_path, timeout=400, text=True,
-            capture_output=True,
-        )  # fmt: skip
-        assert up.returncode == 0, up.stdout + up.stderr
-        record = json.loads((tmp_path / ".armature/platform.json").read_text())
-        family = psutil.Process(record["pid"]).children(recursive=True)
-        assert httpx.get(f"{record['mlflow']}/health").status_code == 200
-        names = httpx.post(f"{record['prefect']}/api/deployments/filter", json={}).json()
-        assert {"colors", "sweep"} <= {each["name"] for each in names}
-        second = armature("up", *options, cwd=tmp_path)
-        assert second.returncode == 2 and "up already" in second.stderr
-        if end == "down":
-            assert armature("down", cwd=tmp_path).returncode == 0
-        else:
-            os.kill(record["pid"], signal.SIGKILL)
-        _, alive = psutil.wait_procs(family, timeout=30)
-        assert not alive
-        assert armature("status", cwd=tmp_path).returncode == 1
