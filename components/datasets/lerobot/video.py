@@ -12,23 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
-from pydantic import Field, NonNegativeInt, PositiveInt
 
 from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.settings import Settings
+from components.datasets.lerobot.settings import VideoSettings
 from components.datasets.statistics import Array
 
 if TYPE_CHECKING:
     from types import ModuleType
-
-
-class VideoSettings(Settings):
-    """How frames are encoded."""
-
-    codec: str = Field(description="A PyAV encoder: libsvtav1 (as LeRobot), libx264, ...")
-    pixel_format: str = Field(description="yuv420p is what every player shows.")
-    quality: NonNegativeInt = Field(description="The encoder's crf: lower is better and larger. LeRobot has 30.")
-    keyframe_every: PositiveInt = Field(description="Frames from one that stands alone to the next. LeRobot has 2.")
 
 
 def pyav() -> ModuleType:

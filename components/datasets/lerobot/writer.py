@@ -14,11 +14,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
-from pydantic import Field, PositiveFloat, PositiveInt
 
 from components.artifacts.store import whole_folder
 from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.settings import Settings
 from components.datasets import histograms, quantiles
 from components.datasets.histograms import Histogram
 from components.datasets.lerobot.columns import arrow_type, described, to_arrow
@@ -37,19 +35,11 @@ from components.datasets.lerobot.layout import (
     place,
 )
 from components.datasets.lerobot.sampling import sampled
-from components.datasets.lerobot.video import VideoSettings, VideoWriter, codec_name
+from components.datasets.lerobot.settings import LayoutSettings
+from components.datasets.lerobot.video import VideoWriter, codec_name
 from components.datasets.statistics import Array, Statistics, document
 
 MIB = 2**20
-
-
-class LayoutSettings(Settings):
-    """How a new dataset is laid out."""
-
-    chunks_size: PositiveInt = Field(description="Most files of a folder. LeRobot has 1000.")
-    data_files_size_in_mb: PositiveFloat = Field(description="A data file this large is the last one's. LeRobot: 100.")
-    video_files_size_in_mb: PositiveFloat = Field(description="The same for video files. LeRobot: 200.")
-    video: VideoSettings | None = Field(None, description="How videos are encoded; needed where a feature is one.")
 
 
 class Place:
