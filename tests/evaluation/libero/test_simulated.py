@@ -29,10 +29,7 @@ from tests.evaluation.libero.playground import settings
 from tests.evaluation.libero.test_stage import Events, context
 from tests.policies.molmoact2 import released
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif("ARMATURE_LIBERO_ASSETS" not in os.environ, reason="ARMATURE_LIBERO_ASSETS names no assets"),
-]
+pytestmark = pytest.mark.slow
 
 SIMULATOR = SimulatorSettings(
     camera_name_mapping={"agentview": "front", "robot0_eye_in_hand": "wrist"},
@@ -41,6 +38,7 @@ SIMULATOR = SimulatorSettings(
     num_steps_wait=2,
     reflections=False,
     offscreen_samples=0,
+    assets="compact",
     trusted_initial_states=(),
 )
 
