@@ -90,9 +90,9 @@ def train(job: Job, ranks: Ranks) -> None:
 def _publish(job: Job, learner: PolicyLearner, parts: PolicyParts, dtypes: dict[str, torch.dtype]) -> None:
     """Write the policy, adapters merged, in the dtypes that it was loaded in."""
     with learner.optimizer.averaged():
-        weights = exported(learner.model, whole)
-    if learner.ranks.first:
-        save_policy(job.out / CHECKPOINT, parts, {name: value.to(dtypes[name]) for name, value in weights.items()})
+        weights = exported(learner.model, whole)  # on the CPU not copies, so that they are averages only in here
+        if learner.ranks.first:
+            save_policy(job.out / CHECKPOINT, parts, {name: value.to(dtypes[name]) for name, value in weights.items()})
 
 
 def _shapes(model: torch.nn.Module) -> dict[str, Any]:

@@ -77,6 +77,18 @@ def test_a_trained_policy_needs_nothing_else(inputs: dict[str, Path], tmp_path: 
     assert not any("wte" in name or "norm" in name for name in changed)
 
 
+def test_what_is_saved_is_the_average(inputs: dict[str, Path], tmp_path: Path) -> None:
+    job = make_job(inputs, tmp_path, ema_decay=0.25, max_steps=2, save_every=1)
+    train(job, Ranks())
+    average = load_file(inputs["policy"] / "checkpoint" / "model.safetensors")[
+        "model.action_expert.action_embed.weight"
+    ]
+    for step in (1, 2):
+        trained = load_file(job.checkpoints / f"step-{step:06d}" / "model.safetensors")
+        average = 0.25 * average + 0.75 * trained["action_expert.action_embed.weight"]
+    torch.testing.assert_close(weights_of(job)["model.action_expert.action_embed.weight"], average)
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
