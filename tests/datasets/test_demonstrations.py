@@ -1,0 +1,168 @@
+"""Recorded demonstrations: what is in the dataset leads to the goal again, and a crash costs one episode."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from components.artifacts.digests import folder_digest
+from components.contracts.errors import ConfigurationError
+from components.contracts.machine import Machine
+from components.contracts.robots import RobotObservation
+from components.contracts.stages import Report, StageContext
+from components.datasets.demonstrations.episodes import Journal, jobs_of
+from components.datasets.demonstrations.page import Preview, demonstrations_report
+from components.datasets.demonstrations.settings import DemonstrationSettings, DemonstrationsSettings
+from components.datasets.demonstrations.stage import record
+from components.datasets.source import open_source
+from components.environments.libero.outcome import Outcome
+from components.environments.libero.processes import Demonstration
+from components.environments.libero.simulator import LiberoSimulator
+from components.environments.libero.tasks import ACTION_NAMES, STATE_NAMES
+from components.stages import TerminalEvents, ThreadUnits
+from tests.environments.libero.simulated import needs_libero, simulator
+
+pytestmark = needs_libero
+
+TASK = "pick up the black bowl between the plate and the ramekin and place it on the plate"
+
+
+def plan(**changes: Any) -> DemonstrationSettings:
+    values: dict[str, Any] = {
+        "suite": "libero_spatial",
+        "tasks": [0],
+        "episodes_per_task": 2,
+        "first_initial_state": 48,
+        "seed": 3,
+        "noise": 0.0,
+        "storage": "image",
+    }
+    return DemonstrationSettings.model_validate(values | changes)
+
+
+def settings(**changes: Any) -> DemonstrationsSettings:
+    video = {"codec": "libx264", "pixel_format": "yuv420p", "quality": 20, "keyframe_every": 10}
+    layout = {"chunks_size": 1000, "data_files_size_in_mb": 100, "video_files_size_in_mb": 200, "video": video}
+    return DemonstrationsSettings.model_validate(
+        {
+            "simulator": simulator(camera_name_mapping={"agentview": "image"}).model_dump(),
+            "demonstrations": plan(**changes).model_dump(),
+            "layout": layout,
+        }
+    )
+
+
+class Counted(TerminalEvents):
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[int] = []
+
+    def progress(self, name: str, done: int, total: int, **postfix: float) -> None:
+        self.done.append(done)
+
+
+def run(root: Path, chosen: DemonstrationsSettings, processes: int = 1) -> tuple[Report, Path, list[int]]:
+    events = Counted()
+    machine = Machine(environment_processes=processes, environment_timeout=300)
+    context = StageContext(machine, events, ThreadUnits(), root / "workspace", root / "images", "f")
+    out = root / f"out-{len(list(root.glob('out-*')))}"
+    out.mkdir(parents=True)
+    return record(chosen, {}, out, context), out, events.done
+
+
+@pytest.mark.slow
+def test_the_dataset_s_actions_reach_the_goal_and_a_crash_costs_one_episode(tmp_path: Path) -> None:
+    chosen = settings()
+    report, out, done = run(tmp_path, chosen)
+    dataset = open_source(out)
+    assert done == [1, 2] and dict(report.rows) == {"episodes": 2, "frames": dataset.info.total_frames}
+    assert json.loads((out / "failures.json").read_text()) == []
+    assert dataset.tasks == (TASK,) and dataset.info.fps == 20 and dataset.info.robot_type == "panda"
+    assert dataset.info.features["action"].names == list(ACTION_NAMES)
+    assert dataset.info.features["observation.state"].names == list(STATE_NAMES)
+    assert [path.name for path in (out / "videos").iterdir()] == ["libero_spatial-00-00000.mp4"]
+
+    job = jobs_of(chosen.demonstrations)[1]
+    columns = dataset.columns(["action", "observation.state"], dataset.episodes[1])
+    made = LiberoSimulator(job.task, chosen.simulator)
+    made.reset(job.initial_state, job.seed)
+    first = made.observe()
+    assert np.array_equal(first.state, columns["observation.state"][0])
+    for name, picture in first.images.items():
+        (stored,) = dataset.pictures(name, dataset.episodes[1], [0])
+        assert np.array_equal(np.asarray(stored), picture)
+    reached = [made.step(action) for action in columns["action"]]
+    made.close()
+    assert reached[-1] and not reached[0]
+
+    (lost,) = (tmp_path / "workspace/episodes").glob("*-00001.npz")
+    lost.rename(lost.with_suffix(".part"))  # as a crash leaves it
+    _, again, done = run(tmp_path, chosen, processes=2)
+    assert done == [2]
+    assert folder_digest(again) == folder_digest(out)
+
+
+def test_episodes_follow_the_stored_states_with_seeds_of_their_own() -> None:
+    few, more = jobs_of(plan(tasks=[3, 0])), jobs_of(plan(tasks=[], episodes_per_task=60))
+    assert [(job.task.index, job.number, job.initial_state) for job in few] == [
+        (3, 0, 48),
+        (3, 1, 49),
+        (0, 0, 48),
+        (0, 1, 49),
+    ]
+    assert set(few) < set(more) and len(more) == 600  # what an episode is does not hang on how many there are
+    assert {job.initial_state for job in more} == set(range(50))
+    assert len({job.seed for job in more}) == 600
+    assert not {job.seed for job in few} & {job.seed for job in jobs_of(plan(tasks=[3, 0], seed=4))}
+
+
+@pytest.mark.parametrize(("suite", "tasks"), [("libero_goal", [1, 5]), ("libero_10", [])])
+def test_tasks_that_the_expert_cannot_do_are_refused(suite: str, tasks: list[int]) -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot do task 5|can do no task"):
+        jobs_of(plan(suite=suite, tasks=tasks))
+
+
+def test_videos_need_their_settings() -> None:
+    values = settings(storage="video").model_dump()
+    values["layout"]["video"] = None
+    with pytest.raises(ValidationError, match=r"layout\.video"):
+        DemonstrationsSettings.model_validate(values)
+
+
+def shown(length: int, outcome: Outcome) -> Demonstration:
+    rng = np.random.default_rng(length)
+    pictures = rng.integers(0, 256, (length, 8, 8, 3), dtype=np.uint8)
+    states = rng.normal(size=(length, 8)).astype(np.float32)
+    observations = [
+        RobotObservation({"observation.images.image": picture}, state, TASK)
+        for picture, state in zip(pictures, states, strict=True)
+    ]
+    return Demonstration([(each, each.state[:7]) for each in observations], outcome)
+
+
+def test_of_a_failure_only_how_it_ended_is_kept(tmp_path: Path) -> None:
+    journal, (first, second) = Journal(tmp_path / "episodes"), jobs_of(plan())
+    good, bad = Outcome(True, 5, "done", 0), Outcome(False, 7, "failed", 3)
+    kept = shown(5, good)
+    assert not journal.has(first)
+    journal.write(first, kept)
+    journal.write(second, shown(7, bad))
+    assert journal.outcome(first) == good and journal.outcome(second) == bad
+    frames = journal.frames(first)
+    assert {name: array.shape for name, array in frames.items()} == {
+        "observation.images.image": (5, 8, 8, 3),
+        "observation.state": (5, 8),
+        "action": (5, 7),
+    }
+    assert np.array_equal(frames["observation.images.image"][3], kept.steps[3][0].images["observation.images.image"])
+    assert journal.frames(second) == {}
+    preview = Preview(TASK, [frames["observation.images.image"]], "videos/first.mp4")
+    page = demonstrations_report({first: good, second: bad}, [preview], settings().model_dump(mode="json"))
+    assert (page.figures["episodes"], page.figures["goal not reached"], page.figures["frames"]) == ("1", "1", "5")
+    assert page.tables[0].rows == [[f"0: {TASK}", "2", "1", "5 to 5", "3"]]
+    assert page.links == {f"Video: {TASK}": "videos/first.mp4"}
