@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Protocol
+from typing import IO, Protocol
 
 from components.contracts.errors import DataError
 from components.datasets.lerobot.layout import INFO, TASKS
@@ -31,6 +32,16 @@ class Files(Protocol):
         Raises:
             DataError: it cannot be fetched.
         """
+
+    def view(self, name: str | PurePosixPath) -> AbstractContextManager[Path | IO[bytes]]:
+        """The file for reading parts of it: what is not on this machine is fetched as far as it is read.
+
+        Raises:
+            DataError: it cannot be reached, or is not what it was.
+        """
+
+    def version(self, name: str | PurePosixPath) -> str:
+        """Names the file and its content; needs no fetching."""
 
     def digest(self) -> str:
         """SHA-256 of what is in the dataset, without meta/stats.json, which is computed from the rest."""
@@ -67,6 +78,15 @@ class Folder:
 
     def path(self, name: str | PurePosixPath) -> Path:
         return self.root / name
+
+    def view(self, name: str | PurePosixPath) -> AbstractContextManager[Path | IO[bytes]]:
+        return nullcontext(self.root / name)
+
+    def version(self, name: str | PurePosixPath) -> str:
+        """By the times that the file was changed, which costs no reading."""
+        path = (self.root / name).resolve()
+        state = path.stat()
+        return f"{path}\0{state.st_size}\0{state.st_mtime_ns}\0{state.st_ino}"
 
     def digest(self) -> str:
         """

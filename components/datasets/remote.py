@@ -7,11 +7,12 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 import fsspec
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
@@ -90,10 +91,33 @@ class Remote:
         target = self.root / name
         if target.is_file():
             return target
+        return make_once(target, partial(self._fetch, str(name), self._entry(name)))
+
+    @contextmanager
+    def view(self, name: str | PurePosixPath) -> Iterator[Path | IO[bytes]]:
+        target, entry = self.root / name, self._entry(name)
+        if target.is_file():
+            yield target
+            return
+        filesystem, base = _filesystem(self.url)
+        try:
+            file = filesystem.open(f"{base}/{name}", "rb", cache_type="none")
+        except Exception as error:  # each kind of filesystem has errors of its own
+            raise DataError(f"{str(name)!r} cannot be read: {error!r:.300}", where=self.url) from error
+        with file:
+            if (size := file.seek(0, os.SEEK_END)) != entry.size:
+                raise DataError(f"{str(name)!r} has {size} bytes, not {entry.size}", where=self.url)
+            file.seek(0)
+            yield file
+
+    def version(self, name: str | PurePosixPath) -> str:
+        return f"{self.url}\0{name}\0{self._entry(name)}"
+
+    def _entry(self, name: str | PurePosixPath) -> Entry:
         entry = self.listing.files.get(str(name))
         if entry is None:
             raise DataError(f"the dataset has no file {str(name)!r}", where=self.url)
-        return make_once(target, partial(self._fetch, str(name), entry))
+        return entry
 
     def fetched_bytes(self) -> int:
         """Of the files that are here."""

@@ -55,9 +55,8 @@ def content_digest(files: Files, cache: Cache) -> str:
     """
     if not isinstance(files, Folder):
         return files.digest()
-    states = [(name, files.path(name).stat()) for name in files.names()]
-    facts = [f"{name}\0{state.st_size}\0{state.st_mtime_ns}\0{state.st_ino}" for name, state in states]
-    key = hashlib.sha256("\n".join([str(files.root.absolute()), *facts]).encode()).hexdigest()
+    versions = "\n".join(files.version(name) for name in files.names())
+    key = hashlib.sha256(f"{files}\n{versions}".encode()).hexdigest()
     kept = make_once(cache.folder / "digests" / key, lambda path: _put(files.digest(), path))
     return kept.read_text()
 

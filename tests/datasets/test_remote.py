@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -68,6 +69,8 @@ def test_only_the_files_that_are_needed_are_fetched(bucket, many, cache):
     folder = open_dataset(many)
     (values,) = dataset.columns(["action"], dataset.episodes[2]).values()
     np.testing.assert_array_equal(values, folder.columns(["action"], folder.episodes[2])["action"])
+    assert len(fetched(dataset.root)) == 3  # columns beside pictures are read where they lie
+    assert len(list(dataset.pictures("observation.images.front", dataset.episodes[2], [0, 4]))) == 2
     assert "data/chunk-000/file-002.parquet" in fetched(dataset.root) and len(fetched(dataset.root)) == 4
     shown = list(dataset.pictures("observation.images.wrist", dataset.episodes[1], [0]))
     expected = list(folder.pictures("observation.images.wrist", folder.episodes[1], [0]))
@@ -104,7 +107,7 @@ def test_a_dataset_fetches_no_more_than_it_may(bucket, many, tmp_path):
     meta = sum((many / name).stat().st_size for name in Folder(many).names() if name.startswith("meta/"))
     dataset = open_dataset(open_files(bucket, None, Cache(tmp_path, meta + 1000)))
     with pytest.raises(DataError, match="more than") as caught:
-        dataset.columns(["action"], dataset.episodes[0])
+        list(dataset.pictures("observation.images.front", dataset.episodes[0], [0]))
     assert "ARMATURE_FETCH_LIMIT_GB" in caught.value.remedy
     assert not list(dataset.root.rglob("data/*/*.parquet"))
 
@@ -114,10 +117,14 @@ def test_a_file_that_arrives_short_is_not_kept(bucket, cache):
     with fsspec.open(f"{bucket}/data/chunk-000/file-000.parquet", "wb") as file:
         file.write(b"short")
     with pytest.raises(DataError, match="arrived with 5 bytes, not"):
+        list(dataset.pictures("observation.images.front", dataset.episodes[0], [0]))
+    with pytest.raises(DataError, match="has 5 bytes, not"):
         dataset.columns(["action"], dataset.episodes[0])
     assert not list(dataset.root.rglob("data/*/*.parquet"))
     fsspec.filesystem("memory").rm(f"{bucket}/data/chunk-000/file-000.parquet")
     with pytest.raises(DataError, match="cannot be fetched"):
+        list(dataset.pictures("observation.images.front", dataset.episodes[0], [0]))
+    with pytest.raises(DataError, match="cannot be read"):
         dataset.columns(["action"], dataset.episodes[0])
 
 
@@ -162,6 +169,8 @@ class Hub(BaseHTTPRequestHandler):
 
     def answer(self, status: int, content: object) -> None:
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        if asked := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or ""):
+            status, data = 206, data[int(asked[1]) : int(asked[2]) + 1]
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.send_header("ETag", hashlib.sha1(data).hexdigest())
@@ -202,6 +211,10 @@ def test_a_hub_name_is_read_at_its_commit(hub, many, tmp_path, monkeypatch):
     folder = open_dataset(many)
     sample = Mixture((source,), 3, 0).sample(Place(0, 8))
     np.testing.assert_array_equal(sample.actions, folder.columns(["action"], folder.episodes[2])["action"][:3])
+    np.testing.assert_array_equal(
+        sample.observation.images["observation.images.front"],
+        np.asarray(next(iter(folder.pictures("observation.images.front", folder.episodes[2], [0])))),
+    )
     assert "data/chunk-000/file-002.parquet" in fetched(source.dataset.root)
     assert "data/chunk-000/file-000.parquet" not in fetched(source.dataset.root)
     hub.clear()

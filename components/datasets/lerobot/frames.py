@@ -107,10 +107,9 @@ class Frames:
         return self._columns[key]
 
     def _mapped(self, name: str, episode: Episode) -> Any:
-        source = self.dataset.data_path(episode)
-        state = source.stat()
-        facts = f"{source.resolve()}\0{state.st_size}\0{state.st_mtime_ns}"
-        folder = self._cache.folder / "columns" / hashlib.sha256(facts.encode()).hexdigest()[:24]
+        source = self.dataset.info.data_file(episode.chunk, episode.file)
+        version = self.dataset.files.version(source)
+        folder = self._cache.folder / "columns" / hashlib.sha256(version.encode()).hexdigest()[:24]
         number = self.dataset.feature(name).is_number
         target = folder / f"{quote(name, safe='')}.{'npy' if number else 'arrow'}"
         make_once(target, partial(self._write, name, episode, number))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pandas as pd
@@ -20,7 +21,7 @@ from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.images import EncodedImage
 from components.datasets.files import Files, Folder
 from components.datasets.lerobot.columns import to_numpy
-from components.datasets.lerobot.layout import INFO, STATS, TASKS, VIDEO, Feature, Info, read_info
+from components.datasets.lerobot.layout import IMAGE, INFO, STATS, TASKS, VIDEO, Feature, Info, read_info
 from components.datasets.lerobot.video import read_frames
 from components.datasets.statistics import Array
 
@@ -74,16 +75,12 @@ class Dataset:
         """meta/stats.json, empty where there is none."""
         return json.loads(self.files.path(STATS).read_text()) if self.files.has(STATS) else {}
 
-    def data_path(self, episode: Episode) -> Path:
-        """The data file with the episode, fetched where it is not yet.
+    def video_path(self, name: str, episode: Episode) -> Path:
+        """A camera's video file with the episode, fetched where it is not yet.
 
         Raises:
             DataError: it cannot be fetched.
         """
-        return self.files.path(self.info.data_file(episode.chunk, episode.file))
-
-    def video_path(self, name: str, episode: Episode) -> Path:
-        """The same of a camera's video file."""
         clip = episode.clips[name]
         return self.files.path(self.info.video_file(name, clip.chunk, clip.file))
 
@@ -112,9 +109,15 @@ class Dataset:
             DataError: the file or a column is missing, or the rows are those of other episodes.
         """
         last = last or episode
-        path = self.data_path(episode)
+        name = self.info.data_file(episode.chunk, episode.file)
+        path = f"{self.files}/{name}"
+        stored = {key for key, feature in self.info.features.items() if feature.dtype == IMAGE}
         try:
-            skipped, whole = _rows(path, sorted({"episode_index", *names}), episode.row, last.stop - episode.start)
+            # numbers beside pictures are a small part of the file
+            view = self.files.view(name) if stored and not stored & set(names) else nullcontext(self.files.path(name))
+            with view as file:
+                columns = sorted({"episode_index", *names})
+                skipped, whole = _rows(file, columns, episode.row, last.stop - episode.start)
         except (OSError, pa.ArrowException) as error:
             raise DataError(
                 f"the data file cannot be read: {error}", where=f"{path}, episode {episode.index}"
@@ -138,7 +141,7 @@ class Dataset:
     def columns(self, names: Sequence[str], episode: Episode, last: Episode | None = None) -> dict[str, Array]:
         """Numeric features as (frames, width)."""
         table = self.table(episode, names, last)
-        where = f"{self.data_path(episode)}, from episode {episode.index}"
+        where = f"{self.files}/{self.info.data_file(episode.chunk, episode.file)}, from episode {episode.index}"
         return {name: to_numpy(table[name], name, self.feature(name), where) for name in names}
 
     def pictures(self, name: str, episode: Episode, frames: Sequence[int]) -> Iterator[Image.Image]:
@@ -228,9 +231,9 @@ def media_type(data: bytes) -> str:
     return "image/webp" if data[8:12] == b"WEBP" else "unknown"
 
 
-def _rows(path: Path, names: Sequence[str], first: int, count: int) -> tuple[int, pa.Table]:
+def _rows(source: Path | IO[bytes], names: Sequence[str], first: int, count: int) -> tuple[int, pa.Table]:
     """The row groups that hold `count` rows from row `first` on, and how many rows lie before them."""
-    with pq.ParquetFile(path) as file:
+    with pq.ParquetFile(source, pre_buffer=True) as file:
         sizes = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
         ends = np.cumsum(sizes)
         groups = [g for g, end in enumerate(ends) if end > first and end - sizes[g] < first + count]
