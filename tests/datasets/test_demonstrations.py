@@ -48,12 +48,9 @@ def plan(**changes: Any) -> DemonstrationSettings:
 def settings(**changes: Any) -> DemonstrationsSettings:
     video = {"codec": "libx264", "pixel_format": "yuv420p", "quality": 20, "keyframe_every": 10}
     layout = {"chunks_size": 1000, "data_files_size_in_mb": 100, "video_files_size_in_mb": 200, "video": video}
+    one_camera = simulator(camera_name_mapping={"agentview": "image"}).model_dump()
     return DemonstrationsSettings.model_validate(
-        {
-            "simulator": simulator(camera_name_mapping={"agentview": "image"}).model_dump(),
-            "demonstrations": plan(**changes).model_dump(),
-            "layout": layout,
-        }
+        {"simulator": one_camera, "demonstrations": plan(**changes).model_dump(), "layout": layout}
     )
 
 

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from components.contracts.settings import Settings
-from components.datasets.lerobot.writer import LayoutSettings
+from components.datasets.lerobot.settings import LayoutSettings
 from components.environments.libero.settings import SimulatorSettings, Suite
 
 
