@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from components.contracts.errors import ConfigurationError
 from components.contracts.robots import RobotObservation
+from components.datasets.cache import Cache
 from components.datasets.lerobot.frames import Frames
 from components.datasets.lerobot.reader import Episode, window
 from components.datasets.order import Schedule, mixed, permuted
-from components.datasets.remote import Cache
 from components.datasets.samples import RobotSample
 from components.datasets.source import Source
 

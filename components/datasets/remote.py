@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +16,7 @@ import fsspec
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
 from components.contracts.errors import ConfigurationError, DataError
+from components.datasets.cache import Cache, make_once
 from components.datasets.files import Files, Folder, belongs, listing_digest
 from components.datasets.lerobot.layout import INFO, STATS
 
@@ -25,23 +24,6 @@ HUB = re.compile(r"[\w.-]+/[\w.-]+")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 VERSIONS = ("ETag", "etag", "sha256", "md5", "mtime", "LastModified", "last_modified", "created")
 """What filesystems call the thing that changes with a file's content, best first."""
-
-
-@dataclass(frozen=True)
-class Cache:
-    """Where fetched files and opened tables are kept, and how much one dataset may fetch.
-
-    All of it can be deleted at any time that nothing uses it.
-    """
-
-    folder: Path
-    limit_bytes: int
-
-    @classmethod
-    def standard(cls) -> Cache:
-        """`ARMATURE_CACHE` or ~/.cache/armature, and 200 GB or `ARMATURE_FETCH_LIMIT_GB`."""
-        folder = os.environ.get("ARMATURE_CACHE") or Path.home() / ".cache/armature"
-        return cls(Path(folder).absolute(), int(float(os.environ.get("ARMATURE_FETCH_LIMIT_GB", "200")) * 1e9))
 
 
 class Entry(BaseModel):
@@ -186,24 +168,6 @@ def resolve(name: str, revision: str) -> str:
         return str(HfApi().dataset_info(name, revision=revision).sha)
     except Exception as error:  # the network's, the hub's, or those of a name that cannot be
         raise _unreachable(f"{name} at {revision}", error) from error
-
-
-def make_once(target: Path, write: Callable[[Path], None]) -> Path:
-    """`target`, which `write` fills under another name; one process does, others wait and find it made."""
-    if target.is_file():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with (target.parent / f".{target.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.is_file():
-            handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".new-")
-            os.close(handle)
-            try:
-                write(Path(temporary))
-                Path(temporary).rename(target)
-            finally:
-                Path(temporary).unlink(missing_ok=True)
-    return target
 
 
 def _filesystem(url: str) -> tuple[Any, str]:

@@ -13,10 +13,11 @@ from pydantic import BaseModel, ConfigDict
 
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.stages import Artifact, Report, Stage, StageContext
+from components.datasets.cache import Cache, make_once
 from components.datasets.files import Files, Folder
 from components.datasets.lerobot.layout import INFO
 from components.datasets.lerobot.reader import Dataset, open_dataset
-from components.datasets.remote import Cache, make_once, open_files, resolve
+from components.datasets.remote import open_files, resolve
 from components.datasets.settings import ALONE, DatasetSettings, SourceSettings
 
 REFERENCE = "dataset.json"

@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from components.contracts.errors import ConfigurationError, DataError
+from components.datasets.cache import Cache
 from components.datasets.lerobot.frames import Frames
 from components.datasets.lerobot.reader import open_dataset
 from components.datasets.lerobot.sampling import sampled
 from components.datasets.lerobot.writer import create_dataset
-from components.datasets.remote import Cache
 
 from .conftest import FEATURES, LENGTHS, frames_of, layout, write
 

@@ -18,10 +18,11 @@ import pytest
 
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.machine import Machine
+from components.datasets.cache import Cache
 from components.datasets.files import Folder
 from components.datasets.lerobot.reader import open_dataset
 from components.datasets.mixture import Mixture, Place
-from components.datasets.remote import Cache, open_files
+from components.datasets.remote import open_files
 from components.datasets.settings import DatasetSettings, QuantileStatsSettings
 from components.datasets.source import open_sources, pinned
 from components.stages import run_stage

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from components.contracts.machine import Machine
+from components.datasets.cache import Cache
 from components.datasets.lerobot.frames import Frames
 from components.datasets.lerobot.reader import open_dataset
-from components.datasets.remote import Cache
 from components.datasets.settings import DatasetSettings, QuantileStatsSettings
 from components.datasets.source import pinned
 from components.stages import run_stage

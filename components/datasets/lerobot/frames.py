@@ -12,10 +12,10 @@ from urllib.parse import quote
 import numpy as np
 import pyarrow as pa
 
+from components.datasets.cache import Cache, make_once
 from components.datasets.lerobot.layout import VIDEO
 from components.datasets.lerobot.reader import TOLERANCE, Dataset, Episode, window
 from components.datasets.lerobot.video import VideoReaders
-from components.datasets.remote import Cache, make_once
 from components.datasets.statistics import Array
 
 
