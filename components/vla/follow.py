@@ -71,12 +71,14 @@ def carry_out(job: Job, machine: Machine, events: Events) -> None:
 
 
 def _start(job: Job, machine: Machine, file: Path) -> Program:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.processes}"]
     env: dict[str, str | None] = dict(machine.trainer_environment)
     if job.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, job.gpus))
     if job.threads:
         env["OMP_NUM_THREADS"] = str(job.threads)
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.processes}"]
+    if job.processes == 1:  # needs nobody to bring it together with others, and is there sooner
+        launcher, env = [], env | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     command = [sys.executable, *launcher, "-m", "components.vla.run", str(file)]
     return Program(command, log=job.workspace / "training.log", env=env)
 

@@ -19,21 +19,28 @@ from .settings import LORA
 from .test_train import rows_of, weights_of
 
 SCRIPT = """
-import sys
+import os, socket, sys
 from pathlib import Path
 from components.training.launch import joined_ranks
 from components.vla.job import Job
 from components.vla.train import train
 
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]), WORLD_SIZE="2")
+other = os.fork()  # as torchrun would have started it, but with what is imported
+os.environ.update(RANK="1" if other == 0 else "0", LOCAL_RANK="1" if other == 0 else "0")
 with joined_ranks(gpus=False, threads=1, seed=0) as ranks:
     for file in sys.argv[1:]:
         train(Job.model_validate_json(Path(file).read_text()), ranks)
+if other:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
 """
 SAME: dict[str, dict[str, Any]] = {
     "full": {"policy": {"action_mode": "both"}},
     "lora": {"mode": "lora", "lora": LORA, "ema_decay": 0.5},
 }
-CASES = [(name, shard) for name in SAME for shard in (False, True)]
+CASES = [("full", False), ("lora", True)]
 
 
 @pytest.mark.slow
@@ -46,12 +53,11 @@ def test_two_ranks_make_the_training_of_one(inputs: dict[str, Path], tmp_path: P
         files.append(folder / "job.json")
         folder.mkdir()
         files[-1].write_text(jobs[name, shard].model_dump_json())
-        if not shard:
-            jobs[name, None] = make_job(inputs, tmp_path / name, **common | {"micro_batch_size": 4})
-            train(jobs[name, None], Ranks())
+        jobs[name, None] = make_job(inputs, tmp_path / name, **common | {"micro_batch_size": 4})
+        train(jobs[name, None], Ranks())
     (tmp_path / "script.py").write_text(SCRIPT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    program = Program([*torchrun, tmp_path / "script.py", *files], log=tmp_path / "log", env={"OMP_NUM_THREADS": "1"})
+    command = [sys.executable, tmp_path / "script.py", *files]
+    program = Program(command, log=tmp_path / "log", env={"OMP_NUM_THREADS": "1"})
     assert program.wait(280) == 0, program.tail(60)
     for name, shard in CASES:
         one, two = jobs[name, None], jobs[name, shard]

@@ -1,0 +1,80 @@
+"""Several robots in one training: other dimensions, other horizons, statistics of their own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from components.contracts.errors import ConfigurationError, DataError
+from components.datasets.mixture import Mixture
+from components.datasets.source import Source, open_sources
+from components.policies.molmoact2.checkpoint import load_model, load_policy, save_policy
+from components.policies.molmoact2.losses import LossPlan
+from components.vla.data import Encoder
+from components.vla.learner import PolicyLearner
+from components.vla.robots import robots_of
+
+from .conftest import policy_settings
+from .settings import training_settings
+
+
+@pytest.fixture
+def sources(inputs: dict[str, Path]) -> tuple[Source, Source]:
+    (only,) = open_sources(inputs["dataset"])
+    return replace(only, tag="arm"), replace(only, tag="slow", horizon=2, action="observation.state")
+
+
+@pytest.fixture
+def statistics(inputs: dict[str, Path]) -> dict[str, dict[str, object]]:
+    document = json.loads((inputs["statistics"] / "stats.json").read_text())
+    return {"arm": document, "slow": document}
+
+
+def test_mixed_robots_have_the_losses_that_they_have_alone(
+    inputs: dict[str, Path], sources: tuple[Source, Source], statistics: dict[str, dict[str, object]]
+) -> None:
+    policy, training = policy_settings(), training_settings()
+    robots = robots_of(inputs["policy"], policy, sources, statistics)
+    mixture = Mixture(sources, 3, 0)
+    encoder = Encoder(robots.processors(), robots.saved().config, policy, training)
+    samples = [mixture[position] for position in range(8)]
+    examples = [encoder.example(sample) for sample in samples]
+    tags = [sample.tag for sample in samples]
+    assert set(tags) == {"arm", "slow"}
+    for tag, example in zip(tags, examples, strict=True):
+        horizon, dimensions = {"arm": (3, 3), "slow": (2, 2)}[tag]
+        assert example.actions is not None and example.horizon_padding is not None
+        assert (~example.horizon_padding).sum() == horizon and (~example.dimension_padding).sum() == dimensions
+        assert not example.actions[horizon:].any() and not example.actions[:, dimensions:].any()
+    learner = PolicyLearner(load_model(inputs["policy"], robots.saved()), training, LossPlan.of(policy))
+    together = learner.score([encoder.micro_batch(examples, range(8))])["loss"]
+    alone = [learner.score([encoder.micro_batch([one], [seed])])["loss"] for seed, one in enumerate(examples)]
+    assert together == pytest.approx(np.mean(alone), rel=1e-5)
+
+
+def test_a_policy_of_several_robots_asks_which(
+    inputs: dict[str, Path], sources: tuple[Source, Source], statistics: dict[str, dict[str, object]], tmp_path: Path
+) -> None:
+    robots = robots_of(inputs["policy"], policy_settings(), sources, statistics)
+    parts = robots.saved()
+    save_policy(tmp_path / "saved", parts, load_model(inputs["policy"], parts).state_dict())
+    with pytest.raises(ConfigurationError, match="statistics to normalise by"):
+        load_policy(tmp_path / "saved").processor()
+    loaded = load_policy(tmp_path / "saved", policy_settings(tiny=None, norm_tag="slow"))
+    assert (loaded.settings.chunk_size, loaded.processor().action_dimensions) == (2, 2)
+    assert torch.isfinite(next(loaded.model.parameters())).all()
+
+
+def test_tags_that_do_not_fit_are_refused(
+    inputs: dict[str, Path], sources: tuple[Source, Source], statistics: dict[str, dict[str, object]]
+) -> None:
+    first, second = sources
+    with pytest.raises(DataError, match="no statistics for the tag 'slow'"):
+        robots_of(inputs["policy"], policy_settings(), sources, {"arm": statistics["arm"]})
+    with pytest.raises(ConfigurationError, match="have the horizons None and 2"):
+        robots_of(inputs["policy"], policy_settings(), (first, replace(second, tag="arm")), statistics)
