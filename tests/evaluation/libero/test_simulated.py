@@ -6,7 +6,6 @@ import json
 import os
 import signal
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +84,13 @@ def test_results_depend_on_neither_batch_nor_workers_nor_deaths(tmp_path: Path) 
 
     known = {"libero_spatial": suite_tasks("libero_spatial")}
     policy = open_policy(tmp_path / "policy", "continuous", rows=1)
-    for name, batch, workers in (("four", 4, 1), ("two", 2, 2)):
-        with ExitStack() as stack:
-            arenas = [stack.enter_context(SimulatorProcess(SIMULATOR, 120)) for _ in range(workers)]
-            asked = Saboteur(policy, arenas[1]) if workers == 2 else policy
-            report = evaluate_policy(
-                asked, known, arenas, plan(batch), tmp_path / name / "out", context(tmp_path / name, Events())
-            )
-        assert (tmp_path / name / "out/results.parquet").read_bytes() == (alone / "results.parquet").read_bytes()
-        assert ("attempts lost with their simulator" in report.drops) == (workers == 2)
+    with SimulatorProcess(SIMULATOR, 120) as one, SimulatorProcess(SIMULATOR, 120) as other:
+        for name, batch, arenas in (("four", 4, [one]), ("two", 2, [one, other])):
+            asked = policy if name == "four" else Saboteur(policy, other)
+            out, where = tmp_path / name / "out", context(tmp_path / name, Events())
+            report = evaluate_policy(asked, known, arenas, plan(batch), out, where)
+            assert (out / "results.parquet").read_bytes() == (alone / "results.parquet").read_bytes()
+            assert ("attempts lost with their simulator" in report.drops) == (name == "two")
 
 
 class Recorded:
