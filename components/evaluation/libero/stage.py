@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,9 +63,10 @@ def evaluate_libero(
             for _ in range(min(processes, plan.batch))
         ]
         report = evaluate_policy(policy, known, arenas, settings, out, context)
-    if policy.undecoded:
-        context.events.message(f"{policy.undecoded} answers of the policy could not be read as actions")
-    return report
+    if not policy.undecoded:
+        return report
+    context.events.message(f"{policy.undecoded} answers of the policy could not be read as actions")
+    return replace(report, drops={**report.drops, "answers without actions": policy.undecoded})
 
 
 @contextmanager
