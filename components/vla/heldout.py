@@ -80,5 +80,7 @@ class HeldOut:
         settings = self.settings[tag]
         mode = "discrete" if settings.action_mode == "discrete" else "continuous"
         processor = self.encoder.processors[tag]
-        policy = MolmoAct2Policy(model, processor, settings, mode, self.encoder.settings.micro_batch_size)
+        on_cpu = next(model.parameters()).device.type == "cpu"  # where one row at a time needs no padding
+        rows = 1 if on_cpu else self.encoder.settings.micro_batch_size
+        policy = MolmoAct2Policy(model, processor, settings, mode, rows)
         return policy.predict([sample.observation for sample in samples], range(len(samples)))
