@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from components.models.tiny.templates import chatml
-from components.models.tiny.tokenizer import Vocabulary, train_tokenizer
 from components.policies.molmoact2.action_tokens import ActionTokens
 from components.policies.molmoact2.batch import Floats
 from components.policies.molmoact2.checkpoint import save_policy
@@ -29,6 +29,7 @@ PATCH, POOL = 14, 2
 STATE_TOKENS = 256
 EXTRA_EMBEDDINGS = 16  # rows for the tokens of images, and a few that nothing uses, as in released checkpoints
 MERGES = 1000  # at most; the corpus decides
+REPEATS = 20  # a pair must be frequent to become a token
 ROPE_THETA = 5_000_000.0
 TIME_BETA = (1.0, 1.5)
 FAST_SCALE, FAST_CHUNKS, FAST_DIMENSIONS = 10.0, 200, 7
@@ -62,24 +63,46 @@ def make_tiny_policy(folder: Path, settings: PolicySettings) -> Path:
 
 
 def _tokenizer(sizes: TinyPolicySettings) -> PreTrainedTokenizerFast:
-    """Tokens in the order of the released tokenizer: text, setup, control, state, action, then those of images."""
-    vocabulary = Vocabulary(
-        markers=MARKERS,
-        pad="<|endoftext|>",
-        eos="<|im_end|>",
-        bos="<|im_end|>",
-        words=(
-            *("<setup_start>", "<setup_end>", "<control_start>", "<control_end>", "<state_start>", "<state_end>"),
-            *(f"<state_{number}>" for number in range(STATE_TOKENS)),
-            *("<action_output>", "<action_start>", "<action_end>"),
-            *(f"<action_{number}>" for number in range(sizes.action_tokens)),
-        ),
-        inputs_only=IMAGE_TOKENS,
+    """Byte-level BPE that splits text as the released tokenizer does, with its tokens in its order: text, setup,
+    control, state, action, then those of images, which the output head has no rows for."""
+    released = Qwen2Tokenizer().backend_tokenizer
+    model = Tokenizer(models.BPE())
+    model.normalizer, model.pre_tokenizer = released.normalizer, released.pre_tokenizer
+    model.decoder = decoders.ByteLevel()
+    bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(MARKERS) + len(bytes_) + MERGES,
+        special_tokens=list(MARKERS),
+        initial_alphabet=bytes_,
+        show_progress=False,
     )
-    prompt = "".join(instruction("", "", "")).replace("<|im_start|>", "").replace("<|im_end|>", "")
-    size = len(MARKERS) + 256 + MERGES + len(vocabulary.words) + len(IMAGE_TOKENS)
-    texts = (*sizes.corpus, prompt.replace("<action_output>", ""), "Image 1 Image 2 Image 3")
-    return train_tokenizer(vocabulary, size, texts, chatml("<|image|>"), sizes.max_positions)
+    model.train_from_iterator([*_texts(sizes)] * REPEATS, trainer)
+    words = (
+        *("<setup_start>", "<setup_end>", "<control_start>", "<control_end>", "<state_start>", "<state_end>"),
+        *(f"<state_{number}>" for number in range(STATE_TOKENS)),
+        *("<action_output>", "<action_start>", "<action_end>"),
+        *(f"<action_{number}>" for number in range(sizes.action_tokens)),
+    )
+    model.add_special_tokens([AddedToken(word, normalized=False) for word in (*words, *IMAGE_TOKENS)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=model,
+        pad_token=MARKERS[0],
+        eos_token=MARKERS[2],
+        bos_token=MARKERS[2],
+        clean_up_tokenization_spaces=False,
+        model_max_length=sizes.max_positions,
+        padding_side="right",
+    )
+    tokenizer.chat_template = chatml("<|image|>")
+    return tokenizer
+
+
+def _texts(sizes: TinyPolicySettings) -> tuple[str, ...]:
+    """What should be few tokens: tasks, and the words around them."""
+    prompt = "".join(instruction("", "", ""))
+    for marker in (*MARKERS, "<action_output>"):
+        prompt = prompt.replace(marker, "")
+    return (*sizes.corpus, prompt, "Image 1 Image 2 Image 3")
 
 
 def _config(sizes: TinyPolicySettings, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
