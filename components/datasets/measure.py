@@ -113,10 +113,14 @@ def merge(parts: Sequence[Measured]) -> Measured:
     """All of what was measured, as one: the features that all parts have.
 
     Raises:
-        DataError: a feature has another width in another part.
+        DataError: a feature has another width in another part, or they have none in common.
     """
     values = [name for name in parts[0].values if all(name in part.values for part in parts)]
     pictures = [name for name in parts[0].histograms if all(name in part.histograms for part in parts)]
+    if not values and not pictures:
+        raise DataError(
+            "they have no feature in common", where="datasets of the same tag", remedy="give them different tags"
+        )
     for name in values:
         if len(widths := {len(part.values[name].mean) for part in parts}) > 1:
             raise DataError(

@@ -22,6 +22,8 @@ from components.datasets.lerobot.layout import INFO, STATS
 
 HUB = re.compile(r"[\w.-]+/[\w.-]+")
 COMMIT = re.compile(r"[0-9a-f]{40}")
+RECORDED = "dataset"
+"""The folder with the dataset itself in the artifact of a stage that records one."""
 VERSIONS = ("ETag", "etag", "sha256", "md5", "mtime", "LastModified", "last_modified", "created")
 """What filesystems call the thing that changes with a file's content, best first."""
 
@@ -128,7 +130,8 @@ def open_files(path: str, revision: str | None, cache: Cache) -> Files:
     """The files of a dataset in a folder, on the hub, or behind an fsspec URL.
 
     Args:
-        path: A folder, a hub name (owner/name), or a URL such as s3://bucket/dataset.
+        path: A folder, also the artifact of a stage that recorded one; a hub name (owner/name); or a URL such as
+            s3://bucket/dataset.
         revision: Commit, tag or branch of a hub name.
 
     Raises:
@@ -140,7 +143,8 @@ def open_files(path: str, revision: str | None, cache: Cache) -> Files:
         return _remote(path.rstrip("/"), _list(path.rstrip("/")), cache)
     if Path(path).is_dir() or not HUB.fullmatch(path) or path.startswith("."):
         _no_revision(path, revision)
-        return Folder(Path(path).absolute())
+        folder, recorded = Path(path).absolute(), Path(path).absolute() / RECORDED
+        return Folder(folder if (folder / INFO).is_file() or not (recorded / INFO).is_file() else recorded)
     if revision is None:
         raise ConfigurationError(
             "a hub name needs a revision",

@@ -17,12 +17,10 @@ from components.datasets.cache import Cache, make_once
 from components.datasets.files import Files, Folder
 from components.datasets.lerobot.layout import INFO
 from components.datasets.lerobot.reader import Dataset, open_dataset
-from components.datasets.remote import open_files, resolve
+from components.datasets.remote import RECORDED, open_files, resolve
 from components.datasets.settings import ALONE, DatasetSettings, SourceSettings
 
 REFERENCE = "dataset.json"
-RECORDED = "dataset"
-"""The folder with the dataset itself in the artifact of a stage that records one."""
 STATE, ACTION = "observation.state", "action"
 
 
@@ -81,7 +79,7 @@ def local_folder(settings: DatasetSettings) -> Path:
     Raises:
         ConfigurationError: there are several, or it is not in a folder.
     """
-    if settings.path is None or not Path(settings.path).is_dir():
+    if settings.path is None or not (Path(settings.path) / INFO).is_file():
         raise ConfigurationError(
             "statistics can be put into one dataset in a folder alone",
             where="augment.in_place",

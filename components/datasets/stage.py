@@ -22,6 +22,7 @@ from components.datasets.page import statistics_report
 from components.datasets.settings import QuantileStatsSettings
 from components.datasets.source import Source, open_sources
 from components.datasets.statistics import document
+from components.reports.report import Report as Page
 from components.reports.report import write_report
 
 
@@ -30,14 +31,16 @@ def write_statistics(
 ) -> Report:
     """`stats.json` as LeRobot has it, `episodes.parquet` with each episode's, and `report.html`.
 
-    Where the datasets have several tags, each tag has these files in `tags/<tag>/`; datasets of one tag are merged.
+    Where the datasets have several tags, each tag has these files in `tags/<tag>/`, and `report.html` leads there;
+    datasets of one tag are merged.
 
     Raises:
         DataError: a dataset has changed or is damaged, or a value is not finite.
     """
     sources = open_sources(inputs["dataset"].path)
     measured = _measured(sources, settings, context)
-    for tag, home in _homes(folder, [source.tag for source in sources]).items():
+    homes = _homes(folder, [source.tag for source in sources])
+    for tag, home in homes.items():
         numbers = [number for number, source in enumerate(sources) if source.tag == tag]
         datasets = [sources[number].dataset for number in numbers]
         merged = merge([measured[number] for number in numbers])
@@ -47,6 +50,9 @@ def write_statistics(
         named = [(number, index) for number in numbers for index in sources[number].episodes]
         pq.write_table(_episodes(named, merged), home / "episodes.parquet", compression="zstd")
         write_report(home / "report.html", statistics_report(datasets, merged, whole, settings.model_dump(mode="json")))
+    if len(homes) > 1:
+        links = {tag: f"{home.relative_to(folder).as_posix()}/report.html" for tag, home in homes.items()}
+        write_report(folder / "report.html", Page("Statistics", {"datasets": f"{len(sources):,}"}, links))
     lengths = [source.dataset.episodes[index].length for source in sources for index in source.episodes]
     return Report(rows={"episodes": len(lengths), "frames": sum(lengths)})
 

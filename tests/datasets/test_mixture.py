@@ -18,7 +18,7 @@ from components.datasets.lerobot.layout import Feature
 from components.datasets.lerobot.writer import create_dataset
 from components.datasets.mixture import Mixture, Place
 from components.datasets.settings import DatasetSettings, QuantileStatsSettings
-from components.datasets.source import open_source, open_sources, pinned, split
+from components.datasets.source import local_folder, open_source, open_sources, pinned, split
 from components.datasets.stage import read_statistics
 from components.stages import run_stage
 
@@ -152,6 +152,7 @@ def test_statistics_are_by_tag_and_exact_over_datasets_of_one_tag(written, other
     assert stats["other"]["timestamp"]["max"] == [1.0] and stats["other"]["timestamp"]["count"] == [10]
     rows = pq.read_table(measured.path / "tags/small/episodes.parquet").select(["source", "episode_index"])
     assert [tuple(row.values()) for row in rows.to_pylist()] == [(0, 0), (0, 2), (2, 1)]
+    assert 'href="tags/small/report.html"' in (measured.path / "report.html").read_text()
     with pytest.raises(DataError, match="no statistics for 'third'"):
         read_statistics(measured.path, ["small", "third"])
 
@@ -174,6 +175,10 @@ def test_a_recorded_dataset_is_a_source(written, tmp_path):
     assert (source.tag, source.state, source.action) == ("default", "observation.state", "action")
     assert list(source.cameras) == ["observation.images.front", "observation.images.wrist"]
     assert open_source(tmp_path / "artifact").info.total_frames == sum(LENGTHS)
+    (mixed,) = open_sources(artifact(tmp_path / "store", named(tmp_path / "artifact", "robot")).path)
+    assert mixed.tag == "robot" and mixed.dataset.root == tmp_path / "artifact/dataset"
+    with pytest.raises(ConfigurationError, match="one dataset in a folder alone"):
+        local_folder(DatasetSettings(path=str(tmp_path / "artifact")))
 
 
 @pytest.mark.parametrize(
