@@ -1,0 +1,111 @@
+"""The recipe train-vla/tiny, shortened: demonstrations, statistics, training, evaluation in LIBERO; then by DVC."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import Any
+
+import pytest
+
+from components.configuration import recipe_from_file
+from components.contracts.machine import Machine
+from components.contracts.stages import Artifact
+from components.stages import STAGES, run_stage
+from tests.end_to_end.conftest import Project
+
+SHORT = """
+extends = "_whole.toml"
+
+[policy]
+num_flow_timesteps = 2
+
+[demonstrations]
+episodes_per_task = 3
+
+[layout]
+chunks_size = 1000
+
+[statistics]
+pictures = "sampled"
+
+[training]
+max_steps = 4
+batch_size = 4
+micro_batch_size = 4
+warmup_steps = 0
+heldout_fraction = 0.3
+heldout_frames = 4
+evaluate_every = 4
+save_every = 4
+
+[simulator]
+resolution = 56
+
+[evaluation]
+episodes_per_task = 2
+max_steps = { libero_spatial = 20 }
+videos_per_task = 1
+
+[machine]
+loader_workers = 0
+environment_processes = 1
+"""
+CHAIN = {
+    "demonstrations": {},
+    "policy": {},
+    "quantile-stats": {"dataset": "demonstrations"},
+    "train-vla": {"policy": "policy", "dataset": "demonstrations", "statistics": "quantile-stats"},
+    "evaluate-libero": {"policy": "train-vla"},
+}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    made = Project(tmp_path_factory.mktemp("robot-policy"))
+    recipe = made.folder / "configs/train-vla/tiny.toml"
+    shutil.move(recipe, recipe.with_name("_whole.toml"))
+    recipe.write_text(SHORT)
+    return made
+
+
+@pytest.fixture(scope="module")
+def made(project: Project) -> dict[str, Artifact]:
+    """The flow's artifacts by stage."""
+    pytest.importorskip("robosuite", reason="needs the simulator: pip install 'armature[libero]'")
+    file = project.folder / "configs/train-vla/tiny.toml"
+    recipe = recipe_from_file(file, "train-vla/tiny", [f'machine.store="{project.store}"'])
+    machine = recipe.sections["machine"]
+    assert isinstance(machine, Machine)
+    artifacts: dict[str, Artifact] = {}
+    for stage, inputs in CHAIN.items():
+        settings = recipe.settings_for(STAGES[stage].settings)
+        given = {name: artifacts[source] for name, source in inputs.items()}
+        artifacts[stage] = run_stage(stage, settings, given, machine)
+    return artifacts
+
+
+def document(artifact: Artifact, name: str) -> Any:
+    return json.loads((artifact.path / name).read_text())
+
+
+def test_what_is_demonstrated_is_trained_on_and_the_result_played(made: dict[str, Artifact]) -> None:
+    info = document(made["demonstrations"], "dataset/meta/info.json")
+    assert info["total_episodes"] == 3 and info["fps"] == 20
+    assert document(made["quantile-stats"], "stats.json")["action"]["count"] == [info["total_frames"]]
+    numbers = document(made["train-vla"], "metrics.json")
+    assert numbers["heldout_loss"] < numbers["heldout_loss_before"]
+    assert [row["step"] for row in document(made["train-vla"], "history.json")][-1] == 4
+    played = document(made["evaluate-libero"], "metrics.json")
+    assert (played["episodes"], played["failed"]) == (2, 0) and 0 <= played["success"] <= 1
+    assert list((made["evaluate-libero"].path / "videos").rglob("*.mp4"))
+
+
+def test_dvc_finds_all_of_it_made_under_the_same_digests(project: Project, made: dict[str, Artifact]) -> None:
+    said = project.repro("evaluate-libero")
+    assert all(f"{stage}: already made" in said for stage in CHAIN)
+    assert {stage: project.locked_digest(stage) for stage in CHAIN} == {
+        name: each.digest for name, each in made.items()
+    }
