@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from components.datasets.mixture import Mixture
 from components.datasets.samples import RobotSample
-from components.policies.molmoact2.batch import Example, PolicyBatch
+from components.policies.molmoact2.batch import Example
 from components.policies.molmoact2.collate import collate, pack
 from components.policies.molmoact2.config import MolmoAct2Config
 from components.policies.molmoact2.flow import FlowDraws
@@ -20,30 +20,13 @@ from components.policies.molmoact2.processor import Processor
 from components.policies.molmoact2.semantics import SEMANTICS
 from components.policies.settings import PolicySettings
 from components.vla.augmentation import augmented
+from components.vla.micro_batch import MicroBatch
 from components.vla.packing import packed_rows
 from components.vla.settings import VlaTrainerSettings
 
 ROW_MULTIPLE = 8
 """Rows are padded to one more than a multiple of this."""
 _AUGMENTATION, _DRAWS = 0, 1
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """What goes through the model at once. `draws` is None where no flow is trained; `tokens` are without padding."""
-
-    batch: PolicyBatch
-    draws: FlowDraws | None
-    tokens: int
-
-    def to(self, device: torch.device) -> MicroBatch:
-        draws = None if self.draws is None else self.draws.to(device)
-        return replace(self, batch=self.batch.to(device), draws=draws)
-
-    @property
-    def padding(self) -> int:
-        """Tokens of the batch that are of no example."""
-        return self.batch.input_ids.numel() - self.tokens
 
 
 @dataclass(frozen=True)

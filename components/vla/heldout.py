@@ -11,7 +11,7 @@ from components.datasets.mixture import Mixture
 from components.datasets.samples import RobotSample
 from components.policies.molmoact2.model import MolmoAct2
 from components.policies.molmoact2.norm_stats import RobotMetadata
-from components.policies.molmoact2.policy import MolmoAct2Policy
+from components.policies.molmoact2.policy import InferenceMode, MolmoAct2Policy
 from components.policies.settings import PolicySettings
 from components.vla.data import Encoder, draw_seed
 from components.vla.learner import PolicyLearner
@@ -78,7 +78,7 @@ class HeldOut:
 
     def _answers(self, model: MolmoAct2, tag: str, samples: Sequence[RobotSample]) -> np.ndarray:
         settings = self.settings[tag]
-        mode = "discrete" if settings.action_mode == "discrete" else "continuous"
+        mode: InferenceMode = "discrete" if settings.action_mode == "discrete" else "continuous"
         processor = self.encoder.processors[tag]
         on_cpu = next(model.parameters()).device.type == "cpu"  # where one row at a time needs no padding
         rows = 1 if on_cpu else self.encoder.settings.micro_batch_size

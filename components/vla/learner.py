@@ -9,15 +9,14 @@ from time import perf_counter
 
 import numpy as np
 import torch
-from torch import nn
 from torch.nn.utils import get_total_norm
 
 from components.policies.molmoact2.losses import Denominators, LossPlan, PolicyLosses
 from components.policies.molmoact2.model import MolmoAct2
 from components.training.metrics import peak_memory_gib
 from components.training.ranks import Ranks, whole
-from components.vla.data import MicroBatch
 from components.vla.groups import parameter_groups
+from components.vla.micro_batch import MicroBatch
 from components.vla.optimizer import PolicyAdamW
 from components.vla.schedule import lr_factor
 from components.vla.settings import VlaTrainerSettings
@@ -43,7 +42,7 @@ class PolicyLearner:
         settings: VlaTrainerSettings,
         plan: LossPlan,
         ranks: Ranks | None = None,
-        shard: Callable[[nn.Module], None] | None = None,
+        shard: Callable[[MolmoAct2], None] | None = None,
     ) -> None:
         self.model, self.settings, self.plan, self.ranks = model, settings, plan, ranks or Ranks()
         self.steps_done, self.skipped = 0, 0

@@ -27,9 +27,9 @@ class LoraLinear(nn.Linear):
         if made.bias is not None:
             made.bias.requires_grad_(False)
         made.scale, made.dropout = settings.alpha / settings.rank, settings.dropout
-        place = {"device": linear.weight.device, "dtype": torch.float32}
-        made.lora_down = nn.Parameter(torch.empty(settings.rank, linear.in_features, **place))
-        made.lora_up = nn.Parameter(torch.zeros(linear.out_features, settings.rank, **place))
+        down, up = (settings.rank, linear.in_features), (linear.out_features, settings.rank)
+        made.lora_down = nn.Parameter(torch.empty(down, device=linear.weight.device, dtype=torch.float32))
+        made.lora_up = nn.Parameter(torch.zeros(up, device=linear.weight.device, dtype=torch.float32))
         made.train(linear.training)
         return made
 
@@ -51,15 +51,15 @@ def add_adapters(model: nn.Module, chosen: Callable[[str], bool], settings: Lora
     Raises:
         ConfigurationError: there is none.
     """
-    names = [n for n, module in model.named_modules() if type(module) is nn.Linear and chosen(n)]
-    if not names:
+    layers = {n: module for n, module in model.named_modules() if type(module) is nn.Linear and chosen(n)}
+    if not layers:
         raise ConfigurationError("no linear layer is left for an adapter", where="training.mode")
     random = torch.Generator().manual_seed(seed)
-    for name in names:
+    for name, linear in layers.items():
         parent, _, last = name.rpartition(".")
-        layer = LoraLinear.of(model.get_submodule(name), settings)
+        layer = LoraLinear.of(linear, settings)
         with torch.no_grad():
             drawn = torch.randn(layer.lora_down.shape, generator=random) / settings.rank
             layer.lora_down.copy_(drawn)
         setattr(model.get_submodule(parent), last, layer)
-    return names
+    return list(layers)
