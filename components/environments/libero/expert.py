@@ -100,14 +100,15 @@ class Expert:
         return self._command(seen, self._start, CLOSE)
 
     def _lift(self, seen: Observed, hand: Vector, item: Vector) -> Vector:
+        """Softly at both ends: a jerk lets a bowl's rim slip."""
         if self._steps == 1:
             self._start = hand.copy()
         height = max(self._start[2] + _LIFT, self.plan.carry)
-        speed = min(1.0, 0.25 + 0.08 * self._steps)
         if hand[2] > height - 0.02 or self._steps > 40:
             if item[2] < self._rest + 0.03:
                 return self._again(seen, hand)
             self._enter("move")
+        speed = min(1.0, 0.25 + 0.08 * self._steps)
         return self._command(seen, np.array([self._start[0], self._start[1], height]), CLOSE, upright=speed)
 
     def _move(self, seen: Observed, hand: Vector, item: Vector) -> Vector:
