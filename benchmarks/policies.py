@@ -1,0 +1,284 @@
+"""A MolmoAct2 of the released sizes with random weights on one GPU: memory and speed of its training and its answers.
+
+`python -m benchmarks.policies` takes about four minutes; a mode and batch size that does not fit says so.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from components.policies.molmoact2.batch import Example
+from components.policies.molmoact2.collate import collate, pack
+from components.policies.molmoact2.config import MolmoAct2Config
+from components.policies.molmoact2.flow import FlowDraws
+from components.policies.molmoact2.losses import LossPlan
+from components.policies.molmoact2.model import MolmoAct2
+from components.policies.molmoact2.sampling import InferencePlan, Sampler
+from components.policies.settings import ActionMode
+from components.training.metrics import peak_memory_gib
+from components.vla.groups import prepare
+from components.vla.learner import PolicyLearner
+from components.vla.micro_batch import MicroBatch
+from components.vla.settings import LearningRates, LoraSettings, Mode, VlaTrainerSettings
+
+ACTIONS, CHUNK, DRAWS = 7, 10, 8
+PICTURES, PROMPT = 2, 90
+EOS, PAD, IM_START, IM_END, IM_PATCH, ACTION_START, ACTION_END, FIRST_ACTION = (
+    151_645,
+    151_643,
+    *(154_624, 154_625, 154_626),
+    *(151_932, 151_933, 151_934),
+)
+UPDATES = 3  # the first one makes the optimiser's state
+MODES: tuple[tuple[Mode, ActionMode], ...] = (("expert", "continuous"), ("lora", "both"), ("full", "both"))
+BATCHES = (8, 16, 32)
+RELEASED: dict[str, Any] = {
+    "model_type": "molmoact2",
+    "vit_config": {
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 72,
+        "image_default_input_size": [378, 378],
+        "image_num_pos": 729,
+    },
+    "adapter_config": {
+        "vit_layers": [-3, -9],
+        "pooling_attention_mask": True,
+        "hidden_size": 1152,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 72,
+        "intermediate_size": 9728,
+        "text_hidden_size": 2560,
+    },
+    "text_config": {
+        "hidden_size": 2560,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 154_624,
+        "additional_vocab_size": 128,
+        "qkv_bias": False,
+        "num_hidden_layers": 36,
+        "intermediate_size": 9728,
+        "max_position_embeddings": 16_384,
+        "rope_theta": 5e6,
+        "use_qk_norm": True,
+        "qk_norm_type": "qwen3",
+    },
+    "action_expert_config": {
+        "hidden_size": 768,
+        "num_layers": 36,
+        "num_heads": 8,
+        "mlp_ratio": 4.0,
+        "ffn_multiple_of": 256,
+        "timestep_embed_dim": 256,
+    },
+    "image_start_token_id": IM_START,
+    "image_end_token_id": IM_END,
+    "image_patch_id": IM_PATCH,
+    "action_start_token_id": ACTION_START,
+    "action_end_token_id": ACTION_END,
+    "action_token_start_id": FIRST_ACTION,
+    "num_action_tokens": 2048,
+    "eos_token_id": EOS,
+    "bos_token_id": EOS,
+    "pad_token_id": PAD,
+    "max_action_dim": 32,
+    "max_action_horizon": CHUNK,
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """Updates of `batch` examples with gradient checkpointing; None where the memory is too small."""
+
+    mode: str
+    action_mode: str
+    batch: int
+    packed: bool
+    allocated_gib: float | None
+    device_gib: float | None  # all that the GPU lent to anyone, as nvidia-smi has it
+    samples_per_second: float | None
+
+
+@dataclass(frozen=True)
+class Answers:
+    """One row at a time, 10 Euler steps; medians."""
+
+    graph: bool
+    milliseconds: float
+    allocated_gib: float
+
+
+def record() -> None:
+    """Measure everything and put it into the results."""
+    from benchmarks.table import write
+
+    trainings, answers = measure(RELEASED, torch.device("cuda"), MODES, BATCHES)
+    result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    result |= {"training": [asdict(one) for one in trainings], "answers": [asdict(one) for one in answers]}
+    write("policies-gpu", result)
+
+
+def measure(
+    raw: dict[str, Any],
+    device: torch.device,
+    modes: tuple[tuple[Mode, ActionMode], ...],
+    batches: tuple[int, ...],
+) -> tuple[list[Training], list[Answers]]:
+    config = MolmoAct2Config.from_dict(raw)
+    trainings = []
+    for (mode, action_mode), batch in itertools.product(modes, batches):
+        for packed in (False, True) if batch == max(batches) else (False,):
+            trainings.append(_training(config, device, mode, action_mode, batch, packed))
+            print(trainings[-1], flush=True)
+    answers = [_answers(config, device, graph) for graph in ((True, False) if device.type == "cuda" else (False,))]
+    print(*answers, sep="\n", flush=True)
+    return trainings, answers
+
+
+def _training(
+    config: MolmoAct2Config, device: torch.device, mode: Mode, action_mode: ActionMode, batch: int, packed: bool
+) -> Training:
+    _clean(device)
+    try:
+        model = _model(config, device)
+        settings = _settings(mode, batch)
+        prepare(model, settings, "head")
+        plan = _plan(action_mode)
+        learner = PolicyLearner(model, settings, plan)
+        micro = _micro_batch(config, batch, action_mode, packed).to(device)
+        reports = [learner.step([micro]) for _ in range(UPDATES)]
+    except torch.OutOfMemoryError:
+        return Training(mode, action_mode, batch, packed, None, None, None)
+    allocated = max(report["memory/peak_gib"] for report in reports)
+    speed = max(report["samples_per_second"] for report in reports[1:])
+    return Training(mode, action_mode, batch, packed, allocated, _lent(device), speed)
+
+
+def _answers(config: MolmoAct2Config, device: torch.device, graph: bool) -> Answers:
+    _clean(device)
+    model = _model(config, device)
+    plan = InferencePlan(bidirectional_images=True, hides_answers=False, mask_dimensions=True, steps=10)
+    sampler = Sampler(model, plan, CHUNK, 1, 640, PAD)
+    if not graph:
+        sampler._graph = None
+    example = _examples(config, 1, "continuous", trained=False)
+    times = []
+    for seed in range(12):
+        began = time.perf_counter()
+        sampler.sample(example, [seed])
+        times.append(time.perf_counter() - began)
+    return Answers(graph, 1e3 * statistics.median(times[2:]), peak_memory_gib(device))
+
+
+def _model(config: MolmoAct2Config, device: torch.device) -> MolmoAct2:
+    with torch.device("meta"):
+        model = MolmoAct2(config, "bfloat16", residual_dropout=0.1)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
+    return model
+
+
+def _plan(action_mode: ActionMode) -> LossPlan:
+    return LossPlan(action_mode, False, action_mode == "both", False, True, 1e-4, "root_subsegments_root_tokens")
+
+
+def _settings(mode: Mode, batch: int) -> VlaTrainerSettings:
+    return VlaTrainerSettings(
+        mode=mode,
+        lora=LoraSettings(rank=64, alpha=16.0, dropout=0.05) if mode == "lora" else None,
+        freeze_embedding=True,
+        gradient_checkpointing=True,
+        max_steps=UPDATES,
+        batch_size=batch,
+        micro_batch_size=batch,
+        learning_rates=LearningRates(vlm=1e-5, vit=5e-6, connector=5e-6, action_expert=5e-5),
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        adam_epsilon=1e-6,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        warmup_steps=0,
+        final_lr_fraction=0.1,
+        heldout_fraction=0.0,
+        heldout_frames=1,
+        evaluate_every=1,
+        save_every=1,
+        keep_checkpoints=1,
+        seed=0,
+    )
+
+
+def _micro_batch(config: MolmoAct2Config, batch: int, action_mode: ActionMode, packed: bool) -> MicroBatch:
+    examples = _examples(config, batch, action_mode, trained=True)
+    rows = [list(range(start, min(start + 4, batch))) for start in range(0, batch, 4)]
+    made = pack(examples, rows, 8, PAD) if packed else collate(examples, "left", 8, PAD)
+    draws = FlowDraws.per_example(range(batch), DRAWS, CHUNK, config)
+    return MicroBatch(made, draws, sum(one.length for one in examples))
+
+
+def _examples(config: MolmoAct2Config, count: int, action_mode: ActionMode, trained: bool) -> list[Example]:
+    """Two pictures and words, of lengths that differ as LIBERO's tasks do, and the answer where tokens are trained."""
+    random = np.random.default_rng(0)
+    side = config.vit_config.image_default_input_size[0] // 14
+    pooled = -(-side // 2)
+    grid = np.full((2 * pooled, 2 * pooled), -1)
+    grid[:side, :side] = np.arange(side * side).reshape(side, side)
+    windows = grid.reshape(pooled, 2, pooled, 2).transpose(0, 2, 1, 3).reshape(-1, 4)
+    picture = [IM_START, *[IM_PATCH] * pooled**2, IM_END]
+    found = []
+    for _ in range(count):
+        words = random.integers(0, 150_000, int(random.integers(PROMPT - 12, PROMPT + 12))).tolist()
+        prompt = [EOS, *picture * PICTURES, *words]
+        bins = (FIRST_ACTION + random.integers(0, 1024, 40)).tolist()
+        answer = [ACTION_START, *bins, ACTION_END, EOS] if trained and action_mode != "continuous" else []
+        ids = np.array(prompt + answer)
+        actions = np.zeros((CHUNK, config.max_action_dim), np.float32)
+        actions[:, :ACTIONS] = random.uniform(-1, 1, (CHUNK, ACTIONS))
+        found.append(
+            Example(
+                input_ids=ids,
+                image_tokens=np.isin(ids, (IM_START, IM_END, IM_PATCH)),
+                pixel_values=random.uniform(-1, 1, (PICTURES, side * side, 588)).astype(np.float32),
+                pooling=np.concatenate([np.where(windows < 0, -1, windows + n * side**2) for n in range(PICTURES)]),
+                labels=np.array([-100] * len(prompt) + answer) if answer else None,
+                actions=actions if trained else None,
+                horizon_padding=np.zeros(CHUNK, bool) if trained else None,
+                dimension_padding=np.arange(config.max_action_dim) >= ACTIONS,
+            )
+        )
+    return found
+
+
+def _clean(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _lent(device: torch.device) -> float | None:
+    """GiB that the GPU has lent; torch gives none of it back by itself."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
+
+
+if __name__ == "__main__":
+    record()
