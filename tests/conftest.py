@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,33 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     OMP_NUM_THREADS="1",
 )
+
+ON_ONE_WORKER = {
+    "the shared model server": (
+        "tests/end_to_end/test_joined_server.py",
+        "tests/end_to_end/test_kills.py",
+        "tests/evaluation/test_stage.py",
+        "tests/platform/test_up.py",
+        "tests/rollouts/test_real_pool.py",
+    ),
+    "the Prefect server": ("tests/flows/test_flows.py", "tests/tasks/test_run_stage.py"),
+}
+"""Files that share what is dear to start, so that it is started once."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile`, with the files of each group of `ON_ONE_WORKER` as one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    groups = {file: group for group, files in ON_ONE_WORKER.items() for file in files}
+
+    class ByFileAndGroup(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return groups.get(file, file)
+
+    return ByFileAndGroup(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -65,3 +94,52 @@ def tracking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_mlflow: Path
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     return uri
+
+
+@dataclass(frozen=True)
+class SharedServer:
+    """A model server to join: `machine.endpoints=[url]`, with `key` in VLLM_API_KEY. It began with `checkpoint`."""
+
+    url: str
+    key: str
+    checkpoint: Path
+
+
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
+    """One real vLLM server of a model with the sizes and the tokenizer of train-vlm/colors; starting it takes 40 s.
+
+    Its weights are those of whoever joined last; a pool that joins gives it its own.
+    """
+    from anyio.from_thread import start_blocking_portal
+
+    from components.configuration import load_recipe
+    from components.contracts.machine import Machine
+    from components.inference.server import VllmServer
+    from components.inference.settings import ServerSettings
+    from components.models.settings import ModelSettings
+    from components.models.tiny import make_tiny_checkpoint
+
+    python = Path(__file__).parents[1] / ".venv-vllm/bin/python"
+    if not python.exists():
+        pytest.skip("needs .venv-vllm: make .venv-vllm/.made")
+    folder, model = tmp_path_factory.mktemp("shared-server"), load_recipe("train-vlm/colors").sections["model"]
+    assert isinstance(model, ModelSettings) and model.tiny is not None and model.tiny.format is not None
+    # Its tokenizer knows the answers' words: a server turns tokens into text with the one that it began with.
+    sizes = model.tiny.model_copy(update={"format": model.tiny.format.model_copy(update={"steps": 1})})
+    checkpoint = make_tiny_checkpoint("qwen2-vl", folder / "model", seed=0, settings=sizes)
+    settings = ServerSettings(max_model_len=1024, max_images_per_prompt=2, dtype="float32")
+    key = "a key for the tests"
+    machine = Machine(server_python=python, threads=1)
+    server = VllmServer(settings, machine, index=0, log_folder=folder / "logs", api_key=key)
+    with start_blocking_portal() as portal:
+        portal.call(server.start, checkpoint)
+        yield SharedServer(server.url, key, checkpoint)
+        portal.call(server.stop)
+
+
+@pytest.fixture
+def joined_url(shared_server: SharedServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of the shared server, whose key is in the environment."""
+    monkeypatch.setenv("VLLM_API_KEY", shared_server.key)
+    return shared_server.url

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from anyio.from_thread import start_blocking_portal
 from safetensors.torch import load_file
 
 from armature.check import check_recipe
@@ -17,13 +16,12 @@ from components.configuration import Recipe, build_recipe, load_recipe
 from components.contracts.errors import ConfigurationError, MismatchError
 from components.contracts.machine import Machine
 from components.environments.settings import EnvironmentSettings
-from components.inference.server import VllmServer
+from components.inference.pool import ServerPool
 from components.inference.settings import ServerSettings
 from components.stages import STAGES, run_stage
 from components.training import MultimodalGRPOTrainer, MultimodalRLConfig
 
 NAME = "train-vlm/colors"
-KEY = "a key for this test"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -38,23 +36,20 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("check") / "store"
 
 
-@pytest.fixture(scope="module")
-def server(store: Path) -> Iterator[str]:
+@pytest.fixture
+def server(store: Path, joined_url: str) -> str:
     """The URL of a server with the recipe's checkpoint."""
-    own = recipe(store)
+    own = recipe(store, f'machine.endpoints=["{joined_url}"]')
     machine, inference = own.sections["machine"], own.sections["inference"]
     assert isinstance(machine, Machine) and isinstance(inference, ServerSettings)
     model = run_stage("model", own.settings_for(STAGES["model"].settings), {}, machine)
-    started = VllmServer(inference, machine, index=0, log_folder=store.parent / "servers", api_key=KEY)
-    with start_blocking_portal() as portal:
-        portal.call(started.start, model.path)
-        yield started.url
-        portal.call(started.stop)
 
+    async def give_weights() -> None:
+        async with ServerPool(model.path, inference, machine, store.parent / "logs"):
+            pass
 
-@pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    asyncio.run(give_weights())
+    return joined_url
 
 
 def test_the_right_server_passes(store: Path, server: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,8 +97,7 @@ def test_a_truncated_sampler_is_refused_before_anything_starts(store: Path) -> N
         recipe(store, "rollouts.sampling.top_p=0.5")
 
 
-def test_the_trainer_class_trains_on_a_running_server(store: Path, server: str, tmp_path: Path) -> None:
-    """Last in this file: it changes the server's weights."""
+def test_the_trainer_class_trains_on_a_running_server(store: Path, joined_url: str, tmp_path: Path) -> None:
     own = recipe(store)
     machine, environment = own.sections["machine"], own.sections["environment"]
     assert isinstance(machine, Machine) and isinstance(environment, EnvironmentSettings)
@@ -116,7 +110,7 @@ def test_the_trainer_class_trains_on_a_running_server(store: Path, server: str, 
         rollouts_per_step=16,
         learning_rate=1e-3,
         max_tokens=4,
-        vllm_server_port=int(server.rpartition(":")[2]),
+        vllm_server_port=int(joined_url.rpartition(":")[2]),
     )
     trainer = MultimodalGRPOTrainer(str(model.path), config=config)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}

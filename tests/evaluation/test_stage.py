@@ -49,10 +49,9 @@ def tasks(machine) -> Artifact:
 
 
 @pytest.mark.slow
-def test_every_task_is_played_once(machine, tasks, tmp_path):
-    from components.models.tiny import make_tiny_checkpoint
-
-    model = Artifact(kind="model", path=make_tiny_checkpoint("qwen2-vl", tmp_path / "model", 0), digest="0")
+def test_every_task_is_played_once(machine, tasks, shared_server, joined_url):
+    model = Artifact(kind="model", path=shared_server.checkpoint, digest="0")
+    machine = machine.model_copy(update={"endpoints": (joined_url,)})
     settings = EvaluateSettings.model_validate(
         {
             "evaluation": VALUES | {"max_tasks": 8},

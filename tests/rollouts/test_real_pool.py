@@ -19,11 +19,10 @@ from components.inference.settings import ServerSettings
 from components.rollouts.collect import collect
 from components.rollouts.schedule import tasks_of_step
 from components.rollouts.table import read_rollouts, write_rollouts
+from tests.conftest import SharedServer
 
 from .conftest import SAMPLING, RecordedEvents
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 PICTURE = {
     "colours": {"red": [220, 40, 40], "green": [40, 170, 60], "blue": [40, 70, 220]},
     "image_size": 56,
@@ -49,14 +48,13 @@ ENVIRONMENTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_groups_on_a_real_server(tmp_path: Path, store: ImageStore, events: RecordedEvents) -> None:
-    if not PYTHON.exists():
-        pytest.skip("needs .venv-vllm: make .venv-vllm")
+def test_groups_on_a_real_server(
+    tmp_path: Path, store: ImageStore, events: RecordedEvents, shared_server: SharedServer, joined_url: str
+) -> None:
     from components.inference.pool import ServerPool
-    from components.models.tiny import make_tiny_checkpoint
 
-    checkpoint = make_tiny_checkpoint("qwen2-vl", tmp_path / "model", seed=0)
-    machine = Machine(server_python=PYTHON, ready_timeout=400)
+    checkpoint = shared_server.checkpoint
+    machine = Machine(endpoints=(joined_url,), ready_timeout=400)
     server = ServerSettings(max_model_len=1024, max_images_per_prompt=2, dtype="float32")
     outputs: dict[str, GenerateOutputs] = {}
 

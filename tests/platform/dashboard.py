@@ -1,0 +1,68 @@
+"""Prefect's pages in a real browser: fill and submit a form, read a run's table."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+LABEL = "//span[contains(@class,'schema-form-property__label') and normalize-space()='{}']"
+PROPERTY = "/ancestor::div[contains(concat(' ',@class,' '),' schema-form-property ')][1]"
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def open_page(browser: Any, url: str) -> Any:
+    page = browser.new_page(viewport={"width": 1400, "height": 1600})
+    page.set_default_timeout(120_000)
+    page.goto(url, wait_until="domcontentloaded")
+    return page
+
+
+def fill_list(page: Any, label: str, values: list[str], control: str) -> None:
+    """Leave exactly these values in the form's list."""
+    box = page.locator(f"xpath={LABEL.format(label)}{PROPERTY}").first
+    while box.locator(control).count() < len(values):
+        box.get_by_text("Add item").click()
+        page.wait_for_timeout(300)
+    for index, value in enumerate(values):
+        box.locator(control).nth(index).fill(value)
+    assert box.locator(control).count() == len(values)
+
+
+def start_from_the_form(browser: Any, dashboard: str, checkpoints: list[str], seeds: list[str]) -> dict[str, Any]:
+    """Fill and submit the custom-run form of evaluate/sweep; the flow run that it started."""
+    api = f"{dashboard}/api"
+    deployment = httpx.get(f"{api}/deployments/name/evaluate/sweep").json()["id"]
+    page = open_page(browser, f"{dashboard}/deployments/deployment/{deployment}/run")
+    page.locator(f"xpath={LABEL.format('Checkpoints')}").first.wait_for()
+    fill_list(page, "Checkpoints", checkpoints, "textarea")
+    fill_list(page, "Seeds", seeds, "input")
+    page.get_by_role("button", name="Submit").click()
+    query = {"deployments": {"id": {"any_": [deployment]}}}
+    while not (runs := httpx.post(f"{api}/flow_runs/filter", json=query).json()):
+        page.wait_for_timeout(500)
+    started: dict[str, Any] = runs[0]
+    return started
+
+
+def table_of_results(browser: Any, dashboard: str, run_id: str) -> str:
+    """What the table on the run's page shows."""
+    page = open_page(browser, f"{dashboard}/runs/flow-run/{run_id}")
+    page.get_by_text("Artifacts", exact=True).last.click()
+    page.get_by_text("results", exact=True).first.click()
+    page.get_by_text("accuracy_low").first.wait_for()
+    text: str = page.inner_text("body")
+    return text

@@ -1,0 +1,140 @@
+"""`armature up`: deployments are there, a person starts a sweep in the dashboard, and all ends with the platform."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from armature import deployments
+from armature.services import free_port
+from components.configuration import load_recipe
+from components.contracts.machine import Machine
+from components.models.settings import ModelSettings
+from components.stages import run_stage
+from tests.conftest import SharedServer
+from tests.platform.dashboard import CHROMIUM, chromium, start_from_the_form, table_of_results
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CHECKPOINTS = ["first", "second"]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def written_deployments(server: str) -> dict[str, Any]:
+    """prefect.yaml with one deployment of each flow; the sweep joins `server` and has fewer tasks."""
+    document = deployments.document()
+    document["deployments"] = list({each["entrypoint"]: each for each in document["deployments"]}.values())
+    parameters = sweep_of(document)["parameters"]
+    parameters["evaluation"]["max_tasks"] = 8
+    parameters["machine"]["endpoints"] = [server]
+    return document
+
+
+def sweep_of(document: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = next(each for each in document["deployments"] if each["name"] == "sweep")
+    return found
+
+
+def make_checkpoints(folder: Path) -> None:
+    """Two hardly trained models of the recipe's sizes, as artifacts whose folders lie where the platform is up."""
+    model = load_recipe("evaluate/sweep").sections["model"].model_dump(mode="json")
+    for seed, name in enumerate(CHECKPOINTS):
+        tiny = model["tiny"] | {"seed": seed, "format": model["tiny"]["format"] | {"steps": 1}}
+        settings = ModelSettings.model_validate(model | {"tiny": tiny})
+        made = run_stage("model", settings, {}, Machine(store=str(folder / ".armature/store")))
+        (folder / name).symlink_to(made.path)
+
+
+def armature(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "armature", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400)
+
+
+class Platform:
+    """`armature up` in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        ports = {"--prefect-server-port": str(free_port()), "--mlflow-port": str(free_port())}
+        self.options = [part for pair in ports.items() for part in pair]
+
+    def up(self) -> None:
+        done = armature(self.folder, "up", "--detach", *self.options)
+        assert done.returncode == 0, done.stdout + done.stderr
+        self.record = json.loads((self.folder / ".armature/platform.json").read_text())
+        self.family = psutil.Process(self.record["pid"]).children(recursive=True)
+
+    def assert_all_ended(self) -> None:
+        _, alive = psutil.wait_procs(self.family, timeout=30)
+        assert not alive
+        assert armature(self.folder, "status").returncode == 1
+
+
+@pytest.fixture(scope="module")
+def platform(tmp_path_factory: pytest.TempPathFactory, shared_server: SharedServer) -> Iterator[Platform]:
+    folder = tmp_path_factory.mktemp("platform")
+    (folder / "flows").symlink_to(REPOSITORY / "flows")
+    (folder / "prefect.yaml").write_text(yaml.safe_dump(written_deployments(shared_server.url), sort_keys=False))
+    make_checkpoints(folder)
+    started = Platform(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_API_KEY", shared_server.key)
+        started.up()
+    yield started
+    armature(folder, "down")
+
+
+def test_what_is_up_answers_and_knows_every_flow(platform: Platform) -> None:
+    assert httpx.get(f"{platform.record['mlflow']}/health").status_code == 200
+    known = httpx.post(f"{platform.record['prefect']}/api/deployments/filter", json={}).json()
+    assert {each["entrypoint"] for each in known} == set(deployments.FLOWS.values())
+    second = armature(platform.folder, "up", *platform.options)
+    assert second.returncode == 2 and "up already" in second.stderr
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH; on Debian: apt-get install chromium")
+def test_sweep_of_two_checkpoints_and_two_seeds_from_the_dashboard(platform: Platform) -> None:
+    dashboard = platform.record["prefect"]
+    with chromium() as browser:
+        started = start_from_the_form(browser, dashboard, CHECKPOINTS, ["3", "4"])
+        assert started["parameters"]["sweep"] == {"checkpoints": CHECKPOINTS, "seeds": [3, 4]}
+        ended = wait_for_end(f"{dashboard}/api", started["id"], seconds=600)
+        assert ended["state_type"] == "COMPLETED", ended["state"]
+        shown = table_of_results(browser, dashboard, started["id"])
+    for checkpoint in CHECKPOINTS:
+        for seed in (3, 4):
+            assert f"{checkpoint}-seed{seed}" in shown
+
+
+def wait_for_end(api: str, run_id: str, seconds: float) -> dict[str, Any]:
+    deadline = time.monotonic() + seconds
+    while True:
+        run: dict[str, Any] = httpx.get(f"{api}/flow_runs/{run_id}").json()
+        if run["state_type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED"):
+            return run
+        assert time.monotonic() < deadline, run["state_name"]
+        time.sleep(1)
+
+
+def test_everything_ends_with_it(platform: Platform) -> None:
+    """Twice: by `armature down`, and by SIGKILL of the supervisor. The second time it has one deployment to set."""
+    assert armature(platform.folder, "down").returncode == 0
+    platform.assert_all_ended()
+    document = yaml.safe_load((platform.folder / "prefect.yaml").read_text())
+    (platform.folder / "prefect.yaml").write_text(yaml.safe_dump(document | {"deployments": [sweep_of(document)]}))
+    platform.up()
+    os.kill(platform.record["pid"], signal.SIGKILL)
+    platform.assert_all_ended()
