@@ -18,15 +18,16 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from components.artifacts.manifest import open_artifact
 from components.artifacts.store import ArtifactStore
 from components.configuration import CONFIGS, load_recipe
 from components.contracts.machine import Machine
 from components.models.settings import ModelSettings
 from components.rollouts.table import read_rollouts
+from components.stages import STAGES, run_stage
 from components.training.client import TrainerClient
 from components.training.service_settings import PolicySettings
 from components.training.settings import TrainerSettings
+from tests.conftest import SharedServer
 
 STEPS, GROUPS, MEMBERS = 8, 4, 4
 OVERRIDES = (
@@ -49,18 +50,22 @@ class Run:
         self.folder, self.log = folder, folder / "run.log"
         self.store = ArtifactStore(folder / "store")
         self.overrides = (*OVERRIDES, f'machine.store="{folder / "store"}"', f"rollouts.max_staleness={staleness}")
+        recipe = load_recipe("train-vlm/colors", self.overrides)
+        machine = recipe.sections["machine"]
+        assert isinstance(machine, Machine)
+        self.inputs = {
+            stage: run_stage(stage, recipe.settings_for(STAGES[stage].settings), {}, machine).path
+            for stage in ("tasks", "model")
+        }
 
-    def start(self, stage: str, *inputs: str) -> subprocess.Popen[bytes]:
+    def start(self, *machine: str) -> subprocess.Popen[bytes]:
         sets = [part for override in self.overrides for part in ("--set", override)]
-        given = [part for name in inputs for part in ("--input", f"{name}={self.folder / name}")]
+        sets += [part for override in machine for part in ("--machine", override)]
+        given = [part for name, path in self.inputs.items() for part in ("--input", f"{name}={path}")]
         config = CONFIGS / "train-vlm/colors.toml"
-        command = [sys.executable, "-m", "armature", "stage", stage, "--config", str(config), *sets, *given]
+        command = [sys.executable, "-m", "armature", "stage", "train-vlm", "--config", str(config), *sets, *given]
         with self.log.open("ab") as log:
-            return subprocess.Popen([*command, "--out", str(self.folder / stage)], stdout=log, stderr=log)
-
-    def finish(self, stage: str, *inputs: str) -> None:
-        process = self.start(stage, *inputs)
-        assert process.wait() == 0, self.log.read_text()[-4000:]
+            return subprocess.Popen([*command, "--out", str(self.folder / "train-vlm")], stdout=log, stderr=log)
 
     def history(self) -> list[int]:
         """Steps recorded so far, a replayed one as often as it was recorded."""
@@ -93,14 +98,15 @@ def wait_for_step(run: Run, process: subprocess.Popen[bytes], step: int) -> None
 
 
 @pytest.fixture(scope="module")
-def killed_run(tmp_path_factory) -> Run:
-    """A run that lost its server, its trainer and itself, each at a random moment, and was started again."""
+def killed_run(tmp_path_factory: pytest.TempPathFactory, shared_server: SharedServer) -> Run:
+    """A run that lost its server, its trainer and itself, each at a random moment, and was started again.
+
+    Then on a server that was up: which server generates is a fact of the machine, and may change within a run.
+    """
     seed = int(os.environ.get("ARMATURE_KILL_SEED", random.randrange(1000)))
     print(f"ARMATURE_KILL_SEED={seed}")
     run, rng = Run(tmp_path_factory.mktemp("killed"), staleness=1), random.Random(seed)
-    run.finish("tasks")
-    run.finish("model")
-    process = run.start("train-vlm", "tasks", "model")
+    process = run.start()
     wait_for_step(run, process, 1)
     time.sleep(rng.uniform(0, 1.5))
     descendants(process, is_server)[0].kill()
@@ -114,7 +120,9 @@ def killed_run(tmp_path_factory) -> Run:
     process.wait()
     _, alive = psutil.wait_procs(orphans, timeout=15)
     assert not alive, "child programs outlived the run"
-    run.finish("train-vlm", "tasks", "model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_API_KEY", shared_server.key)
+        assert run.start(f'endpoints=["{shared_server.url}"]').wait() == 0, run.log.read_text()[-4000:]
     return run
 
 
@@ -150,7 +158,7 @@ def test_the_weights_are_those_of_a_run_that_was_never_stopped(killed_run, tmp_p
     machine, model, trainer = sections["machine"], sections["model"], sections["trainer"]
     assert isinstance(machine, Machine) and isinstance(model, ModelSettings) and isinstance(trainer, TrainerSettings)
     policy = PolicySettings(
-        model_path=open_artifact(killed_run.folder / "model").path,
+        model_path=killed_run.inputs["model"],
         model=model,
         trainer=trainer,
         temperature=1.0,
