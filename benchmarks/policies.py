@@ -24,6 +24,7 @@ from components.policies.molmoact2.model import MolmoAct2
 from components.policies.molmoact2.sampling import InferencePlan, Sampler
 from components.policies.settings import ActionMode
 from components.training.metrics import peak_memory_gib
+from components.training.ranks import Ranks
 from components.vla.groups import prepare
 from components.vla.learner import PolicyLearner
 from components.vla.micro_batch import MicroBatch
@@ -158,7 +159,7 @@ def _training(
         settings = _settings(mode, batch)
         prepare(model, settings, "head")
         plan = _plan(action_mode)
-        learner = PolicyLearner(model, settings, plan)
+        learner = PolicyLearner(model, settings, plan, Ranks(device=device))
         micro = _micro_batch(config, batch, action_mode, packed).to(device)
         reports = [learner.step([micro]) for _ in range(UPDATES)]
     except torch.OutOfMemoryError:

@@ -49,6 +49,24 @@ BENCHMARKS = {
         "How long do exact statistics of a dataset as large as LIBERO take against plain numpy, and what does one "
         "outlier do to quantiles that are estimated from bins?",
     ),
+    "frames": Benchmark(
+        "frames",
+        "Samples of robot datasets",
+        "How many frames, each with two pictures and a chunk of actions, are read at random per second, against opening "
+        "the files anew for each?",
+    ),
+    "processor": Benchmark(
+        "processor",
+        "Robot examples",
+        "How many robot examples per second does one core encode, against the released steps by the usual libraries, "
+        "with equal tokens and pixels?",
+    ),
+    "libero": Benchmark(
+        "libero",
+        "LIBERO",
+        "How fast does the simulator step and draw against LIBERO's own environment, with the same pictures, and what "
+        "do two processes gain over one?",
+    ),
     "pool": Benchmark(
         "pool",
         "Server pool",
