@@ -52,8 +52,8 @@ BENCHMARKS = {
     "frames": Benchmark(
         "frames",
         "Samples of robot datasets",
-        "How many frames, each with two pictures and a chunk of actions, are read at random per second, against opening "
-        "the files anew for each?",
+        "How many frames, each with two pictures and a chunk of actions, are read at random per second, against "
+        "opening the files anew for each?",
     ),
     "processor": Benchmark(
         "processor",
