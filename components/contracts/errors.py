@@ -40,4 +40,4 @@ class TrainerError(ArmatureError):
 
 
 class MismatchError(ArmatureError):
-    """Trainer and server disagree on log-probs; training would be off-policy without knowing it."""
+    """Trainer and server disagree, on log-probs or on texts; training would go wrong without knowing it."""

@@ -34,7 +34,9 @@ from components.rl.history import History
 from components.rl.metrics import rollout_metrics
 from components.rl.reporting import Gallery
 from components.rl.settings import TrainVLMSettings
+from components.rl.texts import Overheard, refuse_other_texts
 from components.rollouts.collect import collect
+from components.rollouts.generator import Generator
 from components.rollouts.rounds import choose_groups, play_rounds
 from components.rollouts.schedule import tasks_of_step
 from components.rollouts.table import read_rollouts, write_rollouts
@@ -78,7 +80,7 @@ class RLRun:
         if made := self.store.find("rollouts", self._key(step)):
             return made
         plan = self.settings.rollouts
-        outputs = self.portal.call(play_rounds, partial(self._round, step, plan.groups_per_step), plan)
+        outputs = self.portal.call(play_rounds, partial(self._round, self.pool, step, plan.groups_per_step), plan)
 
         def fill(folder: Path) -> None:
             write_rollouts(folder, outputs)
@@ -166,7 +168,9 @@ class RLRun:
         Raises:
             MismatchError: trainer and server disagree, or no rollout becomes a sample.
         """
-        outputs = self.portal.call(self._round, 0, self.settings.preflight.groups, 0)
+        overheard = Overheard(self.pool)
+        outputs = self.portal.call(self._round, overheard, 0, self.settings.preflight.groups, 0)
+        refuse_other_texts(overheard.completions, self.adapter.tokenizer.backend_tokenizer)
         samples, drops = self.adapter.samples(outputs)
         drops.update(outputs.drops)
         folder = self.context.workspace / "preflight"
@@ -190,13 +194,13 @@ class RLRun:
             steps.append({"step": step, "rollouts": rollouts.digest, "batch": batch.digest})
         return steps
 
-    async def _round(self, step: int, groups: int, number: int) -> GenerateOutputs:
+    async def _round(self, policy: Generator, step: int, groups: int, number: int) -> GenerateOutputs:
         plan = self.settings.rollouts
         return await collect(
             self.environment,
             tasks_of_step(self.tasks, groups, step, plan.seed, number),
             plan.group_size,
-            self.pool,
+            policy,
             self.images,
             plan.sampling,
             step=step,
