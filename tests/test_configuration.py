@@ -89,6 +89,14 @@ def test_an_unknown_key_and_a_bad_value_name_their_place():
         load_recipe("train-vlm/colors", ["trainer.max_steps=-3"])
 
 
+def test_several_nodes_need_a_place_to_meet():
+    with pytest.raises(ConfigurationError, match=r"trainer_nodes = 2 needs trainer_rendezvous, the HOST:PORT"):
+        load_recipe("train-vla/molmoact2", ["machine.trainer_nodes=2"])
+    with pytest.raises(ConfigurationError, match=r"machine.trainer_rendezvous: .*given 'first'"):
+        load_recipe("train-vla/molmoact2", ["machine.trainer_nodes=2", "machine.trainer_rendezvous=first"])
+    load_recipe("train-vla/molmoact2", ["machine.trainer_nodes=2", "machine.trainer_rendezvous=first:29500"])
+
+
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_committed_recipe_loads_and_its_dump_loads_again(name):
     recipe = load_recipe(name)

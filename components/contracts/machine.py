@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 Scalar = bool | int | float | str
 
@@ -36,8 +36,17 @@ class Machine(BaseModel):
         default_factory=dict,
         description="More environment variables for vLLM, e.g. {NCCL_P2P_DISABLE = '1'}.",
     )
-    trainer_processes: PositiveInt = Field(1, description="Ranks of the trainer service.")
-    trainer_gpus: tuple[int, ...] = Field((), description="CUDA devices of the trainer; empty on CPU.")
+    trainer_processes: PositiveInt = Field(1, description="Ranks of the trainer on each node.")
+    trainer_gpus: tuple[int, ...] = Field((), description="CUDA devices of the trainer on each node; empty on CPU.")
+    trainer_nodes: PositiveInt = Field(
+        1,
+        description="Nodes that train, this one first; the others run `armature join`. Only for train-vla.",
+    )
+    trainer_rendezvous: str | None = Field(
+        None,
+        pattern=r"^[^\s:]+:\d{1,5}$",
+        description="HOST:PORT of the first node where several meet; the port is free and the others reach it.",
+    )
     trainer_environment: dict[str, str] = Field(default_factory=dict)
     threads: int = Field(0, ge=0, description="CPU threads of each trainer rank and server; 0 lets torch choose.")
     loader_workers: int = Field(1, ge=0, description="Processes that decode images and build micro-batches.")
@@ -59,3 +68,11 @@ class Machine(BaseModel):
     )
     sync_timeout: PositiveFloat = Field(300.0, description="Seconds for new weights to reach every server.")
     train_timeout: PositiveFloat = Field(3600.0, description="Seconds for one training step.")
+
+    @model_validator(mode="after")
+    def _nodes_can_meet(self) -> Self:
+        if self.trainer_nodes > 1 and self.trainer_rendezvous is None:
+            raise ValueError(
+                f"trainer_nodes = {self.trainer_nodes} needs trainer_rendezvous, the HOST:PORT of the first node"
+            )
+        return self

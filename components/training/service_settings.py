@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
 from components.models.settings import ModelSettings
 from components.training.settings import TrainerSettings
@@ -54,7 +55,17 @@ class ServiceSettings(BaseModel):
 
 
 def service_settings(policy: PolicySettings, machine: Machine, workspace: Path) -> ServiceSettings:
-    """The service on `machine`: several GPUs share one model, several CPU processes have one each."""
+    """The service on `machine`: several GPUs share one model, several CPU processes have one each.
+
+    Raises:
+        ConfigurationError: the machine has several nodes.
+    """
+    if machine.trainer_nodes > 1:
+        raise ConfigurationError(
+            "the trainer service runs on one node: it is fed and asked for weights by the flow while servers generate",
+            where=f"machine.trainer_nodes = {machine.trainer_nodes}",
+            remedy="set it to 1; only the stage train-vla trains on several",
+        )
     return ServiceSettings(
         policy=policy,
         workspace=workspace.resolve(),

@@ -1,20 +1,18 @@
-"""The training program, started again when it dies, and what its history says while it runs."""
+"""The training program on the first node, started again when it dies, and what its history says while it runs."""
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
+from typing import Literal
 
 from components.contracts.errors import ArmatureError, TrainerError
-from components.contracts.machine import Machine
 from components.contracts.stages import Events
-from components.process import Program
 from components.rl.history import History
 from components.training.errors import rebuild
 from components.vla.job import Job
+from components.vla.nodes import Attempt, start
 
 MAX_RESTARTS = 3
 POLL = 0.2
@@ -32,23 +30,40 @@ SHOWN = {
 """Keys of the history, and their names beside the progress bar."""
 
 
-def carry_out(job: Job, machine: Machine, events: Events) -> None:
+def carry_out(job: Job, events: Events) -> None:
     """Run `job` to its end; a program that dies is started again and goes on from its newest checkpoint.
+
+    On several nodes this is the first. When the program dies on one it is ended and started again on all.
 
     Raises:
         ArmatureError: what a process of the training raised.
         TrainerError: the training dies again and again.
     """
     job.workspace.mkdir(parents=True, exist_ok=True)
-    file = job.workspace / "job.json"
-    file.write_text(job.model_dump_json(indent=1))
+    job.file.write_text(job.model_dump_json(indent=1))
+    if job.nodes > 1:
+        events.message(f"{job.nodes} nodes train; run on each other one: armature join {job.file}")
+    result: Literal["done", "failed"] = "failed"
+    try:
+        _run(job, events)
+        result = "done"
+    finally:
+        if (last := Attempt.newest(job.workspace)) is not None:
+            Attempt(number=last.number, result=result).tell(job.workspace)
+
+
+def _run(job: Job, events: Events) -> None:
     follower, deaths, reached = _Follower(job, events), 0, -1
+    log = job.workspace / "training.log"
     while True:
-        for rank in range(job.processes):
+        for rank in range(job.ranks):
             job.error(rank).unlink(missing_ok=True)
-        program = _start(job, machine, file)
+        before = Attempt.newest(job.workspace)
+        attempt = Attempt(number=before.number + 1 if before else 1).tell(job.workspace)
+        lost = attempt.lost(job.workspace)
+        program = start(job, attempt, first=True, log=log)
         try:
-            while program.returncode is None:
+            while program.returncode is None and not lost.exists():
                 time.sleep(POLL)
                 follower.report()
         finally:
@@ -56,36 +71,23 @@ def carry_out(job: Job, machine: Machine, events: Events) -> None:
         follower.report()
         if program.returncode == 0:
             return
+        end = lost.read_text() if lost.exists() else f"exit code {program.returncode}"
         if (error := _said(job)) is not None and not isinstance(error, TrainerError):
             raise error
         deaths = deaths + 1 if follower.step <= reached else 1
         reached = follower.step
         if deaths > MAX_RESTARTS:
             raise error or TrainerError(
-                f"the training died {deaths} times after step {reached} (exit code {program.returncode}); "
-                f"its log ends:\n{program.tail()}",
-                where=str(program.log),
+                f"the training died {deaths} times after step {reached} ({end}); its log ends:\n{program.tail()}",
+                where=str(log),
                 remedy="run the same command again to go on from the last checkpoint",
             )
-        events.message(f"the training died after step {reached} (exit code {program.returncode}); starting it again")
-
-
-def _start(job: Job, machine: Machine, file: Path) -> Program:
-    env: dict[str, str | None] = dict(machine.trainer_environment)
-    if job.gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, job.gpus))
-    if job.threads:
-        env["OMP_NUM_THREADS"] = str(job.threads)
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.processes}"]
-    if job.processes == 1:  # needs nobody to bring it together with others, and is there sooner
-        launcher, env = [], env | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    command = [sys.executable, *launcher, "-m", "components.vla.run", str(file)]
-    return Program(command, log=job.workspace / "training.log", env=env)
+        events.message(f"the training died after step {reached} ({end}); starting it again")
 
 
 def _said(job: Job) -> ArmatureError | None:
     """What ended the training, if a process said so: its cause rather than what it did to the other processes."""
-    files = [job.error(rank) for rank in range(job.processes)]
+    files = [job.error(rank) for rank in range(job.ranks)]
     errors = [rebuild(json.loads(file.read_text())) for file in files if file.exists()]
     return min(errors, key=lambda error: isinstance(error, TrainerError), default=None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
 from components.contracts.machine import Machine
 from components.vla.settings import TrainVlaSettings
@@ -13,9 +13,13 @@ from components.vla.settings import TrainVlaSettings
 class Job(BaseModel):
     """A training: its settings and inputs, where its state and its result go, and the machine's facts.
 
-    gpus: one per process; empty on CPU.
-    shard: split the model over the processes (FSDP2) instead of copying it to each.
     fingerprint: names the training; its checkpoints are resumed by no other.
+    processes: on each node.
+    nodes: see the same folders under the same names; with several, `rendezvous` is HOST:PORT of the first.
+    gpus: of each node, one per process; empty on CPU.
+    shard: split the model over all processes (FSDP2) instead of copying it to each.
+    environment: more variables of the processes.
+    ready_timeout: seconds that nodes wait for each other.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -28,10 +32,24 @@ class Job(BaseModel):
     out: Path
     fingerprint: str
     processes: PositiveInt
+    nodes: PositiveInt
+    rendezvous: str | None
     gpus: tuple[int, ...]
     shard: bool
     threads: NonNegativeInt
     loader_workers: NonNegativeInt
+    environment: dict[str, str]
+    ready_timeout: PositiveFloat
+
+    @property
+    def ranks(self) -> int:
+        """Processes of all nodes."""
+        return self.nodes * self.processes
+
+    @property
+    def file(self) -> Path:
+        """Where every process reads this."""
+        return self.workspace / "job.json"
 
     @property
     def history(self) -> Path:
@@ -54,9 +72,13 @@ def job_on(machine: Machine, settings: TrainVlaSettings, inputs: dict[str, Path]
             **inputs,
             **places,
             "processes": machine.trainer_processes,
+            "nodes": machine.trainer_nodes,
+            "rendezvous": machine.trainer_rendezvous,
             "gpus": machine.trainer_gpus,
-            "shard": machine.trainer_processes > 1 and bool(machine.trainer_gpus),
+            "shard": machine.trainer_nodes * machine.trainer_processes > 1 and bool(machine.trainer_gpus),
             "threads": machine.threads,
             "loader_workers": machine.loader_workers,
+            "environment": machine.trainer_environment,
+            "ready_timeout": machine.ready_timeout,
         }
     )

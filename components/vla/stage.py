@@ -32,7 +32,7 @@ def train_vla(settings: TrainVlaSettings, inputs: Mapping[str, Artifact], out: P
         out=out.resolve(),
         fingerprint=context.fingerprint,
     )
-    carry_out(job, context.machine, context.events)
+    carry_out(job, context.events)
     history = HistoryFile(job.history).read()
     numbers = summary(history)
     _write_json(out / "history.json", history)

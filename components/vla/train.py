@@ -93,6 +93,7 @@ def _publish(job: Job, learner: PolicyLearner, parts: PolicyParts, dtypes: dict[
         weights = exported(learner.model, whole)  # on the CPU not copies, so that they are averages only in here
         if learner.ranks.first:
             save_policy(job.out / CHECKPOINT, parts, {name: value.to(dtypes[name]) for name, value in weights.items()})
+    learner.ranks.broadcast(None)  # none ends before it is written: the first rank may be on another node
 
 
 def _shapes(model: torch.nn.Module) -> dict[str, Any]:
@@ -101,9 +102,9 @@ def _shapes(model: torch.nn.Module) -> dict[str, Any]:
 
 def _refuse(job: Job) -> None:
     size = job.settings.training.batch_size
-    if size % job.processes:
+    if size % job.ranks:
         raise ConfigurationError(
-            f"batch_size {size} cannot be shared evenly among {job.processes} processes",
-            where="training.batch_size, machine.trainer_processes",
-            remedy=f"make it a multiple of {job.processes}",
+            f"batch_size {size} cannot be shared evenly among {job.ranks} processes",
+            where="training.batch_size, machine.trainer_processes, machine.trainer_nodes",
+            remedy=f"make it a multiple of {job.ranks}",
         )

@@ -17,7 +17,7 @@ from components.batches.table import write_batch
 from components.contracts.errors import ConfigurationError, DataError, TrainerError
 from components.contracts.machine import Machine
 from components.training.client import TrainerClient
-from components.training.service_settings import PolicySettings
+from components.training.service_settings import PolicySettings, service_settings
 
 from .conftest import Tiny, model_settings, trainer_settings
 
@@ -54,6 +54,19 @@ def batches(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         write_batch(folder, tiny.samples(8, seed=step))
         folders.append(folder)
     return folders
+
+
+def test_several_nodes_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    policy = PolicySettings(
+        model_path=tiny.folder,
+        model=model_settings(),
+        trainer=trainer_settings(),
+        temperature=1.0,
+        images=tiny.images.root,
+    )
+    machine = Machine(trainer_nodes=2, trainer_rendezvous="first:29500")
+    with pytest.raises(ConfigurationError, match=r"runs on one node(?s:.*)machine.trainer_nodes = 2"):
+        service_settings(policy, machine, tmp_path)
 
 
 def weights(trainer: TrainerClient, folder: Path, version: int) -> dict[str, bytes]:

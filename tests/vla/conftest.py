@@ -115,6 +115,7 @@ def make_job(
     policy: dict[str, Any] | None = None,
     processes: int = 1,
     shard: bool = False,
+    rendezvous: str | None = None,
     **training: Any,
 ) -> Job:
     return Job(
@@ -124,8 +125,12 @@ def make_job(
         out=folder / "out",
         fingerprint="test",
         processes=processes,
+        nodes=1 if rendezvous is None else 2,
+        rendezvous=rendezvous,
         gpus=(),
         shard=shard,
         threads=1,
         loader_workers=0,
+        environment={},
+        ready_timeout=120.0,
     )
