@@ -40,6 +40,8 @@ class StandIn:
     fault_count: int = 0
     """Requests that the fault still applies to; -1: all."""
     delay: float = 0.0
+    tokens: tuple[int, int, int] = (3, 4, 5)
+    """Every completion."""
     healthy: bool = True
     answered: Counter[int] = field(default_factory=Counter)
     """Seeds of chat requests that got a whole answer."""
@@ -87,7 +89,7 @@ class StandIn:
     def _answer(self, body: dict[str, Any], fault: str) -> dict[str, Any]:
         choices = []
         for index in range(body["n"]):
-            tokens = [3, 4, 5]
+            tokens = list(self.tokens)
             logprobs: list[Any] = [-0.5, -1.0, -float(self.version == "start")]
             if fault == "placeholder":
                 tokens[1] = 7

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from anyio.from_thread import start_blocking_portal
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from components.adapters import get_adapter
+from components.configuration import load_recipe
 from components.contracts.errors import MismatchError
+from components.contracts.machine import Machine
+from components.contracts.stages import StageContext
 from components.inference.client import Completion
 from components.inference.pool import ServerPool
-from components.inference.settings import SamplingSettings
-from components.rl.texts import Overheard, refuse_other_texts
-from tests.inference.conftest import checkpoint, make_pool, sampling, stand_ins
+from components.models.load import load_processor
+from components.models.source import locate
+from components.rl.run import RLRun
+from components.rl.settings import TrainVLMSettings
+from components.rl.texts import refuse_other_texts
+from components.stages import STAGES, TerminalEvents, ThreadUnits, open_store, run_stage
+from components.training.client import TrainerClient
+from components.training.service_settings import PolicySettings
+from tests.inference.conftest import stand_ins
 
-__all__ = ["checkpoint", "make_pool", "sampling", "stand_ins"]  # fixtures
+__all__ = ["stand_ins"]  # a fixture
 
 URL = "http://there:8000"
 PROMPT = "What colour is it?"
@@ -104,26 +115,31 @@ def test_another_tokenizer_is_refused_with_both_texts_and_the_server() -> None:
     assert "start the server from this run's model" in caught.value.remedy
 
 
-def test_a_joined_server_is_heard_through_the_pool(
-    stand_ins: Callable[[int], list[Any]],
-    make_pool: Callable[..., ServerPool],
-    checkpoint: Callable[..., Path],
-    sampling: SamplingSettings,
+def test_the_preflight_refuses_a_joined_server_before_it_asks_the_trainer(
+    stand_ins: Callable[[int], list[Any]], tmp_path: Path
 ) -> None:
-    (server,) = stand_ins(1)  # whatever it holds, it samples the tokens 3, 4, 5 and says the name of its weights
-    letters = "abc" + "v7"
-
-    async def hear() -> list[Completion]:
-        async with make_pool([server], checkpoint("v7")) as pool:
-            heard = Overheard(pool)
-            answer = await heard.complete([{"role": "user", "content": "?"}], sampling, 1)
-            assert heard.completions == [answer]
-            return heard.completions
-
-    completions = asyncio.run(hear())
-    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
-    tokenizer.decoder = decoders.ByteLevel()
-    refuse_other_texts(completions, tokenizer)
-    with pytest.raises(MismatchError, match="it says 'v7'") as caught:
-        refuse_other_texts(completions, OWN)
+    (server,) = stand_ins(1)
+    server.tokens = (100, 101, 102)  # no placeholders; whatever they are, it says the name of its weights
+    overrides = (f'machine.store="{tmp_path / "store"}"', f'machine.endpoints=["{server.url}"]', "preflight.groups=1")
+    recipe = load_recipe("train-vlm/colors", (*overrides, "model.tiny.format.steps=1"))
+    machine, settings = recipe.sections["machine"], recipe.settings_for(TrainVLMSettings)
+    assert isinstance(machine, Machine) and isinstance(settings, TrainVLMSettings)
+    inputs = {
+        name: run_stage(name, recipe.settings_for(STAGES[name].settings), {}, machine) for name in ("tasks", "model")
+    }
+    context = StageContext(machine, TerminalEvents(), ThreadUnits(), tmp_path / "work", tmp_path / "images", "0")
+    weights = locate(inputs["model"].path)
+    adapter = get_adapter(weights, load_processor(weights, settings.model))
+    policy = PolicySettings(
+        model_path=weights, model=settings.model, trainer=settings.trainer, temperature=1.0, images=tmp_path / "images"
+    )
+    trainer = TrainerClient(policy, machine, tmp_path / "trainer")  # never started
+    servers = ServerPool(weights, settings.inference, machine, tmp_path / "logs")
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(servers) as pool:
+        run = RLRun(settings, inputs, context, open_store(machine), adapter, pool, trainer, portal)
+        with (
+            closing(run.environment),
+            pytest.raises(MismatchError, match=f"8 times in 8; it says '{weights.name}'") as caught,
+        ):
+            run.preflight()
     assert caught.value.where == server.url
