@@ -17,29 +17,20 @@ from numpy.typing import NDArray
 from components.contracts.robots import RobotObservation
 from components.contracts.stages import Artifact
 from components.environments.libero.processes import SimulatorProcess
-from components.environments.libero.settings import SimulatorSettings
 from components.environments.libero.tasks import suite_tasks
 from components.evaluation.libero.results import read_results
 from components.evaluation.libero.settings import EvaluateLiberoSettings
 from components.evaluation.libero.stage import evaluate_libero, evaluate_policy
 from components.policies.molmoact2.checkpoint import load_policy, save_policy
 from components.policies.molmoact2.policy import MolmoAct2Policy, open_policy
+from tests.environments.libero.simulated import simulator
 from tests.evaluation.libero.playground import settings
 from tests.evaluation.libero.test_stage import Events, context
 from tests.policies.molmoact2 import released
 
 pytestmark = pytest.mark.slow
 
-SIMULATOR = SimulatorSettings(
-    camera_name_mapping={"agentview": "front", "robot0_eye_in_hand": "wrist"},
-    resolution=32,
-    control_freq=20,
-    num_steps_wait=2,
-    reflections=False,
-    offscreen_samples=0,
-    assets="compact",
-    trusted_initial_states=(),
-)
+SIMULATOR = simulator(camera_name_mapping={"agentview": "front", "robot0_eye_in_hand": "wrist"})
 
 
 def plan(batch: int, videos: int = 0) -> EvaluateLiberoSettings:

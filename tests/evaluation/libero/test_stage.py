@@ -10,22 +10,14 @@ import pytest
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
 from components.contracts.stages import Artifact, Report, StageContext
-from components.environments.libero.settings import SimulatorSettings
 from components.evaluation.libero.results import read_results
 from components.evaluation.libero.settings import CompareLiberoSettings, EvaluateLiberoSettings
 from components.evaluation.libero.stage import compare_libero, evaluate_policy, refuse_cameras
 from components.stages import TerminalEvents, ThreadUnits
+from tests.environments.libero.simulated import simulator
 from tests.evaluation.libero.playground import TASKS, Homing, Plane, settings
 
-SIMULATOR = SimulatorSettings(
-    camera_name_mapping={"agentview_image": "image", "robot0_eye_in_hand_image": "wrist_image"},
-    resolution=64,
-    control_freq=20,
-    num_steps_wait=5,
-    reflections=False,
-    offscreen_samples=0,
-    trusted_initial_states=(),
-)
+SIMULATOR = simulator(camera_name_mapping={"agentview_image": "image", "robot0_eye_in_hand_image": "wrist_image"})
 
 
 class Events(TerminalEvents):

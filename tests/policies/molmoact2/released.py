@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from components.policies.settings import PolicySettings
+from tests.policies.plain import policy_settings
 
 HIDDEN, HEADS, KEY_HEADS, HEAD, LAYERS, MLP = 16, 4, 2, 6, 2, 20
 VISION, VISION_MLP, BUILT, DECLARED, SIDE = 12, 14, 3, 4, 28
@@ -251,27 +251,10 @@ def write(file: Path, document: Any) -> None:
     file.write_text(json.dumps(document))
 
 
-SETTINGS = PolicySettings(
+SETTINGS = policy_settings(
     checkpoint_path="given/elsewhere",
-    semantics="head",
     image_attention_at_inference="bidirectional",
-    action_mode="continuous",
     chunk_size=HORIZON,
     n_action_steps=HORIZON,
-    setup_type="",
-    control_mode="",
-    image_keys=(),
-    normalize_language=True,
     normalize_gripper=True,
-    add_setup_tokens=True,
-    add_control_tokens=True,
-    state_normalization="quantiles",
-    action_normalization="quantiles",
-    num_flow_timesteps=2,
-    mask_action_dim_padding=True,
-    enable_knowledge_insulation=False,
-    softmax_auxiliary_loss_scale=1e-4,
-    discrete_loss_token_weighting="root_subsegments_root_tokens",
-    llm_residual_dropout=0.0,
-    dtype="float32",
 )

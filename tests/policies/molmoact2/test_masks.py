@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +13,8 @@ from hypothesis import strategies as st
 from components.policies.molmoact2.losses import LossPlan
 from components.policies.molmoact2.masks import attention_mask, context_index, context_mask
 from components.policies.molmoact2.sampling import InferencePlan
-from components.policies.settings import PolicySettings
 from tests.policies.molmoact2.examples import ACTION_END, ACTION_START, CONFIG, EOS, as_batch, make_examples
+from tests.policies.plain import policy_settings
 
 ROWS = [[1, 0], [2]]
 
@@ -80,29 +79,6 @@ def test_the_context_of_an_example_is_its_visible_tokens_in_order() -> None:
     assert torch.equal(context_index(batch, seen, width=50).gather(flat)[:, :longest], gathered)
 
 
-SETTINGS: dict[str, Any] = {
-    "image_attention_at_inference": "as_trained",
-    "chunk_size": 5,
-    "n_action_steps": 5,
-    "setup_type": "",
-    "control_mode": "",
-    "image_keys": (),
-    "normalize_language": True,
-    "normalize_gripper": True,
-    "add_setup_tokens": True,
-    "add_control_tokens": True,
-    "state_normalization": "quantiles",
-    "action_normalization": "quantiles",
-    "num_flow_timesteps": 2,
-    "mask_action_dim_padding": True,
-    "enable_knowledge_insulation": False,
-    "softmax_auxiliary_loss_scale": 1e-4,
-    "discrete_loss_token_weighting": "token",
-    "llm_residual_dropout": 0.0,
-    "dtype": "float32",
-}
-
-
 @pytest.mark.parametrize(
     ("semantics", "mode", "bidirectional", "hides"),
     [
@@ -117,7 +93,7 @@ SETTINGS: dict[str, Any] = {
 def test_the_versions_train_with_the_masks_that_they_are_known_for(
     semantics: str, mode: str, bidirectional: bool, hides: bool
 ) -> None:
-    chosen = PolicySettings(**SETTINGS, semantics=semantics, action_mode=mode)
+    chosen = policy_settings(semantics=semantics, action_mode=mode)
     plan = LossPlan.of(chosen)
     assert (plan.bidirectional_images, plan.hides_answers) == (bidirectional, hides)
     as_trained = InferencePlan.of(chosen, CONFIG)

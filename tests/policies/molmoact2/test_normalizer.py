@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from components.policies.molmoact2.norm_stats import (
     training_robot,
 )
 from components.policies.molmoact2.normalizer import Normalizer
-from components.policies.settings import PolicySettings
+from tests.policies.plain import policy_settings
 
 NAMES = ("x", "left_Gripper", "z")
 STATS = FeatureStats(
@@ -35,33 +34,6 @@ STATS = FeatureStats(
     q99=(6.0, 1.0, 5.0),
     names=NAMES,
 )
-
-
-def policy(**changes: Any) -> PolicySettings:
-    values: dict[str, Any] = {
-        "semantics": "head",
-        "image_attention_at_inference": "as_trained",
-        "action_mode": "continuous",
-        "chunk_size": 10,
-        "n_action_steps": 10,
-        "setup_type": "",
-        "control_mode": "",
-        "image_keys": (),
-        "normalize_language": True,
-        "normalize_gripper": False,
-        "add_setup_tokens": True,
-        "add_control_tokens": True,
-        "state_normalization": "quantiles",
-        "action_normalization": "quantiles",
-        "num_flow_timesteps": 8,
-        "mask_action_dim_padding": True,
-        "enable_knowledge_insulation": False,
-        "softmax_auxiliary_loss_scale": 1e-4,
-        "discrete_loss_token_weighting": "token",
-        "llm_residual_dropout": 0.0,
-        "dtype": "float32",
-    }
-    return PolicySettings(**(values | changes))
 
 
 def test_quantiles_map_to_the_ends_and_beyond_is_clipped() -> None:
@@ -184,17 +156,17 @@ def test_a_bad_file_is_named(content: str | None, words: str, tmp_path: Path) ->
 
 def test_a_tag_sets_the_horizon_and_fills_what_is_empty() -> None:
     robot = NormStats.model_validate(FILE).select("libero")
-    resolved = resolve(policy(chunk_size=30, n_action_steps=30), robot)
+    resolved = resolve(policy_settings(chunk_size=30, n_action_steps=30), robot)
     assert (resolved.chunk_size, resolved.n_action_steps) == (10, 8)
     assert resolved.setup_type == "single franka robotic arm in libero"
     assert resolved.image_keys == robot.camera_keys
-    told = resolve(policy(setup_type="mine", image_keys=("a",)), robot)
+    told = resolve(policy_settings(setup_type="mine", image_keys=("a",)), robot)
     assert (told.setup_type, told.control_mode, told.image_keys) == ("mine", "delta end-effector pose", ("a",))
     other = ("observation.images.front",)
-    assert resolve(policy(), robot, available=other).image_keys == other
-    assert resolve(policy(), robot, available=(*robot.camera_keys, "more")).image_keys == robot.camera_keys
+    assert resolve(policy_settings(), robot, available=other).image_keys == other
+    assert resolve(policy_settings(), robot, available=(*robot.camera_keys, "more")).image_keys == robot.camera_keys
     with pytest.raises(ConfigurationError, match=r"30 is more than the 10"):
-        resolve(policy(n_action_steps=30), robot.model_copy(update={"n_action_steps": None}))
+        resolve(policy_settings(n_action_steps=30), robot.model_copy(update={"n_action_steps": None}))
 
 
 def test_a_dataset_gives_the_same_form() -> None:
@@ -204,20 +176,20 @@ def test_a_dataset_gives_the_same_form() -> None:
         "observation.images.a": Feature(dtype="video", shape=(8, 8, 3)),
         "action": Feature(dtype="float32", shape=(1,), names=["gripper"]),
     }
-    robot = robot_metadata({"observation.state": entry, "action": entry}, features, policy(setup_type="arm"))
+    robot = robot_metadata({"observation.state": entry, "action": entry}, features, policy_settings(setup_type="arm"))
     assert (robot.state_stats.names, robot.action_stats.names) == (("joint",), ("gripper",))
     assert robot.camera_keys == ("observation.images.a",)
-    document = norm_stats({"mine": robot}, policy()).model_dump(mode="json", exclude_unset=True)
+    document = norm_stats({"mine": robot}, policy_settings()).model_dump(mode="json", exclude_unset=True)
     assert document["norm_mode"] == "q01_q99"
     assert NormStats.model_validate(document).select("mine") == robot
     with pytest.raises(DataError, match=r"(?s)no 'action'.*quantile-stats"):
-        robot_metadata({"observation.state": entry}, features, policy())
+        robot_metadata({"observation.state": entry}, features, policy_settings())
 
 
 def test_whose_statistics_are_trained_with() -> None:
     assert RobotMetadata(action_stats=STATS, state_stats=STATS, setup_type=None).setup_type == ""  # type: ignore[arg-type]
     tagged = RobotMetadata(action_stats=STATS, state_stats=STATS, setup_type="tag")
     own = RobotMetadata(action_stats=FeatureStats(mean=(0.0,)), state_stats=FeatureStats(mean=(1.0,)))
-    assert training_robot(policy(), tagged, own) == tagged
-    seed = training_robot(policy(semantics="seed"), tagged, own)
+    assert training_robot(policy_settings(), tagged, own) == tagged
+    seed = training_robot(policy_settings(semantics="seed"), tagged, own)
     assert (seed.action_stats, seed.setup_type) == (own.action_stats, "tag")

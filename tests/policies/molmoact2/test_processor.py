@@ -18,6 +18,7 @@ from components.policies.molmoact2.images import ImageLayout
 from components.policies.molmoact2.norm_stats import FeatureStats, RobotMetadata
 from components.policies.molmoact2.processor import Processor
 from components.policies.settings import PolicySettings
+from tests.policies.plain import policy_settings
 
 STATES, ACTIONS, CHUNK, HORIZON, WIDTH = 16, 90, 4, 6, 5
 WORDS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<action_output>", "<setup_start>", "<setup_end>")
@@ -66,31 +67,16 @@ def config(**changes: Any) -> MolmoAct2Config:
 
 
 def policy(**changes: Any) -> PolicySettings:
-    values: dict[str, Any] = {
-        "semantics": "head",
-        "image_attention_at_inference": "as_trained",
+    own: dict[str, Any] = {
         "action_mode": "both",
         "chunk_size": CHUNK,
         "n_action_steps": 2,
         "setup_type": "one arm",
         "control_mode": "joints",
         "image_keys": CAMERAS,
-        "normalize_language": True,
-        "normalize_gripper": False,
-        "add_setup_tokens": True,
-        "add_control_tokens": True,
-        "state_normalization": "quantiles",
-        "action_normalization": "quantiles",
         "max_sequence_length": 1000,
-        "num_flow_timesteps": 8,
-        "mask_action_dim_padding": True,
-        "enable_knowledge_insulation": False,
-        "softmax_auxiliary_loss_scale": 1e-4,
-        "discrete_loss_token_weighting": "token",
-        "llm_residual_dropout": 0.0,
-        "dtype": "float32",
     }
-    return PolicySettings(**(values | changes))
+    return policy_settings(**(own | changes))
 
 
 ROBOT = RobotMetadata(
