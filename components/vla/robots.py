@@ -50,11 +50,19 @@ def robots_of(
         statistics: LeRobot's stats.json by tag.
 
     Raises:
-        ConfigurationError: sources of one tag differ in their horizon, or a norm_tag is to serve several tags.
+        ConfigurationError: sources of one tag differ in their horizon, or a norm_tag is to serve several tags or has
+            another horizon than they.
         DataError: a tag has no statistics, or they do not fit its datasets.
     """
+    by_tag = _by_tag(sources, settings.chunk_size)
+    if len(by_tag) > 1 and settings.norm_tag:
+        raise ConfigurationError(
+            f"norm_tag {settings.norm_tag!r} is one robot, and the datasets have {', '.join(by_tag)}",
+            where="policy.norm_tag",
+            remedy="leave it out: each dataset's own statistics are used",
+        )
     measured, parts = {}, {}
-    for tag, source in _by_tag(sources, settings.chunk_size).items():
+    for tag, source in by_tag.items():
         if tag not in statistics:
             raise DataError(
                 f"no statistics for the tag {tag!r}",
@@ -66,12 +74,12 @@ def robots_of(
         own = settings.model_copy(update={"chunk_size": chunk, "n_action_steps": steps})
         measured[tag] = _measured(source, statistics[tag], own)
         parts[tag] = load_parts(policy, own, measured[tag])
-    if len(parts) > 1 and settings.norm_tag:
-        raise ConfigurationError(
-            f"norm_tag {settings.norm_tag!r} is one robot, and the datasets have {', '.join(parts)}",
-            where="policy.norm_tag",
-            remedy="leave it out: each dataset's own statistics are used",
-        )
+        if (told := parts[tag].settings.chunk_size) != chunk:
+            raise ConfigurationError(
+                f"norm_tag {settings.norm_tag!r} predicts {told} actions at once, the dataset's windows have {chunk}",
+                where=f"policy.chunk_size = {settings.chunk_size}, horizon of {tag!r}: {source.horizon}",
+                remedy=f"set policy.chunk_size = {told}, and no other horizon for the dataset",
+            )
     horizon = max(each.settings.chunk_size for each in parts.values())
     longest = {
         tag: replace(each, config=each.config.model_copy(update={"max_action_horizon": horizon}))

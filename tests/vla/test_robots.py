@@ -78,3 +78,16 @@ def test_tags_that_do_not_fit_are_refused(
         robots_of(inputs["policy"], policy_settings(), sources, {"arm": statistics["arm"]})
     with pytest.raises(ConfigurationError, match="have the horizons None and 2"):
         robots_of(inputs["policy"], policy_settings(), (first, replace(second, tag="arm")), statistics)
+
+
+def test_a_norm_tag_with_another_horizon_than_the_windows_is_refused(
+    inputs: dict[str, Path], sources: tuple[Source, Source], statistics: dict[str, dict[str, object]], tmp_path: Path
+) -> None:
+    parts = robots_of(inputs["policy"], policy_settings(), sources, statistics).saved()
+    save_policy(tmp_path / "saved", parts, load_model(inputs["policy"], parts).state_dict())
+    tagged = policy_settings(tiny=None, norm_tag="slow", n_action_steps=2)
+    other = replace(sources[1], horizon=None)
+    with pytest.raises(ConfigurationError, match="'slow' predicts 2 actions at once, the dataset's windows have 3"):
+        robots_of(tmp_path / "saved", tagged, (other,), statistics)
+    fitting = robots_of(tmp_path / "saved", tagged, (sources[1],), statistics)
+    assert fitting.horizon == 2

@@ -222,6 +222,7 @@ class MolmoAct2Config(_Section):
             ("action_expert_config.num_layers", expert.num_layers, text.num_hidden_layers),
             ("action_expert_config.causal_attn", expert.causal_attn, False),
             ("action_expert_config.qk_norm", expert.qk_norm, True),
+            ("action_expert_config.qk_norm_eps", expert.qk_norm_eps, 1e-6),
             ("action_expert_config.context_layer_norm", expert.context_layer_norm, True),
             ("action_expert_config.rope", expert.rope, True),
             ("action_expert_config.dropout", expert.dropout, 0.0),

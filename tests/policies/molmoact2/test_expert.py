@@ -128,6 +128,7 @@ def test_the_configuration_is_written_as_it_was_read() -> None:
     [
         (("text_config", "hidden_size"), "wide", "text_config.hidden_size"),
         (("action_expert_config", "num_layers"), 4, "num_layers is 4"),
+        (("action_expert_config", "qk_norm_eps"), 1e-5, "qk_norm_eps is 1e-05"),
         (("action_expert_depth_gate",), True, "depth_gate is True"),
         (("state_format",), "continuous", "state_format is 'continuous'"),
         (("adapter_config", "pooling_attention_mask"), False, "pooling_attention_mask is False"),
