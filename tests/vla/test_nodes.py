@@ -6,6 +6,7 @@ import shlex
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Thread
 
@@ -21,6 +22,7 @@ from components.vla import join as joining
 from components.vla.follow import carry_out
 from components.vla.job import Job, job_on
 from components.vla.nodes import Attempt
+from components.vla.settings import TrainVlaSettings
 from components.vla.train import train
 
 from .conftest import make_job, policy_settings
@@ -38,7 +40,7 @@ class OtherNode:
 
     def progress(self, name: str, done: int, total: int, **postfix: float) -> None: ...
 
-    def metrics(self, values: dict[str, float], step: int) -> None: ...
+    def metrics(self, values: Mapping[str, float], step: int) -> None: ...
 
     def artifact(self, artifact: Artifact, role: str, step: int | None = None) -> None: ...
 
@@ -70,7 +72,7 @@ def test_two_nodes_of_which_one_loses_its_processes_make_the_training_of_one(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meeting = f"127.0.0.1:{free.getsockname()[1]}"
-    two, other = make_job(inputs, tmp_path / "two", rendezvous=meeting, **common), OtherNode(tmp_path)
+    two, other = make_job(inputs, tmp_path / "two", rendezvous=meeting, shard=True, **common), OtherNode(tmp_path)
     try:
         carry_out(two, other)
         assert other.program is not None
@@ -117,7 +119,7 @@ def test_what_cannot_be_joined_is_refused(job: Job, tmp_path: Path) -> None:
 
 def test_several_nodes_of_one_gpu_share_one_model(inputs: dict[str, Path], tmp_path: Path) -> None:
     machine = Machine(trainer_nodes=2, trainer_rendezvous="first:29500", trainer_gpus=(0,))
-    settings = {"policy": policy_settings().model_dump(), "training": training_settings(batch_size=3).model_dump()}
+    settings = TrainVlaSettings(policy=policy_settings(), training=training_settings(batch_size=3))
     job = job_on(machine, settings, inputs, workspace=tmp_path, out=tmp_path / "out", fingerprint="test")
     assert (job.ranks, job.shard) == (2, True)
     with pytest.raises(ConfigurationError, match="batch_size 3 cannot be shared evenly among 2 processes"):
