@@ -14,6 +14,7 @@ from components.datasets.lerobot.writer import LayoutSettings, create_dataset
 from components.policies.settings import PolicySettings
 from components.vla.job import Job
 from components.vla.settings import TrainVlaSettings
+from tests.policies import plain
 
 from .settings import training_settings
 
@@ -46,33 +47,16 @@ TINY: dict[str, Any] = {
 }
 POLICY: dict[str, Any] = {
     "tiny": TINY,
-    "semantics": "head",
-    "image_attention_at_inference": "as_trained",
-    "action_mode": "continuous",
     "chunk_size": CHUNK,
     "n_action_steps": CHUNK,
     "setup_type": "an arm",
     "control_mode": "velocities",
-    "image_keys": (),
-    "normalize_language": True,
-    "normalize_gripper": False,
-    "add_setup_tokens": True,
-    "add_control_tokens": True,
-    "state_normalization": "quantiles",
-    "action_normalization": "quantiles",
-    "num_flow_timesteps": 2,
     "num_inference_steps": 2,
-    "mask_action_dim_padding": True,
-    "enable_knowledge_insulation": False,
-    "softmax_auxiliary_loss_scale": 1e-4,
-    "discrete_loss_token_weighting": "root_subsegments_root_tokens",
-    "llm_residual_dropout": 0.0,
-    "dtype": "float32",
 }
 
 
 def policy_settings(**changes: Any) -> PolicySettings:
-    return PolicySettings.model_validate(POLICY | changes)
+    return plain.policy_settings(**(POLICY | changes))
 
 
 def write_dataset(root: Path, episodes: int, seed: int = 0) -> None:
