@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal, Self
 
@@ -76,3 +77,8 @@ class Machine(BaseModel):
                 f"trainer_nodes = {self.trainer_nodes} needs trainer_rendezvous, the HOST:PORT of the first node"
             )
         return self
+
+    @property
+    def playing_processes(self) -> int:
+        """`environment_processes`, or half of the cores."""
+        return self.environment_processes or max(1, (os.cpu_count() or 1) // 2)

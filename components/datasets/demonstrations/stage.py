@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from components.contracts.errors import DataError
-from components.contracts.machine import Machine
 from components.contracts.stages import Artifact, Report, Stage, StageContext
 from components.datasets.demonstrations.episodes import Job, Journal, jobs_of
 from components.datasets.demonstrations.page import Preview, demonstrations_report
@@ -61,10 +59,6 @@ def record(
 DEMONSTRATIONS_STAGE = Stage("demonstrations", 1, DemonstrationsSettings, (), record)
 
 
-def processes_of(machine: Machine) -> int:
-    return machine.environment_processes or max(1, (os.cpu_count() or 1) // 2)
-
-
 def _play(settings: DemonstrationsSettings, jobs: Sequence[Job], journal: Journal, context: StageContext) -> None:
     """Demonstrate what an earlier attempt has not."""
     plan = settings.demonstrations
@@ -76,7 +70,8 @@ def _play(settings: DemonstrationsSettings, jobs: Sequence[Job], journal: Journa
     left = [job for job in jobs if not journal.has(job)]
     done = len(jobs) - len(left)
     reached = sum(journal.outcome(job).success for job in jobs if job not in left)
-    with SimulatorPool(settings.simulator, processes_of(context.machine), context.machine.environment_timeout) as pool:
+    machine = context.machine
+    with SimulatorPool(settings.simulator, machine.playing_processes, machine.environment_timeout) as pool:
         for _, outcome in pool.map(left, work, key=lambda job: job.task, attempts=ATTEMPTS):
             done, reached = done + 1, reached + outcome.success
             context.events.progress("demonstrations", done, len(jobs), reached=reached / done)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -38,7 +37,7 @@ def write_games(
     counts = {"train": settings.train, "valid_seen": settings.valid_seen, "valid_unseen": settings.valid_unseen}
     if not any(counts.values()):
         raise ConfigurationError("no games are asked for", where="train, valid_seen, valid_unseen")
-    processes = context.machine.environment_processes or max(1, (os.cpu_count() or 1) // 2)
+    processes = context.machine.playing_processes
     with closing(EngineHost(processes)) as host:
         for number, source in enumerate(SOURCES):
             games = list(load_games(settings.games, source, count=counts[source], seed=settings.seed))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -54,13 +53,12 @@ def evaluate_libero(
         image_attention=plan.image_attention_at_inference,
     )
     refuse_cameras(policy.cameras, settings.simulator)
-    processes = context.machine.environment_processes or max(1, (os.cpu_count() or 1) // 2)
     timeout = context.machine.environment_timeout
     with ExitStack() as stack:
         stack.enter_context(_threads(context.machine.threads))
         arenas = [
             stack.enter_context(SimulatorProcess(settings.simulator, timeout))
-            for _ in range(min(processes, plan.batch))
+            for _ in range(min(context.machine.playing_processes, plan.batch))
         ]
         report = evaluate_policy(policy, known, arenas, settings, out, context)
     if not policy.undecoded:

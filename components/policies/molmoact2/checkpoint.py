@@ -96,7 +96,7 @@ def load_model(source: str | Path, parts: PolicyParts, device: str | torch.devic
 def save_policy(
     folder: Path, parts: PolicyParts, weights: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES
 ) -> Path:
-    """Write a checkpoint in the released layout that needs nothing else; a reader sees the earlier one or this.
+    """Write a checkpoint in the released layout that needs nothing else; one that fails leaves the earlier one.
 
     Args:
         weights: State of `MolmoAct2`, whole, with adapters merged; written in its dtypes.
