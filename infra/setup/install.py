@@ -82,7 +82,9 @@ def declare_torchvision_operators(python: Path) -> None:
 
 
 def install(name: str, *packages: str | Path) -> None:
-    run(find_uv(), "pip", "install", "--quiet", "--python", ROOT / name / "bin/python", *packages)
+    """Compiled as well: a run starts many processes, and where none may write bytecode each would compile anew."""
+    python = ROOT / name / "bin/python"
+    run(find_uv(), "pip", "install", "--quiet", "--compile-bytecode", "--python", python, *packages)
 
 
 def make(name: str, *packages: str | Path) -> None:
