@@ -23,17 +23,18 @@ KINDS = {"pick_and_place_simple", "look_at_obj_in_light", "pick_clean_then_place
 SHORT = (
     "model.tiny.layers=1",
     "environment.train_tasks=24",
+    f"environment.args.games.kinds={sorted(KINDS)}".replace("'", '"'),
+    'environment.args.games.rooms=["Bedroom", "Bathroom"]',
     "environment.heldout_tasks=6",
     "warm_start.demonstrations=24",
     "warm_start.heldout_demonstrations=3",
     "warm_start.epochs=4",
     "rollouts.groups_per_step=3",
     "rollouts.group_size=4",
-    # Two steps of such a beginner may see no win: every group is trained on, and the penalty tells actions apart.
-    "rollouts.max_rounds=1",
-    "batches.penalty.inadmissible=0.1",
+    "batches.penalty.inadmissible=0.1",  # two steps of such a beginner may see no win to learn from
     "preflight.groups=1",
     "trainer.max_steps=2",
+    "trainer.warmup_steps=0",
     'evaluation.splits=["heldout"]',
 )
 
