@@ -45,15 +45,15 @@ class Encoder:
     def micro_batch(self, examples: Sequence[Example], seeds: Sequence[int]) -> MicroBatch:
         """`seeds` are one per example: of its flow times and noise, whatever batch and row it comes to."""
         config, packing = self.config, self.settings.packing
-        assert config.pad_token_id is not None
+        pad = next(iter(self.processors.values())).vocabulary.pad
         order = list(range(len(examples)))
         if packing is None:
             side = SEMANTICS[self.policy.semantics].pad_side
-            batch = collate(examples, side, ROW_MULTIPLE, config.pad_token_id)
+            batch = collate(examples, side, ROW_MULTIPLE, pad)
         else:
             rows = packed_rows([example.length for example in examples], packing)
             order = [index for row in rows for index in row]
-            batch = pack(examples, rows, ROW_MULTIPLE, config.pad_token_id)
+            batch = pack(examples, rows, ROW_MULTIPLE, pad)
         draws = None
         if batch.actions is not None and self.policy.action_mode != "discrete":
             horizon = batch.actions.shape[1]

@@ -62,7 +62,13 @@ class Vocabulary:
                     where="tokenizer.json and config.json",
                     remedy="use the tokenizer that the checkpoint was saved with",
                 )
-        eos = tokenizer.eos_token_id
+        eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+        if eos is None or pad is None:
+            raise DataError(
+                f"the tokenizer has no {'end-of-text' if eos is None else 'padding'} token",
+                where="tokenizer_config.json",
+                remedy="name eos_token and pad_token there, as the released checkpoint does",
+            )
         bos = eos if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         return cls(
             image_start=known["<im_start>"],
@@ -77,5 +83,5 @@ class Vocabulary:
             action=known["<action_0>"],
             bos=bos,
             eos=eos,
-            pad=tokenizer.pad_token_id,
+            pad=pad,
         )

@@ -29,14 +29,14 @@ CAMERAS = ("observation.images.b", "observation.images.a")
 LAYOUT = ImageLayout(side=42, patch=14, pool=2, columns=False)
 
 
-def tokenizer(words: tuple[str, ...] = WORDS + EXTRAS) -> PreTrainedTokenizerFast:
+def tokenizer(words: tuple[str, ...] = WORDS + EXTRAS, pad: str | None = "<|endoftext|>") -> PreTrainedTokenizerFast:
     """One token a byte, and the special ones."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     model = Tokenizer(models.BPE(vocab={byte: index for index, byte in enumerate(alphabet)}, merges=[]))
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
     model.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in words])
-    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<|im_end|>", pad_token=pad)
 
 
 TOKENIZER = tokenizer()
@@ -246,6 +246,7 @@ def test_parts_that_do_not_fit_are_refused(fast: ActionTokens) -> None:
         (DataError, "token <im_patch> is .* and 3 by", {"config": config(image_patch_id=3)}),
         (DataError, "token <state_15> is None", {"tokenizer": tokenizer(without("<state_15>"))}),
         (DataError, "token <im_col> is None", {"tokenizer": tokenizer(without("<im_col>"))}),
+        (DataError, "no padding token", {"tokenizer": tokenizer(pad=None)}),
     ):
         with pytest.raises(error, match=words):
             build(policy(), **({"fast": fast} | changes))  # type: ignore[arg-type]
