@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,20 +41,27 @@ class Plane:
     """A point that is to reach the origin: the actions' first two numbers push it, noise decides how well.
 
     `deaths`: numbers of the steps (counted over all slots) at which the process dies with all its slots.
+    Threads that share it wait for one another, as they do for a simulator's process.
     """
 
     def __init__(self, deaths: Sequence[int] = ()) -> None:
         self._points: dict[int, NDArray[np.float64]] = {}
         self._tasks: dict[int, LiberoTask] = {}
         self._deaths, self.steps, self.resets = set(deaths), 0, 0
+        self._lock = threading.Lock()
 
     def reset(self, task: LiberoTask, initial_state: int, seed: int, slot: int = 0) -> RobotObservation:
-        self.resets += 1
-        angle = 1 + 7 * task.index + initial_state + seed / 1000
-        self._points[slot], self._tasks[slot] = 2 * np.array([np.cos(angle), np.sin(angle)]), task
-        return self._observe(slot)
+        with self._lock:
+            self.resets += 1
+            angle = 1 + 7 * task.index + initial_state + seed / 1000
+            self._points[slot], self._tasks[slot] = 2 * np.array([np.cos(angle), np.sin(angle)]), task
+            return self._observe(slot)
 
     def step(self, actions: NDArray[np.float32], slot: int = 0, film: bool = False) -> Carried:
+        with self._lock:
+            return self._carry_out(actions, slot, film)
+
+    def _carry_out(self, actions: NDArray[np.float32], slot: int, film: bool) -> Carried:
         self.steps += 1
         if self.steps in self._deaths:
             self._points.clear()
