@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 
 from benchmarks.rollouts import FAMILY
 from benchmarks.table import Pair, Row, pair
@@ -28,7 +28,7 @@ async def _measure(scratch: Path) -> Pair:
     import time
 
     from components.contracts.machine import Machine
-    from components.inference.client import request_body
+    from components.inference.client import open_session, request_body
     from components.inference.pool import ServerPool
     from components.inference.settings import SamplingSettings, ServerSettings
     from components.models.tiny import make_tiny_checkpoint
@@ -44,22 +44,20 @@ async def _measure(scratch: Path) -> Pair:
 
     async with ServerPool(checkpoint, settings, machine, log_folder=scratch / "logs") as pool:
         endpoint = pool.replicas[0].endpoint
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=CONCURRENT)
         slots = asyncio.Semaphore(CONCURRENT)
 
         async def through_pool(message: Any) -> None:
             await pool.complete(message, sampling, next(seeds))
 
-        async def straight(http: httpx.AsyncClient, message: Any) -> None:
+        async def straight(session: aiohttp.ClientSession, message: Any) -> None:
             body = request_body(message, sampling, next(seeds), 1, pool.forbidden_token_ids)
             async with slots:
-                answer = await http.post(
-                    f"{endpoint.url}/v1/chat/completions", json=body, headers=endpoint.headers, timeout=600
-                )
-                answer.raise_for_status()
-                answer.json()
+                url = f"{endpoint.url}/v1/chat/completions"
+                async with session.post(url, json=body, headers=endpoint.headers) as answer:
+                    answer.raise_for_status()
+                    await answer.json()
 
-        async with httpx.AsyncClient(limits=limits, trust_env=False) as http:
+        async with open_session() as session:
 
             async def rate(side: Any) -> float:
                 began = time.perf_counter()
@@ -67,7 +65,7 @@ async def _measure(scratch: Path) -> Pair:
                 return REQUESTS / (time.perf_counter() - began)
 
             def bare(message: Any) -> Any:
-                return straight(http, message)
+                return straight(session, message)
 
             await rate(bare)  # every image is in the server's cache from here on
             taken: dict[Any, list[float]] = {through_pool: [], bare: []}

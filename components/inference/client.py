@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import aiohttp
 import numpy as np
 
 from components.contracts.errors import ServerError
@@ -104,7 +105,20 @@ def request_body(
     return body
 
 
-async def ask(http: httpx.AsyncClient, endpoint: Endpoint, body: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+def open_session() -> aiohttp.ClientSession:
+    """For `ask`, which bounds what is under way by itself. Proxies and keys of the surroundings are not looked at.
+
+    aiohttp and not httpx, which looks at each of its connections for each request: with 128 of them that took more
+    time than all else that we do for a turn.
+    """
+    # Less than the 5 s after which a server of vLLM's closes what is idle.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+    return aiohttp.ClientSession(connector=connector, trust_env=False, cookie_jar=aiohttp.DummyCookieJar())
+
+
+async def ask(
+    session: aiohttp.ClientSession, endpoint: Endpoint, body: Mapping[str, Any], timeout: float
+) -> dict[str, Any]:
     """Send one chat request; the parsed answer.
 
     Raises:
@@ -113,33 +127,36 @@ async def ask(http: httpx.AsyncClient, endpoint: Endpoint, body: Mapping[str, An
         ServerError: the server refuses us: wrong key, or not one of ours.
     """
     url = endpoint.url
-    headers = endpoint.headers
+    limit = aiohttp.ClientTimeout(total=timeout)
     try:
-        response = await http.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=timeout)
-    except httpx.TimeoutException as error:
+        async with session.post(
+            f"{url}/v1/chat/completions", json=body, headers=endpoint.headers, timeout=limit, allow_redirects=False
+        ) as response:
+            status, content = response.status, await response.read()
+    except TimeoutError as error:
         raise Transient("generation_timeout", f"no answer from {url} in {timeout:g} s") from error
-    except httpx.TransportError as error:
+    except aiohttp.ClientError as error:
         raise Transient("connection_lost", f"{url}: {type(error).__name__} {error}") from error
-    if response.status_code == 200:
+    if status == 200:
         try:
-            answer = response.json()
+            answer = json.loads(content)
         except ValueError as error:
             raise Transient("broken_answer", f"{url}: not JSON") from error
         if not isinstance(answer, dict):
             raise Transient("broken_answer", f"{url}: not an object")
         return answer
-    text = _error_text(response)
-    if response.status_code in (401, 403, 404):
+    text = _error_text(content)
+    if status in (401, 403, 404):
         raise ServerError(
-            f"the server answers {response.status_code}: {text}",
+            f"the server answers {status}: {text}",
             where=url,
             remedy="give its key in VLLM_API_KEY, and serve the model with --served-model-name policy",
         )
-    if response.status_code in (408, 425, 429) or response.status_code >= 500:
-        raise Transient("server_error", f"{url}: {response.status_code} {text}")
+    if status in (408, 425, 429) or status >= 500:
+        raise Transient("server_error", f"{url}: {status} {text}")
     too_long = "maximum context length" in text or "longer than the maximum model length" in text
     raise GenerationFailure(
-        f"the server refuses the request: {response.status_code} {text}",
+        f"the server refuses the request: {status} {text}",
         reason="prompt_too_long" if too_long else "request_refused",
         where=url,
         remedy="raise max_model_len or send less" if too_long else "",
@@ -205,8 +222,8 @@ def _read_choice(
     return Completion(prompt, tokens, logprobs, text, finish_reason, version, server, seconds)
 
 
-def _error_text(response: httpx.Response) -> str:
+def _error_text(content: bytes) -> str:
     try:
-        return str(response.json()["error"]["message"])
+        return str(json.loads(content)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return response.text[:300]
+        return content.decode(errors="replace")[:300]

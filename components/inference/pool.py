@@ -25,6 +25,7 @@ from components.inference.client import (
     Sampling,
     Transient,
     ask,
+    open_session,
     read_completions,
     request_body,
 )
@@ -104,8 +105,8 @@ class ServerPool:
         Raises:
             ServerError: one of them does not come up.
         """
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.machine.max_concurrent)
-        self.http = httpx.AsyncClient(limits=limits, timeout=self.machine.generation_timeout, trust_env=False)
+        self.http = httpx.AsyncClient(timeout=self.machine.generation_timeout, trust_env=False)
+        self._session = open_session()
         keepers = [Keeper(self, replica) for replica in self.replicas]
         try:
             async with asyncio.TaskGroup() as group:
@@ -129,6 +130,7 @@ class ServerPool:
         for task in self._keepers:
             task.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
+        await self._session.close()
         await self.http.aclose()
         await asyncio.gather(*(replica.server.stop() for replica in self.replicas if replica.server))
 
@@ -188,7 +190,7 @@ class ServerPool:
             replica = await self._take(tried)
             began, version = time.monotonic(), replica.version
             try:
-                answer = await ask(self.http, replica.endpoint, body, self.machine.generation_timeout)
+                answer = await ask(self._session, replica.endpoint, body, self.machine.generation_timeout)
             except Transient as error:
                 last = error
                 tried.add(replica.name)
