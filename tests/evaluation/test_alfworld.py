@@ -60,6 +60,7 @@ ENVIRONMENT = {
         "max_turns": TURNS,
         "won_weight": 10.0,
         "detours": 0,
+        "max_dead_ends": 0,
     },
 }
 

@@ -33,6 +33,10 @@ class AlfworldTextSettings(Settings):
         description="What is shown before the text."
     )
     max_turns: PositiveInt = Field(description="Turns of an episode; 50 is usual.")
+    max_dead_ends: NonNegativeInt = Field(
+        description="The episode is lost with so many actions that were not possible; 0 is usual: it goes on. Who has "
+        "no way out of a state fills the rest of its turns with one action, from which nothing can be learned."
+    )
     won_weight: float = Field(description="Reward for reaching the goal, given in the turn that reaches it.")
     detours: NonNegativeInt = Field(
         description="Most places that a demonstration looks into in vain before it goes where its first object is. "
@@ -96,7 +100,7 @@ class TextEpisode:
 
     async def reset(self) -> Observation:
         self._shown = await self._game.reset()
-        self._turns = 0
+        self._turns = self._dead_ends = 0
         self._dialogue = Dialogue(self._settings.prompt, self._shown.feedback)
         self._seen = Seen.begin(self._dialogue.task)
         return self._observation(self._shown)
@@ -110,7 +114,9 @@ class TextEpisode:
         self._shown = await self._game.step(read.action)
         self._dialogue.acted(read.action, self._shown.feedback)
         self._turns += 1
-        if self._shown.won or self._turns == self._settings.max_turns:
+        self._dead_ends += defect is not None
+        lost = self._turns == self._settings.max_turns or 0 < self._settings.max_dead_ends == self._dead_ends
+        if self._shown.won or lost:
             return Outcome(None, {"won": float(self._shown.won)}, defect)
         return Outcome(self._observation(self._shown), action_defect=defect)
 

@@ -34,6 +34,7 @@ TEXT: dict[str, Any] = {
     "max_turns": 14,
     "won_weight": 10.0,
     "detours": 0,
+    "max_dead_ends": 0,
 }
 
 

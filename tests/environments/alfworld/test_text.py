@@ -122,6 +122,19 @@ def test_an_episode_out_of_turns_ends_without_reward() -> None:
     environment.close()
 
 
+def test_an_episode_is_lost_with_the_last_dead_end_that_it_may_have_and_not_before() -> None:
+    environment = made(max_dead_ends=3)
+    task = next(iter(environment.tasks("train")))
+    *plan, last = environment.demonstration(task)
+    wrong = ["nonsense", "<action>go to the moon</action>"]
+    _, won = asyncio.run(answered(environment, task, [*wrong, *plan, last]))
+    assert won[-1].reward_parts == {"won": 1.0} and not any(outcome.done for outcome in won[:-1])
+    _, lost = asyncio.run(answered(environment, task, [*wrong, *plan, "nonsense"]))
+    assert lost[-1].done and lost[-1].action_defect == "format" and lost[-1].reward_parts == {"won": 0.0}
+    assert not any(outcome.done for outcome in lost[:-1])
+    environment.close()
+
+
 def test_the_list_of_actions_is_shown_where_the_template_says_so() -> None:
     environment = made(prompt={**PROMPT, "first": "{observation}"}, picture={"form": "none"})
     first, _ = asyncio.run(answered(environment, next(iter(environment.tasks("train"))), []))
