@@ -76,15 +76,17 @@ POLICY: dict[str, Any] = {
 }
 
 
+ROBOT = RobotMetadata(
+    state_stats=FeatureStats(q01=(-1.0,) * STATES, q99=(1.0,) * STATES),
+    action_stats=FeatureStats(q01=(-1.0,) * ACTIONS, q99=(1.0,) * ACTIONS),
+)
+
+
 def processor() -> Processor:
     """Of the released picture size; its tokenizer is small, which favours neither side."""
-    robot = RobotMetadata(
-        state_stats=FeatureStats(q01=(-1.0,) * STATES, q99=(1.0,) * STATES),
-        action_stats=FeatureStats(q01=(-1.0,) * ACTIONS, q99=(1.0,) * ACTIONS),
-    )
     settings = PolicySettings(**POLICY)
     with tempfile.TemporaryDirectory() as folder:
-        return load_parts(make_tiny_policy(Path(folder) / "policy", settings), settings, robot).processor()
+        return load_parts(make_tiny_policy(Path(folder) / "policy", settings), settings, ROBOT).processor()
 
 
 def frame(random: np.random.Generator) -> tuple[RobotObservation, Floats]:

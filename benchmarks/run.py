@@ -55,6 +55,12 @@ BENCHMARKS = {
         "How many frames, each with two pictures and a chunk of actions, are read at random per second, against "
         "opening the files anew for each?",
     ),
+    "episodes": Benchmark(
+        "episodes",
+        "Evaluation in LIBERO",
+        "How many episodes does an evaluation play per minute with several at once and one policy that answers all, "
+        "against one after the other? Both give the same results, byte for byte.",
+    ),
     "processor": Benchmark(
         "processor",
         "Robot examples",

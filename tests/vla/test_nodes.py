@@ -7,9 +7,11 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
+import psutil
 import pytest
 import torch
 
@@ -56,9 +58,10 @@ class OtherNode:
         assert self.program is not None
         while self.program.returncode is None:
             for process in self.program.family():
-                if "torch.distributed.run" in process.cmdline():
-                    process.kill()
-                    return
+                with suppress(psutil.NoSuchProcess):
+                    if "torch.distributed.run" in process.cmdline():
+                        process.kill()
+                        return
             time.sleep(0.05)
 
 

@@ -1,0 +1,87 @@
+"""Episodes of an evaluation in LIBERO per minute: several at once with one policy against one after the other."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.libero import settings as simulator_settings
+from benchmarks.processor import CAMERAS, POLICY, ROBOT, TINY
+from benchmarks.table import Row, alternate
+from components.environments.libero.processes import SimulatorProcess
+from components.environments.libero.tasks import suite_tasks
+from components.evaluation.libero.journal import Journal
+from components.evaluation.libero.run import Evaluation
+from components.evaluation.libero.schedule import plan_episodes
+from components.evaluation.libero.settings import LiberoEvaluationSettings
+from components.policies.molmoact2.checkpoint import load_policy
+from components.policies.molmoact2.policy import MolmoAct2Policy
+from components.policies.molmoact2.tiny import make_tiny_policy
+from components.policies.settings import PolicySettings
+
+EPISODES, STEPS, BATCH, ROUNDS = 4, 40, 4, 3
+SUITE = "libero_spatial"
+
+
+def measure() -> list[Row]:
+    cameras = dict(zip(("agentview", "robot0_eye_in_hand"), (name.rsplit(".")[-1] for name in CAMERAS), strict=True))
+    simulator = simulator_settings(resolution=64, camera_name_mapping=cameras)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        SimulatorProcess(simulator, 600.0) as first,
+        SimulatorProcess(simulator, 600.0) as second,
+    ):
+        policy, journals = _policy(Path(scratch)), itertools.count()
+
+        def rate(batch: int, arenas: Sequence[SimulatorProcess]) -> float:
+            journal = Journal(Path(scratch) / f"{next(journals)}.jsonl")
+            settings = _settings(batch)
+            planned = plan_episodes(settings, {SUITE: suite_tasks(SUITE)})
+            began = time.perf_counter()
+            Evaluation(settings, planned, journal, lambda finished, latest: None).run(policy, arenas)
+            return 60 * EPISODES / (time.perf_counter() - began)
+
+        rate(BATCH, [first, second])  # every simulator is built from here on
+        rates = alternate(ROUNDS, lambda: rate(BATCH, [first, second]), lambda: rate(1, [first]))
+    torch.set_num_threads(threads)
+    note = (
+        f"{EPISODES} episodes of {STEPS} actions in chunks of 10, a tiny MolmoAct2, {os.cpu_count()} cores, wall time"
+    )
+    what = f"episodes, {BATCH} at once in two processes"
+    return [
+        Row(what, rates.ours, rates.baseline, "one by one in one process", "/min", "higher", note, rates.spread),
+    ]
+
+
+def _policy(scratch: Path) -> MolmoAct2Policy:
+    """Random weights and small pictures: it never succeeds, so that every episode is as long."""
+    settings = PolicySettings(**{**POLICY, "tiny": {**TINY, "image_side": 56}})
+    loaded = load_policy(make_tiny_policy(scratch / "policy", settings), settings, ROBOT)
+    return MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows=1)
+
+
+def _settings(batch: int) -> LiberoEvaluationSettings:
+    return LiberoEvaluationSettings(
+        suites=(SUITE,),
+        tasks=(0,),
+        episodes_per_task=EPISODES,
+        max_steps={SUITE: STEPS},
+        inference_action_mode="continuous",
+        eval_seed=0,
+        per_episode_seed=True,
+        seed=0,
+        batch=batch,
+        rows_per_pass=1,
+        attempts=1,
+        failed_episodes=0,
+        videos_per_task=0,
+        video_fps=20,
+    )
