@@ -65,18 +65,14 @@ def share(batches: Sequence[MicroBatch], rank: int, world_size: int) -> list[Mic
     """The micro-batches of one rank: every rank gets as many, and all or none of a round have images."""
     if world_size == 1:
         return list(batches)
-    everything = [sample for batch in batches for sample in batch.samples]
-    shortest = min(everything, key=lambda sample: len(sample.input_ids))
-    with_images = [sample for sample in everything if sample.images]
-    filler_image = min(with_images, key=lambda sample: len(sample.input_ids), default=None)
     mine = []
     for start in range(0, len(batches), world_size):
-        one_round = list(batches[start : start + world_size])
+        one_round = batches[start : start + world_size]
         has_images = any(_has_images(batch) for batch in one_round)
-        batch = one_round[rank] if rank < len(one_round) else _filled(MicroBatch((), ()), shortest)
-        if has_images and not _has_images(batch):
-            assert filler_image is not None
-            batch = _filled(batch, filler_image)
+        batch = one_round[rank] if rank < len(one_round) else MicroBatch((), ())
+        if not batch.samples or has_images != _has_images(batch):
+            alike = (sample for other in one_round for sample in other.samples if bool(sample.images) == has_images)
+            batch = _filled(batch, min(alike, key=lambda sample: len(sample.input_ids)))
         mine.append(batch)
     return mine
 
