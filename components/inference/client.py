@@ -106,10 +106,10 @@ def request_body(
 
 
 def open_session() -> aiohttp.ClientSession:
-    """For `ask`, which bounds what is under way by itself. Proxies and keys of the surroundings are not looked at.
+    """For `ask`. It has no limit of its own: callers bound what is under way. Proxies of the surroundings are not used.
 
     aiohttp and not httpx, which looks at each of its connections for each request: with 128 of them that took more
-    time than all else that we do for a turn.
+    time than all else that we do for a turn (`make bench NAMES=pool`).
     """
     # Less than the 5 s after which a server of vLLM's closes what is idle.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
