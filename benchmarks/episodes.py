@@ -30,7 +30,7 @@ SUITE = "libero_spatial"
 
 
 def measure() -> list[Row]:
-    cameras = dict(zip(("agentview", "robot0_eye_in_hand"), (name.rsplit(".")[-1] for name in CAMERAS), strict=True))
+    cameras = dict(zip(("agentview", "robot0_eye_in_hand"), (name.rpartition(".")[2] for name in CAMERAS), strict=True))
     simulator = simulator_settings(resolution=64, camera_name_mapping=cameras)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -34,8 +34,8 @@ class AlfworldTextSettings(Settings):
     )
     max_turns: PositiveInt = Field(description="Turns of an episode; 50 is usual.")
     max_dead_ends: NonNegativeInt = Field(
-        description="The episode is lost with so many actions that were not possible; 0 is usual: it goes on. Who has "
-        "no way out of a state fills the rest of its turns with one action, from which nothing can be learned."
+        description="The episode is lost at this many answers that were no admissible action; 0: never, as usual. "
+        "A policy that is stuck fills its other turns with one action again and again: noise to learn from."
     )
     won_weight: float = Field(description="Reward for reaching the goal, given in the turn that reaches it.")
     detours: NonNegativeInt = Field(
