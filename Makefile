@@ -4,7 +4,7 @@ SERVED := $(wildcard components/inference/served/*.toml components/inference/ser
 BIN    := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint check up down bench clean
+.PHONY: help run test lint check up down fuzz chaos bench clean
 
 help:  ## what each command does
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -29,6 +29,12 @@ up: environments  ## the platform: Prefect server, worker and dashboard, MLflow
 
 down: .venv/.made  ## stop the platform
 	$(BIN)/armature down
+
+fuzz: .venv/.made  ## damaged inputs at every door; choose with SECONDS=600 INPUTS=2000 and ARGS="--door images"
+	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),600) --inputs $(or $(INPUTS),2000) $(ARGS)
+
+chaos: environments  ## kill, pause, cut off and fill up short trainings; choose with RUNS=30 and ARGS="--seed 1"
+	$(BIN)/python -m tests.chaos --runs $(or $(RUNS),30) $(ARGS)
 
 bench: environments  ## measure, as ratios within one run; choose with NAMES="pool batches"
 	$(BIN)/python -m benchmarks.run $(NAMES)

@@ -48,8 +48,9 @@ def check_machine(machine: Machine, with_servers: bool) -> None:
         with_servers: Model servers are started, or joined.
 
     Raises:
-        ConfigurationError: no interpreter with vLLM, or a GPU that is not there.
+        ConfigurationError: no interpreter with vLLM, a GPU that is not there, or a variable that is not set.
     """
+    machine.server_variables(), machine.trainer_variables()
     if with_servers and not machine.endpoints and not machine.server_python.exists():
         raise ConfigurationError(
             "there is no interpreter with vLLM to start servers with",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Optional
@@ -35,14 +36,19 @@ MachineOverrides = Annotated[
     Optional[list[str]],  # noqa: UP045
     typer.Option("--machine", metavar="KEY=VALUE", help="Change a fact of the machine: --machine servers=2."),
 ]
+Force = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Option(metavar="STAGE", help="Make a stage again, and all that depends on it; repeat for more."),
+]
 
 
-def _overrides(settings: list[str] | None, machine: list[str] | None) -> list[str]:
-    return [*(settings or []), *(f"machine.{each}" for each in machine or [])]
+def _overrides(settings: list[str] | None, machine: list[str] | None, force: list[str] | None = None) -> list[str]:
+    forced = [f"machine.force={json.dumps(force)}"] if force else []
+    return [*(settings or []), *(f"machine.{each}" for each in machine or []), *forced]
 
 
 @app.command(epilog="Example: armature run train-vlm/colors --set trainer.max_steps=20 --machine servers=2")
-def run(name: Name, set_: Overrides = None, machine: MachineOverrides = None) -> None:
+def run(name: Name, set_: Overrides = None, machine: MachineOverrides = None, force: Force = None) -> None:
     """Run a recipe in this process.
 
     A Prefect server is started for it when none is up.
@@ -50,7 +56,7 @@ def run(name: Name, set_: Overrides = None, machine: MachineOverrides = None) ->
     from armature.run import run_recipe
     from components.configuration import load_recipe
 
-    run_recipe(load_recipe(name, _overrides(set_, machine)))
+    run_recipe(load_recipe(name, _overrides(set_, machine, force)))
 
 
 @app.command(
@@ -66,14 +72,15 @@ def stage(
     out: Annotated[Optional[Path], typer.Option(help="Also link the artifact to this folder.")] = None,  # noqa: UP045
     set_: Overrides = None,
     machine: MachineOverrides = None,
+    force: Force = None,
 ) -> None:
     """Run one stage, without Prefect.
 
-    This is what DVC does. Nothing is made twice.
+    This is what DVC does. Nothing is made twice, unless it is forced.
     """
     from armature.stage import run_one_stage
 
-    artifact = run_one_stage(name, config, input_ or [], out, _overrides(set_, machine))
+    artifact = run_one_stage(name, config, input_ or [], out, _overrides(set_, machine, force))
     print(f"{artifact.digest}  {out or artifact.path}")
 
 
@@ -125,14 +132,32 @@ def show(
     show_it(what, set_ or [], most)
 
 
+@app.command(epilog="Example: armature verify --store /shared/store")
+def verify(
+    store: Annotated[Path, typer.Option(help="Folder of the artifact store.")] = Path(".armature/store"),
+) -> None:
+    """Read every artifact of a store, and name those that are not as they were made.
+
+    A run compares sizes, times and inodes, and reads what differs.
+    """
+    from armature.verify import verify as verify_store
+
+    verify_store(store)
+
+
 @app.command("list")
 def list_(as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
     """List the recipes."""
     from armature.deployments import pool_of
     from components.configuration import load_recipe, recipe_names
 
-    recipes = [load_recipe(name) for name in recipe_names()]
-    rows = [{"name": each.name, "pool": pool_of(each), "description": each.description} for each in recipes]
+    rows = []
+    for name in recipe_names():
+        try:
+            recipe = load_recipe(name)
+            rows.append({"name": name, "pool": pool_of(recipe), "description": recipe.description})
+        except ConfigurationError as error:  # of this recipe alone
+            rows.append({"name": name, "pool": "-", "description": f"cannot be used: {error.what}"})
     if as_json:
         print(json.dumps(rows, indent=1))
         return
@@ -141,7 +166,7 @@ def list_(as_json: Annotated[bool, typer.Option("--json", help="For programs.")]
         print(f"{row['name']:<{width}}  {row['pool']:<9}  {row['description']}")
 
 
-@app.command(epilog="Then: prefect deployment run train-vlm/colors")
+@app.command(epilog='Then: eval "$(armature env)" && prefect deployment run train-vlm/colors')
 def up(
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when all is up.")] = False,
     prefect_port: Annotated[
@@ -183,6 +208,15 @@ def status() -> None:
     from armature import supervisor
 
     raise typer.Exit(supervisor.status())
+
+
+@app.command(epilog='Example: eval "$(armature env)" && prefect deployment run train-vlm/colors')
+def env() -> None:
+    """Print how a shell reaches what `armature up` started, Prefect's password included."""
+    from armature import supervisor
+
+    for name, value in supervisor.environment().items():
+        print(f"export {name}={shlex.quote(value)}")
 
 
 @deployments_app.command("write")

@@ -1,7 +1,7 @@
 """What a Prefect server must know before flows run on it: pools, the GPU limit, the watch over dead runs, deployments.
 
-Run as a program (`python -m armature.provision`) with PREFECT_API_URL set, so that a supervisor need not import
-Prefect. Doing it twice changes nothing.
+Run as a program (`python -m armature.provision [POOL ...]`, pools besides our own) with PREFECT_API_URL set, so that a
+supervisor need not import Prefect. Doing it twice changes nothing.
 """
 
 from __future__ import annotations
@@ -23,14 +23,21 @@ from armature.deployments import POOLS
 from armature.hardware import gpu_count, package_version
 from armature.services import HEARTBEAT_SECONDS
 
+JOB_TEMPLATE = {
+    "variables": {"type": "object", "properties": {}, "additionalProperties": False},
+    "job_configuration": {"stream_output": True},
+}
+"""A run is its deployment's flow. Prefect's own template lets each run name a command, a folder and an environment."""
+
 WATCH = "armature: runs without a heartbeat are crashed"
 WINDOW = timedelta(seconds=4 * HEARTBEAT_SECONDS)
 
 
 def main() -> int:
     with get_client(sync_client=True) as client:
-        for pool in POOLS:
-            client.create_work_pool(WorkPoolCreate(name=pool, type="process"), overwrite=True)
+        for pool in dict.fromkeys([*POOLS, *sys.argv[1:]]):  # a worker would make one that takes commands
+            template = WorkPoolCreate(name=pool, type="process", base_job_template=JOB_TEMPLATE)
+            client.create_work_pool(template, overwrite=True)
         client.upsert_global_concurrency_limit_by_name("gpu", max(gpu_count(), 1))
         watch_for_dead_runs(client)
     return deploy(Path("prefect.yaml"))

@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import httpx
+from pydantic import ValidationError
+
 from armature import supervisor
 from armature.hardware import PREFECT_PORT
 from armature.services import free_port, prefect_environment, prefect_server, wait_until_ready
 from components.configuration import Recipe
-from components.contracts.errors import ArmatureError
+from components.contracts.errors import ArmatureError, ConfigurationError, ServerError
 
 if TYPE_CHECKING:
     from prefect import State
@@ -27,13 +30,17 @@ def prefect_api() -> Iterator[Callable[[], object]]:
 
     In order: PREFECT_API_URL, the platform that is up in this folder, a server for this run alone. The last shares
     its database with the platform, so the run is on the dashboard afterwards, and starts while we import.
+
+    Raises:
+        ServerError: the API does not answer, or wants another auth string.
     """
-    if os.environ.get("PREFECT_API_URL"):
-        yield lambda: None
-    elif platform := supervisor.current():
+    given, platform = os.environ.get("PREFECT_API_URL"), supervisor.current()
+    if platform and given in (None, "", platform.api_url):
         os.environ.update(prefect_environment(platform.api_url))
         os.environ.setdefault("MLFLOW_TRACKING_URI", platform.mlflow)
-        yield lambda: None
+        yield lambda: check_api(platform.api_url)
+    elif given:
+        yield lambda: check_api(given)
     else:
         service = prefect_server(free_port(), with_pages=False)
         # The link in the log is to the page that `armature up` will serve: this server has none.
@@ -44,6 +51,25 @@ def prefect_api() -> Iterator[Callable[[], object]]:
         finally:
             _send_what_is_left()
             server.stop()
+
+
+def check_api(url: str) -> None:
+    """
+    Raises:
+        ServerError: Prefect's API does not answer there, or wants another auth string.
+    """
+    user, _, password = os.environ.get("PREFECT_API_AUTH_STRING", "").partition(":")
+    try:
+        auth = (user, password) if user else None
+        answer = httpx.get(f"{url.rstrip('/')}/admin/version", auth=auth, timeout=10.0, trust_env=False)
+        answer.raise_for_status()
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        refused = isinstance(error, httpx.HTTPStatusError) and error.response.status_code == httpx.codes.UNAUTHORIZED
+        raise ServerError(
+            "Prefect's API wants another auth string" if refused else f"Prefect's API does not answer: {error}",
+            where=f"PREFECT_API_URL = {url}",
+            remedy='eval "$(armature env)" where the platform is up, or unset PREFECT_API_URL',
+        ) from error
 
 
 def _send_what_is_left() -> None:
@@ -74,16 +100,47 @@ def run_recipe(recipe: Recipe) -> None:
 
 def _flow_state(recipe: Recipe) -> State[Any]:
     with prefect_api() as ready:
-        from armature.deployments import flow_of
-
-        flow = flow_of(recipe.name)
+        flow = _imported_flow(recipe.name)
         ready()
         _provide_gpu_limit()
         from prefect import tags
 
-        with tags(f"deployment:{recipe.name.partition('/')[2]}"):
-            state: State[Any] = flow(**dict(recipe.sections), return_state=True)
+        try:
+            with tags(f"deployment:{recipe.name.partition('/')[2]}"):
+                state: State[Any] = flow(**dict(recipe.sections), return_state=True)
+        except httpx.HTTPError as error:
+            raise ServerError(
+                f"Prefect's API no longer answers: {error!r:.300}",
+                where=os.environ.get("PREFECT_API_URL", ""),
+                remedy="start it, then run again: it goes on from what was finished",
+            ) from error
     return state
+
+
+def _imported_flow(name: str) -> Any:
+    """
+    Raises:
+        ConfigurationError: Prefect refuses a variable of the environment.
+    """
+    try:
+        from armature.deployments import flow_of
+
+        return flow_of(name)
+    except ValidationError as error:
+        wrong = [(str(each["loc"][-1]), each["msg"]) for each in error.errors() if each["loc"]]
+        named = [
+            key
+            for field, _ in wrong
+            for key in os.environ
+            if key.startswith("PREFECT_") and key.lower().endswith(field)
+        ]
+        if not named:
+            raise
+        raise ConfigurationError(
+            f"Prefect refuses a setting: {wrong[0][0]}: {wrong[0][1]}",
+            where=", ".join(f"{key} = {os.environ[key]!r}" for key in named if "AUTH" not in key and "KEY" not in key),
+            remedy="correct the variable, or unset it",
+        ) from error
 
 
 def _report(state: State[Any]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import secrets
 import socket
 import sys
 import time
@@ -12,13 +14,42 @@ from pathlib import Path
 
 import httpx
 
-from components.contracts.errors import ServerError
+from armature.prefect_server import ALLOWED_HOSTS
+from components.contracts.errors import ConfigurationError, ServerError
 from components.ports import listener
+from components.private_files import private_database, private_folder, write_private
 from components.process import Program
 
 STATE = Path(".armature")
 LOGS = STATE / "logs"
+AUTH_STRING = STATE / "prefect-auth-string"
 HEARTBEAT_SECONDS = 30
+HOSTS = ("127.0.0.1", "localhost")
+
+
+def auth_string() -> str:
+    """What Prefect's API asks for: PREFECT_SERVER_API_AUTH_STRING, else this folder's secret, made when first needed.
+
+    Raises:
+        ConfigurationError: it is not of the form user:password.
+    """
+    given = os.environ.get("PREFECT_SERVER_API_AUTH_STRING")
+    if given is None:
+        write_private(AUTH_STRING, f"armature:{secrets.token_urlsafe(32)}", replace=False)
+        AUTH_STRING.chmod(0o600)
+    found = AUTH_STRING.read_text(errors="replace").strip() if given is None else given
+    if not re.fullmatch(r"[!-9;-~]+:[!-~]{8,}", found):
+        raise ConfigurationError(
+            "the auth string of Prefect's API is not of the form user:password, with a password of 8 characters",
+            where=str(AUTH_STRING) if given is None else "PREFECT_SERVER_API_AUTH_STRING",
+            remedy="remove it, and a new one is made" if given is None else "correct it, or unset it",
+        )
+    return found
+
+
+def own_origins(port: int) -> str:
+    """The addresses of a page that this machine serves on the port, as browsers write them."""
+    return ",".join(f"http://{host}:{port}" for host in HOSTS)
 
 
 def prefect_environment(api_url: str) -> dict[str, str]:
@@ -26,16 +57,13 @@ def prefect_environment(api_url: str) -> dict[str, str]:
 
     Leases on disk: kept in memory, a restart of the server would end every run that holds a concurrency slot.
     """
-    home = (STATE / "prefect").resolve()
-    home.mkdir(parents=True, exist_ok=True)
+    home = private_folder(STATE / "prefect").resolve()
     return {
         "ARMATURE_HOME": str(Path.cwd()),
         "DO_NOT_TRACK": "1",
+        "PREFECT_API_AUTH_STRING": auth_string(),
         "PREFECT_API_URL": api_url,
         "PREFECT_HOME": str(home),
-        "PREFECT_API_DATABASE_CONNECTION_URL": os.environ.get(
-            "PREFECT_API_DATABASE_CONNECTION_URL", f"sqlite+aiosqlite:///{home / 'prefect.db'}"
-        ),
         "PREFECT_CLI_PROMPT": "false",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -72,28 +100,43 @@ class Service:
 def prefect_server(port: int, with_pages: bool = True) -> Service:
     """The Prefect server; without pages when it only serves one run."""
     url = f"http://127.0.0.1:{port}/api"
-    environment = prefect_environment(url) | {"PREFECT_UI_ENABLED": "true" if with_pages else "false"}
-    command = (sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app")
+    environment = prefect_environment(url) | {
+        ALLOWED_HOSTS: ",".join(HOSTS),
+        "PREFECT_API_DATABASE_CONNECTION_URL": _prefect_database(),
+        "PREFECT_SERVER_API_AUTH_STRING": auth_string(),
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": own_origins(port),
+        "PREFECT_UI_ENABLED": "true" if with_pages else "false",
+    }
+    command = (sys.executable, "-m", "uvicorn", "--factory", "armature.prefect_server:create_app")
     options = ("--host", "127.0.0.1", "--port", str(port), "--log-level", "warning", "--lifespan", "on")
     return Service("prefect-server", command + options, environment, f"{url}/health", port)
+
+
+def _prefect_database() -> str:
+    if given := os.environ.get("PREFECT_API_DATABASE_CONNECTION_URL"):
+        return given
+    return f"sqlite+aiosqlite:///{private_database(STATE / 'prefect/prefect.db').resolve()}"
 
 
 def mlflow_server(port: int) -> Service:
     """MLflow's pages over the SQLite file that runs without a server write to as well.
 
+    It answers to its own names and pages alone; by itself it would take any host that begins as a private address.
     Its job runner (eight more processes, a minute of start) serves features that nothing here uses.
     """
-    database = f"sqlite:///{(STATE / 'mlflow.db').resolve()}"
     artifacts = f"file://{(STATE / 'mlartifacts').resolve()}"
-    command = (sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port))
-    options = ("--workers", "1", "--backend-store-uri", database, "--default-artifact-root", artifacts)
+    command = (sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1")
     environment = {
         "DO_NOT_TRACK": "true",
+        "MLFLOW_BACKEND_STORE_URI": f"sqlite:///{private_database(STATE / 'mlflow.db').resolve()}",
         "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SERVER_ALLOWED_HOSTS": ",".join(f"{host}:{port}" for host in HOSTS),
+        "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": own_origins(port),
+        "MLFLOW_SERVER_DISABLE_SECURITY_MIDDLEWARE": "false",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     }
-    url = f"http://127.0.0.1:{port}/health"
-    return Service("mlflow", (*command, *options, "--no-serve-artifacts"), environment, url, port)
+    options = ("--default-artifact-root", artifacts, "--no-serve-artifacts")
+    return Service("mlflow", command + options, environment, f"http://127.0.0.1:{port}/health", port)
 
 
 def worker(pool: str, api_url: str, mlflow_url: str) -> Service:
@@ -121,7 +164,7 @@ def refuse_taken_port(port: int, name: str) -> None:
 
 def answers(url: str) -> bool:
     try:
-        return httpx.get(url, timeout=2.0).status_code == 200
+        return httpx.get(url, timeout=2.0, trust_env=False).status_code == 200
     except httpx.HTTPError:
         return False
 

@@ -7,16 +7,23 @@ from collections.abc import Sequence
 
 from components.configuration import load_recipe
 
+SECONDS = 5.0
+"""A person waits for the answer."""
+
 
 def show(what: str | None, overrides: Sequence[str], most: int) -> None:
-    if what is None:
-        _latest_runs()
-    elif "/" in what:
+    if what is not None and "/" in what:
         print(json.dumps(load_recipe(what, overrides).dump(), indent=1))
-    else:
-        from tasks.lineage import lineage
+        return
+    from tasks.patience import patience
 
-        print("\n".join(lineage(_whole_digest(what)).lines(most=most)))
+    with patience(SECONDS):
+        if what is None:
+            _latest_runs()
+        else:
+            from tasks.lineage import lineage
+
+            print("\n".join(lineage(_whole_digest(what)).lines(most=most)))
 
 
 def _whole_digest(what: str) -> str:

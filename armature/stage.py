@@ -11,7 +11,7 @@ from components.configuration import Recipe, recipe_from_file
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
 from components.contracts.stages import Artifact, Stage
-from components.stages import STAGES, run_stage
+from components.stages import STAGES, refuse_unknown, run_stage
 
 
 def recipe_name(path: Path) -> str:
@@ -40,7 +40,9 @@ def run_one_stage(
     stage: Stage = STAGES[name]
     machine = recipe.sections["machine"]
     assert isinstance(machine, Machine)
-    artifact = run_stage(name, recipe.settings_for(stage.settings), parse_inputs(inputs), machine)
+    refuse_unknown(machine.force)
+    again = name in machine.force
+    artifact = run_stage(name, recipe.settings_for(stage.settings), parse_inputs(inputs), machine, again=again)
     if out is not None:
         link_folder(artifact.path, out)
     return artifact

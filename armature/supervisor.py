@@ -6,45 +6,48 @@ would end the others when one dies. Every program runs under the guard, so even 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from types import FrameType
+from typing import TextIO
 
-import psutil
+from pydantic import TypeAdapter, ValidationError
 
 from armature.hardware import gpu_count
 from armature.services import (
+    AUTH_STRING,
     LOGS,
     STATE,
     Service,
     answers,
+    auth_string,
     mlflow_server,
     prefect_environment,
     prefect_server,
     wait_until_ready,
     worker,
 )
-from components.contracts.errors import ConfigurationError, ServerError
+from components.contracts.errors import ConfigurationError, DataError, ServerError
+from components.private_files import private_folder, write_private
 from components.process import Program, program
 
-RECORD = STATE / "platform.json"
-READY_SECONDS = 180.0
+RECORD, LOCK = STATE / "platform.json", STATE / "platform.lock"
+READY_SECONDS, STOP_SECONDS = 180.0, 60.0
 
 
 @dataclass(frozen=True)
 class Platform:
-    """The platform that is up. `started` is the supervisor's start time, so that a reused pid is not mistaken."""
+    """Where the platform of this folder is."""
 
-    pid: int
-    started: float
     prefect: str
     mlflow: str
     pools: tuple[str, ...]
@@ -53,18 +56,71 @@ class Platform:
     def api_url(self) -> str:
         return f"{self.prefect}/api"
 
-    @property
-    def alive(self) -> bool:
-        return psutil.pid_exists(self.pid) and psutil.Process(self.pid).create_time() == self.started
+
+def supervisor_pid() -> int | None:
+    """The supervisor of this folder's platform: whoever holds the lock, which no clock and no reused pid can feign."""
+    if not LOCK.exists():
+        return None
+    with LOCK.open(errors="replace") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return int(text) if (text := file.read()).isdigit() else None
+    return None
 
 
 def current() -> Platform | None:
-    """The platform of this folder, if it is up."""
-    if not RECORD.exists():
+    """The platform of this folder, if it is up.
+
+    Raises:
+        DataError: it is up, but its record is damaged.
+    """
+    if supervisor_pid() is None or not RECORD.exists():
         return None
-    values = json.loads(RECORD.read_text())
-    platform = Platform(**values | {"pools": tuple(values["pools"])})
-    return platform if platform.alive else None
+    try:
+        return TypeAdapter(Platform).validate_json(RECORD.read_bytes())
+    except ValidationError as error:
+        raise DataError(
+            f"the record of the platform that is up is damaged: {error.errors()[0]['msg']}",
+            where=str(RECORD),
+            remedy="`armature down`, then `armature up`",
+        ) from error
+
+
+def _lock(file: TextIO) -> bool:
+    """Take the lock, also when others look just then who holds it."""
+    for _ in range(20):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(0.05)
+    return False
+
+
+@contextmanager
+def _locked() -> Iterator[None]:
+    """
+    Raises:
+        ConfigurationError: another supervisor holds the lock.
+    """
+    private_folder(LOGS)
+    with LOCK.open("a+") as file:
+        if not _lock(file):
+            running = current()
+            raise ConfigurationError(
+                f"the platform is up already: {running.prefect if running else 'it is starting'}",
+                where=f"process {supervisor_pid()}",
+                remedy="armature down",
+            )
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        RECORD.unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            RECORD.unlink(missing_ok=True)
 
 
 def default_pools() -> tuple[str, ...]:
@@ -78,25 +134,18 @@ def up(prefect_port: int, mlflow_port: int, pools: tuple[str, ...]) -> int:
         ConfigurationError: it is up already.
         ServerError: a port is taken, or a program does not come up.
     """
-    if running := current():
-        raise ConfigurationError(
-            f"the platform is up already: {running.prefect}", where=f"process {running.pid}", remedy="armature down"
-        )
     prefect, mlflow = f"http://127.0.0.1:{prefect_port}", f"http://127.0.0.1:{mlflow_port}"
-    platform = Platform(os.getpid(), psutil.Process().create_time(), prefect, mlflow, pools)
     # SIGTERM as an interrupt, so that one way out serves both; a shell may have set SIGINT to be ignored.
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
-    with ExitStack() as stack:
+    with _locked(), ExitStack() as stack:
         try:
-            children = _start(stack, platform)
+            children = _start(stack, Platform(prefect, mlflow, pools))
             stack.callback(_stop_together, children.values())
             return _watch(children)
         except KeyboardInterrupt:
             _say("stopping")
             return 0
-        finally:
-            RECORD.unlink(missing_ok=True)
 
 
 def _start(stack: ExitStack, platform: Platform) -> dict[str, Program]:
@@ -116,9 +165,10 @@ def _start(stack: ExitStack, platform: Platform) -> dict[str, Program]:
     for service in workers:
         children[service.name] = _enter(stack, service)
         _say(f"{service.name:<16} started       log: {service.log}")
-    RECORD.write_text(json.dumps(asdict(platform)))
+    write_private(RECORD, json.dumps(asdict(platform)))
     _say(f"\n  flows      {platform.prefect}\n  tracking   {platform.mlflow}/#/experiments\n")
-    _say("  prefect deployment run train-vlm/colors     armature down  or Ctrl-C ends it")
+    _say(f"  The pages of the flows ask for a password: the line in {AUTH_STRING}")
+    _say('  eval "$(armature env)" && prefect deployment run train-vlm/colors     armature down  or Ctrl-C ends it')
     return children
 
 
@@ -137,7 +187,7 @@ def _stop_together(children: Iterable[Program]) -> None:
 def _provision(platform: Platform) -> None:
     began = time.monotonic()
     log = LOGS / "provision.log"
-    command = [sys.executable, "-m", "armature.provision"]
+    command = [sys.executable, "-m", "armature.provision", *platform.pools]
     with program(command, log=log.resolve(), env=prefect_environment(platform.api_url)) as child:
         if child.wait() != 0:
             raise ServerError(
@@ -159,8 +209,7 @@ def _watch(children: dict[str, Program]) -> int:
 
 def detach(arguments: list[str]) -> int:
     """Start the supervisor in a session of its own and return when the platform is up."""
-    LOGS.mkdir(parents=True, exist_ok=True)
-    log = LOGS / "supervisor.log"
+    log = private_folder(LOGS) / "supervisor.log"
     with log.open("wb") as output:
         child = subprocess.Popen(
             [sys.executable, "-m", "armature", "up", *arguments],
@@ -174,27 +223,42 @@ def detach(arguments: list[str]) -> int:
         shown = len(text)
         if child.poll() is not None:
             return child.returncode or 1
-        if RECORD.exists() and (platform := current()) and platform.pid == child.pid:
+        if supervisor_pid() == child.pid and current():
             return 0
         time.sleep(0.2)
 
 
 def down() -> int:
     """Stop the platform of this folder, and only that."""
-    platform = current()
-    if platform is None:
+    if (pid := supervisor_pid()) is None:
         _say("nothing is up here")
-        RECORD.unlink(missing_ok=True)
+        if RECORD.exists():
+            RECORD.unlink()
         return 0
-    supervisor = psutil.Process(platform.pid)
-    supervisor.terminate()
-    try:
-        supervisor.wait(60)
-    except psutil.TimeoutExpired:
-        supervisor.kill()  # the guards end the rest
+    os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + STOP_SECONDS
+    while supervisor_pid() == pid:
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)  # the guards end the rest
+        time.sleep(0.1)
     RECORD.unlink(missing_ok=True)
     _say("down")
     return 0
+
+
+def environment() -> dict[str, str]:
+    """The variables by which `prefect` and MLflow's client find the platform of this folder.
+
+    Raises:
+        ConfigurationError: it is not up.
+    """
+    if not (platform := current()):
+        raise ConfigurationError("nothing is up here", where=str(STATE.resolve()), remedy="armature up --detach")
+    return {
+        "PREFECT_API_URL": platform.api_url,
+        "PREFECT_API_AUTH_STRING": auth_string(),
+        "MLFLOW_TRACKING_URI": platform.mlflow,
+    }
 
 
 def status() -> int:
@@ -206,7 +270,7 @@ def status() -> int:
     for name, url in (("flows", f"{platform.api_url}/health"), ("tracking", f"{platform.mlflow}/health")):
         _say(f"{name:<10} {url.removesuffix('/api/health').removesuffix('/health'):<28} "
              f"{'answers' if answers(url) else 'does not answer'}")  # fmt: skip
-    _say(f"{'pools':<10} {', '.join(platform.pools)}   (supervisor: process {platform.pid})")
+    _say(f"{'pools':<10} {', '.join(platform.pools)}   (supervisor: process {supervisor_pid()})")
     return 0
 
 

@@ -6,6 +6,8 @@ A file may extend another (`extends = "base.toml"`, relative to itself); its tab
 
 from __future__ import annotations
 
+import os
+import reprlib
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,9 +15,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, model_validator
 
 from components.contracts.errors import ConfigurationError
+from components.contracts.secrets import PLAIN_SECRET
+from components.contracts.settings import Settings
 from components.registry import suggestion
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -74,6 +78,10 @@ OPTIONAL: dict[str, frozenset[str]] = {
 }
 """Sections that a recipe may leave out, which means: without it. By the same names."""
 
+LARGEST_FILE, DEEPEST = 2**22, 32
+"""Bytes of a TOML file, and parts of an override's dotted key."""
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
 TAKEN_AWAY = object()
 """In place of a value in overrides: the setting, or the section, is left out."""
 
@@ -134,8 +142,8 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         if value is TAKEN_AWAY:
             merged.pop(key, None)
             continue
-        both_tables = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = merge(merged[key], value) if both_tables else value
+        old = merged.get(key)
+        merged[key] = merge(old if isinstance(old, Mapping) else {}, value) if isinstance(value, Mapping) else value
     return merged
 
 
@@ -145,39 +153,76 @@ def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     Raises:
         ConfigurationError: missing, not TOML, or extending itself.
     """
-    path = path.resolve()
+    path = Path(os.path.abspath(path))  # noqa: PTH100 (resolve would fail at a link to itself)
     if path in seen:
         chain = " -> ".join(each.name for each in (*seen, path))
         raise ConfigurationError(f"configurations extend each other in a circle: {chain}", where=str(path))
-    try:
-        values = tomllib.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise ConfigurationError(
-            f"TOML config not found: {path}", remedy="armature list shows what there is"
-        ) from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigurationError(f"not valid TOML: {error}", where=str(path)) from error
-    base = values.pop("extends", None)
-    if base is None:
+    values = _parse(path)
+    if "extends" not in values:
         return values
-    file, only = (base, None) if isinstance(base, str) else (base["file"], base["sections"])
-    inherited = read_toml(path.parent / file, (*seen, path))
-    kept = {key: value for key, value in inherited.items() if only is None or key in only}
+    try:
+        base = Extends.model_validate(values.pop("extends"))
+    except ValidationError as error:
+        raise ConfigurationError(
+            explain(error, "extends", Extends), where=str(path), remedy=str(Extends.__doc__)
+        ) from error
+    inherited = read_toml(path.parent / base.file, (*seen, path))
+    kept = {key: value for key, value in inherited.items() if base.sections is None or key in base.sections}
     return merge(kept, values)
 
 
+class Extends(Settings):
+    """Write extends = "base.toml", or extends = {file = "base.toml", sections = ["model"]}."""
+
+    file: str
+    sections: tuple[str, ...] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_a_name(cls, value: Any) -> Any:
+        return {"file": value} if isinstance(value, str) else value
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    missing = ConfigurationError(f"TOML config not found: {path}", remedy="armature list shows what there is")
+    try:
+        if not path.exists():
+            raise missing
+        if not path.is_file() or path.stat().st_size > LARGEST_FILE:
+            raise ConfigurationError(f"not a file of at most {LARGEST_FILE} bytes", where=str(path))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"not valid TOML, which is UTF-8: {error}", where=str(path)) from error
+    except RecursionError as error:
+        raise ConfigurationError("not valid TOML: too deeply nested", where=str(path)) from error
+    except ValueError as error:
+        raise ConfigurationError(f"not valid TOML: {error}", where=str(path)) from error
+    except OSError as error:
+        raise ConfigurationError(f"the file cannot be read: {error.strerror}", where=str(path)) from error
+
+
 def parse_override(text: str) -> dict[str, Any]:
-    """`a.b=value` as nested tables; the value is TOML, a bare word is a string, and none takes away what is there."""
+    """`a.b=value` as nested tables; the value is TOML, a bare word is a string, and none takes away what is there.
+
+    Raises:
+        ConfigurationError: it is of another form.
+    """
     key, separator, value = text.partition("=")
-    if not separator or not key.strip():
-        raise ConfigurationError(f"not an override: {text!r}", remedy="write --set section.key=value")
+    parts = [part.strip() for part in key.split(".")]
+    broken = any(character == "\0" or "\ud800" <= character <= "\udfff" for character in text)
+    if not separator or not all(parts) or len(parts) > DEEPEST or broken:
+        raise ConfigurationError(f"not an override: {_SHORT.repr(text)}", remedy="write --set section.key=value")
     parsed: Any = TAKEN_AWAY
     if value.strip():
         try:
-            parsed = tomllib.loads(f"value = {value}")["value"]
+            parsed, *more = tomllib.loads(f"value = {value}").values()
+            if more:
+                raise ConfigurationError(f"not one override: {_SHORT.repr(text)}", remedy="write a --set for each")
         except tomllib.TOMLDecodeError:
             parsed = value
-    for part in reversed(key.strip().split(".")):
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, or too deeply nested
+            raise ConfigurationError(f"not an override: {_SHORT.repr(text)}: {error}", where=key) from error
+    for part in reversed(parts):
         parsed = {part: parsed}
     return dict(parsed)
 
@@ -217,7 +262,9 @@ def build_recipe(name: str, values: Mapping[str, Any], where: str) -> Recipe:
     """
     known = sections_of(name, where)
     values = dict(values)
-    description = str(values.pop("description", ""))
+    description = values.pop("description", "")
+    if not isinstance(description, str):
+        raise ConfigurationError(f"description is no text: {_SHORT.repr(description)}", where=where)
     if unknown := sorted(set(values) - set(known)):
         raise ConfigurationError(f"unknown section {unknown[0]!r}", where=where, remedy=suggestion(unknown[0], known))
     sections = {}
@@ -240,7 +287,7 @@ def explain(error: ValidationError, section: str, model: type[BaseModel]) -> str
         line = f"{'.'.join([section, *location])}: {problem['msg']}"
         if problem["type"] == "extra_forbidden":
             line = f"{'.'.join([section, *location])} is not a setting; {suggestion(location[-1], model.model_fields)}"
-        elif problem["type"] != "missing":
-            line += f" (given {problem['input']!r})"
+        elif problem["type"] not in ("missing", PLAIN_SECRET):
+            line += f" (given {_SHORT.repr(problem['input'])})"
         lines.append(line)
     return "\n".join(lines)

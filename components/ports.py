@@ -1,4 +1,4 @@
-"""Who listens on a port, for the message that it is taken."""
+"""Who listens on a port, and the interface on which ours do."""
 
 from __future__ import annotations
 
@@ -17,3 +17,9 @@ def listener(port: int) -> str:
                 process = psutil.Process(connection.pid)
                 return f"{process.name()} (process {process.pid}{', this one' * (process.pid == os.getpid())})"
     return ""
+
+
+def loopback() -> str:
+    """The name of the loopback interface, which libraries of collectives want instead of its address."""
+    found = psutil.net_if_addrs().items()
+    return next((name for name, addresses in found if any(one.address == "127.0.0.1" for one in addresses)), "lo")

@@ -9,17 +9,20 @@ sub-reaper, so that orphans become its children instead of init's.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import select
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 import psutil
 
@@ -27,6 +30,7 @@ GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 
 _POLL = 0.5
+_SCRATCH, _LOCK = "armature-scratch-", ".guard"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -174,12 +178,17 @@ def _guard(lifeline: int, parent: int, grace: float, command: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, note)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    child = subprocess.Popen(command, preexec_fn=_die_with_guard)
+    with _scratch() as folder:
+        child = subprocess.Popen(command, preexec_fn=_die_with_guard, env=os.environ | {"TMPDIR": folder})
+        return _until_the_end(child.pid, lifeline, parent, grace, wake, asked)
+
+
+def _until_the_end(child: int, lifeline: int, parent: int, grace: float, wake: int, asked: list[int]) -> int:
     while True:
         ready, _, _ = select.select([lifeline, wake], [], [], _POLL)
         if wake in ready:
             os.read(wake, 4096)
-        code = _reap(child.pid)
+        code = _reap(child)
         if code is not None:
             _stop_children(grace)
             return code
@@ -187,6 +196,40 @@ def _guard(lifeline: int, parent: int, grace: float, command: list[str]) -> int:
         if lifeline in ready or asked or os.getppid() != parent:
             _stop_children(grace)
             return -signal.SIGTERM
+
+
+@contextmanager
+def _scratch() -> Iterator[str]:
+    """A folder for the temporary files of a program and of all that it starts, gone when they are.
+
+    Locked as long as the guard lives: what a guard that was killed left is removed by the next one.
+    """
+    root = Path(tempfile.gettempdir())
+    for left in root.glob(f"{_SCRATCH}*"):
+        with suppress(OSError):  # of another user, or another guard removes it as well
+            _remove_if_abandoned(left)
+    folder, lock = _locked_folder(root)
+    with lock:
+        try:
+            yield str(folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _locked_folder(root: Path) -> tuple[Path, IO[str]]:
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=root))
+        lock = (folder / _LOCK).open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / _LOCK).exists():  # else it was taken for abandoned in the moment before it was locked
+            return folder, lock
+        lock.close()
+
+
+def _remove_if_abandoned(folder: Path) -> None:
+    with (folder / _LOCK).open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
 
 
 def _die_with_guard() -> None:

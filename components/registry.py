@@ -37,10 +37,18 @@ class Registry:
         """The class or function called `name`.
 
         Raises:
-            ConfigurationError: the name is unknown (the nearest known one is suggested).
+            ConfigurationError: the name is unknown (the nearest known one is suggested), or what it stands for is not
+                there.
         """
         entries = self._all()
         if name not in entries:
             raise ConfigurationError(f"no {self.noun} is called {name!r}", remedy=suggestion(name, entries))
         module, _, attribute = entries[name].partition(":")
-        return getattr(import_module(module), attribute)
+        try:
+            return getattr(import_module(module), attribute)
+        except (ImportError, AttributeError, SyntaxError) as error:
+            raise ConfigurationError(
+                f"{self.noun} {name!r} cannot be loaded: {type(error).__name__}: {error}",
+                where=entries[name],
+                remedy="install what it needs, or correct the package that names it",
+            ) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,13 @@ from typing import Any
 from pydantic import BaseModel
 from tqdm import tqdm
 
-from components.artifacts.digests import document_digest
+from components.artifacts.digests import document_digest, refuse_non_finite
 from components.artifacts.manifest import write_manifest
 from components.artifacts.store import ArtifactStore
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
 from components.contracts.stages import Artifact, Events, ResultT, Stage, StageContext, Units
-from components.registry import Registry
+from components.registry import Registry, suggestion
 
 STAGES = Registry(
     "stage",
@@ -78,28 +78,42 @@ class ThreadUnits:
 
 
 def fingerprint(stage: Stage[Any], settings: BaseModel, inputs: Mapping[str, Artifact]) -> str:
-    """What names the output: the stage, its version, its settings and the digests of its inputs.
+    """What names the output: the stage, its version, its settings, the digests of its inputs and of its sources.
 
     Raises:
-        ConfigurationError: an input is missing or too many.
+        ConfigurationError: an input is missing or too many, or a setting is not finite.
     """
     if set(inputs) != set(stage.inputs):
         raise ConfigurationError(
             f"stage {stage.name!r} takes the inputs {sorted(stage.inputs)}, given {sorted(inputs)}",
             remedy="name each input once: --input NAME=FOLDER",
         )
-    return document_digest(
-        {
-            "stage": stage.name,
-            "version": stage.version,
-            "settings": settings.model_dump(mode="json"),
-            "inputs": {name: inputs[name].digest for name in stage.inputs},
-        }
-    )[:20]
+    refuse_non_finite(settings.model_dump())  # JSON would have null in its place
+    document = {
+        "stage": stage.name,
+        "version": stage.version,
+        "settings": settings.model_dump(mode="json"),
+        "inputs": {name: inputs[name].digest for name in stage.inputs},
+    }
+    if sources := stage.sources(settings, inputs):
+        document["sources"] = dict(sources)
+    return document_digest(document)[:20]
 
 
-def open_store(machine: Machine) -> ArtifactStore:
-    return ArtifactStore(Path(machine.store), machine.remote_store)
+def open_store(machine: Machine, say: Callable[[str], None] = tqdm.write) -> ArtifactStore:
+    return ArtifactStore(Path(machine.store), machine.remote_store, say)
+
+
+def refuse_unknown(stages: Iterable[str]) -> None:
+    """
+    Raises:
+        ConfigurationError: there is no such stage; the nearest one is suggested.
+    """
+    for name in stages:
+        if name not in STAGES:
+            raise ConfigurationError(
+                f"no stage is called {name!r}", where="machine.force, --force", remedy=suggestion(name, STAGES)
+            )
 
 
 def find_made(name: str, settings: BaseModel, inputs: Mapping[str, Artifact], machine: Machine) -> Artifact | None:
@@ -115,15 +129,22 @@ def run_stage(
     machine: Machine,
     events: Events | None = None,
     units: Units | None = None,
+    again: bool = False,
 ) -> Artifact:
     """Run stage `name`, or find its artifact already made.
 
     An attempt that was stopped left its workspace; this attempt resumes from it.
+
+    Args:
+        again: what was made before is set aside, and it is made again from its beginning.
     """
     stage: Stage[Any] = STAGES[name]
-    store, key, events = open_store(machine), fingerprint(stage, settings, inputs), events or TerminalEvents()
+    events = events or TerminalEvents()
+    store, key = open_store(machine, events.message), fingerprint(stage, settings, inputs)
     with store.lock(name, key):
-        if made := store.find(name, key):
+        if again:
+            store.set_aside(name, key)
+        elif made := store.find(name, key):
             events.message(f"{name}: already made, {made.path}")
             return made
         context = StageContext(
@@ -145,6 +166,7 @@ def run_stage(
                 drops=dict(report.drops),
                 inputs={key: inputs[key].digest for key in stage.inputs},
                 settings=settings.model_dump(mode="json"),
+                sources=stage.sources(settings, inputs),
             )
 
         started = time.monotonic()

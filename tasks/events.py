@@ -13,12 +13,13 @@ from types import TracebackType
 from typing import cast
 from uuid import UUID
 
-from mlflow.exceptions import MlflowException
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.logging import get_run_logger
 
+from components.contracts.errors import TrackingError
 from components.contracts.stages import Artifact
 from components.stages import TerminalEvents
+from tasks.patience import patience
 from tasks.tracking import TrackedRun
 
 FLUSH_SECONDS = 3.0
@@ -42,7 +43,8 @@ class PrefectEvents:
     """Events of one stage run; use as a context manager inside the task.
 
     Reporting never waits for a server: a thread sends what has gathered every few seconds. While MLflow does not
-    answer, its numbers are kept and sent again; only at the end does that become an error.
+    answer, its numbers are kept and sent again; only at the end are they waited for, and an error if MLflow stays away.
+    The error of a stage that failed by itself is not hidden by it.
 
     `reported` is filled with the steps and the digests that were reported.
     """
@@ -90,14 +92,28 @@ class PrefectEvents:
     ) -> None:
         self._stop.set()
         self._thread.join()
-        self._send()
+        if error is None:
+            self._send()
+            return
+        try:
+            with patience(0.0):
+                self._send()
+        except TrackingError as lost:
+            self._log.warning("%d numbers did not reach MLflow: %s", len(self._metrics), lost)
 
     def _send_until_stopped(self) -> None:
+        away = False
         while not self._stop.wait(FLUSH_SECONDS):
             try:
-                self._send()
-            except MlflowException as error:
-                self._log.warning("MLflow does not answer, its metrics are kept until it does: %s", error)
+                with patience(0.0):
+                    self._send()
+                if away:
+                    self._log.warning("MLflow answers again; what was kept is there")
+                away = False
+            except TrackingError as error:
+                if not away:
+                    self._log.warning("the run goes on, its numbers are kept until MLflow answers: %s", error)
+                away = True
 
     def _send(self) -> None:
         self._send_bars()

@@ -4,16 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
 
+from prefect.blocks.system import Secret
 from prefect.runtime import deployment, flow_run
 from pydantic import BaseModel
 
+from components.contracts.errors import ConfigurationError
+from components.contracts.machine import Machine
+from components.contracts.secrets import BLOCKS, BlockReference
 from tasks import mlflow_client as names
 from tasks.logs import readable_errors
 from tasks.mlflow_client import client, experiment_id
 from tasks.tracking import TrackedRun, tracked
 
 DEPLOYMENT_TAG = "deployment:"
+
+
+@dataclass
+class Provenance:
+    """Fingerprints of what the flow run made, of these again because it was told to, and of what it only found."""
+
+    made: set[str] = field(default_factory=set)
+    reused: set[str] = field(default_factory=set)
+    again: set[str] = field(default_factory=set)
+
+
+_known: dict[str, Provenance] = {}
+
+
+def provenance() -> Provenance:
+    """Of this flow run."""
+    return _known.setdefault(str(flow_run.id), Provenance())
 
 
 def deployment_name() -> str:
@@ -26,12 +49,38 @@ def deployment_name() -> str:
 
 @contextmanager
 def tracked_flow(sections: Mapping[str, BaseModel]) -> Iterator[TrackedRun]:
-    """The flow's parent run in MLflow, with every section as parameters."""
+    """The flow's parent run in MLflow, with every section as parameters.
+
+    Raises:
+        ConfigurationError: a variable or a block that the machine's settings name is not there.
+    """
     readable_errors()
+    machine = sections["machine"]
+    assert isinstance(machine, Machine)
+    read_blocks(machine)
+    machine.server_variables(), machine.trainer_variables()  # hours before they are needed
     tags = {names.FLOW_RUN_TAG: str(flow_run.id), "armature.deployment": deployment_name()}
     name = f"{deployment_name()}-{flow_run.name}"
     with tracked(flow_run.flow_name, name, tags, sections) as run:
         yield run
+
+
+def read_blocks(machine: Machine) -> None:
+    """
+    Raises:
+        ConfigurationError: Prefect has no Secret block of a name that the settings give.
+    """
+    for reference in (*machine.server_environment.values(), *machine.trainer_environment.values()):
+        if isinstance(reference, BlockReference):
+            name = reference.prefect_secret
+            try:
+                BLOCKS[name] = str(cast(Secret[Any], Secret.load(name, _sync=True)).get())  # type: ignore[call-arg]
+            except ValueError as error:
+                raise ConfigurationError(
+                    f"Prefect has no Secret block {name!r}",
+                    where="machine.server_environment, machine.trainer_environment",
+                    remedy="make it on the page Blocks of the dashboard",
+                ) from error
 
 
 def current_run() -> TrackedRun | None:

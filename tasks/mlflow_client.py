@@ -5,14 +5,29 @@ from __future__ import annotations
 import os
 from functools import cache
 from pathlib import Path
+from typing import Any, cast
 
 # Before mlflow is imported: nothing of a run leaves the machine.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+# MLflow by itself waits minutes without a word; how long we wait is in tasks/patience.py.
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 
 import mlflow
 from mlflow import MlflowClient
+from mlflow.environment_variables import (
+    MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR,
+    MLFLOW_HTTP_REQUEST_MAX_RETRIES,
+    MLFLOW_HTTP_REQUEST_TIMEOUT,
+)
+from mlflow.exceptions import MlflowException
+
+from components.contracts.errors import ConfigurationError
+from components.contracts.secrets import without_passwords
+from components.private_files import private_database
+from tasks.patience import patiently
 
 STATE = Path(".armature")
 UI_URL = "http://127.0.0.1:5000"
@@ -32,17 +47,46 @@ def tracking_uri() -> str:
     """`MLFLOW_TRACKING_URI`, or a SQLite file in this folder."""
     if uri := os.environ.get("MLFLOW_TRACKING_URI"):
         return uri
-    STATE.mkdir(exist_ok=True)
-    return f"sqlite:///{(STATE / 'mlflow.db').resolve()}"
+    return f"sqlite:///{private_database(STATE / 'mlflow.db').resolve()}"
+
+
+def shown_uri() -> str:
+    """`tracking_uri` for eyes and records: without a password."""
+    return without_passwords(tracking_uri())
+
+
+class _PatientClient:
+    """MLflow's client, whose methods wait for MLflow as `patiently` does."""
+
+    def __init__(self, uri: str) -> None:
+        mlflow.set_tracking_uri(uri)  # create_external_model and register_model know no other way
+        self._client = MlflowClient(uri)
+
+    def __getattr__(self, name: str) -> Any:
+        return patiently(shown_uri(), getattr(self._client, name))
 
 
 @cache
 def _client(uri: str) -> MlflowClient:
-    mlflow.set_tracking_uri(uri)  # create_external_model and register_model know no other way
-    return MlflowClient(uri)
+    for variable in (MLFLOW_HTTP_REQUEST_MAX_RETRIES, MLFLOW_HTTP_REQUEST_TIMEOUT, MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR):
+        try:
+            variable.get()
+        except ValueError as error:
+            raise ConfigurationError(
+                f"not a number: {error}", where=variable.name, remedy="correct or unset it"
+            ) from error
+    try:
+        return cast(MlflowClient, patiently(shown_uri(), _PatientClient)(uri))
+    except MlflowException as error:
+        raise ConfigurationError(
+            without_passwords(f"MLflow cannot use this address: {error}"),
+            where=f"MLFLOW_TRACKING_URI = {shown_uri()}",
+            remedy="give http://HOST:PORT or sqlite:///FILE, or unset it",
+        ) from error
 
 
 def client() -> MlflowClient:
+    """Raises ConfigurationError: a variable of MLflow's is wrong. Its methods raise TrackingError, see `patiently`."""
     return _client(tracking_uri())
 
 
@@ -64,6 +108,6 @@ def served_by() -> str:
 def page(run_id: str, experiment: str) -> str:
     """The address of a run's page; for SQLite, where `armature up` serves it."""
     uri = tracking_uri()
-    base = uri if uri.startswith("http") else UI_URL
+    base = shown_uri() if uri.startswith("http") else UI_URL
     # MLflow opens on its GenAI pages unless told; runs are listed on the other ones.
     return f"{base.rstrip('/')}/#/experiments/{experiment}/runs/{run_id}?workflowType=machine_learning"

@@ -23,6 +23,8 @@ from tasks.tracking import MetricPoint, TrackedRun
 MODEL_KINDS = ("model", "policy")
 """Kinds of artifacts that are checkpoints, and names of the inputs that take one."""
 PAGE_SUFFIXES = (".html", ".png", ".svg")
+NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+"""Numbers that are strings in JSON."""
 TABLES = ("metrics.json", "history.json", "lineage.json")
 MAX_PAGE_BYTES = 64 * 2**20
 
@@ -70,7 +72,7 @@ def _flat_numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, floa
     for key, value in values.items():
         if isinstance(value, Mapping):
             flat.update(_flat_numbers(value, f"{prefix}{key}/"))
-        elif isinstance(value, int | float) and not isinstance(value, bool):
+        elif (isinstance(value, int | float) and not isinstance(value, bool)) or value in NOT_FINITE:
             flat[f"{prefix}{key}"] = float(value)
     return flat
 

@@ -10,6 +10,7 @@ from prefect.artifacts import create_link_artifact, create_markdown_artifact, cr
 from prefect.cache_policies import NO_CACHE
 
 from components.contracts.stages import Artifact
+from tasks.flow_run import provenance
 from tasks.mlflow_client import served_by
 from tasks.outputs import numbers, pages
 from tasks.tracking import TrackedRun, find_model, promote
@@ -34,7 +35,8 @@ class Finding:
         columns = [*SHOWN, *(f"{split}/{key}" for split in ("heldout", "train") for key in SHOWN)]
         shown = {key: round(values[key], 4) for key in columns if key in values}
         digest = {"digest": self.artifact.digest[:12]} if self.artifact else {"error": self.error.splitlines()[0]}
-        return {"checkpoint": self.name, **shown, **digest}
+        reused = {"reused": "yes"} if self.artifact and self.artifact.path.name in provenance().reused else {}
+        return {"checkpoint": self.name, **shown, **reused, **digest}
 
 
 @task(name="report", task_run_name="report", cache_policy=NO_CACHE, persist_result=False)

@@ -18,15 +18,16 @@ from components.configuration import Recipe
 from components.contracts.errors import ServerError, TrainerError, WeightSyncError
 from components.contracts.machine import Machine
 from components.contracts.stages import Artifact
-from components.stages import STAGES, find_made, run_stage
+from components.stages import STAGES, find_made, fingerprint, refuse_unknown, run_stage
 from tasks import mlflow_client as names
 from tasks.events import PrefectEvents
-from tasks.flow_run import current_run
+from tasks.flow_run import current_run, provenance
 from tasks.outputs import record_output
 from tasks.tracking import TrackedRun, tracked
 from tasks.units import PrefectUnits
 
 GPU_LIMIT = "gpu"
+REUSED = "Reused"
 
 
 def can_run_again(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bool:
@@ -45,28 +46,45 @@ def can_run_again(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bo
     retry_condition_fn=can_run_again,
 )
 def stage_task(
-    name: str, settings: BaseModel, inputs: Mapping[str, Artifact], machine: Machine
+    name: str, settings: BaseModel, inputs: Mapping[str, Artifact], machine: Machine, again: bool
 ) -> State[Artifact] | Artifact:
-    """Run stage `name` as a nested MLflow run of the flow's. State "Reused" when its artifact was made before."""
-    made = find_made(name, settings, inputs, machine)
+    """Run stage `name` as a nested MLflow run of the flow's. State "Reused" when its artifact was made before.
+
+    With `again` it is made from its beginning; an attempt after a failed one resumes all the same.
+    """
+    again = again and task_run.run_count <= 1
+    made = None if again else find_made(name, settings, inputs, machine)
     tags = {names.STAGE_TAG: name, names.FLOW_RUN_TAG: str(flow_run.id), "prefect.task_run_id": str(task_run.id)}
     with tracked(flow_run.flow_name, task_run.name, tags, sections={name: settings}, parent=current_run()) as tracking:
         tracking.log_artifacts([(each, "input", None) for each in inputs.values()])
         reported: set[str | int] = set()
-        artifact = made or _make(name, settings, inputs, machine, tracking, reported)
+        artifact = made or _make(name, settings, inputs, machine, tracking, reported, again)
         tracking.log_artifacts([(artifact, "output", None)])
         tracking.tag({names.DIGEST_TAG: artifact.digest, "armature.reused": str(made is not None).lower()})
         record_output(tracking, artifact, inputs, machine, reported)
     if made is not None:
-        return Completed(name="Reused", message=f"already made: {made.path}", data=made)
+        return Completed(name=REUSED, message=f"already made: {made.path}", data=made)
     return artifact
 
 
 def run(name: str, sections: Mapping[str, BaseModel], machine: Machine, **inputs: Artifact) -> Artifact:
-    """Run a stage from a flow with its part of the flow's sections; wait for its artifact, new or reused."""
+    """Run a stage from a flow with its part of the flow's sections; wait for its artifact, new or reused.
+
+    It is made again, once in a flow run, if `machine.force` has it or something that it is made from.
+    """
+    refuse_unknown(machine.force)
     settings = Recipe("", "", sections).settings_for(STAGES[name].settings)
-    state: State[Any] = stage_task(name, settings, inputs, machine, return_state=True)
+    known, key = provenance(), fingerprint(STAGES[name], settings, inputs)
+    forced = name in machine.force or any(each.path.name in known.again for each in inputs.values())
+    again = forced and key not in known.again
+    state: State[Any] = stage_task(name, settings, inputs, machine, again, return_state=True)
     artifact: Artifact = state.result()
+    if again:
+        known.again.add(key)
+    if state.name != REUSED:
+        known.made.add(key)
+    elif key not in known.made:
+        known.reused.add(key)
     return artifact
 
 
@@ -77,9 +95,10 @@ def _make(
     machine: Machine,
     tracking: TrackedRun,
     reported: set[str | int],
+    again: bool,
 ) -> Artifact:
     with gpus(machine), PrefectEvents(tracking, reported) as events, PrefectUnits() as units:
-        return run_stage(name, settings, inputs, machine, events, units)
+        return run_stage(name, settings, inputs, machine, events, units, again)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import json
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,17 @@ from pydantic import BaseModel
 
 from components.artifacts.digests import document_digest
 from components.artifacts.manifest import read_manifest
+from components.contracts.errors import TrackingError
 from components.contracts.stages import Artifact
 from tasks import mlflow_client as names
 from tasks.mlflow_client import client, experiment_id, page
+from tasks.patience import patience, patiently
 
 MetricPoint = tuple[str, float, int, int]
 """Key, value, milliseconds since 1970, step."""
+
+_FIRST_SECONDS = 20.0
+"""What begins without MLflow has nothing to lose; later, calls wait for minutes."""
 
 _PARAMS_PER_CALL, _METRICS_PER_CALL, _PARAM_LENGTH = 100, 1000, 6000
 
@@ -119,7 +124,8 @@ class TrackedRun:
         return model
 
     def _create_model(self, name: str, checkpoint: Artifact) -> LoggedModel:
-        return mlflow.create_external_model(
+        client()
+        return patiently(names.shown_uri(), mlflow.create_external_model)(
             name=name.replace("/", "."),
             source_run_id=self.run_id,
             experiment_id=self.experiment,
@@ -157,7 +163,7 @@ def promote(model: LoggedModel, registered_name: str, alias: str = "candidate") 
     source = f"models:/{model.model_id}"
     version = next((each.version for each in known if each.source == source or each.model_id == model.model_id), None)
     if version is None:
-        version = mlflow.register_model(source, name).version
+        version = patiently(names.shown_uri(), mlflow.register_model)(source, name).version
     client().set_registered_model_alias(name, alias, version)
     return f"models:/{name}@{alias}"
 
@@ -178,17 +184,24 @@ def tracked(
     sections: Mapping[str, BaseModel],
     parent: TrackedRun | None = None,
 ) -> Iterator[TrackedRun]:
-    """A run with its settings as parameters, closed as FINISHED, KILLED (interrupted) or FAILED."""
+    """A run with its settings as parameters, closed as FINISHED, KILLED (interrupted) or FAILED.
+
+    Raises:
+        TrackingError: MLflow is out of reach. Of a run that failed by itself, that is only said.
+    """
     values = {key: section.model_dump(mode="json") for key, section in sections.items()}
     hashed = {key: value for key, value in values.items() if key != "machine"}
-    run = open_run(experiment, name, {**tags, names.CONFIG_TAG: document_digest(hashed)}, parent)
-    status = "FAILED"
+    with patience(_FIRST_SECONDS) if parent is None else nullcontext():
+        run = open_run(experiment, name, {**tags, names.CONFIG_TAG: document_digest(hashed)}, parent)
     try:
         run.log_params(values)
         yield run
-        status = "FINISHED"
-    except (KeyboardInterrupt, SystemExit):
-        status = "KILLED"
+    except BaseException as error:
+        killed = isinstance(error, KeyboardInterrupt | SystemExit)
+        try:
+            with patience(0.0):
+                run.close("KILLED" if killed else "FAILED")
+        except TrackingError as lost:
+            error.add_note(f"MLflow does not know that the run ended: {lost.what}")
         raise
-    finally:
-        run.close(status)
+    run.close()

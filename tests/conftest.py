@@ -26,6 +26,7 @@ ON_ONE_WORKER = {
         "tests/end_to_end/test_kills.py",
         "tests/evaluation/test_stage.py",
         "tests/platform/test_up.py",
+        "tests/rollouts/test_real_images.py",
         "tests/rollouts/test_real_pool.py",
     ),
     "the Prefect server": ("tests/flows/test_flows.py", "tests/tasks/test_run_stage.py"),
@@ -130,7 +131,9 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedSe
     checkpoint = make_tiny_checkpoint("qwen2-vl", folder / "model", seed=0, settings=sizes)
     settings = ServerSettings(max_model_len=1024, max_images_per_prompt=2, dtype="float32")
     key = "a key for the tests"
-    machine = Machine(server_python=python, threads=1)
+    # The plug-in of this checkout, also where another one is installed beside vLLM.
+    served = Path(__file__).parents[1] / "components/inference/served"
+    machine = Machine(server_python=python, threads=1, server_environment={"PYTHONPATH": str(served)})
     server = VllmServer(settings, machine, index=0, log_folder=folder / "logs", api_key=key)
     with start_blocking_portal() as portal:
         portal.call(server.start, checkpoint)

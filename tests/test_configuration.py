@@ -90,11 +90,11 @@ def test_an_unknown_key_and_a_bad_value_name_their_place():
 
 
 def test_several_nodes_need_a_place_to_meet():
-    with pytest.raises(ConfigurationError, match=r"trainer_nodes = 2 needs trainer_rendezvous, the HOST:PORT"):
+    with pytest.raises(ConfigurationError, match=r"trainer_nodes = 2 needs trainer_interface, the private network"):
         load_recipe("train-vla/molmoact2", ["machine.trainer_nodes=2"])
-    with pytest.raises(ConfigurationError, match=r"machine.trainer_rendezvous: .*given 'first'"):
-        load_recipe("train-vla/molmoact2", ["machine.trainer_nodes=2", "machine.trainer_rendezvous=first"])
-    load_recipe("train-vla/molmoact2", ["machine.trainer_nodes=2", "machine.trainer_rendezvous=first:29500"])
+    with pytest.raises(ConfigurationError, match=r"machine.trainer_interface: .*given 'eth0,eth1'"):
+        load_recipe("train-vla/molmoact2", ["machine.trainer_nodes=2", "machine.trainer_interface=eth0,eth1"])
+    load_recipe("train-vla/molmoact2", ["machine.trainer_nodes=2", "machine.trainer_interface=eth1"])
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -118,3 +118,105 @@ def test_an_optional_section_may_be_left_out_but_not_half_given():
     assert "warm_start" not in build_recipe("train-vlm/colors", values, "here").sections
     with pytest.raises(ConfigurationError, match=r"warm_start.demonstrations: Field required"):
         build_recipe("train-vlm/colors", values | {"warm_start": {"epochs": 1}}, "here")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"a = '\xff'", "UTF-8"),
+        (b"a = " + b"[" * 100_000, "too deeply nested|not valid TOML"),
+        (b"a = " + b"{a=" * 100_000, "too deeply nested|not valid TOML"),
+        (b"a = " + b"9" * 10_000, "not valid TOML"),
+        (b"#" * 5_000_000, "not a file of at most"),
+        (b"extends = 3", "extends: .*given 3"),
+        (b"extends = ['a']", "extends"),
+        (b"extends = {file = 'b.toml', section = ['model']}", "extends.section is not a setting"),
+        (b"extends = {sections = ['model']}", "extends.file: Field required"),
+        (b"extends = {file = 'b.toml', sections = 'model'}", "extends.sections"),
+        (b"extends = {file = 3}", "extends.file"),
+        (b"extends = ''", "not a file"),
+        (b"extends = '/dev/zero'", "not a file"),
+        (b"extends = 'a\\u0000b'", "TOML config not found|null"),
+        (b'extends = "' + b"a" * 5000 + b'"', "name too long|not found"),
+    ],
+)
+def test_hostile_toml_is_an_error_of_ours(tmp_path, content, said):
+    (tmp_path / "b.toml").write_text("")
+    (tmp_path / "bad.toml").write_bytes(content)
+    with pytest.raises(ConfigurationError, match=f"(?is){said}"):
+        read_toml(tmp_path / "bad.toml")
+
+
+@pytest.mark.parametrize("name", [".", "none/bad.toml", "loop.toml", "closed/bad.toml"])
+def test_a_recipe_s_file_that_is_none_is_an_error_of_ours(tmp_path, name):
+    (tmp_path / "loop.toml").symlink_to("loop.toml")
+    with pytest.raises(ConfigurationError):
+        read_toml(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "=", "=1", ".=1", "a.=1", ".a=1", "a..b=1", "a", " =1", "a\0b=1", "a=\0", "a=\udcff", "\udcff=1"),
+        *("a" + ".a" * 100_000 + "=1", "a=" + "[" * 100_000, "a=" + "9" * 10_000, "a=1\nb=2"),
+    ],
+    ids=lambda text: ascii(text)[:20],
+)
+def test_what_is_no_override_is_an_error_of_ours(text):
+    with pytest.raises(ConfigurationError):
+        parse_override(text)
+
+
+def test_an_override_takes_away_what_is_not_there():
+    assert merge({}, parse_override("a.b.c=")) == {"a": {"b": {}}}
+    with pytest.raises(ConfigurationError, match=r"warm_start.demonstrations: Field required"):
+        load_recipe("train-vlm/colors", ["warm_start.epochs="])
+
+
+NUMBERS = ("trainer.max_steps", "trainer.learning_rate", "machine.servers", "evaluation.seed")
+
+
+@pytest.mark.parametrize("key", [*NUMBERS, "environment.args.noise", "machine.ready_timeout"])
+@pytest.mark.parametrize("value", ["true", "false", "nan", "inf", "-inf", '"1"', "[1]", "{a = 1}", "2020-01-01", '""'])
+def test_what_is_no_finite_number_is_none(key, value):
+    with pytest.raises(ConfigurationError, match=key.rpartition(".")[2]):
+        load_recipe("train-vlm/colors", [f"{key}={value}"])
+
+
+@pytest.mark.parametrize("value", ["1", "0", '"true"', '"yes"', "1.0"])
+def test_what_is_not_true_or_false_is_neither(value):
+    with pytest.raises(ConfigurationError, match="valid boolean"):
+        load_recipe("train-vlm/colors", [f"batches.skip_zero_advantage={value}"])
+
+
+def test_an_integer_is_a_number():
+    assert load_recipe("train-vlm/colors", ["trainer.learning_rate=1"]) == load_recipe(
+        "train-vlm/colors", ["trainer.learning_rate=1.0"]
+    )
+
+
+@pytest.mark.parametrize(
+    "value", ["nan", "inf", "-inf", "[1.0, nan]", "{deep = [{er = inf}]}", "2020-01-01", "12:00:00"]
+)
+def test_odd_values_in_free_tables_are_refused(value):
+    """The arguments of a verifiers environment are any JSON."""
+    args = f"environment.args={{interface = 'legacy', id = 'x', args = {{a = {value}}}, max_turns = 1}}"
+    with pytest.raises(ConfigurationError, match="args"):
+        load_recipe("train-vlm/colors", ["environment.name=verifiers", "environment.args=", args])
+
+
+def test_fingerprints_of_numbers_that_json_lacks_are_refused():
+    from pydantic import BaseModel
+
+    from components.contracts.stages import Report, Stage
+    from components.stages import fingerprint
+
+    class Plain(BaseModel):
+        rate: float | None
+        more: dict[str, object]
+
+    stage = Stage("plain", 1, Plain, (), lambda *arguments: Report())
+    kept = fingerprint(stage, Plain(rate=None, more={}), {})
+    for settings in (Plain(rate=float("nan"), more={}), Plain(rate=None, more={"a": [float("inf")]})):
+        with pytest.raises(ConfigurationError, match="not a finite number"):
+            assert fingerprint(stage, settings, {}) != kept

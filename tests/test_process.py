@@ -158,3 +158,67 @@ def test_log_environment_and_folder(tmp_path: Path) -> None:
 def test_program_that_does_not_exist() -> None:
     with pytest.raises(FileNotFoundError, match="no-such-program"):
         Program(["no-such-program"])
+
+
+SCRATCH = """
+import sys, tempfile, time
+from pathlib import Path
+print(tempfile.mkdtemp(prefix="torchelastic_"), flush=True)
+time.sleep(120)
+"""
+
+KEEPER = f"""
+import sys
+from pathlib import Path
+from components.process import Program
+running = Program([sys.executable, "-c", {SCRATCH!r}], log=Path(sys.argv[1]))
+running.wait()
+"""
+
+
+def temporary_folder(log: Path) -> Path:
+    """What the program in SCRATCH made."""
+    deadline = time.monotonic() + 30
+    while not log.exists() or not log.read_text().strip():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return Path(log.read_text().strip())
+
+
+def gone(path: Path) -> bool:
+    deadline = time.monotonic() + 30
+    while path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not path.exists()
+
+
+@pytest.mark.parametrize("end", ["stop", "kill the parent"])
+def test_temporary_files_go_with_the_program(tmp_path, monkeypatch, end):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    if end == "stop":
+        running = Program([sys.executable, "-c", SCRATCH], log=tmp_path / "log", env={"TMPDIR": str(tmp_path)})
+        made = temporary_folder(tmp_path / "log")
+        running.stop()
+    else:
+        command = [sys.executable, "-c", KEEPER, str(tmp_path / "log")]
+        with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)}) as parent:
+            made = temporary_folder(tmp_path / "log")
+            parent.kill()
+    assert made.is_relative_to(tmp_path) and gone(made)
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
+
+
+def test_temporary_files_of_a_killed_guard_go_at_the_next_start_and_those_of_the_living_stay(tmp_path):
+    env = {"TMPDIR": str(tmp_path)}
+    with program([sys.executable, "-c", SCRATCH], log=tmp_path / "living.log", env=env):
+        living = temporary_folder(tmp_path / "living.log")
+        killed = Program([sys.executable, "-c", SCRATCH], log=tmp_path / "killed.log", env=env)
+        left = temporary_folder(tmp_path / "killed.log")
+        os.kill(psutil.Process(killed.family()[0].pid).ppid(), signal.SIGKILL)
+        killed.wait()
+        assert left.exists()
+        with program([sys.executable, "-c", SCRATCH], log=tmp_path / "next.log", env=env):
+            temporary_folder(tmp_path / "next.log")
+            assert gone(left) and living.exists()
+        killed.stop()
+    assert gone(living)

@@ -19,6 +19,7 @@ from components.adapters.joins import Features
 from components.adapters.sequences import merge_turns, runs_fit, sample_of, turn_defect
 from components.adapters.spec import FamilySpec, known_token_ids, token_id
 from components.adapters.validate import validate_batch
+from components.artifacts.pixels import to_rgb
 from components.contracts.batches import MultimodalBatch, Sample, TurnAdvantages
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.images import ImageRef
@@ -130,7 +131,7 @@ class FamilyAdapter(MultimodalAdapter):
             DataError: the processor refuses the image.
             ConfigurationError: the processor's outputs are not those that the family's entry declares.
         """
-        features = process_one(self.processor, image.convert("RGB"), self.image_token_id)
+        features = process_one(self.processor, to_rgb(image), self.image_token_id)
         found = image_features(features).keys()
         if found != self.spec.joins.keys():
             raise ConfigurationError(

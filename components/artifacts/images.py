@@ -1,53 +1,107 @@
-"""The image store: every image once, under the SHA-256 of its encoded bytes."""
+"""The image store: every image once, as both sides see it, under the SHA-256 of its encoded bytes."""
 
 from __future__ import annotations
 
 import io
-import os
-import tempfile
-import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from threading import Lock
 
 from PIL import Image, UnidentifiedImageError
 
+from components.artifacts.disk import write_file
+from components.artifacts.pixels import rgb_and_plain, to_rgb
 from components.contracts.errors import DataError
 from components.contracts.images import EncodedImage, ImageRef
 
 FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
 MAX_BYTES = 32 * 2**20
 MAX_PIXELS = 64 * 10**6
+MAX_SCANNED = 100 * MAX_PIXELS
+"""Pixels times scans of a progressive JPEG, whose scans each pass over all pixels and take hardly any bytes."""
+LARGE_PIXELS = 2**22
+"""From here on one image is decoded at a time; the largest takes about 1 GB while it is."""
+_large = Lock()
 
 
 def encode_png(image: Image.Image) -> EncodedImage:
-    """The image as PNG bytes, without metadata."""
+    """The image as RGB PNG bytes, without metadata; see `to_rgb` for what becomes of other modes.
+
+    Raises:
+        DataError: it has no pixels, or no defined conversion to RGB.
+    """
+    return _png(to_rgb(image))
+
+
+def _png(rgb: Image.Image) -> EncodedImage:
     buffer = io.BytesIO()
-    image.convert("RGB").save(buffer, "PNG")
+    rgb.save(buffer, "PNG")
     return EncodedImage(buffer.getvalue(), "image/png")
 
 
 def decode(image: EncodedImage) -> Image.Image:
-    """The decoded RGB image.
+    """The image in RGB, upright and on white: see `to_rgb`.
 
     Raises:
-        DataError: too large, not of the media type that it claims, truncated, or a decompression bomb.
+        DataError: too large, animated, not of the media type that it claims, truncated, or a decompression bomb.
     """
+    with _opened(image) as opened:
+        return to_rgb(opened)
+
+
+def normalized(image: EncodedImage) -> tuple[EncodedImage, Image.Image]:
+    """What any decoder shows as `decode` does, and its pixels: `image` itself where it is RGB, upright and without
+    transparency, a PNG of its pixels otherwise, and where its metadata cannot be read.
+
+    Raises:
+        DataError: see `decode`; or the PNG is too large.
+    """
+    with _opened(image) as opened:
+        rgb, plain = rgb_and_plain(opened)
+        encoded = image if plain and opened.format == FORMATS[image.media_type] else _png(rgb)
+    if len(encoded.data) > MAX_BYTES:
+        raise DataError(
+            f"as an RGB PNG the image has {len(encoded.data)} bytes, more than {MAX_BYTES}",
+            remedy="scale it down, or give it upright and without transparency as a JPEG",
+        )
+    return encoded, rgb
+
+
+@contextmanager
+def _opened(image: EncodedImage) -> Iterator[Image.Image]:
+    """The image with its header read; within, whatever Pillow raises of damaged bytes is a DataError."""
     if image.media_type not in FORMATS:
         raise DataError(f"media type {image.media_type!r} is not one of {', '.join(FORMATS)}")
     if len(image.data) > MAX_BYTES:
         raise DataError(f"the image file has {len(image.data)} bytes, more than {MAX_BYTES}")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            opened = Image.open(io.BytesIO(image.data), formats=tuple(FORMATS.values()))
-            if opened.format != FORMATS[image.media_type]:
-                raise DataError(f"the bytes are {opened.format}, the media type says {image.media_type}")
-            if opened.width * opened.height > MAX_PIXELS:
-                raise DataError(f"the image has {opened.width}x{opened.height} pixels, more than {MAX_PIXELS}")
-            return opened.convert("RGB")
+        opened = Image.open(io.BytesIO(image.data), formats=tuple(FORMATS.values()))
+        _check(opened, image)
+        with _large if opened.width * opened.height > LARGE_PIXELS else nullcontext():
+            yield opened
+    except DataError:
+        raise
     except (UnidentifiedImageError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise DataError(f"not a readable image: {error}") from error
-    except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for damaged files
-        raise DataError(f"the image is damaged: {error}") from error
+    except Exception as error:  # Pillow's decoders raise nearly anything
+        raise DataError(f"the image is damaged: {type(error).__name__}: {error}") from error
+
+
+def _check(opened: Image.Image, image: EncodedImage) -> None:
+    # A JPEG with further images, as phones and stereo cameras write it, is its first one.
+    found = "JPEG" if opened.format == "MPO" else opened.format
+    frames = 1 if opened.format == "MPO" else getattr(opened, "n_frames", 1)
+    if found != FORMATS[image.media_type]:
+        raise DataError(f"the bytes are {found}, the media type says {image.media_type}")
+    pixels = opened.width * opened.height
+    if pixels > MAX_PIXELS:
+        raise DataError(f"the image has {opened.width}x{opened.height} pixels, more than {MAX_PIXELS}")
+    if frames > 1:
+        raise DataError(f"the image is animated, with {frames} frames", remedy="give the frames to see as images")
+    scans = image.data.count(b"\xff\xda") if opened.info.get("progressive") else 1
+    if scans * pixels > MAX_SCANNED:
+        raise DataError(f"a progressive JPEG of {scans} scans of {opened.width}x{opened.height} pixels takes too long")
 
 
 class ImageStore:
@@ -66,24 +120,18 @@ class ImageStore:
         return self.root / ref.sha256[:2] / f"{ref.sha256}.{FORMATS[ref.media_type].lower()}"
 
     def put(self, image: EncodedImage) -> ImageRef:
-        """Validate `image` and keep it.
+        """Validate `image` and keep it `normalized`; the reference is to what is kept.
 
         Raises:
-            DataError: see `decode`.
+            DataError: see `normalized`.
+            OSError: it cannot be written, as on a full disk.
         """
-        decoded = decode(image)
-        ref = ImageRef(image.sha256, image.media_type, decoded.width, decoded.height)
+        image, rgb = normalized(image)
+        ref = ImageRef(image.sha256, image.media_type, rgb.width, rgb.height)
         path = self.path(ref)
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(image.data)
-                Path(temporary).rename(path)
-            except BaseException:
-                Path(temporary).unlink(missing_ok=True)
-                raise
+            write_file(path, image.data)
         return ref
 
     def read(self, ref: ImageRef) -> bytes:
@@ -106,5 +154,5 @@ class ImageStore:
         return image.data
 
     def open(self, ref: ImageRef) -> Image.Image:
-        """The decoded RGB image."""
+        """The image as `decode` shows it."""
         return decode(EncodedImage(self.read(ref), ref.media_type))

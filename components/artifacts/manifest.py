@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from components.artifacts.digests import document_digest, folder_digest
+from components.artifacts.digests import document_digest, folder_digest, listing_digest
+from components.artifacts.record import Record, differences, examine
 from components.contracts.errors import DataError
 from components.contracts.stages import Artifact
 
 MANIFEST = "manifest.json"
-MANIFEST_VERSION = 1
 
 
 class Manifest(BaseModel):
     """Written last into an artifact's folder. Holds no times, hosts or absolute paths: equal work, equal bytes.
 
-    `content` is the digest of every other file; `inputs` maps input names to artifact digests; `settings` are
-    the values that made it and `settings_digest` their SHA-256.
+    `content` is the digest of every other file; `inputs` maps input names to artifact digests, `sources`
+    what else it depends on to digests; `settings` are the values that made it and `settings_digest` their SHA-256.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    manifest_version: int = MANIFEST_VERSION
+    manifest_version: Literal[1] = 1
     kind: str
     kind_version: int
     content: str
     rows: dict[str, int]
     drops: dict[str, int]
     inputs: dict[str, str]
+    sources: dict[str, str] = {}
     settings: dict[str, Any]
     settings_digest: str
     code_version: str
@@ -46,6 +49,7 @@ def write_manifest(
     drops: dict[str, int],
     inputs: dict[str, str],
     settings: dict[str, Any],
+    sources: Mapping[str, str] = MappingProxyType({}),
 ) -> Manifest:
     """Describe the finished files of `folder` in its manifest."""
     manifest = Manifest(
@@ -55,6 +59,7 @@ def write_manifest(
         rows=rows,
         drops=drops,
         inputs=inputs,
+        sources=dict(sources),
         settings=settings,
         settings_digest=document_digest(settings),
         code_version=version("armature"),
@@ -85,11 +90,24 @@ def read_manifest(folder: Path) -> Manifest:
         ) from error
 
 
-def open_artifact(folder: Path, kind: str | None = None) -> Artifact:
-    """The artifact in `folder`, its files checked against the manifest.
+def verified(
+    folder: Path,
+    kind: str | None = None,
+    known: Record | None = None,
+    *,
+    everything: bool = False,
+    links: bool = False,
+) -> Record:
+    """What the files of the artifact in `folder` hold, after a comparison with its manifest.
+
+    Args:
+        kind: what it has to be.
+        known: what it held; files that lie as it says are not read.
+        everything: read them as well.
+        links: see `examine`.
 
     Raises:
-        DataError: not an artifact, of another kind, or with files changed since it was made.
+        DataError: not an artifact, of another kind, or with files that were changed, added or removed.
     """
     manifest = read_manifest(folder)
     if kind is not None and manifest.kind != kind:
@@ -98,11 +116,25 @@ def open_artifact(folder: Path, kind: str | None = None) -> Artifact:
             where=str(folder),
             remedy=f"give the folder that stage {kind!r} wrote",
         )
-    content = folder_digest(folder, frozenset({MANIFEST}))
-    if content != manifest.content:
+    record = examine(folder, None if everything else known, links)
+    found = record.md5s
+    content = listing_digest({name: md5 for name, md5 in found.items() if name != MANIFEST})
+    if content != manifest.content or (known is not None and known.digest != record.digest):
+        differ = differences(known.md5s, found) if known else ""
         raise DataError(
-            f"files have changed since the artifact was made: content {content}, manifest says {manifest.content}",
+            f"files have changed since the artifact was made: {differ or f'content {content}'}, "
+            f"manifest says {manifest.content}",
             where=str(folder),
-            remedy="run the stage again; artifacts are never edited in place",
+            remedy=f"artifacts are never edited in place; make it again: --force {manifest.kind}",
         )
-    return Artifact(kind=manifest.kind, path=folder, digest=folder_digest(folder))
+    return record
+
+
+def open_artifact(folder: Path, kind: str | None = None) -> Artifact:
+    """The artifact in `folder`, every file read and checked against the manifest.
+
+    Raises:
+        DataError: see `verified`.
+    """
+    digest = verified(folder, kind, links=True).digest
+    return Artifact(kind=read_manifest(folder).kind, path=folder, digest=digest)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from components.batches.advantages import turn_advantages
+from components.batches.check import MOST_TOKENS, Vocabulary, sample_defect
 from components.batches.settings import BatchSettings
 from components.contracts.batches import Sample, TurnAdvantages
 from components.contracts.rollouts import GenerateOutputs
+
+log = logging.getLogger(__name__)
 
 
 class SampleSource(Protocol):
@@ -28,14 +32,22 @@ class BuiltBatch:
     metrics: dict[str, float]
 
 
-def build_batch(outputs: GenerateOutputs, adapter: SampleSource, settings: BatchSettings) -> BuiltBatch:
-    """Samples with the advantage of each turn on the tokens that it sampled."""
+def build_batch(
+    outputs: GenerateOutputs,
+    adapter: SampleSource,
+    settings: BatchSettings,
+    vocabulary: Vocabulary = (MOST_TOKENS, MOST_TOKENS),
+) -> BuiltBatch:
+    """Samples with the advantage of each turn on the tokens that it sampled; one with a `sample_defect` is dropped."""
     advantages = turn_advantages(outputs.trajectories, settings)
     samples, drops = adapter.samples(outputs, advantages.by_turn)
     kept = []
     for sample in samples:
         if settings.skip_zero_advantage and sample.group_id in advantages.without_gradient:
             drops["zero_advantage_group"] += 1
+        elif defect := sample_defect(sample, vocabulary):
+            drops[f"bad_{defect[0]}"] += 1
+            log.warning("sample %s is left out: %s %s", sample.sample_id, *defect)
         else:
             kept.append(sample)
     metrics = advantages.metrics | {

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from components.artifacts.tables import IMAGE_REF, TableSchema, read_table, write_table
 from components.contracts.batches import Sample
+from components.contracts.errors import DataError
 from components.contracts.images import ImageRef
 
 BATCH_FILE = "batch.parquet"
@@ -65,6 +66,10 @@ def read_batch(folder: Path) -> list[Sample]:
     columns: dict[str, Any] = {}
     for name in _PER_TOKEN:
         lists = table.column(name).combine_chunks()
+        if lists.null_count or lists.flatten().null_count:
+            raise DataError(
+                f"{name} has values that are missing", where=str(folder / BATCH_FILE), remedy="skip the batch"
+            )
         flat = lists.flatten().to_numpy(zero_copy_only=False)
         columns[name] = np.split(flat, np.cumsum(lists.value_lengths().to_numpy(zero_copy_only=False))[:-1])
     for name in (*_PER_SAMPLE, "images"):

@@ -27,6 +27,10 @@ class DataError(ArmatureError):
     """A table, an image, an artifact or a checkpoint is not what it should be."""
 
 
+class StoreError(DataError):
+    """The artifact store, or its remote copy, could not be read or written; what was finished is kept."""
+
+
 class ServerError(ArmatureError):
     """A model server did not start, died, or answered wrongly."""
 
@@ -37,6 +41,14 @@ class WeightSyncError(ServerError):
 
 class TrainerError(ArmatureError):
     """The trainer service failed or died."""
+
+
+class TrackingError(ArmatureError):
+    """MLflow could not be reached or written; what a run made is kept."""
+
+
+class DivergedError(ArmatureError):
+    """The training went wrong in a way that starting again does not heal."""
 
 
 class MismatchError(ArmatureError):

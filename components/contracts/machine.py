@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+from components.contracts.secrets import Environment, refuse_plain_arguments, refuse_plain_url, resolve
+from components.contracts.settings import Settings
 
 Scalar = bool | int | float | str
 
 
-class Machine(BaseModel):
+class Machine(Settings):
     """Where artifacts lie, which servers generate, which devices train, and how long to wait for each."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, title="Machine")
+    model_config = ConfigDict(title="Machine")
 
     store: str = Field(".armature/store", description="Folder of the artifact store.")
-    remote_store: str | None = Field(
+    remote_store: Annotated[str | None, BeforeValidator(refuse_plain_url)] = Field(
         None,
         description="fsspec URL (s3://bucket/prefix) that finished artifacts are copied to and found in.",
     )
+    force: tuple[str, ...] = Field(
+        (), description="Stages that are made again, with all that depends on them, though they were made before."
+    )
     servers: PositiveInt = Field(1, description="Local vLLM servers to start when no endpoints are given.")
-    endpoints: tuple[str, ...] = Field((), description="Base URLs of running vLLM servers to join instead.")
+    endpoints: Annotated[tuple[str, ...], BeforeValidator(refuse_plain_url)] = Field(
+        (), description="Base URLs of running vLLM servers to join instead."
+    )
     weight_transfer: Literal["file", "nccl", "ipc"] = Field(
         "file", description="How new weights reach the servers; nccl and ipc need GPUs."
     )
@@ -30,12 +38,12 @@ class Machine(BaseModel):
     server_gpus: tuple[tuple[int, ...], ...] = Field(
         (), description="CUDA devices of each local server, e.g. [[0, 1], [2, 3]]; empty on CPU."
     )
-    server_arguments: dict[str, Scalar] = Field(
+    server_arguments: Annotated[dict[str, Scalar], BeforeValidator(refuse_plain_arguments)] = Field(
         default_factory=dict, description="More vLLM arguments, e.g. {gpu_memory_utilization = 0.8}."
     )
-    server_environment: dict[str, str] = Field(
+    server_environment: Environment = Field(
         default_factory=dict,
-        description="More environment variables for vLLM, e.g. {NCCL_P2P_DISABLE = '1'}.",
+        description="More environment variables for vLLM, e.g. {NCCL_DEBUG = 'INFO', HF_TOKEN = {env = 'HF_TOKEN'}}.",
     )
     trainer_processes: PositiveInt = Field(1, description="Ranks of the trainer on each node.")
     trainer_gpus: tuple[int, ...] = Field((), description="CUDA devices of the trainer on each node; empty on CPU.")
@@ -43,12 +51,15 @@ class Machine(BaseModel):
         1,
         description="Nodes that train, this one first; the others run `armature join`. Only for train-vla.",
     )
-    trainer_rendezvous: str | None = Field(
+    trainer_interface: str | None = Field(
         None,
-        pattern=r"^[^\s:]+:\d{1,5}$",
-        description="HOST:PORT of the first node where several meet; the port is free and the others reach it.",
+        pattern=r"^[^\s=,^]+$",
+        description="Network interface (eth1) that ranks of several nodes, or trainer and distant servers with nccl, "
+        "speak over. Private: whoever reaches it can disturb a training. None: loopback only.",
     )
-    trainer_environment: dict[str, str] = Field(default_factory=dict)
+    trainer_environment: Environment = Field(
+        default_factory=dict, description="More environment variables for the trainer, as for the servers."
+    )
     threads: int = Field(0, ge=0, description="CPU threads of each trainer rank and server; 0 lets torch choose.")
     loader_workers: int = Field(1, ge=0, description="Processes that decode images and build micro-batches.")
     environment_processes: int = Field(
@@ -57,9 +68,17 @@ class Machine(BaseModel):
     task_runner: Literal["threads", "dask"] = Field(
         "threads", description="What computes statistics of datasets: threads of this process, or a Dask cluster."
     )
-    dask_scheduler: str | None = Field(
+    dask_scheduler: Annotated[str | None, BeforeValidator(refuse_plain_url)] = Field(
         None,
         description="Address of a Dask scheduler (tcp://host:8786) that sees the dataset; none starts a local one.",
+    )
+    skip_batches: tuple[PositiveInt, ...] = Field(
+        (),
+        description="Steps of an RL run to make without an update, for a batch that cannot be trained on; the run "
+        "remembers them, and history and lineage say so.",
+    )
+    lease_timeout: float = Field(
+        0.0, ge=0, description="Seconds to wait for a server that another run has; 0 refuses at once."
     )
     max_concurrent: PositiveInt = Field(128, description="Requests under way at once over the whole pool.")
     ready_timeout: PositiveFloat = Field(600.0, description="Seconds for a server or the trainer to come up.")
@@ -68,15 +87,29 @@ class Machine(BaseModel):
         120.0, description="Seconds for one reset, step or close of an environment."
     )
     sync_timeout: PositiveFloat = Field(300.0, description="Seconds for new weights to reach every server.")
+    sync_tolerance: PositiveFloat | None = Field(
+        None,
+        description="Largest root mean square difference, in nats, of a server's log-probs of a probe from the "
+        "trainer's after a sync; by default 1e-4 where both compute in float32 on CPU, 5e-3 in float32 on a GPU or "
+        "a joined server, 0.1 with 16 bits.",
+    )
     train_timeout: PositiveFloat = Field(3600.0, description="Seconds for one training step.")
 
     @model_validator(mode="after")
     def _nodes_can_meet(self) -> Self:
-        if self.trainer_nodes > 1 and self.trainer_rendezvous is None:
+        if self.trainer_nodes > 1 and self.trainer_interface is None:
             raise ValueError(
-                f"trainer_nodes = {self.trainer_nodes} needs trainer_rendezvous, the HOST:PORT of the first node"
+                f"trainer_nodes = {self.trainer_nodes} needs trainer_interface, the private network between the nodes"
             )
         return self
+
+    def server_variables(self) -> dict[str, str]:
+        """`server_environment` with its secrets. Raises ConfigurationError if one is not set."""
+        return resolve(self.server_environment, "machine.server_environment")
+
+    def trainer_variables(self) -> dict[str, str]:
+        """`trainer_environment` with its secrets. Raises ConfigurationError if one is not set."""
+        return resolve(self.trainer_environment, "machine.trainer_environment")
 
     @property
     def playing_processes(self) -> int:

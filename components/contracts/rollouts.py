@@ -52,7 +52,7 @@ class Turn:
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """One episode of one task. `reward` is the sum over turns; `truncated`: it ran out of turns, not done."""
+    """One episode of one task. `reward` is the sum over turns; `truncated`: out of turns or of context, not done."""
 
     trajectory_id: str
     group_id: str

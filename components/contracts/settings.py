@@ -1,11 +1,64 @@
-"""The base of every settings section: validated, frozen, and strict about unknown keys."""
+"""The base of every settings section: validated, frozen, and strict.
+
+Defaults live in the settings classes, with what each setting means in its description. A recipe says what is its own,
+and `armature show` prints all of it. A default that changes gives other fingerprints: what it affects is made again.
+"""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+import math
+from collections.abc import Mapping
+from datetime import date, time
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema
+
+EXACT = frozenset({"int", "float", "bool"})
+"""Types that take nothing else for theirs: true is not 1, "3" is not 3, 1 is not true. An int is a float, though."""
+NO_SCHEMAS = frozenset({"default", "expected", "metadata", "serialization"})
+"""Keys of a schema below which there are values."""
+
+
+def _make_exact(schema: Any) -> None:
+    if isinstance(schema, dict):
+        if schema.get("type") in EXACT:
+            schema["strict"] = True
+        for key, part in schema.items():
+            if key not in NO_SCHEMAS:
+                _make_exact(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            _make_exact(part)
+
+
+def _odd(value: Any, where: str) -> str:
+    """What is wrong with a value that JSON lacks, however deep in `value` it is; "" if there is none."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{where} is not a finite number"
+    if isinstance(value, date | time):
+        return f"{where} is a date or a time; write it as text"
+    if isinstance(value, Mapping):
+        return next(filter(None, (_odd(item, f"{where}.{key}") for key, item in value.items())), "")
+    if isinstance(value, list | tuple):
+        return next(filter(None, (_odd(item, f"{where}[{index}]") for index, item in enumerate(value))), "")
+    return ""
 
 
 class Settings(BaseModel):
-    """Values that change results. Fields have no defaults: the values live in `configs/`."""
+    """Values that change results; unknown keys are errors, numbers are finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _make_exact(schema)
+        return schema
+
+    @model_validator(mode="after")
+    def _values_of_any_type_are_json(self) -> Self:
+        for name in type(self).model_fields:
+            if said := _odd(getattr(self, name), name):
+                raise ValueError(said)
+        return self

@@ -80,11 +80,17 @@ class StageContext:
     fingerprint: str
 
 
+def nothing_more(settings: Any, inputs: Mapping[str, Artifact]) -> Mapping[str, str]:
+    """What most stages depend on besides their version, settings and inputs."""
+    return {}
+
+
 @dataclass(frozen=True)
 class Stage(Generic[SettingsT]):
     """A function of validated settings and input artifacts that fills one output folder.
 
-    `version` is raised whenever the same settings and inputs would give another output.
+    `version` is raised whenever the same settings and inputs would give another output. `sources` gives the digests,
+    by name, of what else the output depends on, such as the code of an environment.
     """
 
     name: str
@@ -92,3 +98,4 @@ class Stage(Generic[SettingsT]):
     settings: type[SettingsT]
     inputs: tuple[str, ...]
     run: Callable[[SettingsT, Mapping[str, Artifact], Path, StageContext], Report]
+    sources: Callable[[SettingsT, Mapping[str, Artifact]], Mapping[str, str]] = nothing_more

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from components.artifacts.cache import Cache
 from components.contracts.errors import ConfigurationError
 from components.contracts.robots import RobotObservation
-from components.datasets.cache import Cache
 from components.datasets.lerobot.frames import Frames
 from components.datasets.lerobot.reader import Episode, window
 from components.datasets.order import Schedule, mixed, permuted

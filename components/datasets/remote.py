@@ -15,8 +15,9 @@ from typing import IO, Any
 import fsspec
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
+from components.artifacts.cache import Cache, make_once
 from components.contracts.errors import ConfigurationError, DataError
-from components.datasets.cache import Cache, make_once
+from components.contracts.names import confined
 from components.datasets.files import Files, Folder, belongs, listing_digest
 from components.datasets.lerobot.layout import INFO, STATS
 
@@ -197,7 +198,7 @@ def _list(url: str) -> Listing:
     for full, facts in found.items():
         name = full[full.index(base) + len(base) :].lstrip("/")
         if belongs(name) or name == STATS:
-            files[_inside(name, url)] = Entry(size=facts["size"], version=_version(facts))
+            files[str(confined(name, url))] = Entry(size=facts["size"], version=_version(facts))
     if INFO not in files:
         raise DataError("not a LeRobot dataset: it has no meta/info.json", where=url)
     return Listing(files=files)
@@ -212,13 +213,6 @@ def _version(facts: Mapping[str, Any]) -> str:
     if facts.get("blob_id"):
         return str(facts["lfs"]["sha256"] if facts.get("lfs") else facts["blob_id"])
     return next((str(facts[key]) for key in VERSIONS if facts.get(key) is not None), "")
-
-
-def _inside(name: str, url: str) -> str:
-    parts = name.replace("\\", "/").split("/")
-    if ".." in parts or "" in parts:
-        raise DataError(f"the file name {name!r} does not stay in the dataset", where=url)
-    return name
 
 
 def _home(url: str, cache: Cache) -> Path:

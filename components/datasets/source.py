@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from components.artifacts.cache import Cache, make_once
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.stages import Artifact, Report, Stage, StageContext
-from components.datasets.cache import Cache, make_once
 from components.datasets.files import Files, Folder
 from components.datasets.lerobot.layout import INFO
 from components.datasets.lerobot.reader import Dataset, open_dataset

@@ -57,7 +57,7 @@ def write_statistics(
     return Report(rows={"episodes": len(lengths), "frames": sum(lengths)})
 
 
-QUANTILE_STATS_STAGE = Stage("quantile-stats", 2, QuantileStatsSettings, ("dataset",), write_statistics)
+QUANTILE_STATS_STAGE = Stage("quantile-stats", 3, QuantileStatsSettings, ("dataset",), write_statistics)
 
 
 def read_statistics(artifact: Path, tags: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import lru_cache, partial
+from threading import Lock
 from typing import Annotated
 
 import numpy as np
@@ -62,8 +63,17 @@ def colour_picture(colour: str, seed: int, settings: PictureSettings) -> Encoded
 
 
 def painter(settings: PictureSettings) -> Callable[[str, int], EncodedImage]:
-    """`colour_picture` with these settings; the last pictures are kept, as a whole group asks for the same one."""
-    return lru_cache(maxsize=32)(partial(colour_picture, settings=settings))
+    """`colour_picture` with these settings; the last pictures are kept, as a whole group asks for the same one.
+
+    Threads that ask at the same time have it drawn once.
+    """
+    draw, one_at_a_time = lru_cache(maxsize=32)(partial(colour_picture, settings=settings)), Lock()
+
+    def paint(colour: str, seed: int) -> EncodedImage:
+        with one_at_a_time:
+            return draw(colour, seed)
+
+    return paint
 
 
 def colour_reward(action: str, colour: str, settings: PictureSettings) -> dict[str, float]:

@@ -18,8 +18,19 @@ class EnvironmentSettings(Settings):
     train_tasks: PositiveInt = Field(description="Tasks in the training split.")
     heldout_tasks: PositiveInt = Field(description="Tasks in the held-out split, never trained on.")
     seed: NonNegativeInt = Field(lt=2**31, description="Seed of both splits' tasks.")
+    evaluation_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="What of args is otherwise when an evaluation plays the tasks, so that success is measured in a "
+        "published setting, whatever helps training: {max_dead_ends = 0}.",
+    )
 
     @model_validator(mode="after")
     def _args_are_the_environments(self) -> Self:
-        ENVIRONMENTS[self.name].Settings.model_validate(self.args)
+        kind = ENVIRONMENTS[self.name].Settings
+        kind.model_validate(self.args)
+        kind.model_validate(self.args | self.evaluation_args)
         return self
+
+    def for_evaluation(self) -> EnvironmentSettings:
+        """The same tasks, played as an evaluation plays them."""
+        return self.model_copy(update={"args": self.args | self.evaluation_args, "evaluation_args": {}})

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
+from pydantic import ValidationError
 
 from components.artifacts.tables import TableSchema, read_table, write_table
+from components.contracts.checks import MOST_CHARACTERS, plain_text
 from components.contracts.episodes import Environment, Observation, Split, Task
-from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.errors import ArmatureError, ConfigurationError, DataError
+from components.contracts.failures import RolloutFailed, said
 from components.contracts.stages import Artifact, Report, Stage, StageContext
+from components.environments.guarded import GuardedEpisode
 from components.environments.make import make_environment
 from components.environments.preview import picture_grid
 from components.environments.settings import EnvironmentSettings
+from components.environments.sources import environment_sources
 
-TASKS = TableSchema("tasks", 1, pa.schema([("task_id", pa.string()), ("split", pa.string()), ("payload", pa.string())]))
+TASKS = TableSchema("tasks", 2, pa.schema([("task_id", pa.string()), ("split", pa.string()), ("payload", pa.string())]))
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 PREVIEWED = 16
+ENVIRONMENT = "environment.json"
 
 
 def write_tasks(
@@ -30,19 +38,22 @@ def write_tasks(
     rows: dict[str, int] = {}
     with closing(make_environment(settings, context.machine.environment_processes)) as environment:
         for split in SPLITS:
-            tasks = list(environment.tasks(split))
-            if not tasks:
-                raise ConfigurationError(f"environment {settings.name!r} has no tasks in split {split!r}")
-            rows[split] = len(tasks)
-            write_table(folder / f"{split}.parquet", [_row(task) for task in tasks], TASKS)
+            most = settings.train_tasks if split == "train" else settings.heldout_tasks
+            listed = _rows(environment, split, most)
+            rows[split] = len(listed)
+            write_table(folder / f"{split}.parquet", listed, TASKS)
             context.events.progress("tasks", len(rows), len(SPLITS))
-        (folder / "environment.json").write_text(settings.model_dump_json(indent=1) + "\n")
+        (folder / ENVIRONMENT).write_text(settings.model_dump_json(indent=1) + "\n")
         shown = load_tasks(folder, "train")[:PREVIEWED]
-        picture_grid(asyncio.run(_first_observations(environment, shown))).save(folder / "preview.png")
+        picture_grid(asyncio.run(_first_observations(environment, shown, context.machine.environment_timeout))).save(
+            folder / "preview.png"
+        )
     return Report(rows=rows)
 
 
-TASKS_STAGE = Stage("tasks", 1, EnvironmentSettings, (), write_tasks)
+TASKS_STAGE = Stage(
+    "tasks", 2, EnvironmentSettings, (), write_tasks, lambda settings, inputs: environment_sources(settings)
+)
 
 
 def load_tasks(folder: Path, split: Split) -> list[Task]:
@@ -55,31 +66,99 @@ def load_tasks(folder: Path, split: Split) -> list[Task]:
     return [Task(row["task_id"], row["split"], json.loads(row["payload"])) for row in rows]
 
 
-def load_environment(folder: Path, processes: int = 0) -> Environment:
-    """The environment whose tasks are in the artifact at `folder`.
+def load_environment(folder: Path, processes: int = 0, *, evaluation: bool = False) -> Environment:
+    """The environment whose tasks are in the artifact at `folder`, as training plays it or an `evaluation`.
 
     Raises:
         DataError: the artifact does not say which environment that is.
     """
-    path = folder / "environment.json"
+    settings = read_environment(folder)
+    return make_environment(settings.for_evaluation() if evaluation else settings, processes)
+
+
+def sources_of_tasks(settings: object, inputs: Mapping[str, Artifact]) -> dict[str, str]:
+    """What a stage depends on that plays the tasks of its input `tasks`, whatever its settings are.
+
+    Nothing where that is no artifact of the tasks stage: the stage says so when it runs.
+    """
+    folder = inputs["tasks"].path
+    if not (folder / ENVIRONMENT).is_file():
+        return {}
+    settings = read_environment(folder)
+    played = environment_sources(settings.for_evaluation()).items()
+    return environment_sources(settings) | {f"evaluation/{name}": digest for name, digest in played}
+
+
+def read_environment(folder: Path) -> EnvironmentSettings:
+    """The settings of the environment whose tasks are in the artifact at `folder`.
+
+    Raises:
+        DataError: the artifact does not say them.
+    """
+    path = folder / ENVIRONMENT
     try:
-        text = path.read_text()
+        return EnvironmentSettings.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
         raise DataError("not an artifact of the tasks stage", where=str(path)) from error
-    return make_environment(EnvironmentSettings.model_validate_json(text), processes)
+    except ValidationError as error:
+        raise DataError(
+            f"these are no settings of an environment: {error.errors()[0]['msg']}",
+            where=str(path),
+            remedy="make the tasks again with this version",
+        ) from error
 
 
-def _row(task: Task) -> dict[str, object]:
+def _rows(environment: Environment, split: Split, most: int) -> list[dict[str, object]]:
+    """The tasks as rows.
+
+    Raises:
+        ConfigurationError: there are none, more than `most`, two of one name, or one that is no task of `split`.
+    """
+    where = f"environment {environment.name!r}, split {split!r}"
+    try:
+        rows = [_row(task, split) for task in islice(environment.tasks(split), most + 1)]
+    except ArmatureError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigurationError(f"the tasks cannot be listed: {said(error)}", where=where) from error
+    if not 0 < len(rows) <= most:
+        count = "no" if not rows else f"more than {most}"
+        raise ConfigurationError(f"the environment lists {count} tasks, where {most} are asked for", where=where)
+    names = Counter(row["task_id"] for row in rows)
+    (name, times), *_ = names.most_common(1)
+    if times > 1:
+        raise ConfigurationError(f"{times} tasks are called {name!r}", where=where, remedy="give each its own name")
+    return rows
+
+
+def _row(task: object, split: Split) -> dict[str, object]:
+    if not isinstance(task, Task):
+        raise ValueError(f"a task was expected, not {type(task).__name__}")
+    if task.split != split:
+        raise ValueError(f"a task of split {task.split!r:.40}")
     payload = json.dumps(task.payload, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return {"task_id": task.task_id, "split": task.split, "payload": payload}
+    if not isinstance(task.payload, dict) or len(payload) > MOST_CHARACTERS:
+        raise ValueError(f"a payload of {len(payload)} characters; it has to be a dict of at most {MOST_CHARACTERS}")
+    return {"task_id": plain_text("task_id", task.task_id), "split": split, "payload": payload}
 
 
-async def _first_observations(environment: Environment, tasks: Iterable[Task]) -> list[tuple[str, Observation]]:
+async def _first_observations(
+    environment: Environment, tasks: Iterable[Task], timeout: float
+) -> list[tuple[str, Observation]]:
+    """
+    Raises:
+        ConfigurationError: an episode cannot be begun.
+    """
     first = []
     for task in tasks:
-        episode = environment.episode(task)
+        episode = GuardedEpisode(environment, task, timeout)
         try:
             first.append((task.task_id, await episode.reset()))
-        finally:
             await episode.close()
+        except RolloutFailed as failed:
+            with suppress(RolloutFailed):
+                await episode.close()
+            raise ConfigurationError(
+                f"an episode cannot be begun: {failed.detail}", where=f"task {task.task_id}"
+            ) from failed
     return first

@@ -11,7 +11,7 @@ from components.evaluation.results import Result, accuracy, by_kind, mean_reward
 from components.evaluation.wilson import Interval
 from components.reports.report import Report, Table
 
-COLUMNS = ("episodes", "accuracy", "95 % interval", "mean reward", "mean turns")
+COLUMNS = ("episodes", "failed", "accuracy", "95 % interval", "mean reward", "mean turns")
 PER_EPISODE = {
     "turns": "turns per episode",
     "turns_when_solved": "turns when solved",
@@ -38,8 +38,10 @@ def evaluation_report(
         "mean reward, 95 % interval": str(mean_reward(first)),
         "tasks": f"{numbers['tasks']:,}",
         "episodes": f"{numbers['episodes']:,}",
-        "failed": f"{numbers['failed']:,}",
+        "failed, counted as not solved": f"{numbers['failed']:,}",
     }
+    if numbers["failed"] and numbers["failed"] < numbers["episodes"]:
+        figures["accuracy of finished episodes"] = f"{numbers['accuracy_of_finished']:.3f}"
     figures |= {label: f"{numbers[key]:.2f}" for key, label in PER_EPISODE.items() if numbers.get(key)}
     tables = [_splits(results, splits), *(_kinds(results, split, splits) for split in splits)]
     tables += [_parts(numbers["reward_parts"]), _failures(results)]
@@ -65,7 +67,8 @@ def _row(name: str, group: Sequence[Result]) -> list[str]:
     """Cells under a name and `COLUMNS`."""
     done = [result.turns for result in group if result.failure is None]
     turns = f"{fmean(done):.1f}" if done else ""
-    return [name, str(len(group)), *_cells(accuracy(group)), f"{mean_reward(group).estimate:.3f}", turns]
+    failed = str(len(group) - len(done))
+    return [name, str(len(group)), failed, *_cells(accuracy(group)), f"{mean_reward(group).estimate:.3f}", turns]
 
 
 def _cells(interval: Interval) -> list[str]:

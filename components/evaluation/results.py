@@ -152,17 +152,36 @@ def metrics(results: Sequence[Result], splits: Sequence[str]) -> dict[str, Any]:
     return first | dict(zip(splits[1:], more, strict=True))
 
 
+def failures_said(results: Sequence[Result]) -> str:
+    """What failed episodes did to the numbers, in a sentence; empty if none failed."""
+    reasons = Counter(result.failure for result in results if result.failure)
+    if not reasons:
+        return ""
+    listed = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+    finished = accuracy([result for result in results if result.failure is None])
+    return (
+        f"{reasons.total()} of {len(results)} episodes failed ({listed}) and count as not solved: "
+        f"accuracy {accuracy(results).estimate:.3f}, of finished ones {finished.estimate:.3f}; "
+        "mean rewards are of finished ones"
+    )
+
+
 def of_split(results: Sequence[Result], split: str) -> list[Result]:
     return [result for result in results if result.split == split]
 
 
 def split_metrics(results: Sequence[Result]) -> dict[str, Any]:
-    """Numbers over one split; a value that does not exist is left out. Means of turns are per finished episode."""
+    """Numbers over one split; a value that does not exist is left out. Means of turns are per finished episode.
+
+    `accuracy` is over all planned episodes, of which those that failed are not solved; `accuracy_of_finished` is
+    without them.
+    """
     tasks = _by_task(results, lambda result: result.solved)
     done = [result for result in results if result.failure is None]
     solved = [result for result in done if result.solved]
     numbers: dict[str, Any] = {
         **_interval("accuracy", accuracy(results)),
+        **_interval("accuracy_of_finished", accuracy(done)),
         **_interval("reward", mean_reward(results)),
         "solved_at_least_once": fmean(any(task) for task in tasks) if tasks else 0.0,
         "tasks": len(tasks),
@@ -186,7 +205,8 @@ def split_metrics(results: Sequence[Result]) -> dict[str, Any]:
 def _kind_metrics(group: Sequence[Result]) -> dict[str, float]:
     done = [result.turns for result in group if result.failure is None]
     turns = {"turns": fmean(done)} if done else {}
-    return {"episodes": len(group), **_interval("accuracy", accuracy(group)), **turns}
+    failed = sum(result.failure is not None for result in group)
+    return {"episodes": len(group), "failed": failed, **_interval("accuracy", accuracy(group)), **turns}
 
 
 def _interval(name: str, interval: Interval) -> dict[str, float]:

@@ -13,9 +13,9 @@ from components.contracts.episodes import Task
 from components.contracts.errors import DataError, ServerError
 from components.contracts.rollouts import GenerateOutputs
 from components.contracts.stages import Artifact, Report, Stage, StageContext
-from components.environments.stage import load_environment, load_tasks
+from components.environments.stage import load_environment, load_tasks, sources_of_tasks
 from components.evaluation.page import evaluation_report
-from components.evaluation.results import collect_results, metrics, write_results
+from components.evaluation.results import collect_results, failures_said, metrics, of_split, write_results
 from components.evaluation.settings import EvaluateSettings
 from components.reports.report import write_report
 from components.reports.tokens import token_decoder
@@ -62,6 +62,9 @@ def evaluate(settings: EvaluateSettings, inputs: Mapping[str, Artifact], out: Pa
         )
     results = collect_results(outputs, tasks, plan.success_reward, plan.kind_field)
     numbers = metrics(results, plan.splits)
+    for split in plan.splits:
+        if failures := failures_said(of_split(results, split)):
+            context.events.message(f"{split}: {failures}")
     write_rollouts(out, outputs)
     write_results(out, results)
     (out / METRICS_FILE).write_text(json.dumps(numbers, indent=1, sort_keys=True) + "\n")
@@ -88,7 +91,8 @@ async def play(
 
     plan = settings.evaluation
     pool = ServerPool(checkpoint, settings.inference, context.machine, log_folder=context.workspace / "logs")
-    with closing(load_environment(tasks_folder, context.machine.environment_processes)) as environment:
+    processes = context.machine.environment_processes
+    with closing(load_environment(tasks_folder, processes, evaluation=True)) as environment:
         async with pool:
             return await collect(
                 environment,
@@ -104,4 +108,4 @@ async def play(
             )
 
 
-EVALUATE_STAGE = Stage("evaluate", 2, EvaluateSettings, ("tasks", "model"), evaluate)
+EVALUATE_STAGE = Stage("evaluate", 4, EvaluateSettings, ("tasks", "model"), evaluate, sources_of_tasks)

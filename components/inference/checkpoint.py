@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from components.contracts.errors import DataError
+from components.models.tensors import Tensors, read_tensors
 
 _PLACEHOLDERS = (
     *(f"{kind}_token_{suffix}" for kind in ("image", "video", "audio") for suffix in ("id", "index")),
@@ -14,9 +15,10 @@ _PLACEHOLDERS = (
     *(f"{edge}_token_{suffix}" for edge in ("boi", "eoi") for suffix in ("id", "index")),
 )
 
-_PREFIX_TYPES = frozenset({"bagel", "gemma3", "molmo2", "moondream3", "paligemma"})
+_ANY = 2**31
+_EMBEDDINGS = ("embed_tokens.weight", "wte.embedding", "wte.new_embedding")
 
-Tensors = dict[str, tuple[str, tuple[int, ...]]]
+_PREFIX_TYPES = frozenset({"bagel", "gemma3", "molmo2", "moondream3", "paligemma"})
 
 
 def read_config(folder: Path) -> dict[str, object]:
@@ -26,7 +28,7 @@ def read_config(folder: Path) -> dict[str, object]:
         config = json.loads(path.read_text())
     except FileNotFoundError:
         raise DataError("not a checkpoint: no config.json", where=str(folder), remedy="give its folder") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"config.json is not JSON: {error}", where=str(path), remedy="save it again") from error
     if not isinstance(config, dict):
         raise DataError("config.json is not an object", where=str(path), remedy="save it again")
@@ -50,37 +52,25 @@ def sampled_token_ids(folder: Path, token_ids: Iterable[int]) -> tuple[int, ...]
     return tuple(sorted({token for token in token_ids if not isinstance(rows, int) or token < rows}))
 
 
+def vocabulary(folder: Path) -> tuple[int, int]:
+    """How many ids can be sampled, and how many can be in a prompt: rows of the output head and of the embedding.
+
+    Not more than int32 holds where the checkpoint does not say it. Raises DataError as `read_tensors` does.
+    """
+    config, tensors = read_config(folder), read_tensors(folder)
+    text = config.get("text_config")
+    said = [part.get("vocab_size") for part in (text, config) if isinstance(part, dict)]
+    rows = next((value for value in said if isinstance(value, int)), _ANY)
+    embedding = sum(_rows(tensors, name) for name in _EMBEDDINGS) or rows
+    return _rows(tensors, "lm_head.weight") or min(rows, embedding), embedding
+
+
+def _rows(tensors: Tensors, name: str) -> int:
+    """Of the tensor whose name ends so; 0: there is none."""
+    shapes = [shape for full, (_, shape) in tensors.items() if full == name or full.endswith(f".{name}")]
+    return max((shape[0] for shape in shapes if shape), default=0)
+
+
 def attends_both_ways(config: Mapping[str, object]) -> bool:
     """Whether tokens of one image see each other in both directions, as vLLM reads it out of a `config.json`."""
     return bool(config.get("is_mm_prefix_lm", config.get("model_type") in _PREFIX_TYPES))
-
-
-def read_tensors(folder: Path) -> Tensors:
-    """Name -> (dtype, shape) of every tensor in the safetensors files, from their headers alone.
-
-    Raises:
-        DataError: there are none, or a header cannot be read (a file that is still being written).
-    """
-    tensors: Tensors = {}
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise DataError("no *.safetensors files", where=str(folder), remedy="save the checkpoint there first")
-    for path in files:
-        try:
-            with path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(length)) if 0 < length <= path.stat().st_size else None
-        except ValueError as error:
-            raise DataError(f"unreadable header: {error}", where=str(path), remedy="save it again") from error
-        if header is None:
-            raise DataError("not a safetensors file", where=str(path), remedy="save it again")
-        end = 8 + length
-        for name, entry in header.items():
-            if name != "__metadata__":
-                tensors[name] = (entry["dtype"], tuple(entry["shape"]))
-                end = max(end, 8 + length + entry["data_offsets"][1])
-        if path.stat().st_size != end:
-            raise DataError(
-                f"{path.stat().st_size} bytes where the header promises {end}", where=str(path), remedy="save it again"
-            )
-    return tensors

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-import numpy as np
 
 from components.contracts.errors import ServerError
 from components.contracts.rollouts import LogProbs, TokenIds
 from components.inference.endpoint import Endpoint
+from components.inference.replies import PLAIN, WEIGHTS, BadReply, Collector, Reply
 from components.inference.settings import EvaluationSamplingSettings, SamplingSettings
 
 MODEL_NAME = "policy"
@@ -22,6 +20,10 @@ Message = Mapping[str, Any]
 
 # vLLM clamps smaller values to it; e^-100 of the mass is none in float32.
 _FORBIDDEN_BIAS = -100.0
+
+
+OTHER_WEIGHTS = "other_weights"
+"""Why an attempt failed whose answer is, or may be, of weights that we did not give the server."""
 
 
 class GenerationFailure(ServerError):
@@ -113,45 +115,48 @@ def open_session() -> aiohttp.ClientSession:
     """
     # Less than the 5 s after which a server of vLLM's closes what is idle.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
-    return aiohttp.ClientSession(connector=connector, trust_env=False, cookie_jar=aiohttp.DummyCookieJar())
+    jar = aiohttp.DummyCookieJar()
+    return aiohttp.ClientSession(connector=connector, trust_env=False, cookie_jar=jar, auto_decompress=False)
 
 
 async def ask(
-    session: aiohttp.ClientSession, endpoint: Endpoint, body: Mapping[str, Any], timeout: float
-) -> dict[str, Any]:
-    """Send one chat request; the parsed answer.
+    session: aiohttp.ClientSession, endpoint: Endpoint, body: Mapping[str, Any], timeout: float, limit: int
+) -> Reply:
+    """Send one chat request; the answer, of at most `limit` bytes, which is JSON.
 
     Raises:
         Transient: no answer within `timeout` seconds, a broken connection, or a fault of the server.
         GenerationFailure: the server refuses this request.
         ServerError: the server refuses us: wrong key, or not one of ours.
     """
-    url = endpoint.url
-    limit = aiohttp.ClientTimeout(total=timeout)
+    url, headers = endpoint.url, {**endpoint.headers, **PLAIN}
+    whole = aiohttp.ClientTimeout(total=timeout)
     try:
         async with session.post(
-            f"{url}/v1/chat/completions", json=body, headers=endpoint.headers, timeout=limit, allow_redirects=False
+            f"{url}/v1/chat/completions", json=body, headers=headers, timeout=whole, allow_redirects=False
         ) as response:
-            status, content = response.status, await response.read()
+            collector = Collector(url, response.headers, limit)
+            async for part in response.content.iter_any():
+                collector.add(part)
+        reply = Reply(url, response.status, collector.content(), response.headers.get(WEIGHTS, ""))
+        if reply.status == 200:
+            _ = reply.document  # is JSON, or another attempt is made
+            return reply
     except TimeoutError as error:
         raise Transient("generation_timeout", f"no answer from {url} in {timeout:g} s") from error
-    except aiohttp.ClientError as error:
+    except (aiohttp.ClientError, OSError) as error:
         raise Transient("connection_lost", f"{url}: {type(error).__name__} {error}") from error
-    if status == 200:
-        try:
-            answer = json.loads(content)
-        except ValueError as error:
-            raise Transient("broken_answer", f"{url}: not JSON") from error
-        if not isinstance(answer, dict):
-            raise Transient("broken_answer", f"{url}: not an object")
-        return answer
-    text = _error_text(content)
+    except BadReply as error:
+        raise Transient("broken_answer", f"{url}: {error.what}") from error
+    status, text = reply.status, _error_text(reply)
     if status in (401, 403, 404):
         raise ServerError(
             f"the server answers {status}: {text}",
             where=url,
             remedy="give its key in VLLM_API_KEY, and serve the model with --served-model-name policy",
         )
+    if status == 423:
+        raise Transient(OTHER_WEIGHTS, f"{url}: another run has it: {text}")
     if status in (408, 425, 429) or status >= 500:
         raise Transient("server_error", f"{url}: {status} {text}")
     too_long = "maximum context length" in text or "longer than the maximum model length" in text
@@ -163,67 +168,8 @@ async def ask(
     )
 
 
-def read_completions(
-    answer: Mapping[str, Any], n: int, forbidden: frozenset[int], version: int, server: str, seconds: float
-) -> list[Completion | GenerationFailure]:
-    """The n samples of an answer in order; a failure stands where one cannot be trusted.
-
-    Raises:
-        GenerationFailure: the answer as a whole is not what was asked for.
-    """
+def _error_text(reply: Reply) -> str:
     try:
-        prompt = np.asarray(answer["prompt_token_ids"], dtype=np.int32)
-        choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise GenerationFailure(
-            f"prompt_token_ids or choices are missing or malformed: {error!r}",
-            reason="malformed_answer",
-            where=server,
-            remedy="the server must be vLLM >= 0.26",
-        ) from error
-    if len(choices) != n or prompt.ndim != 1 or prompt.size == 0:
-        raise GenerationFailure(
-            f"{len(choices)} choices instead of {n}, prompt ids of shape {prompt.shape}",
-            reason="malformed_answer",
-            where=server,
-        )
-    return [_read_choice(choice, prompt, forbidden, version, server, seconds) for choice in choices]
-
-
-def _read_choice(
-    choice: Mapping[str, Any],
-    prompt: TokenIds,
-    forbidden: frozenset[int],
-    version: int,
-    server: str,
-    seconds: float,
-) -> Completion | GenerationFailure:
-    def failure(reason: str, what: str) -> GenerationFailure:
-        return GenerationFailure(what, reason=reason, where=f"{server}, choice {choice.get('index')}")
-
-    try:
-        tokens = np.asarray(choice["token_ids"], dtype=np.int32)
-        values = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-        text = choice["message"]["content"] or ""
-        finish_reason = str(choice["finish_reason"])
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        return failure("missing_logprobs", f"token_ids, logprobs or message are missing or malformed: {error!r}")
-    if len(values) != tokens.size:
-        return failure("length_mismatch", f"{tokens.size} token ids but {len(values)} log-probs")
-    if tokens.size == 0:
-        return failure("empty_completion", "no token was sampled")
-    # -9999 is how vLLM writes minus infinity.
-    bad = [value for value in values if value is None or not math.isfinite(value) or not -9000 < value <= 1e-4]
-    if bad:
-        return failure("bad_logprobs", f"log-probs that are none: {bad[:3]}")
-    if sampled := forbidden.intersection(tokens.tolist()):
-        return failure("placeholder_sampled", f"placeholder tokens {sorted(sampled)} were sampled")
-    logprobs = np.minimum(np.asarray(values, dtype=np.float32), 0.0)
-    return Completion(prompt, tokens, logprobs, text, finish_reason, version, server, seconds)
-
-
-def _error_text(content: bytes) -> str:
-    try:
-        return str(json.loads(content)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return content.decode(errors="replace")[:300]
+        return str(reply.document["error"]["message"])[:300]
+    except (BadReply, KeyError, TypeError):
+        return reply.text

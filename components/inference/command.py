@@ -11,6 +11,7 @@ from components.contracts.machine import Machine, Scalar
 from components.inference.checkpoint import attends_both_ways, read_config
 from components.inference.client import MODEL_NAME
 from components.inference.settings import ServerSettings
+from components.ports import loopback
 
 BOTH_WAYS = "TRITON_ATTN"
 """The attention backend that lets the tokens of an image see each other in both directions, as trainers do.
@@ -117,8 +118,26 @@ def _prefix_backend(model: Path, machine: Machine, gpus: tuple[int, ...]) -> str
     return BOTH_WAYS
 
 
-def server_environment(machine: Machine, *, api_key: str, gpus: tuple[int, ...]) -> dict[str, str | None]:
-    """The variables to add to ours; None takes one away. The key travels here, not where `ps` shows it."""
+_OUR_VARIABLES = {
+    "VLLM_API_KEY": "VLLM_API_KEY of the run itself, or is made for it",
+    "VLLM_SERVER_DEV_MODE": "the pool: without it, weights cannot be changed",
+}
+
+
+def server_environment(
+    machine: Machine, *, api_key: str, gpus: tuple[int, ...], deterministic: bool = False
+) -> dict[str, str | None]:
+    """The variables to add to ours; None takes one away. The key travels here, not where `ps` shows it.
+
+    Raises:
+        ConfigurationError: `machine.server_environment` sets one that the pool depends on.
+    """
+    if taken := sorted(_OUR_VARIABLES.keys() & machine.server_environment.keys()):
+        raise ConfigurationError(
+            f"server_environment may not set {taken[0]}: it comes from {_OUR_VARIABLES[taken[0]]}",
+            where=f"machine.server_environment.{taken[0]}",
+            remedy="take it out",
+        )
     environment: dict[str, str | None] = {
         "VLLM_API_KEY": api_key,
         "VLLM_SERVER_DEV_MODE": "1",  # the routes that reload weights and reset caches
@@ -127,6 +146,10 @@ def server_environment(machine: Machine, *, api_key: str, gpus: tuple[int, ...])
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
+        # Its engine and its workers meet over ports of their own: by default on the address of the host's name.
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": loopback(),
+        "NCCL_SOCKET_IFNAME": f"={loopback()}",
     }
     if not gpus:
         # Half of the cores: the HTTP front, the environments and the trainer need theirs. With a tiny model on
@@ -138,6 +161,8 @@ def server_environment(machine: Machine, *, api_key: str, gpus: tuple[int, ...])
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(threads),
         }
+        if deterministic:
+            environment["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
     if machine.weight_transfer == "ipc":
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the handles travel as pickles
-    return environment | machine.server_environment
+    return environment | machine.server_variables()

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a server listens, and the key that it wants."""
+    """Where a server listens, the key that it wants, and the id of the lease under which it is asked ("": none)."""
 
     url: str
     api_key: str
+    lease: str = ""
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.api_key}"}
+        key = {"Authorization": f"Bearer {self.api_key}"}
+        return key | {"X-Armature-Lease": self.lease} if self.lease else key

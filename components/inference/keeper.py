@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import httpx
 
 from components.contracts.errors import ArmatureError, ServerError
+from components.inference import lease
 from components.inference.replica import Replica
-from components.inference.server import serves
+from components.inference.server import fault
 
 if TYPE_CHECKING:
     from components.inference.pool import ServerPool
@@ -24,7 +25,8 @@ MAX_RESTARTS = 3
 """Starts in a row without one answered request before a server is given up."""
 
 _WATCH = 1.0
-_HEALTH_TIMEOUT = 10.0
+_PAUSE = 2.0
+"""Seconds, times the attempts so far, after a start failed for want of something that time may bring."""
 
 
 class Keeper:
@@ -32,21 +34,33 @@ class Keeper:
 
     def __init__(self, pool: ServerPool, replica: Replica) -> None:
         self.pool, self.replica = pool, replica
+        self._keeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start or join the server for the first time. Raises ServerError."""
-        if self.replica.server is not None:
-            await self._start_local()
-        else:
-            await self._wait_remote(self.pool.machine.ready_timeout)
-        await self._admit()
+        await self._come_up()
 
     async def run(self) -> None:
-        while True:
-            await self._trouble()
-            await self._take_out()
-            if not await self._bring_back():
-                return
+        try:
+            while not self.replica.given_up:
+                await self._trouble()
+                await self._take_out()
+                await self._bring_back()
+        except Exception as error:
+            # Whatever it is: those who wait for this server would wait for ever.
+            await self._give_up(ServerError(f"what watches {self.replica.name} failed: {error!r}"), error)
+
+    async def close(self) -> None:
+        """Let others have the server."""
+        if self._keeping is None:
+            return
+        self._keeping.cancel()
+        await asyncio.gather(self._keeping, return_exceptions=True)
+        try:
+            async with asyncio.timeout(_WATCH):
+                await lease.give_back(self.pool.http, self.replica.endpoint)
+        except (httpx.TransportError, ServerError, TimeoutError, OSError) as error:
+            log.info("%s: its lease ends by itself: %r", self.replica.name, error)
 
     async def _trouble(self) -> None:
         """Return when the server is dead, ill, or has failed too often."""
@@ -67,10 +81,11 @@ class Keeper:
     async def _healthy(self) -> bool:
         if self.replica.server is not None and not self.replica.server.alive:
             return False
-        async with httpx.AsyncClient(
-            headers=self.replica.endpoint.headers, timeout=_HEALTH_TIMEOUT, trust_env=False
-        ) as http:
-            return await serves(http, self.replica.url)
+        try:
+            return not await fault(self.pool.http, self.replica.endpoint)
+        except ServerError as error:
+            log.warning("%s: %s", self.replica.name, error)
+            return False
 
     async def _take_out(self) -> None:
         self.replica.ready = False
@@ -78,34 +93,55 @@ class Keeper:
         log.warning("%s is taken out of the pool", self.replica.name)
         await self.pool.notify()
 
-    async def _bring_back(self) -> bool:
-        """Whether the server is back; False: it is given up."""
+    async def _bring_back(self) -> None:
+        """Return when the server is back, or given up."""
         replica = self.replica
-        while True:
+        while not replica.ready and replica.given_up is None:
             try:
                 if replica.server is not None:
-                    replica.restarts += 1
-                    if replica.restarts > MAX_RESTARTS:
-                        raise ServerError(
-                            f"{replica.name} was started {MAX_RESTARTS} times and never answered a request; its "
-                            f"last lines:\n{replica.server.tail()}",
-                            where=str(replica.server.log),
-                        )
-                    self.pool.statistics.restarts += 1
-                    await self._start_local()
-                else:
-                    await self._wait_remote(self.pool.machine.ready_timeout)
-                await self._admit()
-            except ArmatureError as error:
+                    self._count_restart()
+                await self._come_up()
+            except (ArmatureError, OSError) as error:
                 log.error("%s: %s", replica.name, error)
-                if replica.server is None or replica.restarts >= MAX_RESTARTS:
-                    replica.given_up = error
-                    await self.pool.notify()
-                    return False
+                if replica.server is None or replica.restarts > MAX_RESTARTS:
+                    await self._give_up(ServerError(f"{replica.name} cannot be started: {error!r}"), error)
+                elif isinstance(error, OSError):
+                    await asyncio.sleep(_PAUSE * replica.restarts)  # out of file handles, or the like
             else:
                 if replica.ready:
                     log.warning("%s is back with version %d", replica.name, replica.version)
-                    return True
+
+    def _count_restart(self) -> None:
+        replica = self.replica
+        assert replica.server is not None
+        replica.restarts += 1
+        if replica.restarts > MAX_RESTARTS:
+            raise ServerError(
+                f"{replica.name} was started {MAX_RESTARTS} times and never answered a request; its "
+                f"last lines:\n{replica.server.tail()}",
+                where=str(replica.server.log),
+            )
+        self.pool.statistics.restarts += 1
+
+    async def _give_up(self, failure: ServerError, cause: Exception) -> None:
+        self.replica.ready = False
+        self.replica.given_up = cause if isinstance(cause, ArmatureError) else failure
+        self.replica.given_up.__cause__ = None if isinstance(cause, ArmatureError) else cause
+        log.error("%s is given up: %s", self.replica.name, self.replica.given_up)
+        await self.pool.notify()
+
+    async def _come_up(self) -> None:
+        """Start or join the server, and let requests through. Raises ServerError, OSError."""
+        if self.replica.server is not None:
+            await self._start_local()
+        else:
+            await self._wait_remote(self.pool.machine.ready_timeout)
+        try:
+            await self._take_lease()
+            await self._admit()
+        except httpx.TransportError as error:
+            name, url = self.replica.name, self.replica.url
+            raise ServerError(f"{name} went away as it joined: {error!r}", where=url) from error
 
     async def _start_local(self) -> None:
         replica, pool = self.replica, self.pool
@@ -116,15 +152,43 @@ class Keeper:
 
     async def _wait_remote(self, timeout: float) -> None:
         deadline = asyncio.get_running_loop().time() + timeout
-        while not await self._healthy():
+        while reason := await fault(self.pool.http, self.replica.endpoint):
             if asyncio.get_running_loop().time() > deadline:
                 raise ServerError(
-                    f"no server answers as 'policy' within {timeout:g} s",
+                    f"no server answers as 'policy' within {timeout:g} s: {reason}",
                     where=self.replica.url,
                     remedy="start it with --served-model-name policy; put its key into VLLM_API_KEY",
                 )
             await asyncio.sleep(1.0)
         self.replica.version = -1  # it may have been started again with whatever weights it was given then
+
+    async def _take_lease(self) -> None:
+        """Have the server for this pool alone. Raises ServerError if another run has it."""
+        replica, pool = self.replica, self.pool
+        replica.lease = pool.lease
+        if not await lease.take(pool.http, replica.endpoint, pool.who, pool.machine.lease_timeout):
+            replica.lease = ""
+            if replica.server is None:
+                log.warning(
+                    "%s runs without armature_served.require_key: no run can have it for itself. Weights of another "
+                    "run are found if a prompt's log-probs tell them apart",
+                    replica.name,
+                )
+        elif self._keeping is None:
+            self._keeping = asyncio.create_task(self._keep_lease())
+
+    async def _keep_lease(self) -> None:
+        replica, pool = self.replica, self.pool
+        while True:
+            await asyncio.sleep(lease.KEEP_EVERY)
+            try:
+                async with asyncio.timeout(lease.SECONDS):
+                    await lease.keep(pool.http, replica.endpoint, pool.who)
+            except (httpx.TransportError, TimeoutError, OSError) as error:
+                log.info("%s: its lease could not be kept: %r", replica.name, error)  # requests find out what is wrong
+            except ServerError as error:
+                log.warning("%s: %s", replica.name, error)
+                replica.doubt()
 
     async def _admit(self) -> None:
         """Let requests through, once the server holds the current weights. Not while weights are changing."""
@@ -133,7 +197,13 @@ class Keeper:
             replica.failures = 0
             replica.suspect.clear()
             try:
-                replica.ready = await pool.weights.make_current(pool.http, replica)
-            except httpx.TransportError as error:
-                raise ServerError(f"{replica.name} went away as it joined: {error!r}", where=replica.url) from error
+                async with asyncio.timeout(pool.machine.sync_timeout):
+                    ready = await pool.weights.make_current(pool.http, replica)
+                    if ready:
+                        await pool.repeatability.check(pool.http, replica)
+                    replica.ready = ready
+            except TimeoutError as error:
+                raise ServerError(
+                    f"{replica.name} did not take the weights in {pool.machine.sync_timeout:g} s", where=replica.url
+                ) from error
         await pool.notify()

@@ -15,10 +15,12 @@ from typing import Self
 
 import httpx
 
-from components.contracts.errors import DataError, ServerError, WeightSyncError
+from components.contracts.errors import ServerError, WeightSyncError
 from components.contracts.machine import Machine
-from components.inference.checkpoint import placeholder_token_ids, sampled_token_ids
+from components.inference.answers import Bounds, read_completions
+from components.inference.checkpoint import placeholder_token_ids, sampled_token_ids, vocabulary
 from components.inference.client import (
+    OTHER_WEIGHTS,
     Completion,
     GenerationFailure,
     Message,
@@ -26,16 +28,19 @@ from components.inference.client import (
     Transient,
     ask,
     open_session,
-    read_completions,
     request_body,
 )
+from components.inference.determinism import Repeatability
 from components.inference.keeper import Keeper
+from components.inference.lease import describe_run
 from components.inference.merge import Merger
+from components.inference.probe import ProbeAnswer, make_probe
+from components.inference.proof import Proof
 from components.inference.replica import Replica
 from components.inference.server import VllmServer
 from components.inference.settings import ServerSettings
 from components.inference.statistics import PoolStatistics
-from components.inference.sync import ServedWeights
+from components.inference.sync import ServedWeights, sync_failure
 from components.inference.weights import Publish
 
 log = logging.getLogger(__name__)
@@ -77,9 +82,13 @@ class ServerPool:
         if forbidden_token_ids is None:
             forbidden_token_ids = placeholder_token_ids(weights)
         self.forbidden_token_ids = sampled_token_ids(weights, forbidden_token_ids)
+        self.repeatability = Repeatability(settings, machine, self.forbidden_token_ids)
         self.statistics = PoolStatistics()
-        self._forbidden = frozenset(self.forbidden_token_ids)
-        self.weights = ServedWeights(weights, version, machine.weight_transfer, self.forbidden_token_ids, load_on_join)
+        sampled, prompt = vocabulary(weights)
+        self._bounds = Bounds(sampled, prompt, frozenset(self.forbidden_token_ids), settings.max_model_len)
+        images = settings.max_images_per_prompt > 0
+        proof = Proof(make_probe(sampled, forbidden_token_ids, settings.max_model_len - 1, images), settings, machine)
+        self.weights = ServedWeights(weights, version, machine.weight_transfer, proof, load_on_join)
         self._api_key = os.environ.get("VLLM_API_KEY") or secrets.token_urlsafe(32)
         self._merger = Merger(self.sample)
         self._slots = asyncio.Semaphore(machine.max_concurrent)
@@ -87,7 +96,8 @@ class ServerPool:
         self._syncing = False
         self._under_way = 0
         self._broken: WeightSyncError | None = None
-        self._keepers: list[asyncio.Task[None]] = []
+        self.lease, self.who = secrets.token_hex(16), describe_run(log_folder)
+        self._watching: list[asyncio.Task[None]] = []
         self.replicas = self._make_replicas()
 
     def _make_replicas(self) -> list[Replica]:
@@ -103,14 +113,14 @@ class ServerPool:
         """Start or join every server.
 
         Raises:
-            ServerError: one of them does not come up.
+            ServerError: one of them does not come up, or another run has it.
         """
         self.http = httpx.AsyncClient(timeout=self.machine.generation_timeout, trust_env=False)
         self._session = open_session()
-        keepers = [Keeper(self, replica) for replica in self.replicas]
+        self._keepers = [Keeper(self, replica) for replica in self.replicas]
         try:
             async with asyncio.TaskGroup() as group:
-                for keeper in keepers:
+                for keeper in self._keepers:
                     group.create_task(keeper.start())
         except BaseExceptionGroup as error:
             await self._close()
@@ -118,7 +128,7 @@ class ServerPool:
         except BaseException:
             await self._close()
             raise
-        self._keepers = [asyncio.create_task(keeper.run()) for keeper in keepers]
+        self._watching = [asyncio.create_task(keeper.run()) for keeper in self._keepers]
         return self
 
     async def __aexit__(
@@ -127,9 +137,10 @@ class ServerPool:
         await self._close()
 
     async def _close(self) -> None:
-        for task in self._keepers:
+        for task in self._watching:
             task.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        await asyncio.gather(*(keeper.close() for keeper in self._keepers))
         await self._session.close()
         await self.http.aclose()
         await asyncio.gather(*(replica.server.stop() for replica in self.replicas if replica.server))
@@ -159,7 +170,7 @@ class ServerPool:
         async with self._slots, self._admitted():
             began = time.monotonic()
             try:
-                results = await self._attempts(body, n)
+                results = await self._attempts(body, n, sampling.max_tokens)
             except GenerationFailure as failure:
                 self.statistics.failed(failure.reason, n)
                 raise
@@ -180,7 +191,8 @@ class ServerPool:
             self._under_way -= 1
             await self.notify()
 
-    async def _attempts(self, body: dict[str, object], n: int) -> list[Completion | GenerationFailure]:
+    async def _attempts(self, body: dict[str, object], n: int, max_tokens: int) -> list[Completion | GenerationFailure]:
+        limit = self._bounds.answer_bytes(n, max_tokens)
         tried: set[str] = set()
         last = Transient("no_attempt", "")
         for attempt in range(MAX_ATTEMPTS):
@@ -188,14 +200,17 @@ class ServerPool:
                 self.statistics.retries += 1
                 await asyncio.sleep(0.1 * 2**attempt)
             replica = await self._take(tried)
-            began, version = time.monotonic(), replica.version
+            began, version, mark = time.monotonic(), replica.version, replica.mark
             try:
-                answer = await ask(self._session, replica.endpoint, body, self.machine.generation_timeout)
+                answer = await ask(self._session, replica.endpoint, body, self.machine.generation_timeout, limit)
+                await self.weights.prove(self.http, replica, mark, answer.weights)
             except Transient as error:
                 last = error
                 tried.add(replica.name)
                 replica.failures += 1
                 replica.suspect.set()
+                if error.reason == OTHER_WEIGHTS and replica.version == version:
+                    replica.doubt()
                 self.statistics.timeouts += error.reason == "generation_timeout"
                 log.warning("attempt %d of %d failed: %s", attempt + 1, MAX_ATTEMPTS, error)
                 continue
@@ -203,7 +218,15 @@ class ServerPool:
                 replica.outstanding -= 1
                 await self.notify()
             replica.failures = replica.restarts = 0
-            return read_completions(answer, n, self._forbidden, version, replica.name, time.monotonic() - began)
+            return read_completions(
+                answer.document,
+                self._bounds,
+                n=n,
+                max_tokens=max_tokens,
+                version=version,
+                server=replica.name,
+                seconds=time.monotonic() - began,
+            )
         raise GenerationFailure(
             f"{MAX_ATTEMPTS} attempts failed, the last one: {last.detail}",
             reason=last.reason,
@@ -234,7 +257,9 @@ class ServerPool:
 
     # Weights
 
-    async def sync(self, weights: Path, version: int, publish: Publish | None = None) -> None:
+    async def sync(
+        self, weights: Path, version: int, publish: Publish | None = None, answer: ProbeAnswer | None = None
+    ) -> None:
         """Give every server new weights; returns when all of them have proved to hold them.
 
         New requests wait; those under way are finished first. All caches are reset. A server that dies
@@ -244,29 +269,23 @@ class ServerPool:
         Args:
             publish: with weight_transfer "nccl" or "ipc": makes the trainer send to the given endpoints; the folder
                 is then not read.
+            answer: the trainer's to `weights.probe`: every server that holds this version has to answer alike.
+                Without it, servers are compared with each other only.
 
         Raises:
-            WeightSyncError: the folder holds another model, a server refused it, servers disagree, or
-                `machine.sync_timeout` passed after the last request was done. From then on every request raises it too.
+            WeightSyncError: the folder holds another model, a server refused it, a server does not answer as it
+                should, or `machine.sync_timeout` passed after the last request was done. From then on every request
+                raises it too.
         """
         if self._broken is not None:
             raise self._broken
         try:
-            async with self._drained(), asyncio.timeout(self.machine.sync_timeout), self.weights.changing:
-                await self.weights.give(self.http, self.replicas, weights, version, publish)
-        except TimeoutError:
-            self._broken = WeightSyncError(
-                f"version {version} did not reach every server in {self.machine.sync_timeout:g} s",
-                where=str(weights),
-                remedy="raise machine.sync_timeout, or read the servers' logs",
-            )
-            raise self._broken from None
-        except WeightSyncError as error:
-            self._broken = error
-            raise
-        except DataError as error:
-            self._broken = WeightSyncError(error.what, where=error.where, remedy=error.remedy)
-            raise self._broken from error
+            async with self._drained(), self.weights.changing, asyncio.timeout(self.machine.sync_timeout):
+                await self.weights.give(self.http, self.replicas, weights, version, publish, answer)
+        except BaseException as error:
+            # Some servers may have the new weights and others not, whatever it was that came between.
+            self._broken = sync_failure(error, weights, version, self.machine.sync_timeout)
+            raise (self._broken if isinstance(error, Exception) else error) from error.__cause__
         finally:
             await self.notify()
 

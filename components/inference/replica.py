@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import httpx
-import numpy as np
 
 from components.contracts.errors import ArmatureError, WeightSyncError
-from components.contracts.rollouts import LogProbs
-from components.inference.client import MODEL_NAME
 from components.inference.endpoint import Endpoint
 from components.inference.server import VllmServer
 from components.inference.weights.base import post
-
-_PROBE_LENGTH = 12
 
 
 @dataclass
@@ -31,17 +25,31 @@ class Replica:
     """Whether requests may be sent to it."""
     version: int = -1
     """Of the weights that it holds."""
+    mark: str = ""
+    """What its answers bear while it holds them; "": it has no plug-in of ours that could say so."""
+    lease: str = ""
+    """The id under which this pool has it; "": it cannot be had."""
     outstanding: int = 0
     failures: int = 0
     """Attempts in a row that failed."""
     restarts: int = 0
     """Starts since it last answered a request."""
     given_up: ArmatureError | None = None
+    proofs: int = 0
+    """Times that it was asked to prove its weights between two syncs; see `ServedWeights.prove`."""
+    proved: int = 0
+    """The last of them that it passed."""
+    proving: asyncio.Lock = field(default_factory=asyncio.Lock)
     suspect: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def endpoint(self) -> Endpoint:
-        return Endpoint(self.url, self.api_key)
+        return Endpoint(self.url, self.api_key, self.lease)
+
+    def doubt(self) -> None:
+        """Send no more requests to it; its keeper sees to it, and gives it the current weights."""
+        self.version, self.ready = -1, False
+        self.suspect.set()
 
 
 async def reset_caches(http: httpx.AsyncClient, endpoint: Endpoint) -> None:
@@ -51,7 +59,7 @@ async def reset_caches(http: httpx.AsyncClient, endpoint: Endpoint) -> None:
         WeightSyncError: the prefix cache is still in use after some seconds.
     """
     for _ in range(20):
-        if (await post(http, endpoint, "/reset_prefix_cache")).json()["success"]:
+        if (await post(http, endpoint, "/reset_prefix_cache")).document.get("success") is True:
             break
         # Blocks of an aborted request are given back by the engine's next step.
         await asyncio.sleep(0.25)
@@ -59,19 +67,3 @@ async def reset_caches(http: httpx.AsyncClient, endpoint: Endpoint) -> None:
         raise WeightSyncError("its prefix cache could not be reset", where=endpoint.url, remedy="read its log")
     await post(http, endpoint, "/reset_mm_cache")
     await post(http, endpoint, "/reset_encoder_cache")
-
-
-async def probe(http: httpx.AsyncClient, endpoint: Endpoint, forbidden: Sequence[int]) -> LogProbs:
-    """Log-probs (L-1,) that the server gives a fixed prompt of L text tokens: a fingerprint of its weights."""
-    tokens = [token for token in range(_PROBE_LENGTH + len(forbidden)) if token not in set(forbidden)]
-    body = {
-        "model": MODEL_NAME,
-        "prompt": tokens[:_PROBE_LENGTH],
-        "max_tokens": 1,
-        "temperature": 1.0,
-        "seed": 0,
-        "prompt_logprobs": 0,
-    }
-    entries = (await post(http, endpoint, "/v1/completions", body)).json()["choices"][0]["prompt_logprobs"][1:]
-    values = [entry[str(token)]["logprob"] for token, entry in zip(tokens[1:_PROBE_LENGTH], entries, strict=True)]
-    return np.asarray(values, dtype=np.float32)

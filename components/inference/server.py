@@ -16,11 +16,15 @@ from components.contracts.errors import ServerError
 from components.contracts.machine import Machine
 from components.inference.client import MODEL_NAME
 from components.inference.command import server_command, server_environment
+from components.inference.determinism import is_deterministic
+from components.inference.endpoint import Endpoint
+from components.inference.replies import BadReply, exchange
 from components.inference.settings import ServerSettings
 from components.ports import listener
 from components.process import Program
 
 _POLL = 0.25
+_HEALTH_TIMEOUT = 10.0
 _GIB = 2**30
 
 
@@ -60,7 +64,10 @@ class VllmServer:
         return self._program.family() if self._program else []
 
     def tail(self, lines: int = 30) -> str:
-        return self._program.tail(lines) if self._program else ""
+        try:
+            return self._program.tail(lines) if self._program else ""
+        except OSError as error:
+            return f"(the log cannot be read: {error})"
 
     async def start(self, model: Path) -> None:
         """Start serving the checkpoint folder `model` and return when it answers.
@@ -77,7 +84,12 @@ class VllmServer:
         self._program = Program(
             server_command(model, self.settings, self.machine, port=port, gpus=self.gpus),
             log=self.log_folder / f"{self.name}-{attempt}.log",
-            env=server_environment(self.machine, api_key=self.api_key, gpus=self.gpus),
+            env=server_environment(
+                self.machine,
+                api_key=self.api_key,
+                gpus=self.gpus,
+                deterministic=is_deterministic(self.settings, self.machine),
+            ),
         )
         try:
             await self._wait_ready(model)
@@ -91,16 +103,15 @@ class VllmServer:
             await asyncio.to_thread(self._program.stop)
 
     async def _wait_ready(self, model: Path) -> None:
-        began = time.monotonic()
-        headers = {"Authorization": f"Bearer {self.api_key}"}
-        async with httpx.AsyncClient(headers=headers, timeout=5) as http:
-            while not await serves(http, self.url, model):
+        began, endpoint = time.monotonic(), Endpoint(self.url, self.api_key)
+        async with httpx.AsyncClient(trust_env=False) as http:
+            while reason := await fault(http, endpoint, model):
                 waited = time.monotonic() - began
                 if not self.alive:
                     code = self._program.returncode if self._program else None
                     raise self._failure(f"the vLLM server ended with exit code {code} before it was ready")
                 if waited > self.machine.ready_timeout:
-                    raise self._failure(f"the vLLM server was not ready after {waited:.0f} s")
+                    raise self._failure(f"the vLLM server was not ready after {waited:.0f} s ({reason})")
                 await asyncio.sleep(_POLL)
 
     def _failure(self, what: str) -> ServerError:
@@ -148,21 +159,41 @@ class VllmServer:
             return int(probe.getsockname()[1])
 
 
-async def serves(http: httpx.AsyncClient, url: str, model: Path | None = None) -> bool:
-    """Whether a server at `url` is healthy and serves `policy` (from the folder `model`, if given).
+async def fault(http: httpx.AsyncClient, endpoint: Endpoint, model: Path | None = None) -> str:
+    """Why the server cannot be asked, "" if it is healthy and serves `policy` (from the folder `model`, if given).
 
     Both routes are asked: /health alone stays 200 on an engine that cannot answer, and is open to anyone.
+
+    Raises:
+        ServerError: it refuses our key, and will not do otherwise later.
     """
     try:
-        if (await http.get(f"{url}/health")).status_code != 200:
-            return False
-        answer = await http.get(f"{url}/v1/models")
-    except httpx.TransportError:
-        return False
-    if answer.status_code != 200:
-        return False
-    served = {entry["id"]: entry.get("root") for entry in answer.json()["data"]}
-    return MODEL_NAME in served and (model is None or served[MODEL_NAME] == str(model))
+        async with asyncio.timeout(_HEALTH_TIMEOUT):
+            health = await exchange(http, "GET", f"{endpoint.url}/health", endpoint.headers)
+            if health.status != 200:
+                return f"/health answers {health.status}"
+            models = await exchange(http, "GET", f"{endpoint.url}/v1/models", endpoint.headers)
+    except TimeoutError:
+        return f"no answer in {_HEALTH_TIMEOUT:g} s"
+    except (httpx.TransportError, httpx.InvalidURL, OSError, BadReply) as error:
+        return f"{type(error).__name__}: {error}"
+    if models.status in (401, 403):
+        raise ServerError(
+            f"the server refuses the key: /v1/models answers {models.status}",
+            where=endpoint.url,
+            remedy="put its key into VLLM_API_KEY of the run; on one machine: another program may have its port",
+        )
+    if models.status != 200:
+        return f"/v1/models answers {models.status}: {models.text}"
+    try:
+        served = {str(entry["id"]): entry.get("root") for entry in models.document["data"]}
+    except (BadReply, LookupError, TypeError, AttributeError):
+        return f"/v1/models answers with no list of models: {models.text}"
+    if MODEL_NAME not in served:
+        return f"it serves {sorted(served)[:5]}, not {MODEL_NAME!r}"
+    if model is not None and served[MODEL_NAME] != str(model):
+        return f"it serves {str(served[MODEL_NAME])[:300]}, not {model}"
+    return ""
 
 
 _HINTS: tuple[tuple[str, str], ...] = (

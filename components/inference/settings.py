@@ -70,3 +70,9 @@ class ServerSettings(Settings):
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         description="Type of the served weights; equal to the trainer's, log-probs agree best."
     )
+    deterministic: bool | None = Field(
+        None,
+        description="Whether an answer's bits depend on its request and the weights alone, so that the same seed gives "
+        "the same run, whatever else the machine does. Left out: on CPU in float32, for servers of the pool's own, "
+        "with a warning where the processor does not keep it. True is refused where it cannot be promised.",
+    )

@@ -8,25 +8,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
-import numpy as np
 
-from components.contracts.errors import WeightSyncError
-from components.contracts.rollouts import LogProbs
-from components.inference.checkpoint import read_tensors
-from components.inference.replica import Replica, probe, reset_caches
+from components.contracts.errors import ArmatureError, ServerError, WeightSyncError
+from components.inference.checkpoint import read_config
+from components.inference.client import OTHER_WEIGHTS, Transient
+from components.inference.lease import weights_mark
+from components.inference.probe import Probe, ProbeAnswer
+from components.inference.proof import Proof
+from components.inference.replica import Replica, reset_caches
 from components.inference.weights import WEIGHT_TRANSFERS, Publish, WeightTransfer
+from components.models.tensors import read_tensors
 
 log = logging.getLogger(__name__)
 
-PROBE_TOLERANCE = 0.05
-"""Largest difference, in nats, between two servers that hold the same weights (bfloat16, other batches)."""
-
 
 class ServedWeights:
-    """The current weights of a pool: the folder to start a server from, its version, and its fingerprint.
+    """The current weights of a pool: the folder to start a server from, its version, and the proof of holding them.
 
-    The fingerprint is what the first server answered to a fixed prompt at this version. Every other server that
-    is given the version, or is started from its folder later, has to answer the same.
+    Every server that is given the version, or is started from its folder later, has to pass the proof.
 
     Attributes:
         changing: held while a server joins or weights change, so that neither sees the other half done.
@@ -34,16 +33,17 @@ class ServedWeights:
             newer ones from its GPUs.
     """
 
-    def __init__(
-        self, weights: Path, version: int, transfer: str, forbidden_token_ids: Sequence[int], load_on_join: bool
-    ) -> None:
+    def __init__(self, weights: Path, version: int, transfer: str, proof: Proof, load_on_join: bool) -> None:
         self.folder, self.folder_version, self.version = weights.absolute(), version, version
         self._first_version, self._load_on_join = version, load_on_join
         self.changing = asyncio.Lock()
         self._transfer: WeightTransfer = WEIGHT_TRANSFERS[transfer]()
-        self._tensors = read_tensors(weights)
-        self._forbidden = forbidden_token_ids
-        self._fingerprint: tuple[int, LogProbs] | None = None
+        self._shapes = _loaded_shapes(weights)
+        self.proof = proof
+
+    @property
+    def probe(self) -> Probe:
+        return self.proof.probe
 
     async def give(
         self,
@@ -52,12 +52,13 @@ class ServedWeights:
         weights: Path,
         version: int,
         publish: Publish | None,
+        answer: ProbeAnswer | None,
     ) -> None:
         """Give every ready replica the new weights and verify. The caller holds `changing`.
 
         Raises:
             DataError: the folder cannot be read.
-            WeightSyncError: it holds another model, a server refused it, or servers disagree.
+            WeightSyncError: it holds another model, a server refused it, or a server does not answer as the trainer.
         """
         if version <= self.version:
             raise WeightSyncError(
@@ -67,6 +68,8 @@ class ServedWeights:
             self._check_folder(weights)
             self.folder, self.folder_version = weights.absolute(), version
         self.version = version
+        if answer is not None:
+            self.proof.expect(version, answer)
         ready = [replica for replica in replicas if replica.ready]
         if self._transfer.single:
             await asyncio.gather(*(self._bring_up_to_date(http, replica) for replica in ready))
@@ -90,15 +93,16 @@ class ServedWeights:
             httpx.TransportError: it is gone.
         """
         if replica.version == self.version:
-            await self._check_fingerprint(http, replica)
+            replica.mark = await weights_mark(http, replica.endpoint)
+            await self.proof.check(http, replica, self.version)
             return True
         never_synced = self.version == self._first_version
         if self._transfer.single and (self._load_on_join or not never_synced):
             return await self._bring_up_to_date(http, replica)
         if never_synced:
-            # Not ours: it should have been started with this folder; the fingerprints of the servers that join
-            # after the first have to agree.
-            await self._check_fingerprint(http, replica)
+            replica.mark = await weights_mark(http, replica.endpoint)
+            # Not ours: it should have been started with this folder; those that join after the first have to agree.
+            await self.proof.check(http, replica, self.version)
             replica.version = self.version
             return True
         raise WeightSyncError(
@@ -108,16 +112,16 @@ class ServedWeights:
         )
 
     def _check_folder(self, weights: Path) -> None:
-        tensors = read_tensors(weights)
-        if tensors == self._tensors:
+        shapes = _loaded_shapes(weights)
+        if shapes == self._shapes:
             return
-        names = tensors.keys() | self._tensors.keys()
-        name = min(name for name in names if tensors.get(name) != self._tensors.get(name))
+        names = shapes.keys() | self._shapes.keys()
+        name = min(name for name in names if shapes.get(name) != self._shapes.get(name))
         raise WeightSyncError(
-            f"a checkpoint of another model: {name} is {tensors.get(name, 'missing')}, the servers have "
-            f"{self._tensors.get(name, 'none')}",
+            f"a checkpoint of another model: {name} is {shapes.get(name, 'missing')}, the servers have "
+            f"{self._shapes.get(name, 'none')}",
             where=str(weights),
-            remedy="publish with the names, shapes and types of the checkpoint that the servers started with",
+            remedy="publish with the names and shapes of the checkpoint that the servers started with",
         )
 
     async def _bring_up_to_date(self, http: httpx.AsyncClient, replica: Replica) -> bool:
@@ -133,19 +137,63 @@ class ServedWeights:
         return True
 
     async def _verify(self, http: httpx.AsyncClient, replica: Replica) -> None:
+        replica.mark = await weights_mark(http, replica.endpoint)
         await reset_caches(http, replica.endpoint)
-        await self._check_fingerprint(http, replica)
+        await self.proof.check(http, replica, self.version)
         replica.version = self.version
 
-    async def _check_fingerprint(self, http: httpx.AsyncClient, replica: Replica) -> None:
-        values = await probe(http, replica.endpoint, self._forbidden)
-        if self._fingerprint is None or self._fingerprint[0] != self.version:
-            self._fingerprint = (self.version, values)
-        difference = float(np.abs(values - self._fingerprint[1]).max())
-        if not difference <= PROBE_TOLERANCE:
-            raise WeightSyncError(
-                f"at version {self.version} its log-probs of a fixed prompt differ by {difference:.3g} from those of "
-                "the first server that was asked: it does not hold the same weights, or they are not finite",
-                where=replica.name,
-                remedy="read its log for weights that were not loaded",
-            )
+    async def prove(self, http: httpx.AsyncClient, replica: Replica, mark: str, answered: str) -> None:
+        """See that an answer is of the weights that we gave the server.
+
+        A server with our plug-in says it itself. Another one that we joined is asked for a fixed prompt once more;
+        answers that come while it is asked share the next time.
+
+        Args:
+            mark, answered: `replica.mark` before the request was sent, and that of the answer.
+
+        Raises:
+            Transient: it is not, or the server is gone.
+        """
+        if answered != mark:
+            raise Transient(OTHER_WEIGHTS, f"{replica.name} was started again, or others changed its weights")
+        if mark or replica.server is not None:
+            return
+        before = replica.proofs
+        async with replica.proving:
+            if replica.proved > before:
+                return
+            replica.proofs += 1
+            number = replica.proofs
+            try:
+                await self.proof.check(http, replica, self.version)
+            except httpx.TransportError as error:
+                raise Transient("connection_lost", f"{replica.name}: {error!r}") from error
+            except ServerError as error:
+                replica.given_up = replica.given_up or error
+                raise Transient(OTHER_WEIGHTS, f"{replica.name} does not have the weights that we gave it") from error
+            replica.proved = number
+
+
+def _loaded_shapes(weights: Path) -> dict[str, tuple[int, ...]]:
+    """What servers load of a checkpoint, in whatever type they compute in.
+
+    Some checkpoints have a copy of the embedding as a tied head's, some leave it out.
+    """
+    tied = bool(read_config(weights).get("tie_word_embeddings"))
+    shapes = {name: shape for name, (_, shape) in read_tensors(weights).items()}
+    return {name: shape for name, shape in shapes.items() if not (tied and name.endswith("lm_head.weight"))}
+
+
+def sync_failure(error: BaseException, weights: Path, version: int, timeout: float) -> WeightSyncError:
+    """What every request is told after a sync that ended so."""
+    if isinstance(error, WeightSyncError):
+        return error
+    if isinstance(error, ArmatureError):
+        return WeightSyncError(error.what, where=error.where, remedy=error.remedy)
+    if isinstance(error, TimeoutError):
+        return WeightSyncError(
+            f"version {version} did not reach every server in {timeout:g} s",
+            where=str(weights),
+            remedy="raise machine.sync_timeout, or read the servers' logs",
+        )
+    return WeightSyncError(f"version {version} may not be on every server: {error!r}", where=str(weights))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from transformers import (
 )
 
 from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.foreign import foreign
 from components.models.attention import check_image_attention, follow_image_attention
 from components.models.families import Family, family_of
 from components.models.lora import add_adapters, base_model, merged_weights
@@ -26,7 +29,9 @@ from components.models.molmo2 import has_second_layout, to_hub
 from components.models.remote import complete_processor, is_remote, register_body
 from components.models.settings import ModelSettings
 from components.models.source import local_code_options, locate
+from components.models.tensors import read_tensors, saving
 
+_DEPTH = re.compile(r"(n|num|num_hidden)_(hidden_)?layers|depth")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -38,14 +43,9 @@ def load_config(source: str | Path, settings: ModelSettings) -> PreTrainedConfig
         ConfigurationError: the model is of no known family, or attends to images otherwise than it is to.
     """
     folder, options = locate(source, settings.revision), local_code_options(settings.trust_remote_code)
-    try:
+    remedy = "give a folder with a config.json of a vision-language model, or a hub name with its revision"
+    with foreign("no model configuration can be read", where=str(source), remedy=remedy):
         config = AutoConfig.from_pretrained(folder, **options)
-    except (OSError, ValueError) as error:
-        raise DataError(
-            "no model configuration can be read",
-            where=f"{source}: {error}",
-            remedy="give a folder with a config.json of a vision-language model, or a hub name with its revision",
-        ) from error
     family_of(config)
     check_image_attention(config, settings.image_attention, settings.attn_implementation)
     return config
@@ -62,10 +62,8 @@ def load_processor(source: str | Path, settings: ModelSettings) -> ProcessorMixi
     options = local_code_options(settings.trust_remote_code)
     remedy = "complete the folder with the model's processor files; if they need code of their own, trust it by "
     remedy += "model.trust_remote_code = true"
-    try:
+    with foreign("no processor can be loaded", where=str(source), remedy=remedy):
         processor = AutoProcessor.from_pretrained(locate(source, settings.revision), **options)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise DataError("no processor can be loaded", where=f"{source}: {error}", remedy=remedy) from error
     if getattr(processor, "image_processor", None) is None:
         raise DataError(f"{type(processor).__name__} takes no images", where=str(source), remedy=remedy)
     if is_remote(processor):
@@ -82,16 +80,19 @@ def load_model(source: str | Path, settings: ModelSettings, device: str | torch.
         ConfigurationError: unknown family, flash-attn is not installed, or an adapter target matches nothing.
         DataError: the weights do not belong to the configuration.
     """
-    family = family_of(load_config(source, settings))
+    config = load_config(source, settings)
+    family = family_of(config)
     _check_attention(settings.attn_implementation)
-    model, report = AutoModelForImageTextToText.from_pretrained(
-        locate(source, settings.revision),
-        dtype=DTYPES[settings.dtype],
-        attn_implementation=settings.attn_implementation,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # reported here instead, with what to do
-        **local_code_options(settings.trust_remote_code),
-    )
+    refuse_other_sizes(config, locate(source, settings.revision))
+    with foreign("the model cannot be loaded", where=str(source)):
+        model, report = AutoModelForImageTextToText.from_pretrained(
+            locate(source, settings.revision),
+            dtype=DTYPES[settings.dtype],
+            attn_implementation=settings.attn_implementation,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported here instead, with what to do
+            **local_code_options(settings.trust_remote_code),
+        )
     _check_weights(report, source)
     follow_image_attention(model)
     register_body(model)
@@ -120,11 +121,14 @@ def save_checkpoint(
 
     `weights` are those to write, under the names of the model without adapters, where a sharded trainer has
     gathered them itself. A reader of `folder` sees the earlier checkpoint or this one, never half of one.
+
+    Raises:
+        StoreError: it could not be written, as on a full disk.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     base, state = base_model(model), dict(merged_weights(model) if weights is None else weights)
     ours = has_second_layout(base.config) and not is_remote(base)  # code of its own has the names of its files
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+    with saving(folder), tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         new = Path(scratch) / "new"
         new.mkdir()
         if ours:  # what transformers itself writes would be wrong
@@ -147,12 +151,47 @@ def _check_attention(implementation: str) -> None:
         )
 
 
-def _check_weights(report: Mapping[str, Any], source: str | Path) -> None:
-    """A checkpoint of another model loads with random weights in the gaps; refuse it instead."""
-    missing, wrong = sorted(report["missing_keys"]), sorted(map(str, report["mismatched_keys"]))
-    if missing or wrong:
+def refuse_other_sizes(config: PreTrainedConfig, folder: Path) -> None:
+    """See, before memory is taken for it, that the model of a config.json is not larger than the weights beside it.
+
+    Raises:
+        DataError: it is, the config.json is of no model that can be built, or the weights cannot be read.
+    """
+    tensors = read_tensors(folder)
+    stored = sum(math.prod(shape) for _, shape in tensors.values())
+    remedy = "use a checkpoint whose weights belong to its config.json"
+    depth = max((value for key, value in _numbers(config.to_dict()) if _DEPTH.fullmatch(key)), default=0)
+    if depth > len(tensors):
         raise DataError(
-            f"{len(missing)} weights are missing and {len(wrong)} have another shape, first: {(missing + wrong)[0]}",
+            f"config.json has {depth} layers, the weights are {len(tensors)} tensors", where=str(folder), remedy=remedy
+        )
+    with foreign("no model can be built", where=f"{folder}/config.json", remedy=remedy), torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config, trust_remote_code=is_remote(config))
+    needed = sum(parameter.numel() for parameter in model.parameters())
+    if needed > stored:
+        raise DataError(
+            f"config.json describes a model of {needed:,} parameters, the weights beside it are {stored:,}",
+            where=str(folder),
+            remedy=remedy,
+        )
+
+
+def _numbers(document: Any) -> Iterator[tuple[str, int]]:
+    """Every integer in a configuration with its own key."""
+    for key, value in document.items() if isinstance(document, dict) else ():
+        if type(value) is int:
+            yield str(key), value
+        yield from _numbers(value)
+
+
+def _check_weights(report: Mapping[str, Any], source: str | Path) -> None:
+    """A checkpoint of another model loads with random weights in the gaps, or without what it has more; refuse it."""
+    kinds = {"missing": "missing_keys", "not in the model": "unexpected_keys", "of another shape": "mismatched_keys"}
+    found = {kind: sorted(map(str, report[keys])) for kind, keys in kinds.items()}
+    if any(found.values()):
+        counts = ", ".join(f"{len(names)} {kind}" for kind, names in found.items() if names)
+        raise DataError(
+            f"config.json and weights disagree: {counts}, first: {next(names[0] for names in found.values() if names)}",
             where=str(source),
             remedy="use a checkpoint whose weights belong to its config.json",
         )

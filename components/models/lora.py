@@ -54,6 +54,13 @@ def add_adapters(model: PreTrainedModel, family: Family, settings: LoraSettings,
             where=f"scope = {settings.scope}, freeze = {', '.join(frozen)}",
             remedy="freeze less, or widen model.lora.scope",
         )
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    if tied and any(name.endswith("lm_head") for name in names):
+        raise ConfigurationError(
+            "an adapter on a tied output head would untie it: servers have one matrix for both",
+            where="model.lora.targets",
+            remedy="leave lm_head out, or use a checkpoint with tie_word_embeddings = false",
+        )
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=cast(int, settings.alpha),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from functools import lru_cache
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from pydantic import BaseModel, ConfigDict
 
+from components.artifacts.cache import file_sha256
+from components.artifacts.digests import document_digest
 from components.contracts.errors import ConfigurationError, DataError
 
 REFERENCE = "source.json"
@@ -21,10 +21,14 @@ CHECKPOINT = "checkpoint"
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
 
 
+CONTENT = frozenset({".safetensors", ".json", ".jinja", ".txt", ".model", ".py"})
+"""Kinds of files in a checkpoint that change what it computes."""
+
+
 class SourceReference(BaseModel):
     """What a model artifact holds instead of the weights themselves.
 
-    `commit` is the resolved commit of a hub name, None for a folder. The loader checks `weights_sha256`, so that
+    `commit` is the resolved commit of a hub name, None for a folder. The loader checks `checkpoint_sha256`, so that
     a changed folder is not taken for the old one.
     """
 
@@ -33,7 +37,7 @@ class SourceReference(BaseModel):
     source: str
     revision: str | None
     commit: str | None
-    weights_sha256: str
+    checkpoint_sha256: str
 
     def write(self, folder: Path) -> None:
         """Write the reference into an artifact folder."""
@@ -50,7 +54,9 @@ def make_reference(source: str, revision: str | None) -> SourceReference:
     folder = locate(source, revision)
     commit = None if Path(source).is_dir() else folder.name
     absolute = str(folder.resolve()) if commit is None else source
-    return SourceReference(source=absolute, revision=revision, commit=commit, weights_sha256=weights_sha256(folder))
+    return SourceReference(
+        source=absolute, revision=revision, commit=commit, checkpoint_sha256=checkpoint_sha256(folder)
+    )
 
 
 def locate(source: str | Path, revision: str | None = None) -> Path:
@@ -60,7 +66,7 @@ def locate(source: str | Path, revision: str | None = None) -> Path:
 
     Raises:
         ConfigurationError: a hub name without a revision.
-        DataError: no such folder or repository, or an artifact refers to weights that have changed since.
+        DataError: no such folder or repository, or an artifact refers to a checkpoint that has changed since.
     """
     folder = Path(source)
     if not folder.is_dir():
@@ -74,43 +80,33 @@ def locate(source: str | Path, revision: str | None = None) -> Path:
         target = locate(reference.source)
     else:
         target = _fetch(reference.source, reference.commit, complete=True)
-    found = weights_sha256(target)
-    if found != reference.weights_sha256:
+    found = checkpoint_sha256(target)
+    if found != reference.checkpoint_sha256:
         raise DataError(
-            f"the weights are not those that the artifact refers to: {found} is not {reference.weights_sha256}",
+            f"the checkpoint is not the one that the artifact refers to: {found} is not {reference.checkpoint_sha256}",
             where=f"{target}, referred to by {folder / REFERENCE}",
-            remedy="put the old weights back, or remove the artifact and run the model stage again",
+            remedy="put the old files back, or remove the artifact and run the model stage again",
         )
     return target
 
 
-def weights_sha256(folder: Path) -> str:
-    """SHA-256 over the shard index where there is one, else over the safetensors in order of their names.
+def checkpoint_sha256(folder: Path, kinds: frozenset[str] = CONTENT) -> str:
+    """SHA-256 over all that a checkpoint's results depend on: every shard, configuration, tokenizer and template.
+
+    Files that no loader reads (`kinds` are the suffixes of those that one does), and hidden ones, do not count.
 
     Raises:
         DataError: there are no safetensors.
     """
-    index = folder / "model.safetensors.index.json"
-    files = [index] if index.is_file() else sorted(folder.glob("*.safetensors"))
-    if not files:
+    paths = {path.relative_to(folder): path for path in folder.rglob("*") if path.suffix in kinds and path.is_file()}
+    found = {name.as_posix(): path for name, path in paths.items() if not any(part[0] == "." for part in name.parts)}
+    if not any(name.endswith(".safetensors") for name in found):
         raise DataError(
             "no safetensors in the model folder",
             where=str(folder),
             remedy="convert the weights with save_pretrained; pickled weights are not loaded",
         )
-    states = [file.stat() for file in files]
-    return _sha256(tuple(files), tuple((state.st_mtime_ns, state.st_size) for state in states))
-
-
-@lru_cache
-def _sha256(files: tuple[Path, ...], states: tuple[tuple[int, int], ...]) -> str:
-    """`states` (modification time, size) make a changed file another cache entry."""
-    digest = sha256()
-    for file in files:
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()
+    return document_digest({name: file_sha256(path) for name, path in found.items()})
 
 
 def _fetch(name: str, revision: str | None, complete: bool) -> Path:

@@ -24,15 +24,15 @@ def run_model(settings: ModelSettings, inputs: Mapping[str, Artifact], out: Path
         make_tiny_checkpoint(settings.tiny_family, out, settings.tiny.seed, settings.tiny, settings.image_attention)
         context.events.message(f"model: made {settings.source} from seed {settings.tiny.seed}")
         return Report()
-    from components.models.load import load_config
-    from components.models.source import make_reference
+    from components.models.load import load_config, refuse_other_sizes
+    from components.models.source import locate, make_reference
 
     reference = make_reference(settings.source, settings.revision)
     reference.write(out)
-    load_config(out, settings)
+    refuse_other_sizes(load_config(out, settings), locate(out))
     commit = f" at {reference.commit}" if reference.commit else ""
     context.events.message(f"model: refers to {settings.source}{commit}")
     return Report()
 
 
-MODEL_STAGE = Stage(name="model", version=1, settings=ModelSettings, inputs=(), run=run_model)
+MODEL_STAGE = Stage(name="model", version=2, settings=ModelSettings, inputs=(), run=run_model)

@@ -8,12 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from components.contracts.errors import ConfigurationError, DataError
-from components.models.source import CHECKPOINT, REFERENCE, SourceReference, weights_sha256
+from components.models.source import CHECKPOINT, REFERENCE, SourceReference, checkpoint_sha256
 from components.policies.settings import PolicySettings
 
 POLICY_FILE = "policy.json"
 SMALL_FILES = ("*.json", "*.jinja", "*.txt")
 WEIGHT_FILES = ("*.safetensors",)
+CONTENT = frozenset(Path(pattern).suffix for pattern in (*SMALL_FILES, *WEIGHT_FILES))
 
 
 def locate_policy(source: str | Path, revision: str | None = None, weights: bool = True) -> Path:
@@ -24,7 +25,7 @@ def locate_policy(source: str | Path, revision: str | None = None, weights: bool
 
     Raises:
         ConfigurationError: a hub name without a revision.
-        DataError: no such folder or repository, or an artifact refers to weights that have changed since.
+        DataError: no such folder or repository, or an artifact refers to a checkpoint that has changed since.
     """
     folder = Path(source)
     if not folder.is_dir():
@@ -35,11 +36,11 @@ def locate_policy(source: str | Path, revision: str | None = None, weights: bool
         return folder
     reference = SourceReference.model_validate_json((folder / REFERENCE).read_text())
     target = locate_policy(reference.source, reference.commit, weights)
-    if weights and (found := weights_sha256(target)) != reference.weights_sha256:
+    if weights and (found := checkpoint_sha256(target, CONTENT)) != reference.checkpoint_sha256:
         raise DataError(
-            f"the weights are not those that the artifact refers to: {found} is not {reference.weights_sha256}",
+            f"the checkpoint is not the one that the artifact refers to: {found} is not {reference.checkpoint_sha256}",
             where=f"{target}, referred to by {folder / REFERENCE}",
-            remedy="put the old weights back, or remove the artifact and run the policy stage again",
+            remedy="put the old files back, or remove the artifact and run the policy stage again",
         )
     return target
 
@@ -54,7 +55,8 @@ def refer(source: str, revision: str | None) -> SourceReference:
     folder = locate_policy(source, revision)
     commit = None if Path(source).is_dir() else folder.name
     name = source if commit else str(folder.resolve())
-    return SourceReference(source=name, revision=revision, commit=commit, weights_sha256=weights_sha256(folder))
+    digest = checkpoint_sha256(folder, CONTENT)
+    return SourceReference(source=name, revision=revision, commit=commit, checkpoint_sha256=digest)
 
 
 def write_settings(folder: Path, settings: PolicySettings) -> None:

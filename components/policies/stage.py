@@ -52,4 +52,4 @@ def _refuse_other_sources(settings: PolicySettings) -> None:
         )
 
 
-POLICY_STAGE = Stage(name="policy", version=1, settings=PolicySettings, inputs=(), run=run_policy)
+POLICY_STAGE = Stage(name="policy", version=2, settings=PolicySettings, inputs=(), run=run_policy)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from io import BytesIO
 from typing import Protocol
 
-from components.contracts.errors import DataError
-from components.contracts.images import ImageRef
+from components.artifacts.images import decode
+from components.contracts.images import EncodedImage, ImageRef
 from components.reports.pages import data_uri
-
-_MAX_PIXELS = 64_000_000
 
 
 class ReadsImages(Protocol):
@@ -47,20 +45,11 @@ class PictureBook:
         return key
 
     def _encode(self, ref: ImageRef) -> tuple[bytes, str]:
-        data = self._images.read(ref)
+        image = EncodedImage(self._images.read(ref), ref.media_type)
         if max(ref.width, ref.height) <= self._side:
-            return data, ref.media_type
-        if ref.width * ref.height > _MAX_PIXELS:
-            raise DataError(
-                f"image of {ref.width} x {ref.height} pixels is too large to draw",
-                where=f"sha256 {ref.sha256}",
-                remedy=f"keep images below {_MAX_PIXELS:,} pixels",
-            )
-        from PIL import Image
-
-        with Image.open(BytesIO(data)) as picture:
-            small = picture.convert("RGB")
-            small.thumbnail((self._side, self._side))
+            return image.data, image.media_type
+        small = decode(image)
+        small.thumbnail((self._side, self._side))
         out = BytesIO()
         small.save(out, "WEBP", quality=80, method=4)
         return out.getvalue(), "image/webp"

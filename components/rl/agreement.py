@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,6 +84,29 @@ def refuse_mismatch(agreement: Agreement, drops: Counter[str], max_kl: float) ->
             where="pre-flight",
             remedy=likely_reason(agreement),
         )
+
+
+FIRST_UPDATE = "mismatch_kl/first_update"
+OLDEST = "policy_version/min"
+"""How far trainer and servers are apart, before an update of the step has moved the policy."""
+
+
+def step_mismatch(metrics: Mapping[str, float], step: int, max_kl: float) -> MismatchError | None:
+    """What is wrong with a step in which the two sides differ by more than `max_kl`.
+
+    One without tokens is fine, and one whose rollouts are of earlier weights (max_staleness) is not judged: there the
+    policy has moved since, and every sync was proved by itself.
+    """
+    kl = metrics.get(FIRST_UPDATE, 0.0)
+    if kl <= max_kl or metrics.get(OLDEST, step - 1) < step - 1:
+        return None
+    return MismatchError(
+        f"trainer and server disagree in step {step}: mismatch KL {kl:.3g} > {max_kl:g}, mean ratio "
+        f"{metrics.get('importance_ratio', float('nan')):.4f}",
+        where="preflight.max_step_mismatch_kl",
+        remedy="its rollouts are not of the weights that they name: read the servers' logs, then delete the rollouts "
+        "and the batch of this step and start again; or set preflight.step_mismatch = 'warn'",
+    )
 
 
 def likely_reason(agreement: Agreement) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from components.contracts.stages import Artifact, StageContext
 from components.models.source import locate
 from components.rl.memory import available_memory, estimate_memory
-from components.rl.run import open_run
+from components.rl.open import open_run
 from components.rl.settings import TrainVLMSettings
 from components.stages import open_store
 

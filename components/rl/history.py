@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from components.contracts.numbers import dump_json, read_floats
+
 
 class History:
     """One JSON object a line with its `step`. A step that was replayed after a crash has its last line count."""
@@ -19,7 +21,7 @@ class History:
             file.seek(0)
             kept = file.read().rfind(b"\n") + 1
             file.truncate(kept)  # a line that a crash cut off would spoil this one
-            file.write(json.dumps({"step": step, **values}).encode() + b"\n")
+            file.write(dump_json({"step": step, **values}) + b"\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -31,5 +33,5 @@ class History:
         for line in self.path.read_text().splitlines(keepends=True):
             if line.endswith("\n"):
                 values = json.loads(line)
-                by_step[values["step"]] = values
+                by_step[values["step"]] = read_floats(values) | {"step": values["step"]}
         return [by_step[step] for step in sorted(by_step)]

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from anyio.from_thread import BlockingPortal, start_blocking_portal
+from anyio.from_thread import BlockingPortal
 
-from components.adapters import FamilyAdapter, get_adapter
+from components.adapters import FamilyAdapter
 from components.artifacts.images import ImageStore
 from components.artifacts.manifest import write_manifest
 from components.artifacts.store import ArtifactStore
-from components.batches.build import build_batch
+from components.batches.build import BuiltBatch, build_batch
+from components.batches.check import MOST_TOKENS, Vocabulary
 from components.batches.table import write_batch
 from components.contracts.episodes import Task
 from components.contracts.errors import TrainerError
@@ -27,9 +27,7 @@ from components.environments.make import make_environment
 from components.environments.stage import load_tasks
 from components.inference.endpoint import Endpoint
 from components.inference.pool import ServerPool
-from components.models.load import load_processor
-from components.models.source import locate
-from components.rl.agreement import Agreement, compare, refuse_mismatch
+from components.rl.agreement import Agreement, compare, refuse_mismatch, step_mismatch
 from components.rl.history import History
 from components.rl.metrics import rollout_metrics
 from components.rl.reporting import Gallery
@@ -41,7 +39,6 @@ from components.rollouts.rounds import choose_groups, play_rounds
 from components.rollouts.schedule import tasks_of_step
 from components.rollouts.table import read_rollouts, write_rollouts
 from components.training.client import TrainerClient
-from components.training.service_settings import PolicySettings
 
 MAX_TRAINER_RESTARTS = 3
 BATCH_METRICS = "metrics.json"
@@ -73,6 +70,8 @@ class RLRun:
         self.history = History(context.workspace / "history.jsonl")
         self.weights = context.workspace / "weights"
         self.gallery = Gallery()
+        self.vocabulary: Vocabulary = (MOST_TOKENS, MOST_TOKENS)
+        self.skipped: frozenset[int] = frozenset()
         self._step_metrics: dict[int, dict[str, float]] = {}
 
     def rollouts(self, step: int) -> Artifact:
@@ -94,23 +93,28 @@ class RLRun:
     def batch(self, step: int, rollouts: Artifact) -> Artifact:
         """The training samples of `step` with their advantages."""
         outputs = read_rollouts(rollouts.path)
-        if (made := self.store.find("batches", self._key(step))) is None:
-            chosen = choose_groups(outputs, self.settings.rollouts)
-            built = build_batch(chosen.outputs, self.adapter, self.settings.batches)
-            drops = dict(built.drops) | chosen.drops
-            metrics = built.metrics | chosen.metrics
-            metrics |= {f"drops/{reason}": float(count) for reason, count in drops.items()}
+        if (made := self.store.find("batches", self._batch_key(step))) is None:
+            built = self._built(step, outputs)
+            metrics = built.metrics | {f"drops/{reason}": float(count) for reason, count in built.drops.items()}
 
             def fill(folder: Path) -> None:
                 write_batch(folder, built.samples)
                 (folder / BATCH_METRICS).write_text(json.dumps(metrics, indent=1, sort_keys=True) + "\n")
                 rows = {"samples": len(built.samples)}
-                self._describe(folder, "batches", step, rows, drops, {"rollouts": rollouts.digest})
+                self._describe(folder, "batches", step, rows, dict(built.drops), {"rollouts": rollouts.digest})
 
-            made = self.store.write("batches", self._key(step), fill)
+            made = self.store.write("batches", self._batch_key(step), fill)
             self.context.events.artifact(made, "output", step)
         self._step_metrics[step] = rollout_metrics(outputs) | json.loads((made.path / BATCH_METRICS).read_text())
         return made
+
+    def _built(self, step: int, outputs: GenerateOutputs) -> BuiltBatch:
+        if step in self.skipped:
+            self.context.events.message(f"the batch of step {step} is skipped, as machine.skip_batches says")
+            return BuiltBatch([], Counter(batch_skipped=len(outputs.trajectories)), {"batch/skipped": 1.0})
+        chosen = choose_groups(outputs, self.settings.rollouts)
+        built = build_batch(chosen.outputs, self.adapter, self.settings.batches, self.vocabulary)
+        return BuiltBatch(built.samples, built.drops + Counter(chosen.drops), built.metrics | chosen.metrics)
 
     def train(self, step: int, batch: Artifact) -> dict[str, float]:
         """Apply `step`; a trainer that died is started again and replays what it had not saved."""
@@ -132,6 +136,11 @@ class RLRun:
             assert rollouts is not None
             self.gallery.add(rollouts, batch, self.trainer.score(batch.path))
         metrics = self.trainer.step(step, batch.path)
+        bounds = self.settings.preflight
+        if (error := step_mismatch(metrics, step, bounds.max_step_mismatch_kl)) is not None:
+            if bounds.step_mismatch == "stop":
+                raise error
+            self.context.events.message(f"warning: {error}")
         if step % self.settings.trainer.save_every == 0 or step == self.settings.trainer.max_steps:
             self.trainer.save()
         return metrics
@@ -142,15 +151,16 @@ class RLRun:
         if all(self.store.find("rollouts", self._key(step)) for step in upcoming):
             return
         folder = self.weights / f"{version:06d}"
+        answer = self.trainer.probe(self.pool.weights.probe, version)
         if self.context.machine.weight_transfer == "file":
             self.trainer.publish(folder, version)
-            self.portal.call(self.pool.sync, folder, version)
+            self.portal.call(self.pool.sync, folder, version, None, answer)
             return
 
         async def send(endpoints: Sequence[Endpoint]) -> None:
             await asyncio.to_thread(self.trainer.send, endpoints, version)
 
-        self.portal.call(self.pool.sync, folder, version, send)
+        self.portal.call(self.pool.sync, folder, version, send, answer)
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         metrics.update(self._step_metrics.pop(step, {}))
@@ -186,12 +196,15 @@ class RLRun:
         self.trainer.publish(folder, self.settings.trainer.max_steps)
 
     def lineage(self) -> list[dict[str, Any]]:
-        """The digests of the rollouts and the batch of every step."""
+        """The digests of the rollouts and the batch of every step, and of a batch that was made and then skipped."""
         steps = []
         for step in range(1, self.settings.trainer.max_steps + 1):
-            rollouts, batch = (self.store.find(kind, self._key(step)) for kind in ("rollouts", "batches"))
-            assert rollouts is not None and batch is not None
-            steps.append({"step": step, "rollouts": rollouts.digest, "batch": batch.digest})
+            rollouts, batch = self.store.find("rollouts", self._key(step)), self._made_batch(step)
+            assert rollouts is not None
+            row = {"step": step, "rollouts": rollouts.digest, "batch": batch.digest}
+            if step in self.skipped and (poisoned := self.store.find("batches", self._key(step))):
+                row["skipped"] = poisoned.digest
+            steps.append(row)
         return steps
 
     async def _round(self, policy: Generator, step: int, groups: int, number: int) -> GenerateOutputs:
@@ -211,11 +224,11 @@ class RLRun:
         )
 
     def _made_batch(self, step: int) -> Artifact:
-        made = self.store.find("batches", self._key(step))
+        made = self.store.find("batches", self._batch_key(step))
         if made is None:
             raise TrainerError(
                 f"batch {step} is gone, so the trainer cannot be brought back to where it was",
-                where=str(self.store.home("batches", self._key(step))),
+                where=str(self.store.home("batches", self._batch_key(step))),
                 remedy="start the run again: it collects the missing rollouts",
             )
         return made
@@ -223,67 +236,11 @@ class RLRun:
     def _key(self, step: int) -> str:
         return f"{self.context.fingerprint}-{step:05d}"
 
+    def _batch_key(self, step: int) -> str:
+        return self._key(step) + "-skipped" * (step in self.skipped)
+
     def _describe(
         self, folder: Path, kind: str, step: int, rows: dict[str, int], drops: dict[str, int], inputs: dict[str, str]
     ) -> None:
         settings = {"run": self.context.fingerprint, "step": step}
         write_manifest(folder, kind=kind, kind_version=1, rows=rows, drops=drops, inputs=inputs, settings=settings)
-
-
-@contextmanager
-def open_run(
-    settings: TrainVLMSettings,
-    inputs: Mapping[str, Artifact],
-    context: StageContext,
-    store: ArtifactStore,
-    load_on_join: bool = True,
-) -> Iterator[tuple[RLRun, int]]:
-    """The run with its servers and its trainer up, and the last step that the trainer has saved.
-
-    Servers that somebody else started are given the run's weights, unless `load_on_join` is False.
-    """
-    weights = locate(inputs["model"].path, settings.model.revision)
-    policy = PolicySettings(
-        model_path=weights,
-        model=settings.model,
-        trainer=settings.trainer,
-        temperature=settings.rollouts.sampling.temperature,
-        images=context.images,
-    )
-    trainer = TrainerClient(policy, context.machine, context.workspace / "trainer")
-    adapter = get_adapter(
-        weights,
-        load_processor(weights, settings.model),
-        ImageStore(context.images).open,
-        settings.batches.max_sequence_tokens,
-    )
-    servers = ServerPool(
-        weights,
-        settings.inference,
-        context.machine,
-        log_folder=context.workspace / "logs",
-        forbidden_token_ids=sorted(adapter.forbidden_token_ids),
-        load_on_join=load_on_join,
-    )
-    with ThreadPoolExecutor(1) as starter, start_blocking_portal(name="servers") as portal:
-        context.events.message("starting the trainer and the servers")
-        resumed = starter.submit(_start, trainer)
-        try:
-            with portal.wrap_async_context_manager(servers) as pool:
-                done = resumed.result()
-                run = RLRun(settings, inputs, context, store, adapter, pool, trainer, portal)
-                with closing(run.environment):
-                    if done:
-                        context.events.message(f"resuming after step {done}")
-                        run.complete_history(done)
-                        run.sync(done)
-                    yield run, done
-        finally:
-            with suppress(TrainerError):  # one that did not start has said so, or something worse has
-                resumed.result()
-            trainer.stop()
-
-
-def _start(trainer: TrainerClient) -> int:
-    trainer.start()
-    return trainer.resume()

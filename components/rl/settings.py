@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
 
 from components.batches.settings import BatchSettings
@@ -14,12 +16,21 @@ from components.training.settings import TrainerSettings
 
 
 class PreflightSettings(Settings):
-    """What trainer and server must agree on before the first step."""
+    """What trainer and server must agree on before the first step, and in every step."""
 
     model_config = ConfigDict(title="Pre-flight")
 
     groups: PositiveInt = Field(description="Groups of rollouts that are scored by both sides.")
     max_mismatch_kl: PositiveFloat = Field(description="Refuse to train above this k3 KL(server || trainer).")
+    max_step_mismatch_kl: PositiveFloat = Field(
+        0.1,
+        description="Largest k3 KL(server || trainer) of a step's first update, where its rollouts are of the weights "
+        "before it (not of earlier ones, as max_staleness allows: then the policy has moved since).",
+    )
+    step_mismatch: Literal["stop", "warn"] = Field(
+        "stop",
+        description="Whether a step above max_step_mismatch_kl ends the run before it is saved, or is only said.",
+    )
 
 
 class TrainVLMSettings(Settings):

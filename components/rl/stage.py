@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from math import isnan
 from pathlib import Path
 
+from components.contracts.numbers import write_json
 from components.contracts.stages import Artifact, Report, Stage, StageContext
+from components.environments.sources import environment_sources
+from components.rl.agreement import FIRST_UPDATE
 from components.rl.settings import TrainVLMSettings
-
-ENGINES = "mismatch_kl/first_update"
-"""How far trainer and servers are apart, before an update of the step has moved the policy."""
 
 
 def train_vlm(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext) -> Report:
     """Writes `checkpoint/` (Hugging Face layout), `history.json`, `metrics.json`, `lineage.json` and the report."""
     from components.models.source import CHECKPOINT
     from components.rl.loop import run_loop
+    from components.rl.open import open_run
     from components.rl.reporting import write_pages
-    from components.rl.run import open_run
     from components.stages import open_store
 
     trainer = settings.trainer
@@ -29,9 +29,9 @@ def train_vlm(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], out: P
         run_loop(run, done + 1, trainer.max_steps, staleness, context.units, context.events)
         run.finish(out / CHECKPOINT)
         history, lineage, gallery = run.history.read(), run.lineage(), run.gallery
-    _write_json(out / "history.json", history)
-    _write_json(out / "lineage.json", lineage)
-    _write_json(out / "metrics.json", summary(history))
+    write_json(out / "history.json", history)
+    write_json(out / "lineage.json", lineage)
+    write_json(out / "metrics.json", summary(history))
     write_pages(out, settings, history, gallery, context.images)
     drops = _total(history, "failures/") | _total(history, "drops/")
     return Report(rows={"steps": len(history), "rollouts": _total(history, "rollouts/")["planned"]}, drops=drops)
@@ -42,8 +42,8 @@ def summary(history: list[dict[str, float]]) -> dict[str, float]:
     tail = history[-max(1, len(history) // 10) :]
     keys = ("reward", "importance_ratio", "entropy", "mismatch_kl", "masked_fraction", "tokens/completion")
     means = {key: sum(step[key] for step in tail) / len(tail) for key in keys if all(key in step for step in tail)}
-    kls = [step[ENGINES] for step in history if ENGINES in step]
-    return means | ({"mismatch_kl_max": max(kls)} if kls else {})
+    kls = [step[FIRST_UPDATE] for step in history if FIRST_UPDATE in step]
+    return means | ({"mismatch_kl_max": max(kls, key=lambda kl: (isnan(kl), kl))} if kls else {})
 
 
 def _total(history: list[dict[str, float]], prefix: str) -> dict[str, int]:
@@ -51,8 +51,11 @@ def _total(history: list[dict[str, float]], prefix: str) -> dict[str, int]:
     return {name.removeprefix(prefix): int(sum(step.get(name, 0) for step in history)) for name in names}
 
 
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
-
-
-TRAIN_VLM_STAGE = Stage("train-vlm", 1, TrainVLMSettings, ("tasks", "model"), train_vlm)
+TRAIN_VLM_STAGE = Stage(
+    name="train-vlm",
+    version=3,
+    settings=TrainVLMSettings,
+    inputs=("tasks", "model"),
+    run=train_vlm,
+    sources=lambda settings, inputs: environment_sources(settings.environment),
+)

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from components.artifacts.images import ImageStore
 from components.contracts.episodes import Environment, Task
+from components.contracts.failures import RolloutFailed
 from components.contracts.machine import Machine
 from components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
 from components.contracts.stages import Events
 from components.rollouts.conversation import SharedImages
-from components.rollouts.failures import RolloutFailed
 from components.rollouts.generator import Generator
+from components.rollouts.open_files import allow_episodes
 from components.rollouts.play import Place, Player
 
 if TYPE_CHECKING:
@@ -40,9 +41,11 @@ async def collect(
     the others alone. The result is in the order of the plan, whatever finished first.
 
     Raises:
+        ConfigurationError: this user may not open as many files as `machine.max_concurrent` episodes take.
         ServerError: no request can be answered any more, so no rollout can be played.
         OSError: an image cannot be stored, as on a full disk.
     """
+    allow_episodes(machine.max_concurrent)
     player = Player(environment, pool, SharedImages(images), sampling, seed, machine.environment_timeout)
     limit = asyncio.Semaphore(machine.max_concurrent)
     finished = Tally(len(tasks) * group_size, events)
@@ -52,8 +55,7 @@ async def collect(
             try:
                 result: Trajectory | Failure = await player.play(task, place)
             except RolloutFailed as failed:
-                detail = _readable(failed.detail)
-                result = Failure(place.trajectory_id, place.group_id, task.task_id, failed.reason, detail)
+                result = Failure(place.trajectory_id, place.group_id, task.task_id, failed.reason, failed.detail)
         finished.add(result)
         return result
 
@@ -95,15 +97,10 @@ class Tally:
         self._events.progress("rollouts", self._done, self._planned, **postfix)
 
 
-def _readable(detail: str) -> str:
-    """At most 2,000 characters, all of them valid Unicode."""
-    return detail.encode(errors="replace").decode()[:2000]
-
-
 def _summary(outputs: GenerateOutputs, step: int) -> str:
     planned = len(outputs.trajectories) + len(outputs.failures)
     first = {failure.reason: failure for failure in reversed(outputs.failures)}
-    lines = [f"step {step}: {len(outputs.failures)} of {planned} rollouts failed and are left out"]
+    lines = [f"step {step}: {len(outputs.failures)} of {planned} rollouts failed:"]
     for reason, count in sorted(outputs.drops.items()):
         lines.append(f"  {count} {reason}, the first is {first[reason].trajectory_id}: {first[reason].detail[:200]}")
     return "\n".join(lines)

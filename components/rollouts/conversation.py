@@ -10,8 +10,8 @@ from typing import Any
 from components.artifacts.images import ImageStore
 from components.contracts.episodes import Observation
 from components.contracts.errors import DataError
+from components.contracts.failures import RolloutFailed
 from components.contracts.images import EncodedImage, ImageRef
-from components.rollouts.failures import RolloutFailed
 
 
 class SharedImages:
@@ -36,7 +36,8 @@ class SharedImages:
             raise RolloutFailed("bad_image", error.what) from error
 
     def _put(self, image: EncodedImage) -> tuple[ImageRef, str]:
-        return self._store.put(image), f"data:{image.media_type};base64,{b64encode(image.data).decode()}"
+        ref = self._store.put(image)
+        return ref, f"data:{ref.media_type};base64,{b64encode(self._store.read(ref)).decode()}"
 
 
 class Conversation:
@@ -59,9 +60,10 @@ class Conversation:
         self._unread.append(message)
 
     async def observe(self, observation: Observation) -> None:
-        """
+        """`observation` is one that was checked.
+
         Raises:
-            RolloutFailed: `bad_image`, `bad_text`, or `environment_error` for content of another type.
+            RolloutFailed: `bad_image`.
         """
         if not self._dialogue:
             del self.messages[self._beginning :]
@@ -70,15 +72,13 @@ class Conversation:
         shown: list[dict[str, Any]] = []
         for part in observation.content:
             if isinstance(part, str):
-                sent.append({"type": "text", "text": _unicode(part)})
+                sent.append({"type": "text", "text": part})
                 shown.append(sent[-1])
-            elif isinstance(part, EncodedImage):
+            else:
                 ref, url = await self._shared.add(part)
                 self.images += (ref,)
                 sent.append({"type": "image_url", "image_url": {"url": url}})
                 shown.append({"type": "image", "sha256": ref.sha256})
-            else:
-                raise RolloutFailed("environment_error", f"observation holds {type(part).__name__}")
         self.messages.append({"role": "user", "content": sent})
         self._unread.append({"role": "user", "content": shown})
 
@@ -89,11 +89,3 @@ class Conversation:
         """The messages since the last call, as JSON for people: images by their SHA-256."""
         unread, self._unread = self._unread, []
         return json.dumps(unread, ensure_ascii=False)
-
-
-def _unicode(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RolloutFailed("bad_text", f"a lone surrogate at {error.start}") from error
-    return text

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
-from types import NoneType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from components.contracts.episodes import Environment, Episode, Observation, Outcome, Task
+from components.contracts.checks import Facts, facts_of, plain_text
+from components.contracts.episodes import Environment, Outcome, Task
+from components.contracts.failures import RolloutFailed
 from components.contracts.rollouts import Trajectory, Turn
+from components.environments.guarded import GuardedEpisode
 from components.inference.client import Completion, GenerationFailure
 from components.rollouts.conversation import Conversation, SharedImages
-from components.rollouts.failures import RolloutFailed
 from components.rollouts.generator import Generator
 
 if TYPE_CHECKING:
     from components.inference.settings import EvaluationSamplingSettings, SamplingSettings
-
-ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,39 +67,48 @@ class Player:
         Raises:
             RolloutFailed: whatever concerns this rollout alone.
         """
-        with _foreign("episode"):
-            episode = self.environment.episode(task)
+        episode = GuardedEpisode(self.environment, task, self.environment_timeout)
         try:
             turns, done = await self._turns(episode, place)
         except BaseException:
             with suppress(RolloutFailed):  # the first failure is the one to report
-                await self._ask(episode.close, NoneType)
+                await episode.close()
             raise
-        await self._ask(episode.close, NoneType)
+        await episode.close()
         return Trajectory(
             place.trajectory_id,
             place.group_id,
-            self.environment.name,
+            self.facts.name,
             task.task_id,
             task.split,
             tuple(turns),
             truncated=not done,
         )
 
-    async def _turns(self, episode: Episode, place: Place) -> tuple[list[Turn], bool]:
-        conversation = Conversation(self.environment.system_prompt, self.images, self.environment.dialogue)
+    @cached_property
+    def facts(self) -> Facts:
+        """Raises ConfigurationError where the environment does not say what it is."""
+        return facts_of(self.environment)
+
+    async def _turns(self, episode: GuardedEpisode, place: Place) -> tuple[list[Turn], bool]:
+        conversation = Conversation(self.facts.system_prompt, self.images, self.facts.dialogue)
         turns: list[Turn] = []
         clock = time.perf_counter()
-        observation = await self._ask(episode.reset, Observation)
+        observation = await episode.reset()
         environment_seconds = time.perf_counter() - clock
-        for index in range(self.environment.max_turns):
+        for index in range(self.facts.max_turns):
             await conversation.observe(observation)
             clock = time.perf_counter()
-            generated = await self._generate(conversation, place.request_seed(self.seed, index))
+            try:
+                generated = await self._generate(conversation, place.request_seed(self.seed, index))
+            except RolloutFailed as failed:
+                if failed.reason == "prompt_too_long" and turns:
+                    break  # the policy has filled its context: it keeps what it has earned, as when out of turns
+                raise
             generate_seconds = time.perf_counter() - clock
             conversation.answer(generated.text)
             clock = time.perf_counter()
-            outcome = await self._ask(episode.step, Outcome, generated.text)
+            outcome = await episode.step(generated.text)
             environment_seconds += time.perf_counter() - clock
             turns.append(
                 Turn(
@@ -113,8 +121,8 @@ class Player:
                     images=conversation.images,
                     messages=conversation.unread(),
                     completion=generated.text,
-                    reward=self._reward(outcome),
-                    reward_parts=dict(outcome.reward_parts),
+                    reward=_reward(outcome, episode.reward_weights),
+                    reward_parts=outcome.reward_parts,
                     anchor_key=observation.anchor_key,
                     admissible_key=observation.admissible_key,
                     action_defect=outcome.action_defect,
@@ -127,21 +135,6 @@ class Player:
             observation, environment_seconds = outcome.observation, 0.0
         return turns, False
 
-    async def _ask(self, method: Callable[..., Awaitable[object]], kind: type[ResultT], *arguments: str) -> ResultT:
-        """Call the episode, which has `environment_timeout` seconds to give a `kind`."""
-        with _foreign(method.__name__):
-            try:
-                async with asyncio.timeout(self.environment_timeout) as limit:
-                    result = await method(*arguments)
-            except TimeoutError as error:
-                if not limit.expired():
-                    raise
-                detail = f"{method.__name__} took more than {self.environment_timeout:g} s"
-                raise RolloutFailed("environment_timeout", detail) from error
-        if not isinstance(result, kind):
-            raise RolloutFailed("environment_error", f"{method.__name__} gave {type(result).__name__}")
-        return result
-
     async def _generate(self, conversation: Conversation, seed: int) -> Completion:
         try:
             generated = await self.pool.complete(conversation.messages, self.sampling, seed)
@@ -150,26 +143,16 @@ class Player:
         logprobs, tokens = generated.logprobs, generated.token_ids
         if tokens.size == 0 or logprobs.size != tokens.size or not np.isfinite(logprobs).all():
             raise RolloutFailed("bad_logprobs", f"{tokens.size} tokens have the log-probs {logprobs[:8]}")
+        plain_text("the completion", generated.text)
+        plain_text("the finish reason", generated.finish_reason)
         return generated
 
-    def _reward(self, outcome: Outcome) -> float:
-        weights = self.environment.reward_weights
-        unknown = set(outcome.reward_parts) - set(weights)
-        if unknown:
-            raise RolloutFailed("bad_reward", f"no weight for {', '.join(sorted(unknown))}")
-        with _foreign("reward_parts"):
-            reward = float(sum(weights[part] * value for part, value in outcome.reward_parts.items()))
-        if not math.isfinite(reward):
-            raise RolloutFailed("bad_reward", f"reward parts {dict(outcome.reward_parts)}")
-        return reward
 
-
-@contextmanager
-def _foreign(what: str) -> Iterator[None]:
-    """An environment is code that we did not write: whatever it raises ends its own episode only."""
-    try:
-        yield
-    except RolloutFailed:
-        raise
-    except Exception as error:
-        raise RolloutFailed("environment_error", f"{what}: {type(error).__name__}: {error}") from error
+def _reward(outcome: Outcome, weights: Mapping[str, float]) -> float:
+    unknown = set(outcome.reward_parts) - set(weights)
+    if unknown:
+        raise RolloutFailed("bad_reward", f"no weight for {', '.join(sorted(unknown))}")
+    reward = float(sum(weights[part] * value for part, value in outcome.reward_parts.items()))
+    if not math.isfinite(reward):
+        raise RolloutFailed("bad_reward", f"reward parts {dict(outcome.reward_parts)}")
+    return reward

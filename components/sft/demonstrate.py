@@ -12,12 +12,13 @@ import numpy as np
 from components.artifacts.images import ImageStore
 from components.contracts.episodes import Environment, ExpertEnvironment, Task
 from components.contracts.errors import ConfigurationError
+from components.contracts.failures import RolloutFailed
 from components.contracts.machine import Machine
 from components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
 from components.inference.client import Completion, GenerationFailure
 from components.inference.settings import EvaluationSamplingSettings, SamplingSettings
 from components.rollouts.conversation import SharedImages
-from components.rollouts.failures import RolloutFailed
+from components.rollouts.open_files import allow_episodes
 from components.rollouts.play import Place, Player
 from components.sft.prompts import PromptWriter
 
@@ -77,6 +78,7 @@ async def demonstrate(
 
     `report` is told how many are finished.
     """
+    allow_episodes(machine.max_concurrent)
     shared = SharedImages(images)
     limit = asyncio.Semaphore(machine.max_concurrent)
     finished = 0
@@ -87,7 +89,7 @@ async def demonstrate(
             try:
                 result = await _played(task, place)
             except RolloutFailed as failed:
-                result = Failure(place.trajectory_id, place.group_id, task.task_id, failed.reason, failed.detail[:2000])
+                result = Failure(place.trajectory_id, place.group_id, task.task_id, failed.reason, failed.detail)
         finished += 1
         report(finished)
         return result

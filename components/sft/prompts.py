@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock
@@ -12,6 +10,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from components.artifacts.images import decode
+from components.artifacts.references import load_reference
 from components.contracts.rollouts import TokenIds
 
 
@@ -75,6 +75,4 @@ def _for_template(part: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _picture(part: Mapping[str, Any]) -> Image.Image:
-    data = b64decode(part["image_url"]["url"].partition(",")[2])
-    with Image.open(io.BytesIO(data)) as picture:
-        return picture.convert("RGB")
+    return decode(load_reference(part["image_url"]["url"]))

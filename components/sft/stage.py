@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing
@@ -11,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from components.contracts.errors import DataError
+from components.contracts.numbers import write_json
 from components.contracts.rollouts import GenerateOutputs
 from components.contracts.stages import Artifact, Report, Stage, StageContext
+from components.environments.stage import sources_of_tasks
 from components.sft.settings import SftSettings, WarmStartSettings
 
 VIEWER_FILE = "demonstrations.html"
@@ -64,9 +65,9 @@ def warm_start(settings: SftSettings, inputs: Mapping[str, Artifact], out: Path,
         fit(trainer, steps, heldout, plan.save_every, history, context.events)
         trainer.publish(out / CHECKPOINT, steps.steps)
     rows = history.read()
-    _write_json(out / "history.json", rows)
-    _write_json(out / "lineage.json", [{"step": 0, KIND: played.digest}])
-    _write_json(out / "metrics.json", summary(rows))
+    write_json(out / "history.json", rows)
+    write_json(out / "lineage.json", [{"step": 0, KIND: played.digest}])
+    write_json(out / "metrics.json", summary(rows))
     write_pages(out, settings, outputs, rows, context.images)
     counts = {KIND: len(outputs.trajectories), "samples": len(samples), "steps": steps.steps}
     return Report(rows=counts, drops=dict(drops))
@@ -184,8 +185,4 @@ def _split(outputs: GenerateOutputs, split: str) -> GenerateOutputs:
     return GenerateOutputs([trajectory for trajectory in outputs.trajectories if trajectory.split == split])
 
 
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
-
-
-SFT_STAGE = Stage("sft", 1, SftSettings, ("tasks", "model"), warm_start)
+SFT_STAGE = Stage("sft", 2, SftSettings, ("tasks", "model"), warm_start, sources_of_tasks)

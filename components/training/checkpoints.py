@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,8 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from components.contracts.errors import DataError, TrainerError
+from components.contracts.numbers import dump_json
 from components.training.ranks import Ranks, like, whole
 from components.training.settings import TrainerSettings
+from components.training.skipped import Skipped
+from components.training.tensors import checked_state, checked_weights, optimizer_tensors, restore_state
 
 FORMAT = 1
 STATE_FILE, MODEL_FILE, OPTIMIZER_FILE, RNG_FILE = (
@@ -43,6 +47,7 @@ class Resumable(Protocol):
     """What a checkpoint is of; what of `model` requires a gradient is trained."""
 
     steps_done: int
+    skipped: Skipped
 
     @property
     def model(self) -> nn.Module: ...
@@ -79,6 +84,12 @@ def latest(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def latest_name(folder: Path) -> str | None:
+    """The name of that checkpoint, as ranks tell it each other."""
+    newest = latest(folder)
+    return newest.name if newest else None
+
+
 def save(learner: Resumable, folder: Path, state: Mapping[str, Any], who: Mapping[str, Any]) -> Path:
     """Write `folder`/step-NNNNNN and remove all but the newest `keep_checkpoints`. Every rank calls it.
 
@@ -91,12 +102,13 @@ def save(learner: Resumable, folder: Path, state: Mapping[str, Any], who: Mappin
     Raises:
         TrainerError: it could not be written; earlier checkpoints are as they were.
     """
-    model, optimizer = _model_tensors(learner), _optimizer_tensors(learner)
+    model, optimizer = _model_tensors(learner), optimizer_tensors(learner.optimizer, _trained(learner))
     gathered = enumerate(learner.ranks.gather(_rng()))
     rng = {f"{rank}/{name}": value for rank, states in gathered for name, value in states.items()}
     target = folder / f"step-{learner.steps_done:06d}"
     if learner.ranks.first:
         document = {"format": FORMAT, "step": learner.steps_done, "identity": who, "state": state}
+        document["skipped"] = asdict(learner.skipped)
         new = folder / f".new-{target.name}"
         try:
             shutil.rmtree(new, ignore_errors=True)
@@ -104,7 +116,7 @@ def save(learner: Resumable, folder: Path, state: Mapping[str, Any], who: Mappin
             save_file(model, new / MODEL_FILE)
             save_file(optimizer, new / OPTIMIZER_FILE)
             save_file(rng, new / RNG_FILE)
-            (new / STATE_FILE).write_text(json.dumps(document, indent=1))
+            (new / STATE_FILE).write_bytes(dump_json(document, indent=1))
             _publish(new, target)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(new, ignore_errors=True)
@@ -134,6 +146,8 @@ def load(learner: Resumable, path: Path, who: Mapping[str, Any]) -> dict[str, An
             where=str(path),
             remedy="delete this folder: the one before it is used then",
         ) from error
+    if not isinstance(document, dict) or not {"format", "step", "identity", "state"} <= document.keys():
+        raise DataError("this is no state of a training", where=str(path / STATE_FILE), remedy="delete this folder")
     if document["format"] != FORMAT:
         raise DataError(f"checkpoint format {document['format']}, this version reads {FORMAT}", where=str(path))
     differing = _differences(document["identity"], json.loads(json.dumps(who)))
@@ -143,16 +157,16 @@ def load(learner: Resumable, path: Path, who: Mapping[str, Any]) -> dict[str, An
             where=str(path),
             remedy="resume with the settings that it was made with, or start in an empty folder",
         )
+    trained = _trained(learner)
+    model = checked_weights(model, trained, path / MODEL_FILE)
+    slots = checked_state(optimizer, learner.optimizer, trained, path / OPTIMIZER_FILE)
     with torch.no_grad():
-        for name, parameter in _trained(learner).items():
+        for name, parameter in trained.items():
             parameter.copy_(like(model[name], parameter))
-            learner.optimizer.state[parameter] = {
-                key.rpartition("|")[2]: _slot(value, parameter)
-                for key, value in optimizer.items()
-                if key.rpartition("|")[0] == name
-            }
+    restore_state(learner.optimizer, trained, slots)
     _restore_rng({k.partition("/")[2]: v for k, v in rng.items() if k.startswith(f"{learner.ranks.rank}/")})
     learner.steps_done = int(document["step"])
+    learner.skipped = Skipped(**document.get("skipped", {}))
     state: dict[str, Any] = document["state"]
     return state
 
@@ -163,22 +177,6 @@ def _trained(learner: Resumable) -> dict[str, nn.Parameter]:
 
 def _model_tensors(learner: Resumable) -> dict[str, Tensor]:
     return {name: whole(parameter).contiguous() for name, parameter in _trained(learner).items()}
-
-
-def _optimizer_tensors(learner: Resumable) -> dict[str, Tensor]:
-    """Keys are "<parameter>|<slot>"."""
-    return {
-        f"{name}|{slot}": whole(value).contiguous()
-        for name, parameter in _trained(learner).items()
-        for slot, value in learner.optimizer.state[parameter].items()
-    }
-
-
-def _slot(value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """A moment is laid out like its parameter, in its own dtype; the count of steps is a scalar on the CPU."""
-    if value.shape != parameter.shape or not value.ndim:
-        return value
-    return like(value, parameter.detach().to(value.dtype))
 
 
 def _rng() -> dict[str, Tensor]:

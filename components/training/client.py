@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,9 +17,12 @@ import numpy.typing as npt
 
 from components.contracts.errors import ArmatureError, TrainerError
 from components.contracts.machine import Machine
+from components.contracts.numbers import read_floats
 from components.inference.endpoint import Endpoint
+from components.inference.probe import Probe, ProbeAnswer
 from components.process import Program
 from components.training.errors import rebuild
+from components.training.processes import private_folder, start_ranks
 from components.training.service_settings import PolicySettings, service_settings
 
 TOKEN = "ARMATURE_TRAINER_TOKEN"
@@ -74,14 +76,16 @@ class TrainerClient:
             stale.unlink(missing_ok=True)
         file = settings.workspace / "settings.json"
         file.write_text(settings.model_dump_json(indent=1))
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={settings.processes}"]
-        self._program = Program(
-            [sys.executable, *launcher, "-m", "components.training.service", str(file)],
+        self._program = start_ranks(
+            ["-m", "components.training.service", file],
+            settings.processes,
+            rendezvous=private_folder(settings.workspace / "rendezvous"),
+            interface=settings.interface,
             log=settings.workspace / "trainer.log",
             env=self._environment(),
         )
         deadline = time.monotonic() + self.machine.ready_timeout
-        while not settings.address.exists():
+        while (url := read_address(settings.address)) is None:
             if not self.alive:
                 raise self._died("the trainer service did not start")
             if time.monotonic() > deadline:
@@ -89,7 +93,7 @@ class TrainerClient:
                 self.stop()
                 raise error
             time.sleep(0.05)
-        self._http.base_url = httpx.URL(json.loads(settings.address.read_text())["url"])
+        self._http.base_url = httpx.URL(url)
 
     def restart(self) -> None:
         """Stop what is left of the service and start it again; then `resume`."""
@@ -111,8 +115,7 @@ class TrainerClient:
 
         A step is applied once: asking again returns the same metrics.
         """
-        metrics: dict[str, float] = self._ask("step", self.machine.train_timeout, step=step, batch=str(batch.resolve()))
-        return metrics
+        return read_floats(self._ask("step", self.machine.train_timeout, step=step, batch=str(batch.resolve())))
 
     def score(self, batch: Path) -> list[npt.NDArray[np.float32]]:
         """For each sample of the batch (L,) log-probs of its trained tokens, 0 elsewhere."""
@@ -142,12 +145,21 @@ class TrainerClient:
         addresses = [asdict(endpoint) for endpoint in endpoints]
         self._ask("send", self.machine.sync_timeout, endpoints=addresses, version=version)
 
+    def probe(self, probe: Probe, version: int) -> ProbeAnswer:
+        """What the weights after step `version` answer; servers that hold them answer the same.
+
+        Raises:
+            ConfigurationError: the weights are of another version.
+        """
+        answer = self._ask("probe", self.machine.train_timeout, probe=asdict(probe), version=version)
+        return ProbeAnswer(np.array(answer["logprobs"], dtype=np.float32), answer["dtype"])
+
     def save(self) -> Path:
         """Write a checkpoint; see `components.training.checkpoints`."""
         return Path(self._ask("save", self.machine.train_timeout))
 
     def _environment(self) -> dict[str, str | None]:
-        env: dict[str, str | None] = {TOKEN: self._token, **self.machine.trainer_environment}
+        env: dict[str, str | None] = {TOKEN: self._token, **self.machine.trainer_variables()}
         if self.settings.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.settings.gpus))
         if self.settings.threads:
@@ -202,3 +214,13 @@ class TrainerClient:
             where=str(self.settings.workspace / "trainer.log"),
             remedy="start it again and resume from the last checkpoint",
         )
+
+
+def read_address(file: Path) -> str | None:
+    """The URL that a service wrote; None until all of it is there."""
+    try:
+        document = json.loads(file.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    url = document.get("url") if isinstance(document, dict) else None
+    return url if isinstance(url, str) else None

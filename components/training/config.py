@@ -26,7 +26,7 @@ class MultimodalRLConfig(BaseModel):
     them with the objective `mask_ratio` in updates of `batch_size` samples.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     output_dir: Path = Field(Path("outputs"), description="Checkpoints, published weights, images and metrics.jsonl.")
     run_name: str | None = Field(None, description="Name of the run: a folder of its own under output_dir.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import queue
 import secrets
 import socket
@@ -14,13 +15,16 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from components.contracts.errors import ArmatureError
+from components.contracts.numbers import dump_json
 from components.training.errors import Fatal, describe
 
 Command = dict[str, Any]
+LARGEST = 2**20
+"""Bytes of a command."""
 LINGER = 10.0
 """Seconds that answers under way may take when the service ends."""
 
@@ -76,17 +80,23 @@ class Front:
                 self._inbox.put((command, answer))
             return answer
 
-    async def _command(self, request: Request) -> JSONResponse:
+    async def _command(self, request: Request) -> Response:
         if not self._authorized(request):
             return JSONResponse({"error": {"class": "TrainerError", "what": "wrong or missing token"}}, 401)
         try:
+            command = json.loads(await _body(request))
+        except (ValueError, RecursionError) as error:
+            return JSONResponse({"error": {"class": "TrainerError", "what": f"not a command: {error}"}}, 400)
+        if not isinstance(command, dict) or not isinstance(command.get("name"), str):
+            return JSONResponse({"error": {"class": "TrainerError", "what": "a command is an object with a name"}}, 400)
+        try:
             # Shielded: a client that goes away does not cancel what others may wait for.
-            answer = await asyncio.shield(asyncio.wrap_future(self._submit(await request.json())))
+            answer = await asyncio.shield(asyncio.wrap_future(self._submit(command)))
         except (ArmatureError, OSError, ValueError) as error:
             return JSONResponse({"error": describe(error)}, 409)
         except Fatal as error:
             return JSONResponse({"error": describe(error.args[0])}, 500)
-        return JSONResponse({"result": answer})
+        return Response(dump_json({"result": answer}), media_type="application/json")
 
     async def _status(self, request: Request) -> JSONResponse:
         if not self._authorized(request):
@@ -96,3 +106,16 @@ class Front:
     def _authorized(self, request: Request) -> bool:
         given = request.headers.get("authorization", "")
         return secrets.compare_digest(given.encode(), f"Bearer {self._token}".encode())
+
+
+async def _body(request: Request) -> bytes:
+    """
+    Raises:
+        ValueError: it is larger than any command.
+    """
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > LARGEST:
+            raise ValueError(f"more than {LARGEST} bytes")
+    return body

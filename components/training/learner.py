@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
@@ -19,17 +18,17 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from components.adapters.validate import model_inputs, validate_batch
+from components.batches.check import check_samples
 from components.contracts.batches import MultimodalBatch, Sample
 from components.contracts.errors import ConfigurationError
 from components.training.logprobs import Policy, check_head
 from components.training.metrics import Meter, batch_report, peak_memory_gib
 from components.training.objectives import Tokens, loss_of, normaliser
-from components.training.plan import MicroBatch, check_samples, micro_batches, share, updates
+from components.training.plan import MicroBatch, micro_batches, share, updates
 from components.training.ranks import Ranks, whole
 from components.training.schedule import learning_rate
 from components.training.settings import TrainerSettings
-
-log = logging.getLogger(__name__)
+from components.training.skipped import Skipped
 
 Load = Callable[[Sequence[MicroBatch]], Iterator[tuple[MicroBatch, MultimodalBatch]]]
 """Gives each planned micro-batch its tensors, in order."""
@@ -62,7 +61,7 @@ class Learner:
         shard: Callable[[Policy], None] | None = None,
     ) -> None:
         self.settings, self.ranks = settings, ranks or Ranks()
-        self.steps_done = 0
+        self.steps_done, self.skipped = 0, Skipped()
         model.to(self.ranks.device)
         self._sharded = shard is not None
         self._make_policy = lambda inner: Policy(
@@ -90,13 +89,15 @@ class Learner:
     def step(self, samples: Sequence[Sample], load: Load) -> dict[str, float]:
         """Train on one batch: one update, or one per `samples_per_update` samples. Every rank calls it alike.
 
-        A batch without samples (every group agreed on its reward) is a step without an update.
+        A batch without samples (every group agreed on its reward) is a step without an update, and so is one without
+        a trained token: weights and the optimizer's moments stay, the step counts in the schedule.
 
         Returns:
             The metrics of the step, over all ranks; see `components.training.metrics`.
 
         Raises:
             DataError: samples that cannot be trained on; see `check_samples`.
+            DivergedError: too many updates in a row had a gradient that is not finite.
         """
         check_samples(samples)
         began, meter = perf_counter(), Meter()
@@ -148,7 +149,9 @@ class Learner:
         meter: Meter,
         start: dict[int, Tensor] | None,
     ) -> None:
-        """Accumulate the gradient of all micro-batches, normalised by the counts of all ranks, and apply it."""
+        """Accumulate the gradient of all micro-batches, normalized by the counts of all ranks, and apply it."""
+        if n_tokens == 0:
+            return
         scale = 1 / normaliser(self.settings, n_tokens, n_sequences)
         self.optimizer.zero_grad(set_to_none=True)
         for micro, batch in batches:
@@ -170,10 +173,9 @@ class Learner:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(self.steps_done + 1, self.settings)
             self.optimizer.step()
-        else:
-            log.error("step %d: the gradient is not finite; the update is left out", self.steps_done + 1)
-        meter.update(norm, finite)
         self.optimizer.zero_grad(set_to_none=True)
+        meter.update(norm, finite)
+        self.skipped.note(self.steps_done + 1, norm, finite)
 
     def _finish(self, meter: Meter, batch: dict[str, float], began: float) -> dict[str, float]:
         report = meter.report(self.ranks) | batch

@@ -59,7 +59,8 @@ class Policy(nn.Module):
         self.forbidden: Tensor
         self.register_buffer("forbidden", forbidden, persistent=False)
         config = base_model(model).config.get_text_config()
-        settings = HeadSettings(temperature, getattr(config, "final_logit_softcapping", None), chunk_tokens)
+        self.softcap = getattr(config, "final_logit_softcapping", None)
+        settings = HeadSettings(temperature, self.softcap, chunk_tokens)
         self.backend: Backend = HEADS[logprobs](settings, head, head.weight.device)
 
     def forward(self, inputs: dict[str, Tensor], loss_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,12 +75,31 @@ class Policy(nn.Module):
             targets = inputs["input_ids"][:, 1:][mask]
             return self.backend(base_model(self.model).get_output_embeddings(), hidden, targets, self.forbidden)
 
+    def next_tokens(self, inputs: dict[str, Tensor], mask: Tensor) -> Tensor:
+        """(N, V) log-probs of every token after each of the N where `mask` (B, L) is True, as servers report those of
+        a prompt: at temperature 1, and no token is forbidden.
+        """
+        with self.cast(mask.device):
+            logits: Tensor = base_model(self.model).get_output_embeddings()(self._hidden(inputs)[mask])
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits.log_softmax(-1)
+
     def cast(self, device: torch.device) -> AbstractContextManager[Any]:
         """What the model computes in."""
         return torch.autocast(device.type, self.autocast) if self.autocast else nullcontext()
 
     def _hidden(self, inputs: dict[str, Tensor]) -> Tensor:
         return base_model(self.model).model(**inputs, use_cache=False).last_hidden_state
+
+
+def text_inputs(policy: Policy, ids: Tensor) -> dict[str, Tensor]:
+    """The model's inputs for rows (B, L) of text of one length."""
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if "mm_token_type_ids" in signature(base_model(policy.model).forward).parameters:
+        inputs["mm_token_type_ids"] = torch.zeros_like(ids)
+    return inputs
 
 
 def check_head(policy: Policy, tolerance: float = 1e-2) -> None:
@@ -92,9 +112,7 @@ def check_head(policy: Policy, tolerance: float = 1e-2) -> None:
     device = next(policy.parameters()).device
     ids = torch.arange(1, 9, device=device)[None] % len(policy.forbidden)
     mask = torch.ones_like(ids, dtype=torch.bool)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if "mm_token_type_ids" in signature(model.forward).parameters:
-        inputs["mm_token_type_ids"] = torch.zeros_like(ids)
+    inputs = text_inputs(policy, ids)
     with torch.no_grad():
         ours, _ = policy(inputs, mask)
         with policy.cast(device):

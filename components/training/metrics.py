@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from components.contracts.batches import Sample
 from components.training.objectives import Loss, Tokens
@@ -29,6 +30,8 @@ PER_TOKEN = {
     "weight_capped": "correction/capped_fraction",
 }
 """Sums of a loss, and the name of their mean over the trained tokens."""
+ALWAYS = ("importance_ratio", "entropy", "mismatch_kl", "masked_low", "masked_high", "ratio_out_of_range")
+"""Of these, what every step reports: 0 where no token was trained on."""
 
 
 class Meter:
@@ -39,8 +42,9 @@ class Meter:
     """
 
     def __init__(self) -> None:
-        self.sums: dict[str, float] = defaultdict(float)
-        self.log_ratios: list[npt.NDArray[np.float32]] = []
+        counted = ("loss", "tokens", "first_tokens", "first_mismatch_kl")
+        self.sums: dict[str, float] = defaultdict(float, dict.fromkeys((*ALWAYS, *counted), 0.0))
+        self.log_ratios: list[Tensor] = []
         self.grad_norms: list[float] = []
         self.skipped = 0
 
@@ -53,7 +57,7 @@ class Meter:
         if not self.grad_norms:
             self.sums["first_tokens"] += len(tokens.rows)
             self.sums["first_mismatch_kl"] += float(loss.sums["mismatch_kl"])
-        self.log_ratios.append((tokens.logprobs - tokens.behavior).detach().float().cpu().numpy())
+        self.log_ratios.append((tokens.logprobs - tokens.behavior).detach().float().cpu())
 
     def update(self, grad_norm: float, applied: bool) -> None:
         """One optimiser update."""
@@ -63,14 +67,15 @@ class Meter:
     def report(self, ranks: Ranks) -> dict[str, float]:
         """Means over the trained tokens of all ranks (0 where there are none), and quantiles of the raw ratio."""
         sums = ranks.sum(self.sums)
-        tokens = max(sums.pop("tokens", 0.0), 1.0)
-        report = {"loss": sums.pop("loss", 0.0) / max(len(self.grad_norms), 1)}
-        if first := sums.pop("first_tokens", 0.0):
-            report["mismatch_kl/first_update"] = sums.pop("first_mismatch_kl") / first
+        tokens = max(sums.pop("tokens"), 1.0)
+        report = {"loss": sums.pop("loss") / max(len(self.grad_norms), 1)}
+        first, mismatch = sums.pop("first_tokens"), sums.pop("first_mismatch_kl")
+        if first:
+            report["mismatch_kl/first_update"] = mismatch / first
         report |= {PER_TOKEN[name]: value / tokens for name, value in sums.items()}
-        if "masked_low_fraction" in report:
-            report["masked_fraction"] = report["masked_low_fraction"] + report["masked_high_fraction"]
-        report |= _quantiles(np.concatenate([one for part in ranks.gather(self.log_ratios) for one in part] or [[]]))
+        report["masked_fraction"] = report["masked_low_fraction"] + report["masked_high_fraction"]
+        parts = [one for part in ranks.gather(self.log_ratios) for one in part]
+        report |= _quantiles(torch.cat(parts).numpy() if parts else np.empty(0, np.float32))
         report["grad_norm"] = float(np.mean(self.grad_norms)) if self.grad_norms else 0.0
         report["updates"] = float(len(self.grad_norms))
         report["updates_skipped"] = float(self.skipped)

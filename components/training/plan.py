@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from components.contracts.batches import Sample
-from components.contracts.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -21,22 +20,6 @@ class MicroBatch:
 
     samples: tuple[Sample, ...]
     rows: tuple[int, ...]
-
-
-def check_samples(samples: Sequence[Sample]) -> None:
-    """
-    Raises:
-        DataError: a trained token has no usable log-prob or advantage.
-    """
-    for sample in samples:
-        for name in ("behavior_logprobs", "advantages"):
-            values = getattr(sample, name)[sample.loss_mask]
-            if not np.isfinite(values).all():
-                raise DataError(
-                    f"{name} of {int((~np.isfinite(values)).sum())} trained tokens are not finite",
-                    where=f"sample {sample.sample_id}",
-                    remedy="drop the sample: the server must return a log-prob for every sampled token",
-                )
 
 
 def updates(n_samples: int, samples_per_update: int) -> Iterator[range]:

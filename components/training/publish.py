@@ -35,6 +35,11 @@ class Publisher:
         }
         self._processor, self._processor_folder = processor, processor_folder
 
+    @property
+    def float32(self) -> bool:
+        """Whether all that is published is."""
+        return set(self._dtypes.values()) == {torch.float32}
+
     def publish(self, model: nn.Module, folder: Path, ranks: Ranks) -> None:
         """Write `folder`, at once or not at all. Every rank calls it; rank 0 writes.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,20 +56,33 @@ class Ranks:
         return dict(zip(sorted(values), total.tolist(), strict=True))
 
     def gather(self, value: Any) -> list[Any]:
-        """`value` of every rank, on every rank."""
+        """`value` of every rank, on every rank: tensors, and what JSON knows, in containers.
+
+        torch's own collectives of objects would unpickle whatever a peer sends; this reads nothing but data.
+        """
         if self.size == 1:
             return [value]
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self.group)
-        return gathered
+        own = _packed(value)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(own)]), group=self.group)
+        longest = int(max(sizes))
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(parts, torch.nn.functional.pad(own, (0, longest - len(own))), group=self.group)
+        return [_unpacked(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
 
     def broadcast(self, value: Any) -> Any:
         """The value of rank 0."""
-        if self.size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.group)
-        return box[0]
+        return self.gather(value if self.first else None)[0]
+
+
+def _packed(value: Any) -> Tensor:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def _unpacked(data: Tensor) -> Any:
+    return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """The trainer service: a long-lived process group that trains, scores, publishes and saves when asked over HTTP.
 
-Started by `components.training.client` as `python -m torch.distributed.run ... -m components.training.service
-settings.json`. Rank 0 answers on loopback; every command runs on all ranks, one at a time. A command that cannot
-be carried out is refused before anything changes; an error after that ends the service, for the weights may be
-half-way, and the next one starts from a checkpoint.
+Started by `components.training.client` as `python -m components.training.service settings.json`, once per rank. Rank 0
+answers on loopback; every command runs on all ranks, one at a time. A command that cannot be carried out is refused
+before anything changes; an error after that ends the service, for the weights may be half-way, and the next one starts
+from a checkpoint.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from components.contracts.batches import Sample
 from components.contracts.errors import ArmatureError
-from components.training.errors import Fatal, describe
+from components.training.errors import Fatal, describe, rebuild
 from components.training.front import Front
 from components.training.launch import joined
 from components.training.ranks import Ranks
@@ -25,7 +26,7 @@ from components.training.service_settings import ServiceSettings
 from components.training.worker import Command, Worker
 
 TOKEN = "ARMATURE_TRAINER_TOKEN"
-KEEPS_STATE = ("score", "save", "publish", "send")
+KEEPS_STATE = ("score", "save", "publish", "send", "probe")
 """Commands that change nothing in the trainer: when one fails on all ranks alike, the service goes on."""
 
 
@@ -46,7 +47,9 @@ def serve(worker: Worker, settings: ServiceSettings, ranks: Ranks) -> None:
     """Take commands, one at a time, until "stop"."""
     front = Front(os.environ[TOKEN], worker.recorded) if ranks.first else None
     if front is not None:
-        settings.address.write_text(json.dumps({"url": front.start()}))
+        new = settings.address.with_suffix(".new")
+        new.write_text(json.dumps({"url": front.start()}))
+        new.replace(settings.address)  # whole, or not there
     try:
         while True:
             command, answer = front.next() if front is not None else (None, None)
@@ -63,15 +66,16 @@ def serve(worker: Worker, settings: ServiceSettings, ranks: Ranks) -> None:
 
 def carry_out(worker: Worker, command: Command, answer: Future[Any] | None, ranks: Ranks) -> None:
     """Check on all ranks, then run on all ranks; `answer` is rank 0's."""
-    samples, refused = [], None
+    samples: list[Sample] = []
+    refused: Exception | None = None
     try:
         samples = worker.check(command)
-    except (ArmatureError, OSError, ValueError) as error:
+    except Exception as error:  # of whatever kind: nothing has changed
         refused = error
-    first_refusal = next((error for error in ranks.gather(refused) if error is not None), None)
+    first_refusal = next((error for error in ranks.gather(describe(refused) if refused else None) if error), None)
     if first_refusal is not None:
         if answer is not None:
-            answer.set_exception(first_refusal)
+            answer.set_exception(rebuild(first_refusal))
         return
     try:
         result = worker.run(command, samples)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -39,6 +41,8 @@ class ServiceSettings(BaseModel):
     loader_workers: NonNegativeInt
     weight_transfer: Literal["file", "nccl", "ipc"]
     sync_timeout: PositiveFloat
+    ready_timeout: PositiveFloat = Field(description="Seconds that ranks wait for each other.")
+    interface: str | None = Field(description="Network interface of collectives; None: loopback.")
 
     @property
     def checkpoints(self) -> Path:
@@ -58,8 +62,15 @@ def service_settings(policy: PolicySettings, machine: Machine, workspace: Path) 
     """The service on `machine`: several GPUs share one model, several CPU processes have one each.
 
     Raises:
-        ConfigurationError: the machine has several nodes.
+        ConfigurationError: the machine has several nodes, or NCCL is to reach servers elsewhere by no network named.
     """
+    distant = [url for url in machine.endpoints if not _is_loopback(url)]
+    if machine.weight_transfer == "nccl" and distant and machine.trainer_interface is None:
+        raise ConfigurationError(
+            "NCCL sends the weights to servers on other machines, and no network for it is named",
+            where=f"machine.endpoints = {', '.join(distant)}",
+            remedy="set machine.trainer_interface to the private network between trainer and servers",
+        )
     if machine.trainer_nodes > 1:
         raise ConfigurationError(
             "the trainer service runs on one node: it is fed and asked for weights by the flow while servers generate",
@@ -76,4 +87,14 @@ def service_settings(policy: PolicySettings, machine: Machine, workspace: Path) 
         loader_workers=machine.loader_workers,
         weight_transfer=machine.weight_transfer,
         sync_timeout=machine.sync_timeout,
+        ready_timeout=machine.ready_timeout,
+        interface=machine.trainer_interface,
     )
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -24,11 +23,13 @@ from components.contracts.batches import MultimodalBatch, Sample
 from components.contracts.episodes import Environment
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.machine import Machine
+from components.contracts.numbers import dump_json
 from components.contracts.rollouts import GenerateOutputs, Trajectory
 from components.environments.make import make_environment
 from components.environments.settings import EnvironmentSettings
 from components.inference.checkpoint import placeholder_token_ids
 from components.inference.pool import ServerPool
+from components.inference.probe import ProbeAnswer
 from components.inference.settings import SamplingSettings, ServerSettings
 from components.models.load import load_model, load_processor
 from components.models.settings import ModelSettings
@@ -38,6 +39,7 @@ from components.training import checkpoints
 from components.training.config import MultimodalRLConfig
 from components.training.learner import Learner
 from components.training.loader import MicroBatchLoader
+from components.training.probe import answer_probe
 from components.training.publish import Publisher
 from components.training.quiet import Quiet
 from components.training.ranks import Ranks
@@ -182,7 +184,9 @@ class MultimodalGRPOTrainer:
                 metrics = await asyncio.to_thread(self.step, self._batch(outputs))
                 self._log(step, metrics, bar)
                 if config.sync_to_vllm_every and step % config.sync_to_vllm_every == 0:
-                    await pool.sync(await asyncio.to_thread(self._publish, step), step)
+                    values = answer_probe(self.learner.policy, self.tokenizer, pool.weights.probe)
+                    folder = await asyncio.to_thread(self._publish, step)
+                    await pool.sync(folder, step, answer=ProbeAnswer(values, "bfloat16"))
                 if step % config.save_steps == 0 or step == config.max_steps:
                     checkpoints.save(self.learner, config.folder / "checkpoints", {}, self._identity)
             bar.close()
@@ -271,8 +275,8 @@ class MultimodalGRPOTrainer:
     def _log(self, step: int, metrics: Mapping[str, float], bar: tqdm[Any]) -> None:
         config = self.config
         config.folder.mkdir(parents=True, exist_ok=True)
-        with (config.folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
+        with (config.folder / "metrics.jsonl").open("ab") as file:
+            file.write(dump_json({"step": step, **metrics}) + b"\n")
         shown = {short: f"{metrics[name]:.4g}" for short, name in SHOWN.items() if name in metrics}
         if step % config.log_every_steps == 0 or step in (1, config.max_steps):
             bar.set_postfix(shown, refresh=False)
@@ -288,7 +292,7 @@ class MultimodalGRPOTrainer:
         )
 
     def _pool(self, weights: Path, version: int) -> ServerPool:
-        joined = ServerSettings(max_model_len=2**20, max_images_per_prompt=0, dtype="float32")  # the server has its own
+        joined = ServerSettings(max_model_len=2**20, max_images_per_prompt=0, dtype="bfloat16")  # its own, at worst
         log_folder = self.config.folder / "servers"
         return ServerPool(
             weights, joined, self._machine(), log_folder, version=version, forbidden_token_ids=self.forbidden

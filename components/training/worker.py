@@ -7,10 +7,15 @@ from typing import Any
 
 from components.adapters import get_adapter
 from components.artifacts.images import ImageStore
+from components.batches.check import check_samples, refusal
 from components.batches.table import read_batch
 from components.contracts.batches import Sample
-from components.contracts.errors import ConfigurationError
+from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.images import ImageRef
+from components.contracts.numbers import read_floats
+from components.inference.checkpoint import vocabulary
 from components.inference.endpoint import Endpoint
+from components.inference.probe import Probe
 from components.inference.weights import WEIGHT_SENDERS, WeightSender
 from components.models.families import family_of
 from components.models.load import load_model, load_processor
@@ -19,7 +24,7 @@ from components.training import checkpoints
 from components.training.launch import sharder
 from components.training.learner import Learner
 from components.training.loader import MicroBatchLoader
-from components.training.plan import check_samples
+from components.training.probe import answer_probe
 from components.training.publish import Publisher
 from components.training.ranks import Ranks
 from components.training.service_settings import ServiceSettings
@@ -41,6 +46,7 @@ class Worker:
         self._identity = checkpoints.identity(
             model, policy.trainer, temperature=policy.temperature, loading=policy.model.model_dump(mode="json")
         )
+        self._processor = processor
         self._publisher = Publisher(model, processor, settings.workspace / "processor")
         self.learner = Learner(
             model,
@@ -51,14 +57,15 @@ class Worker:
             shard=sharder(ranks, family.wrap_classes, policy.trainer.autocast) if settings.shard else None,
         )
         self._sender: WeightSender | None = None
-        self._load = MicroBatchLoader(adapter, ImageStore(policy.images), settings.loader_workers)
+        self._vocabulary, self._images = vocabulary(policy.model_path), ImageStore(policy.images)
+        self._load = MicroBatchLoader(adapter, self._images, settings.loader_workers)
 
     def check(self, command: Command) -> list[Sample]:
         """What can be refused before anything is changed. The samples that the command names, if any.
 
         Raises:
             ConfigurationError: a step out of order.
-            DataError: no readable batch, or one with unusable numbers.
+            DataError: no readable batch, or one that cannot be trained on; names batch, row and field.
         """
         if command["name"] == "step" and command["step"] != self.learner.steps_done + 1:
             raise ConfigurationError(
@@ -66,7 +73,7 @@ class Worker:
                 where="trainer service",
                 remedy=f"train step {self.learner.steps_done + 1} first",
             )
-        if command["name"] in ("publish", "send") and command["version"] != self.learner.steps_done:
+        if command["name"] in ("publish", "send", "probe") and command["version"] != self.learner.steps_done:
             raise ConfigurationError(
                 f"version {command['version']} was asked for, but the weights are of {self.learner.steps_done} steps",
                 where="trainer service",
@@ -81,9 +88,24 @@ class Worker:
         if "batch" not in command:
             return []
         samples = read_batch(Path(command["batch"]))
-        if command["name"] == "step":
-            check_samples(samples)
+        check_samples(samples, self._vocabulary, command["batch"])
+        self._check_images(samples, command["batch"])
         return samples
+
+    def _check_images(self, samples: list[Sample], batch: str) -> None:
+        """
+        Raises:
+            DataError: an image is not in the store, or has changed there.
+        """
+        sound: set[ImageRef] = set()
+        for row, sample in enumerate(samples):
+            for ref in sample.images:
+                try:
+                    if ref not in sound:
+                        self._images.read(ref)
+                except DataError as error:
+                    raise refusal(f"images: {error.what}", batch, row, sample) from error
+                sound.add(ref)
 
     def recorded(self, command: Command) -> dict[str, float] | None:
         """The result of a step that is applied already.
@@ -120,6 +142,10 @@ class Worker:
             case "send":
                 self._send([Endpoint(**endpoint) for endpoint in command["endpoints"]])
                 return None
+            case "probe":
+                logprobs = answer_probe(self.learner.policy, self._processor, Probe(**command["probe"]))
+                precise = self._publisher.float32 and self.settings.policy.trainer.autocast == "none"
+                return {"logprobs": logprobs.tolist(), "dtype": "float32" if precise else "bfloat16"}
             case "save":
                 state = {"results": {str(step): result for step, result in self.results.items()}}
                 return str(checkpoints.save(self.learner, self.settings.checkpoints, state, self._identity))
@@ -137,8 +163,11 @@ class Worker:
         self._sender = sender
 
     def _resume(self) -> int:
-        path = self.ranks.broadcast(checkpoints.latest(self.settings.checkpoints))
-        if path is not None:
-            state = checkpoints.load(self.learner, path, self._identity)
-            self.results = {int(step): result for step, result in state["results"].items()}
+        newest = self.ranks.broadcast(checkpoints.latest_name(self.settings.checkpoints))
+        if newest is not None:
+            state = checkpoints.load(self.learner, self.settings.checkpoints / newest, self._identity)
+            self.results = {
+                int(step): result | {"metrics": read_floats(result["metrics"])}
+                for step, result in state["results"].items()
+            }
         return self.learner.steps_done

@@ -12,7 +12,7 @@ from components.contracts.stages import Events
 from components.rl.history import History
 from components.training.errors import rebuild
 from components.vla.job import Job
-from components.vla.nodes import Attempt, start
+from components.vla.nodes import Attempt, Signs, start
 
 MAX_RESTARTS = 3
 POLL = 0.2
@@ -59,19 +59,20 @@ def _run(job: Job, events: Events) -> None:
         for rank in range(job.ranks):
             job.error(rank).unlink(missing_ok=True)
         before = Attempt.newest(job.workspace)
-        attempt = Attempt(number=before.number + 1 if before else 1).tell(job.workspace)
-        lost = attempt.lost(job.workspace)
-        program = start(job, attempt, first=True, log=log)
+        attempt = Attempt(number=before.number + 1 if before else 1).open(job.workspace)
+        signs, lost = Signs(job, attempt), None
+        program = start(job, attempt, 0, log=log)
         try:
-            while program.returncode is None and not lost.exists():
+            while program.returncode is None and lost is None:
                 time.sleep(POLL)
                 follower.report()
+                lost = signs.lost()
         finally:
             program.stop()
         follower.report()
         if program.returncode == 0:
             return
-        end = lost.read_text() if lost.exists() else f"exit code {program.returncode}"
+        end = signs.lost() or f"exit code {program.returncode}"
         if (error := _said(job)) is not None and not isinstance(error, TrainerError):
             raise error
         deaths = deaths + 1 if follower.step <= reached else 1

@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
 from components.contracts.machine import Machine
+from components.contracts.secrets import Environment
 from components.vla.settings import TrainVlaSettings
 
 
@@ -15,7 +16,7 @@ class Job(BaseModel):
 
     fingerprint: names the training; its checkpoints are resumed by no other.
     processes: on each node.
-    nodes: see the same folders under the same names; with several, `rendezvous` is HOST:PORT of the first.
+    nodes: see the same folders under the same names; with several, `interface` is the network between them.
     gpus: of each node, one per process; empty on CPU.
     shard: split the model over all processes (FSDP2) instead of copying it to each.
     environment: more variables of the processes.
@@ -33,12 +34,12 @@ class Job(BaseModel):
     fingerprint: str
     processes: PositiveInt
     nodes: PositiveInt
-    rendezvous: str | None
+    interface: str | None
     gpus: tuple[int, ...]
     shard: bool
     threads: NonNegativeInt
     loader_workers: NonNegativeInt
-    environment: dict[str, str]
+    environment: Environment
     ready_timeout: PositiveFloat
 
     @property
@@ -73,7 +74,7 @@ def job_on(machine: Machine, settings: TrainVlaSettings, inputs: dict[str, Path]
             **places,
             "processes": machine.trainer_processes,
             "nodes": machine.trainer_nodes,
-            "rendezvous": machine.trainer_rendezvous,
+            "interface": machine.trainer_interface,
             "gpus": machine.trainer_gpus,
             "shard": machine.trainer_nodes * machine.trainer_processes > 1 and bool(machine.trainer_gpus),
             "threads": machine.threads,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 from components.contracts.errors import ConfigurationError, TrainerError
 from components.process import Program
 from components.vla.job import Job
-from components.vla.nodes import Attempt, start
+from components.vla.nodes import Attempt, Place, start
+
+log = logging.getLogger(__name__)
 
 POLL = 0.5
 PATIENCE = 30.0
@@ -70,12 +73,16 @@ def _next(workspace: Path, joined: int) -> Attempt | None:
 
 def _take_part(job: Job, attempt: Attempt) -> None:
     """Until the first node ends `attempt`; if it ends here before, the first node is told."""
-    program, over = None, False
+    place, program, over = Place.take(job, attempt), None, False
+    if place is None:
+        log.warning("all %d nodes of this training are there; waiting for one that is lost", job.nodes)
+        return
     try:
-        program = start(job, attempt, first=False, log=None)
+        program = start(job, attempt, place.number, log=None)
         while Attempt.newest(job.workspace) == attempt:
             if program.returncode not in (None, 0):
                 break
+            place.live()
             time.sleep(POLL)
         else:
             over = True

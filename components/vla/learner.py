@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from math import isfinite, sqrt
 from time import perf_counter
@@ -15,13 +14,12 @@ from components.policies.molmoact2.losses import Denominators, LossPlan, PolicyL
 from components.policies.molmoact2.model import MolmoAct2
 from components.training.metrics import peak_memory_gib
 from components.training.ranks import Ranks, whole
+from components.training.skipped import Skipped
 from components.vla.groups import parameter_groups
 from components.vla.micro_batch import MicroBatch
 from components.vla.optimizer import PolicyAdamW
 from components.vla.schedule import lr_factor
 from components.vla.settings import VlaTrainerSettings
-
-log = logging.getLogger(__name__)
 
 LOSSES = {"loss": "total", "loss/flow": "flow", "loss/cross_entropy": "cross_entropy", "loss/z": "z"}
 """Names in the history, and attributes of the model's losses."""
@@ -45,7 +43,7 @@ class PolicyLearner:
         shard: Callable[[MolmoAct2], None] | None = None,
     ) -> None:
         self.model, self.settings, self.plan, self.ranks = model, settings, plan, ranks or Ranks()
-        self.steps_done, self.skipped = 0, 0
+        self.steps_done, self.skipped = 0, Skipped()
         self._sharded = shard is not None
         model.to(self.ranks.device)
         model.checkpoint_gradients(settings.gradient_checkpointing)
@@ -117,7 +115,7 @@ class PolicyLearner:
     def _sum_gradients(self) -> None:
         """Add up gradients over the ranks, of parameters that got one on some rank: others stay untouched."""
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
-        reached = {i for i, p in enumerate(trained) if p.grad is not None}
+        reached = [i for i, p in enumerate(trained) if p.grad is not None]
         everywhere = set().union(*self.ranks.gather(reached))
         self.ranks.sum_gradients([trained[i] for i in sorted(everywhere)])
 
@@ -137,11 +135,12 @@ class PolicyLearner:
                     gradient.mul_(min(1.0, self.settings.max_grad_norm / (norms[name] + 1e-6)))
                 group["lr"] = rates[name]
             self.optimizer.step()
-        else:
-            self.skipped += 1
-            log.error("update %d: the gradient is not finite (%s); it is left out", update, norms)
         self.optimizer.zero_grad(set_to_none=True)
-        report = {"grad_norm": sqrt(sum(norm**2 for norm in norms.values())), "updates_skipped": float(self.skipped)}
+        self.skipped.note(update, norms, finite)
+        report = {
+            "grad_norm": sqrt(sum(norm**2 for norm in norms.values())),
+            "updates_skipped": float(self.skipped.total),
+        }
         report |= {f"grad_norm/{name}": norm for name, norm in norms.items()}
         return report | {f"learning_rate/{name}": rate for name, rate in rates.items()}
 

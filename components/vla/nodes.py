@@ -8,16 +8,22 @@ where a process would wait for ever for one that died elsewhere.
 from __future__ import annotations
 
 import os
-import socket
-import sys
+import shutil
+import time
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
-from components.contracts.errors import ConfigurationError
+from components.contracts.secrets import resolve
 from components.process import Program
+from components.training.processes import private_folder, start_ranks
 from components.vla.job import Job
+
+SILENCE = 120.0
+"""Seconds after which a node without a sign of life is lost."""
 
 
 class Attempt(BaseModel):
@@ -42,55 +48,86 @@ class Attempt(BaseModel):
         os.replace(new, _file(workspace))  # noqa: PTH105 (says that an old one goes)
         return self
 
+    def open(self, workspace: Path) -> Attempt:
+        """Make the folder in which the processes meet, and then this the newest."""
+        shutil.rmtree(workspace / f"attempt-{self.number - 2}", ignore_errors=True)
+        private_folder(self.folder(workspace))
+        return self.tell(workspace)
+
+    def folder(self, workspace: Path) -> Path:
+        return workspace / f"attempt-{self.number}"
+
     def lost(self, workspace: Path) -> Path:
         """Is there when a node other than the first could not go on; says which and why."""
         return workspace / f"lost-{self.number}"
 
 
-def start(job: Job, attempt: Attempt, *, first: bool, log: Path | None) -> Program:
-    """This node's processes of `attempt`.
+@dataclass(frozen=True)
+class Place:
+    """A node's place among those of an attempt, 1, 2, ...; the first node has 0."""
+
+    number: int
+    sign: Path
+
+    @classmethod
+    def take(cls, job: Job, attempt: Attempt) -> Place | None:
+        """The next that is free; None if there is none."""
+        for number in range(1, job.nodes):
+            place = cls(number, attempt.folder(job.workspace) / f"node-{number}")
+            with suppress(FileExistsError):
+                place.sign.touch(exist_ok=False)
+                return place
+        return None
+
+    def live(self) -> None:
+        """Say that this node is still there."""
+        with suppress(FileNotFoundError):  # that of an attempt that ended long ago
+            os.utime(self.sign)
+
+
+class Signs:
+    """What the first node sees of the others: a sign of life of each that came, in files, by no clock but its own."""
+
+    def __init__(self, job: Job, attempt: Attempt) -> None:
+        self._folder, self._lost = attempt.folder(job.workspace), attempt.lost(job.workspace)
+        self._seen: dict[str, tuple[int, float]] = {}
+
+    def lost(self) -> str | None:
+        """Which node is lost and why; None while there is none."""
+        if self._lost.exists():
+            return self._lost.read_text()
+        now = time.monotonic()
+        for sign in self._folder.glob("node-*"):
+            changed, since = self._seen.get(sign.name, (0, now))
+            latest = sign.stat().st_mtime_ns
+            if latest != changed:
+                self._seen[sign.name] = latest, now
+            elif now > since + SILENCE:
+                return f"{sign.name} has given no sign of life for {SILENCE:g} s"
+        return None
+
+
+def start(job: Job, attempt: Attempt, node: int, log: Path | None) -> Program:
+    """The processes of `attempt` on node 0 (the first), 1, ...
 
     Raises:
-        ConfigurationError: this is another node than the first and does not know the first.
+        ConfigurationError: this node has no such network interface, or a variable that `environment` names is not set.
     """
-    env: dict[str, str | None] = dict(job.environment)
+    env: dict[str, str | None] = dict(resolve(job.environment, "machine.trainer_environment"))
     if job.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, job.gpus))
     if job.threads:
         env["OMP_NUM_THREADS"] = str(job.threads)
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={job.processes}", *_meeting(job, attempt, first)]
-    if job.ranks == 1:  # needs nobody to bring it together with others, and is there sooner
-        launcher, env = [], env | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    return Program([sys.executable, *launcher, "-m", "components.vla.run", str(job.file)], log=log, env=env)
-
-
-def _meeting(job: Job, attempt: Attempt, first: bool) -> list[str]:
-    if job.rendezvous is None or job.nodes == 1:
-        return ["--standalone"]
-    host, _, port = job.rendezvous.partition(":")
-    return [
-        f"--nnodes={job.nodes}",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={job.rendezvous}",
-        f"--rdzv-id={job.fingerprint}-{attempt.number}",
-        f"--rdzv-conf=is_host={int(first)},join_timeout={int(job.ready_timeout)}",
-        # By its name, which torchrun would take, a node may not be known to the others.
-        f"--local-addr={host if first else _own_address(host, int(port))}",
-    ]
-
-
-def _own_address(host: str, port: int) -> str:
-    """The address that this node has towards `host`. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, port))
-        except OSError as error:
-            raise ConfigurationError(
-                f"the first node cannot be reached: {error}",
-                where=f"machine.trainer_rendezvous = {host}:{port}",
-                remedy="name it as every node knows it, by its address for instance",
-            ) from error
-        return str(probe.getsockname()[0])
+    return start_ranks(
+        ["-m", "components.vla.run", job.file],
+        job.processes,
+        rendezvous=attempt.folder(job.workspace),
+        node=node,
+        nodes=job.nodes,
+        interface=job.interface,
+        log=log,
+        env=env,
+    )
 
 
 def _file(workspace: Path) -> Path:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from components.training.tensors import Slot
+
 FIRST, SECOND, STEP, RESIDUAL, EMA = "exp_avg", "exp_avg_sq", "step", "residual", "ema"
 
 
@@ -51,6 +53,16 @@ class PolicyAdamW(torch.optim.Optimizer):
                 for parameter in trained:
                     self.state[parameter][EMA].lerp_(self._exact(parameter), 1 - self.ema_decay)
 
+    def slots(self, parameter: nn.Parameter) -> dict[str, Slot]:
+        """What is kept for a parameter that was updated; see `components.training.tensors`."""
+        moment, average = Slot(parameter.shape, parameter.dtype), Slot(parameter.shape, torch.float32)
+        slots = {STEP: Slot(torch.Size(()), torch.float32), FIRST: moment, SECOND: moment}
+        if parameter.dtype != torch.float32:
+            slots[RESIDUAL] = moment
+        if self.ema_decay is not None:
+            slots[EMA] = average
+        return slots
+
     @contextmanager
     def averaged(self) -> Any:
         """Within it the parameters have the averages; those never updated, and all where there is none, are as is."""
@@ -69,13 +81,11 @@ class PolicyAdamW(torch.optim.Optimizer):
         state = self.state[parameter]
         if FIRST in state:
             return
+        for name, slot in self.slots(parameter).items():
+            state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format, dtype=slot.dtype)
         state[STEP] = torch.tensor(0.0)
-        for name in (FIRST, SECOND):
-            state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        if parameter.dtype != torch.float32:
-            state[RESIDUAL] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        if self.ema_decay is not None:
-            state[EMA] = parameter.detach().float().clone()
+        if EMA in state:
+            state[EMA].copy_(parameter)
 
     def _exact(self, parameter: nn.Parameter) -> Tensor:
         """The weight in fp32, with what rounding took from it."""

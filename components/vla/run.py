@@ -1,4 +1,4 @@
-"""One process of a training: `python -m torch.distributed.run ... -m components.vla.run job.json`."""
+"""One process of a training: `python -m components.vla.run job.json`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def main(job_file: str) -> None:
     """Train to the end. The exit code is 1 if an error ended it, which is then in the job's error file."""
     job = Job.model_validate_json(Path(job_file).read_text())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    with joined_ranks(bool(job.gpus), job.threads, job.settings.training.seed) as ranks:
+    with joined_ranks(bool(job.gpus), job.threads, job.settings.training.seed, job.ready_timeout) as ranks:
         try:
             train(job, ranks)
         except BaseException as error:

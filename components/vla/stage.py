@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from components.contracts.numbers import write_json
 from components.contracts.stages import Artifact, Report, Stage, StageContext
 from components.vla.settings import TrainVlaSettings
 
@@ -35,8 +35,8 @@ def train_vla(settings: TrainVlaSettings, inputs: Mapping[str, Artifact], out: P
     carry_out(job, context.events)
     history = HistoryFile(job.history).read()
     numbers = summary(history)
-    _write_json(out / "history.json", history)
-    _write_json(out / "metrics.json", numbers)
+    write_json(out / "history.json", history)
+    write_json(out / "metrics.json", numbers)
     write_pages(out, settings, history, numbers)
     return Report(rows={"steps": settings.training.max_steps})
 
@@ -99,8 +99,4 @@ def write_pages(folder: Path, settings: TrainVlaSettings, history: History, numb
     )
 
 
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
-
-
-TRAIN_VLA_STAGE = Stage("train-vla", 1, TrainVlaSettings, INPUTS, train_vla)
+TRAIN_VLA_STAGE = Stage("train-vla", 2, TrainVlaSettings, INPUTS, train_vla)

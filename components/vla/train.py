@@ -58,9 +58,9 @@ def train(job: Job, ranks: Ranks) -> None:
     who = {"fingerprint": job.fingerprint, "trained": _shapes(model)}
     shard = sharder(ranks, policy.dtype) if job.shard else None
     learner = PolicyLearner(model, settings, LossPlan.of(policy), ranks, shard)
-    newest = ranks.broadcast(checkpoints.latest(job.checkpoints))
+    newest = ranks.broadcast(checkpoints.latest_name(job.checkpoints))
     if newest is not None:
-        checkpoints.load(learner, newest, who)
+        checkpoints.load(learner, job.checkpoints / newest, who)
 
     job.workspace.mkdir(parents=True, exist_ok=True)
     history = History(job.history)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -110,3 +112,109 @@ def test_seed_layout_is_read_with_its_own_words(tmp_path):
     file.write_text(file.read_text().replace("[trainer]", "[triner]"))
     with pytest.raises(ConfigurationError, match="trainer"):
         parse(["@", str(file)])
+
+
+@pytest.mark.parametrize("kind", ["file", "below a file", "link to itself", "no permission", "NUL", "too long"])
+def test_a_store_that_cannot_be_used_is_said(tmp_path, kind, armature):
+    if kind == "no permission" and os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "closed").mkdir(mode=0o500)
+    path = {
+        "file": "file",
+        "below a file": "file/store",
+        "link to itself": "loop",
+        "no permission": "closed/store",
+        "NUL": r"a\u0000b",
+        "too long": "a" * 5000,
+    }[kind]
+    config = REPOSITORY / "configs/train-vlm/colors.toml"
+    done = armature("stage", "tasks", "--config", str(config), "--machine", f'store="{path}"')
+    assert done.code == 2 and "cannot be used as an artifact store" in done.stderr, done.stderr
+
+
+def test_verify_reads_everything_and_names_what_is_damaged(tmp_path, armature):
+    config = str(REPOSITORY / "configs/train-vlm/colors.toml")
+    small = ["--set", "environment.train_tasks=8", "--set", "environment.heldout_tasks=8"]
+    made = armature("stage", "tasks", "--config", config, *small).stdout.split()[-1]
+    done = armature("verify")
+    assert done.code == 0 and "1 artifact is as it was made" in done.stdout
+    (Path(made) / "preview.png").write_bytes(b"")
+    for command in (["verify"], ["stage", "tasks", "--config", config, *small]):
+        done = armature(*command)
+        assert done.code == 1 and "preview.png" in done.stderr and "--force tasks" in done.stderr, done.stderr
+    forced = armature("stage", "tasks", "--config", config, *small, "--force", "tasks")
+    assert forced.code == 0 and "made again" in forced.stdout + forced.stderr, forced.stderr
+    assert armature("verify").code == 0
+    assert "did you mean 'tasks'" in armature("stage", "tasks", "--config", config, "--force", "task").stderr
+    assert "there is no artifact store" in armature("verify", "--store", "nowhere").stderr
+
+
+def test_a_recipe_that_cannot_be_used_does_not_hide_the_others(tmp_path, armature, monkeypatch):
+    from components import configuration
+
+    shutil.copytree(REPOSITORY / "configs", tmp_path / "configs")
+    recipe = tmp_path / "configs/train-vlm/mine.toml"
+    recipe.write_text('extends = "colors.toml"\ndescription = "Mine."\n[environment]\nname = "nobody-has-this"\n')
+    monkeypatch.setattr(configuration, "CONFIGS", tmp_path / "configs")
+    done = armature("list")
+    assert done.code == 0 and "train-vlm/qwen3-vl" in done.stdout
+    (mine,) = [line for line in done.stdout.splitlines() if line.startswith("train-vlm/mine")]
+    assert "cannot be used: no environment is called 'nobody-has-this'" in mine
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("PREFECT_API_REQUEST_TIMEOUT", "soon", "PREFECT_API_REQUEST_TIMEOUT"),
+        ("PREFECT_LOGGING_LEVEL", "LOUD", "PREFECT_LOGGING_LEVEL"),
+        ("PREFECT_API_URL", "http://127.0.0.1:9/api", "Prefect's API does not answer"),
+        ("PREFECT_API_URL", "no address", "Prefect's API does not answer"),
+        ("PREFECT_SERVER_API_AUTH_STRING", "secret-without-a-user", "user:password"),
+    ],
+)
+def test_a_wrong_variable_of_prefect_is_named(name, value, said, tmp_path):
+    environment = {key: each for key, each in os.environ.items() if not key.startswith("PREFECT_")} | {name: value}
+    environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
+    command = [sys.executable, "-m", "armature", "run", "train-vlm/colors"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode in (1, 2) and said in done.stderr, done.stderr[-2000:]
+    assert "Traceback" not in done.stderr and "secret-without" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [("status",), ("down",), ("env",), ("up",), ("up", "-d"), ("show",)])
+def test_a_folder_that_cannot_be_made_is_said(words, tmp_path, armature):
+    (tmp_path / ".armature").write_text("in the way")
+    done = armature(*words)
+    assert done.code != 0 or words == ("down",)
+    assert done.stderr.startswith("armature: ") or "nothing is up" in done.stdout
+
+
+@pytest.mark.parametrize("damaged", [b"", b"{", b"[]", b"\xff\xfe", b'{"pid": 1}', b"null"])
+def test_a_damaged_record_of_a_platform_that_is_gone_is_no_matter(damaged, tmp_path, armature):
+    (tmp_path / ".armature").mkdir()
+    for name in ("platform.json", "platform.lock"):
+        (tmp_path / ".armature" / name).write_bytes(damaged)
+    assert armature("status").code == 1
+    assert "nothing is up" in armature("env").stderr
+    assert armature("down").code == 0 and not (tmp_path / ".armature/platform.json").exists()
+
+
+@pytest.mark.parametrize(
+    "damaged", [b"", b"armature:", b"one-word", b"\xff:\xff\xff\xff\xff\xff\xff\xff\xff", b"a:b c d e f g h"]
+)
+def test_a_damaged_password_is_said_and_not_repeated(damaged, tmp_path, monkeypatch):
+    from armature.services import auth_string
+    from components.contracts.errors import ConfigurationError
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PREFECT_SERVER_API_AUTH_STRING", raising=False)
+    first = auth_string()
+    assert auth_string() == first and (tmp_path / ".armature/prefect-auth-string").stat().st_mode & 0o777 == 0o600
+    (tmp_path / ".armature/prefect-auth-string").write_bytes(damaged)
+    with pytest.raises(ConfigurationError, match="a new one is made") as caught:
+        auth_string()
+    assert "c d e f" not in str(caught.value)

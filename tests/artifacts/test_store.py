@@ -15,14 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from components.artifacts.digests import folder_digest
+from components.artifacts.disk import whole_folder
 from components.artifacts.manifest import open_artifact, read_manifest, write_manifest
-from components.artifacts.store import ArtifactStore, link_folder, whole_folder
+from components.artifacts.store import ArtifactStore, link_folder
 from components.contracts.errors import DataError
 
 names = st.text("abcß.-_ 0", min_size=1, max_size=6).filter(lambda name: name.strip(". ") == name)
 
 
-def fill_with(files: dict[str, bytes], kind: str = "thing"):
+def fill_with(files: dict[str, bytes], kind: str = "stage"):
     def fill(folder: Path) -> None:
         for name, content in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +103,7 @@ def test_a_write_that_the_disk_refuses_is_said_and_leaves_nothing(tmp_path):
 
 def test_changed_files_are_noticed(tmp_path):
     made = ArtifactStore(tmp_path).write("stage", "f1", fill_with({"x": b"1"}))
-    assert open_artifact(made.path) == made.model_copy(update={"kind": "thing"})
+    assert open_artifact(made.path) == made
     (made.path / "x").write_bytes(b"2")
     with pytest.raises(DataError, match="files have changed"):
         open_artifact(made.path)
@@ -112,7 +113,7 @@ def test_a_folder_without_manifest_or_of_another_kind_is_refused(tmp_path):
     with pytest.raises(DataError, match="not a finished artifact"):
         open_artifact(tmp_path)
     made = ArtifactStore(tmp_path).write("stage", "f1", fill_with({"x": b"1"}))
-    with pytest.raises(DataError, match="expected an artifact of kind 'other', found 'thing'"):
+    with pytest.raises(DataError, match="expected an artifact of kind 'other', found 'stage'"):
         open_artifact(made.path, "other")
     manifest = json.loads((made.path / "manifest.json").read_text()) | {"manifest_version": "new"}
     (made.path / "manifest.json").write_text(json.dumps(manifest))
@@ -144,3 +145,22 @@ def test_a_damaged_remote_is_refused(tmp_path):
     (remote / "stage" / "f1" / "x").write_bytes(b"changed")
     with pytest.raises(DataError, match="remote copy is damaged"):
         ArtifactStore(tmp_path / "two", remote.as_uri()).find("stage", "f1")
+
+
+def test_what_is_set_aside_is_gone_here_and_in_the_remote_and_kept_below_replaced(tmp_path):
+    remote = tmp_path / "remote"
+    store = ArtifactStore(tmp_path / "store", remote.as_uri())
+    for stage, fingerprint in (("stage", "f1"), ("units", "f1-00001"), ("units", "f2-00001")):
+        store.write(stage, fingerprint, fill_with({"x": fingerprint.encode()}, kind=stage))
+    (store.workspace("stage", "f1") / "history").write_text("1")
+    with store.lock("stage", "f1"):
+        store.set_aside("stage", "f1")
+        assert store.find("stage", "f1") is None and store.find("units", "f1-00001") is None
+        assert store.find("units", "f2-00001") is not None
+        assert [path.name for path in store.workspace("stage", "f1").iterdir()] == [".lock"]
+    (aside,) = (store.root / "replaced").iterdir()
+    assert sorted(path.name for path in aside.rglob("*") if path.is_file()) == [
+        *("f1-00001.digest", "f1.digest", "history", "manifest.json", "manifest.json", "x", "x")
+    ]
+    store.write("stage", "f1", fill_with({"x": b"new"}))
+    assert (remote / "stage/f1/x").read_bytes() == b"new"

@@ -7,17 +7,26 @@ import shutil
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
 
+from components.artifacts.cache import Cache
 from components.contracts.errors import ConfigurationError, DataError
-from components.datasets.cache import Cache
+from components.datasets.lerobot.columns import to_numpy
 from components.datasets.lerobot.frames import Frames
+from components.datasets.lerobot.layout import Feature
 from components.datasets.lerobot.reader import open_dataset
 from components.datasets.lerobot.sampling import sampled
 from components.datasets.lerobot.writer import create_dataset
+from tests.images import encoded, exif, scene
 
 from .conftest import FEATURES, LENGTHS, frames_of, layout, write
+
+WRIST = "observation.images.wrist"
 
 
 @pytest.fixture
@@ -145,13 +154,13 @@ def test_pictures_are_sampled_as_lerobot_does(length, count):
 def test_paths_that_leave_the_dataset_are_refused(copied, template):
     change(copied, "meta/info.json", lambda info: info.update(data_path=template))
     dataset = open_dataset(copied)
-    with pytest.raises(DataError, match="does not stay in the dataset"):
+    with pytest.raises(DataError, match="does not stay in"):
         dataset.columns(["action"], dataset.episodes[0])
 
 
 def test_a_camera_whose_name_is_a_path_is_refused(written):
     info = open_dataset(written[0]).info
-    with pytest.raises(DataError, match="does not stay in the dataset"):
+    with pytest.raises(DataError, match="does not stay in"):
         info.video_file("../../secrets", 0, 0)
 
 
@@ -167,6 +176,75 @@ def test_a_camera_whose_name_is_a_path_is_refused(written):
 def test_a_description_that_cannot_be_is_refused(copied, edit, message):
     change(copied, "meta/info.json", edit)
     with pytest.raises(DataError, match=message):
+        open_dataset(copied)
+
+
+def rewrite(root, edit):
+    """The only data file after `edit` of its columns."""
+    path = root / "data/chunk-000/file-000.parquet"
+    columns = {name: column.to_pylist() for name, column in zip(*columns_of(path), strict=True)}
+    edit(columns)
+    pq.write_table(pa.table({name: pa.array(values) for name, values in columns.items()}), path)
+    return open_dataset(root)
+
+
+def columns_of(path):
+    table = pq.read_table(path)
+    return table.column_names, table.columns
+
+
+def move_a_value(columns):
+    """Rows of 6 and 8 values: as many in all as rows of 7."""
+    rows = columns["action"]
+    rows[3], rows[4] = rows[3][:6], rows[3][6:] + rows[4]
+
+
+def test_ragged_rows_are_refused_not_shifted(copied):
+    dataset = rewrite(copied, move_a_value)
+    with pytest.raises(DataError, match="lists of 7 and of 6 values") as caught:
+        dataset.columns(["action"], dataset.episodes[0])
+    assert "row 3" in caught.value.where
+
+
+@given(lengths=st.lists(st.integers(0, 4), min_size=1, max_size=6), inner=st.integers(1, 3))
+def test_a_column_is_read_as_its_lists_say_or_refused(lengths, inner):
+    feature = Feature(dtype="float32", shape=(2, inner))
+    rows = [[[float(100 * r + 10 * i + j) for j in range(inner)] for i in range(n)] for r, n in enumerate(lengths)]
+    column = pa.chunked_array([pa.array(rows, pa.list_(pa.list_(pa.float32())))])
+    if set(lengths) == {2}:
+        assert to_numpy(column, "x", feature, "here").tolist() == np.reshape(rows, (len(rows), -1)).tolist()
+        return
+    with pytest.raises(DataError):
+        to_numpy(column, "x", feature, "here")
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [([0.5, 1.0], "int64"), ([True, False], "int64"), ([1, 0], "bool"), (["1", "2"], "float32"), ([1, None], "int64")],
+)
+def test_values_of_another_kind_are_refused(values, dtype):
+    with pytest.raises(DataError):
+        to_numpy(pa.chunked_array([pa.array(values)]), "x", Feature(dtype=dtype, shape=(1,)), "here")
+
+
+@pytest.mark.parametrize("number", [-1, 2, 10**6])
+def test_a_task_that_is_not_listed_is_refused(copied, number):
+    dataset = rewrite(copied, lambda columns: columns["task_index"].__setitem__(9, number))
+    frames = Frames(dataset, Cache.standard())
+    assert frames.task(dataset.episodes[2], 0) == "task 0"
+    with pytest.raises(DataError, match=f"task_index {number}") as caught:
+        frames.task(dataset.episodes[2], 1)
+    assert "episode 2, frame 1" in caught.value.where
+
+
+@pytest.mark.parametrize("value", [None, -1, 0.5, "0"])
+@pytest.mark.parametrize("column", ["data/chunk_index", "dataset_to_index", f"videos/{WRIST}/file_index"])
+def test_a_list_of_episodes_with_numbers_that_are_none_is_refused(copied, column, value):
+    path = copied / "meta/episodes/chunk-000/file-000.parquet"
+    table = pd.read_parquet(path)
+    table[column] = [value] * len(table)
+    table.to_parquet(path)
+    with pytest.raises(DataError, match="episode"):
         open_dataset(copied)
 
 
@@ -195,6 +273,24 @@ def test_a_damaged_picture_is_named_by_episode_and_frame(copied):
     with pytest.raises(DataError, match="not a readable picture") as caught:
         list(dataset.pictures("observation.images.front", dataset.episodes[2], range(12)))
     assert "episode 2, frame 2" in caught.value.where
+
+
+def test_pictures_of_a_data_file_are_upright_and_on_white(copied):
+    path = copied / "data/chunk-000/file-000.parquet"
+    table = pd.read_parquet(path)
+    upright = Image.fromarray(scene()[..., :3])
+    turned = encoded(upright.transpose(Image.Transpose.ROTATE_90), "PNG", exif=exif(6))
+    clear = encoded(Image.new("RGBA", upright.size, (9, 9, 9, 0)), "PNG")
+    for frame, image in ((8, turned), (9, clear)):
+        table.at[frame, "observation.images.front"] = {"bytes": image.data, "path": None}
+    table.to_parquet(path)
+    dataset = open_dataset(copied)
+    shown, white = dataset.pictures("observation.images.front", dataset.episodes[2], range(2))
+    assert np.array_equal(shown, upright)
+    assert white.getcolors() == [(white.width * white.height, (255, 255, 255))]
+    assert np.array_equal(
+        Frames(dataset, Cache.standard()).picture("observation.images.front", dataset.episodes[2], 0), upright
+    )
 
 
 def test_a_video_that_is_cut_short_is_named(copied):

@@ -16,9 +16,9 @@ import fsspec
 import numpy as np
 import pytest
 
+from components.artifacts.cache import Cache
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.machine import Machine
-from components.datasets.cache import Cache
 from components.datasets.files import Folder
 from components.datasets.lerobot.reader import open_dataset
 from components.datasets.mixture import Mixture, Place

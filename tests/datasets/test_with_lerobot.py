@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from components.artifacts.cache import Cache
 from components.contracts.machine import Machine
-from components.datasets.cache import Cache
 from components.datasets.lerobot.frames import Frames
 from components.datasets.lerobot.reader import open_dataset
 from components.datasets.settings import DatasetSettings, QuantileStatsSettings

@@ -118,3 +118,19 @@ def test_the_trainer_class_trains_on_a_running_server(store: Path, joined_url: s
     assert metrics["mismatch_kl"] < 1e-3 and metrics["policy_version/max"] == 2
     after = load_file(tmp_path / "final/model.safetensors")
     assert any(not value.equal(before[name]) for name, value in after.items() if name in before)
+
+
+def test_a_step_above_the_bound_stops_the_run(store: Path, server: str) -> None:
+    """The trainer computes in 16 bits, the server in 32: little enough for the pre-flight, too much for this bound."""
+    few = ("trainer.max_steps=2", "rollouts.groups_per_step=2", 'trainer.autocast="bf16"')
+    own = recipe(store, f'machine.endpoints=["{server}"]', *few, "preflight.max_step_mismatch_kl=1e-9")
+    machine = own.sections["machine"]
+    assert isinstance(machine, Machine)
+    inputs = {
+        name: run_stage(name, own.settings_for(STAGES[name].settings), {}, machine) for name in ("model", "tasks")
+    }
+    before = set((store / "workspaces").glob("train-vlm-*"))
+    with pytest.raises(MismatchError, match=r"in step 1: mismatch KL .* > 1e-09"):
+        run_stage("train-vlm", own.settings_for(STAGES["train-vlm"].settings), inputs, machine)
+    (workspace,) = set((store / "workspaces").glob("train-vlm-*")) - before
+    assert not list(workspace.glob("trainer/checkpoints/*"))

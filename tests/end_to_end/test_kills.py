@@ -29,7 +29,7 @@ from components.training.service_settings import PolicySettings
 from components.training.settings import TrainerSettings
 from tests.conftest import SharedServer
 
-STEPS, GROUPS, MEMBERS = 8, 4, 4
+STEPS, GROUPS, MEMBERS = 10, 4, 4
 OVERRIDES = (
     f"trainer.max_steps={STEPS}",
     "trainer.save_every=3",
@@ -88,7 +88,7 @@ def is_server(command: str) -> bool:
 
 
 def is_trainer_rank(command: str) -> bool:
-    return "components.training.service" in command and "torch.distributed.run" not in command
+    return "components.training.service" in command and "components.training.processes" not in command
 
 
 def wait_for_step(run: Run, process: subprocess.Popen[bytes], step: int) -> None:
@@ -108,13 +108,13 @@ def killed_run(tmp_path_factory: pytest.TempPathFactory, shared_server: SharedSe
     run, rng = Run(tmp_path_factory.mktemp("killed"), staleness=1), random.Random(seed)
     process = run.start()
     wait_for_step(run, process, 1)
-    time.sleep(rng.uniform(0, 1.5))
+    time.sleep(rng.uniform(0, 0.3))
     descendants(process, is_server)[0].kill()
     wait_for_step(run, process, 2)
-    time.sleep(rng.uniform(0, 1.5))
+    time.sleep(rng.uniform(0, 0.3))
     descendants(process, is_trainer_rank)[0].kill()
     wait_for_step(run, process, 5)
-    time.sleep(rng.uniform(0, 1.5))
+    time.sleep(rng.uniform(0, 0.3))
     orphans = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pandas as pd
 import pytest
 from PIL import Image
+from pydantic import ValidationError
 
+from components.contracts.episodes import Split, Task
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.machine import Machine
+from components.environments import ENVIRONMENTS
+from components.environments.colors import Colors
 from components.environments.make import make_environment
 from components.environments.settings import EnvironmentSettings
 from components.environments.stage import load_environment, load_tasks
 from components.stages import run_stage
 
-from .conftest import Example
+from .conftest import EXAMPLES, Example
 
 
 @pytest.fixture
@@ -62,3 +69,49 @@ def test_an_unknown_environment_suggests_a_known_one() -> None:
 def test_settings_import_quickly_and_without_torch() -> None:
     code = "import components.environments.settings, sys; sys.exit(bool({'torch', 'verifiers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class Odd(Colors):
+    """Lists `tasks`."""
+
+    listed: ClassVar[Callable[[Split], Any]]
+
+    def tasks(self, split: Split) -> Iterator[Task]:
+        found: Iterator[Task] = type(self).listed(split)
+        return found
+
+
+def leaves(split: Split) -> Any:
+    raise SystemExit(1)
+
+
+@pytest.mark.parametrize(
+    ("listed", "said"),
+    [
+        pytest.param(lambda split: [], "lists no tasks", id="none"),
+        pytest.param(lambda split: (Task(f"t{n}", split, {}) for n in count()), "more than 2 tasks", id="endless"),
+        pytest.param(lambda split: [Task("t", split, {})] * 2, "2 tasks are called 't'", id="one name twice"),
+        pytest.param(lambda split: ["t"], "not str", id="no task"),
+        pytest.param(lambda split: None, "cannot be listed", id="nothing"),
+        pytest.param(lambda split: [Task("t", "test", {})], "split 'test'", id="another split"),  # type: ignore[arg-type]
+        pytest.param(lambda split: [Task("\ud800", split, {})], "surrogate", id="surrogate"),
+        pytest.param(lambda split: [Task("t", split, {"x": float("nan")})], "cannot be listed", id="nan"),
+        pytest.param(lambda split: [Task("t", split, {"x": object()})], "not JSON serializable", id="not JSON"),
+        pytest.param(leaves, "SystemExit", id="exit"),
+        pytest.param(lambda split: [Task("t", split, {})], "KeyError", id="cannot be begun"),
+    ],
+)
+def test_tasks_that_are_none_are_refused(
+    listed: Callable[[Split], Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Odd, "listed", staticmethod(listed), raising=False)
+    monkeypatch.setitem(ENVIRONMENTS._entries, "odd", f"{__name__}:Odd")
+    args = EXAMPLES["colors"].args
+    settings = EnvironmentSettings(name="odd", args=args, train_tasks=2, heldout_tasks=2, seed=3)
+    with pytest.raises(ConfigurationError, match=said):
+        made(settings, tmp_path)
+
+
+def test_an_argument_of_evaluations_that_does_not_exist_is_refused_with_the_recipe(chosen: EnvironmentSettings) -> None:
+    with pytest.raises(ValidationError, match="no_such_argument"):
+        EnvironmentSettings.model_validate(chosen.model_dump() | {"evaluation_args": {"no_such_argument": 1}})

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from components.contracts.episodes import Observation, Task
 from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.failures import RolloutFailed
 from components.contracts.images import EncodedImage
 from components.environments.make import make_environment
 from components.environments.settings import EnvironmentSettings
@@ -189,11 +190,23 @@ def test_an_environment_can_be_made_in_any_thread_and_leaves_signals_alone() -> 
 def test_what_the_environment_gets_wrong_ends_its_episode() -> None:
     bridge = environment("sample-guess", args={"fail": True})
     task = next(iter(bridge.tasks("train")))
-    with pytest.raises(RuntimeError, match="the game has crashed"):
+    with pytest.raises(RolloutFailed, match="the game has crashed"):
         run(bridge, task, lambda *_: "9")
     bridge = environment("sample-guess", args={"rewrite": True})
-    with pytest.raises(ValueError, match="rewrote earlier messages"):
+    with pytest.raises(RolloutFailed, match="rewrote earlier messages"):
         run(bridge, task, lambda *_: "9")
+
+
+@legacy
+@pytest.mark.parametrize("silence", ["", " ", "\n"])
+def test_to_say_nothing_is_an_answer_that_the_environment_scores(silence: str) -> None:
+    bridge = environment("sample-colours")
+    task = next(iter(bridge.tasks("train")))
+    _, parts, done = run(bridge, task, lambda *_: silence)
+    assert done and parts["correct"] == 0.0 and parts["length"] == 0.0 and parts["reward"] == 0.0
+    bridge = environment("sample-guess", args={"lenient": True}, max_turns=3)
+    observations, parts, done = run(bridge, next(iter(bridge.tasks("train"))), lambda *_: silence)
+    assert done and len(observations) == 3 and parts["right"] == 0.0 and parts["reward"] == 0.0
 
 
 @legacy
@@ -245,6 +258,13 @@ def test_a_taskset_is_played_through_its_harness() -> None:
         assert done and [observation.content[-1] for observation in observations][1:] == ["Sure? 0"]
         assert parts == {"reward": 2.0, "correct": 1.0, "turns": 2.0}
         assert run(bridge, task, lambda *_: "mauve")[1] == {"reward": 0.0, "correct": 0.0, "turns": 2.0}
+
+
+@v1
+def test_to_say_nothing_is_an_answer_to_a_taskset() -> None:
+    bridge = environment("sample-taskset", "v1", args={"agent": {"harness": {"id": "sample-taskset"}}})
+    _, parts, done = run(bridge, next(iter(bridge.tasks("train"))), lambda *_: "")
+    assert done and parts == {"reward": 0.0, "correct": 0.0, "turns": 2.0}
 
 
 @v1

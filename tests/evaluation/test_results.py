@@ -12,7 +12,7 @@ from components.contracts.episodes import Task
 from components.contracts.errors import ConfigurationError
 from components.contracts.rollouts import Failure, GenerateOutputs
 from components.evaluation.page import evaluation_report
-from components.evaluation.results import RESULTS, RESULTS_FILE, collect_results, metrics, write_results
+from components.evaluation.results import RESULTS, RESULTS_FILE, collect_results, failures_said, metrics, write_results
 from components.evaluation.settings import EvaluationSettings
 from components.evaluation.wilson import wilson_interval
 from tests.reports.conftest import make_trajectory
@@ -40,9 +40,20 @@ def test_counted_by_hand():
     assert numbers["reward"] == pytest.approx(2 / 3)
     assert (numbers["tasks"], numbers["episodes"], numbers["failed"]) == (4, 4, 1)
     assert numbers["failures"] == {"generation_timeout": 1}
+    assert numbers["accuracy_of_finished"] == pytest.approx(2 / 3)
+    assert sum(group["failed"] for group in numbers["kinds"].values()) == 1
     assert numbers["reward_parts"] == {"correct": pytest.approx(2 / 3)}
     assert {kind: group["accuracy"] for kind, group in numbers["kinds"].items()} == {"blue": 0.5, "red": 0.5}
     assert json.loads(json.dumps(numbers, allow_nan=False)) == numbers
+
+
+def test_failed_episodes_are_said_with_their_reasons_and_what_they_did_to_the_numbers():
+    results = collect_results(OUTPUTS, TASKS, 1.0, "colour")
+    assert failures_said(results) == (
+        "1 of 4 episodes failed (1 generation_timeout) and count as not solved: accuracy 0.500, of finished ones "
+        "0.667; mean rewards are of finished ones"
+    )
+    assert failures_said([result for result in results if result.failure is None]) == ""
 
 
 def test_no_number_is_not_a_number():
@@ -82,6 +93,8 @@ def test_greedy_samples_of_a_task_would_be_copies():
 def test_page_names_kinds_parts_and_failures():
     report = evaluation_report("t", collect_results(OUTPUTS, TASKS, 1.0, "colour"), ["heldout"], VALUES, {})
     assert report.figures["accuracy, 95 % interval"] == "0.500 [0.150, 0.850]"
+    assert report.figures["failed, counted as not solved"] == "1"
+    assert report.figures["accuracy of finished episodes"] == "0.667"
     assert [table.title for table in report.tables] == [
         "By kind of task",
         "Reward by part",

@@ -16,7 +16,7 @@ from components.stages import STAGES
 
 
 def small_tasks(settings, inputs, folder, context):
-    (folder / "tasks.json").write_text(json.dumps(settings.model_dump(mode="json")["name"]))
+    (folder / "environment.json").write_text(settings.model_dump_json())
     return Report(rows={"heldout": 4})
 
 

@@ -57,12 +57,13 @@ def sampling_factory() -> Callable[..., SamplingSettings]:
     return make_sampling
 
 
-def write_checkpoint(folder: Path, width: int = 4) -> Path:
+def write_checkpoint(folder: Path, width: int = 4, dtype: str = "F32") -> Path:
     """A folder that looks like a checkpoint to whoever does not load it."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"image_token_id": 7, "video_token_id": 8}))
-    header = json.dumps({"w": {"dtype": "F32", "shape": [2, width], "data_offsets": [0, 8 * width]}}).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8 * width))
+    size = 2 * width * {"F32": 4, "BF16": 2}[dtype]
+    header = json.dumps({"w": {"dtype": dtype, "shape": [2, width], "data_offsets": [0, size]}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(size))
     return folder
 
 
@@ -72,16 +73,18 @@ def checkpoint(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[Any]]]:
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any]]]:
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     with ExitStack() as stack:
-        yield lambda count: [stack.enter_context(stand_in.run_stand_in(KEY)) for _ in range(count)]
+        yield lambda count, plain=False: [
+            stack.enter_context(stand_in.run_stand_in(KEY, plain=plain)) for _ in range(count)
+        ]
 
 
 @pytest.fixture
 def make_pool(tmp_path: Path) -> Callable[..., ServerPool]:
     def make(servers: list[Any], weights: Path, **machine: Any) -> ServerPool:
-        limits: dict[str, Any] = {"generation_timeout": 1.0, "ready_timeout": 5.0, "sync_timeout": 2.0}
+        limits: dict[str, Any] = {"generation_timeout": 3.0, "ready_timeout": 10.0, "sync_timeout": 5.0}
         return ServerPool(
             weights,
             ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="float32"),

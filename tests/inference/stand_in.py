@@ -14,16 +14,20 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "components/inference/served"))
+from armature_served.require_key import RequireKey
 
 PROMPT = [1, 7, 7, 7, 2]
 
@@ -42,12 +46,20 @@ class StandIn:
     delay: float = 0.0
     tokens: tuple[int, int, int] = (3, 4, 5)
     """Every completion."""
+    depends_on_others: float = 0.0
+    """How far a log-prob moves when other prompts come along."""
     healthy: bool = True
+    list_of_models: str = ""
+    """In place of its own."""
     answered: Counter[int] = field(default_factory=Counter)
     """Seeds of chat requests that got a whole answer."""
     seen: int = 0
     most_at_once: int = 0
     at_once: int = 0
+    rewrite: Callable[[dict[str, Any]], Any] | None = None
+    """Makes another answer of an honest one to a chat request: JSON, or a whole response."""
+    plain: bool = False
+    """Whether it runs without our plug-in: no lease, no mark on its answers."""
     calls: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
 
@@ -62,6 +74,9 @@ class StandIn:
 
     async def chat(self, request: Request) -> Response:
         body = await request.json()
+        if "top_logprobs" in body:
+            top = [{"logprob": self._probed() - place} for place in range(body["top_logprobs"])]
+            return JSONResponse({"choices": [{"logprobs": {"content": [{"top_logprobs": top}]}}]})
         self.bodies.append(body)
         self.seen += 1
         self.at_once += 1
@@ -79,8 +94,12 @@ class StandIn:
                 return Response("<html>", 200)
             if fault == "die":
                 return _Broken()
-            answer = self._answer(body, fault)
+            answer: Any = self._answer(body, fault)
             self.answered[body["seed"]] += 1
+            if self.rewrite is not None:
+                answer = self.rewrite(answer)
+            if isinstance(answer, Response):
+                return answer
             # json.dumps and not JSONResponse: NaN has to get through.
             return Response(json.dumps(answer), media_type="application/json")
         finally:
@@ -119,6 +138,8 @@ class StandIn:
     async def control(self, request: Request) -> Response:
         self.calls.append(request.url.path)
         fault = self._next_fault() if self.fault.startswith("sync") else ""
+        if fault in GARBAGE:
+            return GARBAGE[fault]()
         if request.url.path == "/reset_prefix_cache":
             return JSONResponse({"success": fault != "sync cache busy"})
         if request.url.path == "/collective_rpc":
@@ -136,10 +157,17 @@ class StandIn:
         return JSONResponse({})
 
     async def completions(self, request: Request) -> Response:
+        if self.fault == "sync no probe":
+            return JSONResponse({"choices": [{}]})
         tokens = (await request.json())["prompt"]
-        value = -float(sum(self.version.encode()) % 97)
-        entries = [None, *({str(token): {"logprob": value}} for token in tokens[1:])]
+        if isinstance(tokens[0], list):
+            logprobs = {"token_logprobs": [-0.5 - (len(tokens) > 1) * self.depends_on_others]}
+            return JSONResponse({"choices": [{"index": i, "logprobs": logprobs} for i in range(len(tokens))]})
+        entries = [None, *({str(token): {"logprob": self._probed()}} for token in tokens[1:])]
         return JSONResponse({"choices": [{"prompt_logprobs": entries}]})
+
+    def _probed(self) -> float:
+        return -float(sum(self.version.encode()) % 97)
 
     async def health(self, _: Request) -> Response:
         return Response(status_code=200 if self.healthy else 503)
@@ -147,9 +175,25 @@ class StandIn:
     async def models(self, request: Request) -> Response:
         if request.headers.get("authorization") != f"Bearer {self.key}":
             return Response(status_code=401)
+        if self.list_of_models:
+            return Response(self.list_of_models)
         return JSONResponse({"data": [{"id": "policy", "root": self.root}]})
 
-    def app(self) -> Starlette:
+    def start_again(self) -> None:
+        """As a server does that was killed and started by whoever looks after it."""
+        self.version = "start"
+        with mock.patch.dict(os.environ, {"VLLM_API_KEY": self.key}):
+            self._asgi: Any = self._app() if self.plain else RequireKey(self._app())
+
+    @property
+    def lease(self) -> Any:
+        """The plug-in's own state."""
+        return self._asgi.app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._asgi(scope, receive, send)
+
+    def _app(self) -> Starlette:
         post = ["POST"]
         controls = ["/collective_rpc", "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"]
         return Starlette(
@@ -163,8 +207,29 @@ class StandIn:
         )
 
 
+async def _endless() -> Any:
+    for _ in range(3000):
+        yield b" " * 2**16
+        await asyncio.sleep(0)
+
+
+GARBAGE: dict[str, Callable[[], Response]] = {
+    "sync html": lambda: Response("<html>"),
+    "sync list": lambda: JSONResponse([]),
+    "sync empty": lambda: JSONResponse({}),
+    "sync null": lambda: JSONResponse({"results": None, "success": None}),
+    "sync nested": lambda: Response("[" * 50_000),
+    "sync endless": lambda: StreamingResponse(_endless()),
+}
+
+
 class _Broken(Response):
     """Promises a body and ends the connection before it is whole, as a server does that is killed."""
+
+    @property
+    def lease(self) -> Any:
+        """The plug-in's own state."""
+        return self._asgi.app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         headers = [(b"content-length", b"1000")]
@@ -174,10 +239,11 @@ class _Broken(Response):
 
 
 @contextlib.contextmanager
-def run_stand_in(key: str, port: int = 0) -> Iterator[StandIn]:
+def run_stand_in(key: str, port: int = 0, plain: bool = False) -> Iterator[StandIn]:
     """A stand-in on a port of its own, in a thread."""
-    stand_in = StandIn(key)
-    config = uvicorn.Config(stand_in.app(), host="127.0.0.1", port=port, log_level="critical", lifespan="off")
+    stand_in = StandIn(key, plain=plain)
+    stand_in.start_again()
+    config = uvicorn.Config(stand_in, host="127.0.0.1", port=port, log_level="critical", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -203,7 +269,9 @@ def main() -> None:
     if (given.model.parent / "refuse").exists():
         sys.exit("it does not want to")
     stand_in = StandIn(os.environ["VLLM_API_KEY"], root=str(given.model), version=given.model.name, delay=0.3)
-    uvicorn.run(stand_in.app(), host="127.0.0.1", port=given.port, log_level="critical")
+    stand_in.start_again()
+    stand_in.version = given.model.name
+    uvicorn.run(stand_in, host="127.0.0.1", port=given.port, log_level="critical")
 
 
 if __name__ == "__main__":

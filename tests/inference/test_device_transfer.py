@@ -10,8 +10,8 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,11 +19,17 @@ from components.contracts.errors import WeightSyncError
 from components.contracts.machine import Machine
 from components.inference.endpoint import Endpoint
 from components.inference.pool import ServerPool
-from components.inference.settings import EvaluationSamplingSettings, ServerSettings
-
-GREEDY = EvaluationSamplingSettings(temperature=0.0, max_tokens=4, top_p=1.0, top_k=0)
-SETTINGS = ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="float32")
-MESSAGES = [{"role": "user", "content": "Which colour is it?"}]
+from components.inference.probe import ProbeAnswer, ask_probe
+from components.inference.proof import distance
+from components.inference.settings import ServerSettings
+from components.inference.weights import WEIGHT_SENDERS, Publish
+from components.models.load import load_model, load_processor
+from components.models.settings import ModelSettings
+from components.models.tiny import SMALL, make_tiny_checkpoint
+from components.training.logprobs import Policy
+from components.training.probe import answer_probe
+from components.training.publish import Publisher
+from components.training.ranks import Ranks
 
 
 def test_the_unique_id_unpickles_as_the_workers_class(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,36 +62,76 @@ def test_without_the_trainer_there_is_nothing_to_send(
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("way", ["file", "ipc", "nccl"])
-def test_the_server_answers_with_the_weights_that_were_sent(
-    way: str, checkpoints: tuple[Path, Path], started_with_new: list[float], tmp_path: Path
+def test_the_server_answers_as_the_trainer_whose_weights_were_sent(
+    way: str, tied: bool, dtype: str, checkpoints: dict[bool, list[Path]], tmp_path: Path
 ) -> None:
+    """Three versions; then a trainer that has other weights than it sent is found out."""
     if torch.cuda.device_count() < (2 if way == "nccl" else 1):
         pytest.skip("NCCL needs a GPU for the trainer and one for the server")
-    from safetensors.torch import load_file
+    folders = checkpoints[tied]
+    trainers = [Trainer(folder, dtype) for folder in folders]
+    senders: list[Any] = []
 
-    from components.inference.weights import WEIGHT_SENDERS
-
-    old, new = checkpoints
-
-    async def publish(endpoints: Sequence[Endpoint]) -> None:
-        def send() -> None:
+    def publish(trainer: Trainer) -> Publish:
+        def send(endpoints: Sequence[Endpoint]) -> None:
             torch.cuda.set_device(0)
-            sender = WEIGHT_SENDERS[way](endpoints, 60)
-            sender.send(load_file(old / "model.safetensors", device="cuda:0"))
-            sender.send(load_file(new / "model.safetensors", device="cuda:0"))
+            if not senders:
+                senders.append(WEIGHT_SENDERS[way](endpoints, 60))
+            senders[0].send(trainer.publisher.tensors(trainer.policy.model))
 
-        await asyncio.to_thread(send)
+        async def work(endpoints: Sequence[Endpoint]) -> None:
+            await asyncio.to_thread(send, endpoints)
 
-    async def work() -> tuple[list[float], list[float]]:
-        async with ServerPool(old, SETTINGS, machine(way), tmp_path / "logs") as pool:
-            before = (await pool.complete(MESSAGES, GREEDY, 0)).logprobs.tolist()
-            await pool.sync(new, 1, publish)
-            return before, (await pool.complete(MESSAGES, GREEDY, 0)).logprobs.tolist()
+        return work
 
-    before, synced = asyncio.run(work())
-    np.testing.assert_allclose(synced, started_with_new, atol=1e-4)
-    assert np.abs(np.subtract(before, synced)).max() > 1e-2
+    def folder_of(version: int) -> Path:
+        trainer, folder = trainers[version % len(trainers)], tmp_path / "weights" / str(version)
+        trainer.publisher.publish(trainer.policy.model, folder, Ranks())
+        return folder
+
+    async def work() -> None:
+        settings = ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype=dtype)
+        async with ServerPool(folders[0], settings, machine(way), tmp_path / "logs") as pool:
+            for version in (1, 2, 3):
+                trainer = trainers[version % len(trainers)]
+                answer = trainer.answer(pool)
+                await pool.sync(folder_of(version), version, publish(trainer), answer)
+                found = await ask_probe(pool.http, pool.replicas[0].endpoint, pool.weights.probe)
+                print(f"{way} {tied=} {dtype} version {version}: {distance(found, answer.logprobs):.2e} nats")
+            with pytest.raises(WeightSyncError, match="not hold the weights of the trainer"):
+                await pool.sync(folder_of(4), 4, publish(trainers[4 % 3]), trainers[5 % 3].answer(pool))
+
+    asyncio.run(work())
+
+
+class Trainer:
+    """A policy on the first GPU."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        model_settings = ModelSettings(
+            source="given",
+            dtype=dtype,
+            attn_implementation="sdpa",
+            trust_remote_code=False,
+            freeze=(),
+            gradient_checkpointing=False,
+        )
+        model = load_model(folder, model_settings)
+        self.dtype, self.processor = dtype, load_processor(folder, model_settings)
+        self.publisher = Publisher(model, self.processor, folder / "processor")
+        self.policy = Policy(
+            model.float().cuda(0),
+            logprobs="torch",
+            temperature=0.7,
+            chunk_tokens=64,
+            autocast=torch.bfloat16 if dtype == "bfloat16" else None,
+        )
+
+    def answer(self, pool: ServerPool) -> ProbeAnswer:
+        return ProbeAnswer(answer_probe(self.policy, self.processor, pool.weights.probe), self.dtype)
 
 
 def machine(way: str) -> Machine:
@@ -99,21 +145,15 @@ def machine(way: str) -> Machine:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    from components.models.tiny import make_tiny_checkpoint
-
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[Path]]:
+    """Of three seeds, tied and untied."""
     root = tmp_path_factory.mktemp("checkpoints")
-    return make_tiny_checkpoint("qwen2-vl", root / "0", 0), make_tiny_checkpoint("qwen2-vl", root / "1", 1)
-
-
-@pytest.fixture(scope="module")
-def started_with_new(checkpoints: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """What a server answers that was started with the new weights."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-
-    async def work() -> list[float]:
-        async with ServerPool(checkpoints[1], SETTINGS, machine("file"), tmp_path_factory.mktemp("logs")) as pool:
-            return (await pool.complete(MESSAGES, GREEDY, 0)).logprobs.tolist()
-
-    return asyncio.run(work())
+    return {
+        tied: [
+            make_tiny_checkpoint(
+                "qwen3-vl", root / f"{tied}-{seed}", seed, SMALL.model_copy(update={"tie_embeddings": tied})
+            )
+            for seed in range(3)
+        ]
+        for tied in (True, False)
+    }

@@ -111,7 +111,7 @@ def test_a_server_that_fails_for_ever_makes_typed_failures(
         ("floor", "bad_logprobs"),
         ("short", "length_mismatch"),
         ("no logprobs", "missing_logprobs"),
-        ("no ids", "missing_logprobs"),
+        ("no ids", "malformed_tokens"),
         ("no prompt", "malformed_answer"),
         ("too few", "malformed_answer"),
         ("placeholder", "placeholder_sampled"),
@@ -245,6 +245,72 @@ def test_a_failed_sync_stops_everything(
     run(pool, work)
 
 
+@pytest.mark.parametrize("fault", ["sync html", "sync list", "sync empty", "sync null", "sync nested", "sync endless"])
+def test_garbage_from_the_routes_of_weights_and_caches_is_a_failed_sync(
+    fault: str, stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    (server,) = stand_ins(1)
+    pool = make_pool([server], checkpoint("a"), sync_timeout=10)
+
+    async def work(pool: ServerPool) -> None:
+        server.misbehave(fault)
+        with pytest.raises(WeightSyncError):
+            await pool.sync(checkpoint("b"), 1)
+        server.misbehave("")
+        with pytest.raises(WeightSyncError):
+            await pool.complete(MESSAGES, sampling, 0)
+        assert server.seen == 0
+
+    run(pool, work)
+
+
+def test_a_sync_that_was_cancelled_half_way_leaves_no_weights_under_a_wrong_name(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    servers = stand_ins(2)
+    pool = make_pool(servers, checkpoint("a"), sync_timeout=30)
+
+    async def work(pool: ServerPool) -> None:
+        servers[1].misbehave("sync hang")
+        sync = asyncio.create_task(pool.sync(checkpoint("b"), 1))
+        while servers[0].version != "b":
+            await asyncio.sleep(0.01)
+        sync.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sync
+        with pytest.raises(WeightSyncError, match="may not be on every server"):
+            await pool.complete(MESSAGES, sampling, 0)
+
+    run(pool, work)
+
+
+@pytest.mark.parametrize("answer", ["<html>", "[]", '{"data": 3}', '{"data": [null]}', "[" * 50_000])
+def test_garbage_from_the_list_of_models_takes_the_server_out_and_ends_the_wait(
+    answer: str, stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    (server,) = stand_ins(1)
+    pool = make_pool([server], checkpoint("a"), ready_timeout=0.5)
+
+    async def work(pool: ServerPool) -> None:
+        server.misbehave("500")
+        server.list_of_models = answer
+        with pytest.raises((ServerError, GenerationFailure)):
+            await asyncio.wait_for(pool.complete(MESSAGES, sampling, 0), 20)
+        with pytest.raises(ServerError, match=r"no server is left.*no list of models"):
+            await asyncio.wait_for(pool.complete(MESSAGES, sampling, 1), 20)
+
+    run(pool, work)
+
+
+def test_weights_may_come_in_another_type_than_the_first(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint
+) -> None:
+    servers = stand_ins(1)
+    pool = make_pool(servers, checkpoint("a"))
+    run(pool, lambda pool: pool.sync(checkpoint("b", dtype="BF16"), 1))
+    assert servers[0].version == "b"
+
+
 def test_a_checkpoint_of_another_model_is_refused(
     stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint
 ) -> None:
@@ -257,7 +323,7 @@ def test_a_half_written_checkpoint_is_refused(stand_ins: StandIns, make_pool: Ma
     pool = make_pool(stand_ins(1), checkpoint("a"))
     file = checkpoint("b") / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(WeightSyncError, match="promises"):
+    with pytest.raises(WeightSyncError, match="not a readable safetensors file"):
         run(pool, lambda pool: pool.sync(file.parent, 1))
 
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import resource
+import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -120,3 +125,46 @@ def test_one_server_of_several_that_cannot_start_ends_the_others(
     with pytest.raises(ServerError, match="it does not want to"):
         asyncio.run(work())
     assert not any(replica.server and replica.server.alive for replica in pool.replicas)
+
+
+def test_a_server_is_brought_back_once_there_are_file_handles_again(
+    local_pool: Callable[[Path, int], ServerPool], checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    async def work() -> None:
+        async with local_pool(checkpoint("a"), 1) as pool:
+            server = pool.replicas[0].server
+            assert server is not None
+            victim = server.family()[0].pid
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            taken = []
+            resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+            try:
+                with contextlib.suppress(OSError):
+                    while True:
+                        taken.append(os.open(os.devnull, os.O_RDONLY))
+                os.kill(victim, signal.SIGKILL)
+                while pool.replicas[0].ready or not pool.replicas[0].restarts:
+                    await asyncio.sleep(0.05)
+            finally:
+                for handle in taken:
+                    os.close(handle)
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            results = await asyncio.wait_for(ask_many(pool, sampling, 4), 30)
+            assert {result.text for result in results} == {"a"}
+
+    asyncio.run(work())
+
+
+def test_a_log_folder_that_cannot_be_written_gives_the_server_up_with_the_reason(
+    local_pool: Callable[[Path, int], ServerPool], checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    async def work() -> None:
+        async with local_pool(checkpoint("a"), 1) as pool:
+            shutil.rmtree(pool.log_folder)
+            pool.log_folder.write_text("a file is in its place")
+            kill(pool, 0)
+            with pytest.raises(ServerError, match=r"no server is left(?s:.*)logs"):
+                while True:
+                    await asyncio.wait_for(pool.complete(MESSAGES, sampling, 0), 30)
+
+    asyncio.run(work())

@@ -18,9 +18,12 @@ import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from PIL import Image
 
+from components.contracts.errors import WeightSyncError
 from components.contracts.machine import Machine
 from components.inference.client import Completion
 from components.inference.pool import ServerPool
+from components.inference.probe import ProbeAnswer, ask_probe
+from components.inference.proof import distance
 from components.inference.settings import EvaluationSamplingSettings, SamplingSettings, ServerSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -31,13 +34,17 @@ GREEDY = EvaluationSamplingSettings(temperature=0.0, max_tokens=4, top_p=1.0, to
 
 
 class Running:
-    """A pool with one server, and the loop that it lives in."""
+    """A pool with one server of a model with tied embeddings, and the loop that it lives in."""
 
     def __init__(self, pool: ServerPool, portal: BlockingPortal, checkpoints: list[Path]) -> None:
         self.pool, self.portal, self.checkpoints = pool, portal, checkpoints
 
     def call(self, work: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> Any:
         return self.portal.call(work, *arguments)
+
+    def sync(self, checkpoint: Path, version: int, answers_of: Path | None = None) -> None:
+        """With what a trainer answers that has the weights of `answers_of`, by default those that it sends."""
+        self.call(self.pool.sync, checkpoint, version, None, trainers_answer(self.pool, answers_of or checkpoint))
 
     def complete(self, picture: Image.Image, sampling: Any = GREEDY, seed: int = 0) -> Completion:
         return self.call(self.pool.complete, ask(picture), sampling, seed)
@@ -47,10 +54,11 @@ class Running:
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     if not PYTHON.exists():
         pytest.skip("needs .venv-vllm: make .venv-vllm")
-    from components.models.tiny import make_tiny_checkpoint
+    from components.models.tiny import SMALL, make_tiny_checkpoint
 
     folder = tmp_path_factory.mktemp("real")
-    checkpoints = [make_tiny_checkpoint("qwen2-vl", folder / str(seed), seed=seed) for seed in range(3)]
+    tied = SMALL.model_copy(update={"tie_embeddings": True})
+    checkpoints = [make_tiny_checkpoint("qwen2-vl", folder / str(seed), seed, tied) for seed in range(3)]
     pool = ServerPool(
         checkpoints[0],
         ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="float32"),
@@ -59,6 +67,17 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     )
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(pool):
         yield Running(pool, portal, checkpoints)
+
+
+def trainers_answer(pool: ServerPool, checkpoint: Path) -> ProbeAnswer:
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    from components.training.logprobs import Policy
+    from components.training.probe import answer_probe
+
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype="float32")
+    policy = Policy(model, logprobs="torch", temperature=0.7, chunk_tokens=16)
+    return ProbeAnswer(answer_probe(policy, AutoProcessor.from_pretrained(checkpoint), pool.weights.probe), "float32")
 
 
 def picture(seed: int) -> Image.Image:
@@ -158,7 +177,7 @@ def test_sync_changes_weights_and_forgets_what_the_old_ones_computed(running: Ru
     pool, image = running.pool, picture(4)
     before = running.complete(image)
     assert running.complete(image).token_ids.tolist() == before.token_ids.tolist()  # now everything is cached
-    running.call(pool.sync, running.checkpoints[1], 1)
+    running.sync(running.checkpoints[1], 1)
     after = running.complete(image)
     assert (before.policy_version, after.policy_version) == (0, 1)
     expected = reference_logprobs(running.checkpoints[1], after, image, pool.forbidden_token_ids, 0.0)
@@ -174,7 +193,7 @@ def test_a_killed_server_comes_back_with_the_current_weights_and_no_request_is_l
     pool = running.pool
     version = pool.weights.version + 1
     checkpoint = running.checkpoints[2 if victim == "front" else 1]
-    running.call(pool.sync, checkpoint, version)
+    running.sync(checkpoint, version)
     image, sampling = picture(5), sampling_factory(max_tokens=64)
     count, before, restarts = 24, pool.statistics.completions, pool.statistics.restarts
 
@@ -198,3 +217,13 @@ def test_a_killed_server_comes_back_with_the_current_weights_and_no_request_is_l
     after = running.complete(image)
     expected = reference_logprobs(checkpoint, after, image, pool.forbidden_token_ids, 0.0)
     np.testing.assert_allclose(after.logprobs, expected, atol=2e-3)
+
+
+def test_the_server_answers_a_probe_as_the_trainer_does(running: Running) -> None:
+    pool = running.pool
+    running.sync(running.checkpoints[1], pool.weights.version + 1)
+    answer = running.call(ask_probe, pool.http, pool.replicas[0].endpoint, pool.weights.probe)
+    assert distance(answer, trainers_answer(pool, running.checkpoints[1]).logprobs) < 1e-5
+    # Last: no sync is possible after one that failed.
+    with pytest.raises(WeightSyncError, match=r"not hold the weights of the trainer(?s:.*)tied unless it has our plug"):
+        running.sync(running.checkpoints[2], pool.weights.version + 1, answers_of=running.checkpoints[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import importlib
 from pathlib import Path
 
 import httpx
@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-REQUIRE_KEY = Path(__file__).parents[2] / "components/inference/served/armature_served/require_key.py"
+SERVED = Path(__file__).parents[2] / "components/inference/served"
 
 
 async def answer(_: Request) -> PlainTextResponse:
@@ -35,11 +35,9 @@ async def answer(_: Request) -> PlainTextResponse:
 )
 def test_every_route_needs_the_key(path: str, key: str | None, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "right")
-    spec = importlib.util.spec_from_file_location("require_key", REQUIRE_KEY)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    app = Starlette(routes=[Route("/{path:path}", answer)], middleware=[Middleware(module.RequireKey)])
+    monkeypatch.syspath_prepend(SERVED)
+    require_key = importlib.import_module("armature_served.require_key")
+    app = Starlette(routes=[Route("/{path:path}", answer)], middleware=[Middleware(require_key.RequireKey)])
 
     async def get() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as http:

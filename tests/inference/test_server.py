@@ -6,9 +6,11 @@ import asyncio
 import json
 import os
 import socket
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -150,8 +152,9 @@ def test_on_a_gpu_the_attention_backend_can_do_what_the_checkpoint_needs(checkpo
 
 @pytest.mark.parametrize("name", ["logprobs_mode", "generation-config", "host", "api_key", "max-model-len", "dtype"])
 def test_arguments_that_change_results_come_from_settings_alone(name: str, checkpoint: Checkpoint) -> None:
+    machine = Machine().model_copy(update={"server_arguments": {name: "x"}})  # a key is not even taken there
     with pytest.raises(ConfigurationError, match=name):
-        server_command(checkpoint("a"), SETTINGS, Machine(server_arguments={name: "x"}), port=1, gpus=())
+        server_command(checkpoint("a"), SETTINGS, machine, port=1, gpus=())
 
 
 def test_command_and_environment(checkpoint: Checkpoint) -> None:
@@ -170,4 +173,41 @@ def test_command_and_environment(checkpoint: Checkpoint) -> None:
     environment = server_environment(machine, api_key="secret", gpus=(2, 3))
     assert environment["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert environment["VLLM_API_KEY"] == "secret"
+    assert environment["VLLM_HOST_IP"] == "127.0.0.1"
+    assert (environment["GLOO_SOCKET_IFNAME"], environment["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
     assert "secret" not in command
+
+
+@pytest.mark.parametrize(("name", "value"), [("VLLM_API_KEY", {"env": "A_KEY"}), ("VLLM_SERVER_DEV_MODE", "0")])
+def test_variables_that_the_pool_depends_on_are_refused_before_anything_starts(
+    name: str, value: Any, tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_KEY", "a key")
+    python = script(tmp_path, f"touch {tmp_path}/started; sleep 9")
+    machine = Machine(server_python=python, server_environment={name: value}, ready_timeout=0.5)
+    with pytest.raises(ConfigurationError, match=name):
+        start(tmp_path, checkpoint("a"), machine)
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_server_that_never_gets_ready_says_why(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    python = script(tmp_path, "exec sleep 60")
+    with pytest.raises(ServerError, match=r"not ready after .*\(ConnectError"):
+        start(tmp_path, checkpoint("a"), Machine(server_python=python, ready_timeout=0.6))
+
+
+@pytest.mark.parametrize("variable", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
+def test_the_key_of_a_local_server_goes_to_no_proxy(
+    variable: str, tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in = Path(__file__).with_name("stand_in.py")
+    python = script(tmp_path, f'shift 2\nexec {sys.executable} {stand_in} "$@"')
+    with socket.socket() as proxy:
+        proxy.bind(("127.0.0.1", 0))
+        proxy.listen()
+        proxy.setblocking(False)
+        monkeypatch.setenv(variable, f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        server = start(tmp_path, checkpoint("a"), Machine(server_python=python, ready_timeout=20))
+        asyncio.run(server.stop())
+        with pytest.raises(BlockingIOError):
+            proxy.accept()

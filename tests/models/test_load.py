@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +17,11 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import nn
 
-from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.errors import ConfigurationError, DataError, StoreError
 from components.models.families import COMPONENTS, FAMILIES
 from components.models.load import load_config, load_model, load_processor, save_checkpoint
 from components.models.settings import LoraSettings, ModelSettings
+from components.models.tiny import SMALL, make_tiny_checkpoint
 
 SETTINGS = ModelSettings(
     source="/given/to/the/loader",
@@ -147,10 +151,43 @@ def test_a_wrong_adapter_target_names_the_right_ones(checkpoint: Callable[[str],
     assert "q_proj" in caught.value.remedy
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_adapter_may_not_untie_the_output_head(tied: bool, tmp_path: Path) -> None:
+    folder = make_tiny_checkpoint("qwen3-vl", tmp_path / "x", 0, SMALL.model_copy(update={"tie_embeddings": tied}))
+    lora = LORA.model_copy(update={"targets": ("q_proj", "lm_head")})
+    settings = SETTINGS.model_copy(update={"lora": lora})
+    if tied:
+        with pytest.raises(ConfigurationError, match="tied output head"):
+            load_model(folder, settings)
+    else:
+        load_model(folder, settings)
+
+
 def test_missing_flash_attention_is_said(checkpoint: Callable[[str], Path]) -> None:
     flash = SETTINGS.model_copy(update={"attn_implementation": "flash_attention_2"})
     with pytest.raises(ConfigurationError, match="flash-attn"):
         load_model(checkpoint("qwen2-vl"), flash)
+
+
+def test_a_disk_that_is_full_is_said_and_the_earlier_checkpoint_stays(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = checkpoint("qwen2-vl")
+    model, processor = load_model(folder, SETTINGS), load_processor(folder, SETTINGS)
+    save_checkpoint(model, processor, tmp_path / "saved")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    for most in (100, 20_000):  # the configuration, and the weights, do not fit
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+            with pytest.raises(StoreError, match="saved could not be written"):
+                save_checkpoint(model, processor, tmp_path / "saved")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, handler)
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()} == before
 
 
 def _copy(folder: Path, to: Path) -> Path:
@@ -160,20 +197,90 @@ def _copy(folder: Path, to: Path) -> Path:
     return to
 
 
+def _edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def test_weights_of_another_model_are_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     mixed = _copy(checkpoint("qwen2-vl"), tmp_path / "mixed")
     (mixed / "model.safetensors").write_bytes((checkpoint("llava") / "model.safetensors").read_bytes())
-    with pytest.raises(DataError, match="missing"):
+    with pytest.raises(DataError, match=r"weights disagree|parameters"):
         load_model(mixed, SETTINGS)
 
 
-def test_weights_of_another_size_are_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_weights_of_another_shape_are_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     mixed = _copy(checkpoint("qwen2-vl"), tmp_path / "mixed")
-    config = json.loads((mixed / "config.json").read_text())
-    config["text_config"]["intermediate_size"] = 256
-    (mixed / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DataError, match="another shape"):
+    _edit(mixed, lambda config: config["text_config"].update(num_key_value_heads=1, intermediate_size=96))
+    with pytest.raises(DataError, match="of another shape"):
         load_model(mixed, SETTINGS)
+
+
+def test_layers_that_the_configuration_leaves_out_are_not_dropped(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    mixed = _copy(checkpoint("qwen2-vl"), tmp_path / "mixed")
+    _edit(mixed, lambda config: config["text_config"].update(num_hidden_layers=1, layer_types=["full_attention"]))
+    with pytest.raises(DataError, match="not in the model"):
+        load_model(mixed, SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"text_config": None},  # the class's defaults: 72 billion parameters
+        {"vision_config": None},
+        {"text_config": {"num_hidden_layers": 10**9}},
+        {"text_config": {"vocab_size": 10**12}},
+        {"text_config": {"hidden_size": -128}},
+        {"text_config": {"hidden_size": "wide"}},
+        {"text_config": []},
+        {"vision_config": {"patch_size": 0}},
+        {"text_config": {"rope_parameters": 3}},
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen2-vl", "llava"])
+def test_a_configuration_of_another_size_takes_no_memory(
+    checkpoint: Callable[[str], Path], tmp_path: Path, change: dict[str, Any], family: str
+) -> None:
+    mixed = _copy(checkpoint(family), tmp_path / "mixed")
+
+    def update(config: dict[str, Any]) -> None:
+        for key, value in change.items():
+            config[key] = config[key] | value if isinstance(value, dict) else value
+
+    _edit(mixed, update)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError):
+        load_model(mixed, SETTINGS)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KiB
+
+
+def _header(document: object, data: bytes = b"") -> bytes:
+    text = json.dumps(document).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"abc",
+        struct.pack("<Q", 2**60) + b"{}",
+        struct.pack("<Q", 100_000) + b"[" * 100_000,
+        _header([]),
+        _header({"lm_head.weight": {}}),
+        _header({"lm_head.weight": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, b"1234"),
+        _header({"lm_head.weight": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}, b"12345678"),
+    ],
+)
+def test_damaged_weights_are_named(checkpoint: Callable[[str], Path], tmp_path: Path, content: bytes) -> None:
+    damaged = _copy(checkpoint("llava"), tmp_path / "damaged")
+    (damaged / "model.safetensors").write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        load_model(damaged, SETTINGS)
+    assert "model.safetensors" in caught.value.where
 
 
 def test_a_language_model_alone_is_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from components.artifacts.digests import folder_digest
 from components.contracts.errors import ConfigurationError, DataError
@@ -59,7 +60,7 @@ def test_a_folder_is_referred_to_not_copied(
     weights = bytearray((folder / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (folder / "model.safetensors").write_bytes(weights)
-    with pytest.raises(DataError, match="not those that the artifact refers to"):
+    with pytest.raises(DataError, match="not the one that the artifact refers to"):
         load_model(made.path, settings)
 
 
@@ -85,3 +86,62 @@ def test_a_folder_of_pickled_weights_is_refused(machine: Machine, tmp_path: Path
 def test_an_unknown_tiny_family_is_refused(machine: Machine) -> None:
     with pytest.raises(ConfigurationError, match="did you mean"):
         run_stage("model", ModelSettings(source="tiny/qwen2", tiny=SMALL, **BASE), {}, machine)
+
+
+def sharded(checkpoint: Path, folder: Path) -> Path:
+    """A copy with its weights in two files and an index, and a file that nothing reads."""
+    folder.mkdir()
+    for file in checkpoint.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    files = {name: f"model-{1 + number % 2:05d}-of-00002.safetensors" for number, name in enumerate(sorted(tensors))}
+    for shard in set(files.values()):
+        save_file({name: tensors[name] for name in tensors if files[name] == shard}, folder / shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    (folder / "README.md").write_text("a model")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        "model-00002-of-00002.safetensors",
+        "config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "processor_config.json",
+    ],
+)
+def test_whatever_a_checkpoints_results_depend_on_is_in_its_digest(
+    machine: Machine, checkpoint: Callable[[str], Path], tmp_path: Path, changed: str
+) -> None:
+    folder = sharded(checkpoint("llava"), tmp_path / "mine")
+    made = run_stage("model", ModelSettings(source=str(folder), **BASE), {}, machine)
+    (folder / "README.md").write_text("a good model")
+    assert locate(made.path) == folder
+    content = bytearray((folder / changed).read_bytes())
+    content[-2] ^= 1
+    (folder / changed).write_bytes(content)
+    with pytest.raises(DataError, match="not the one that the artifact refers to"):
+        locate(made.path)
+
+
+def test_an_index_that_names_a_file_elsewhere_is_refused(
+    machine: Machine, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = sharded(checkpoint("llava"), tmp_path / "mine")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("model-00002", "../model-00002"))
+    with pytest.raises(DataError, match="file name"):
+        run_stage("model", ModelSettings(source=str(folder), **BASE), {}, machine)
+
+
+def test_a_configuration_larger_than_its_weights_makes_no_artifact(
+    machine: Machine, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = sharded(checkpoint("qwen2-vl"), tmp_path / "mine")
+    config = json.loads((folder / "config.json").read_text()) | {"text_config": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match=r"layers|parameters"):
+        run_stage("model", ModelSettings(source=str(folder), **BASE), {}, machine)

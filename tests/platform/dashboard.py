@@ -15,17 +15,23 @@ PROPERTY = "/ancestor::div[contains(concat(' ',@class,' '),' schema-form-propert
 
 
 @contextmanager
-def chromium() -> Iterator[Any]:
+def chromium(dashboard: str, auth_string: str) -> Iterator[Any]:
+    """A browser in which a person has given the password."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
+        session = browser.new_context(viewport={"width": 1400, "height": 1600})
+        page = open_page(session, dashboard)
+        page.locator("input[type=password]").fill(auth_string)
+        page.keyboard.press("Enter")
+        page.locator("input[type=password]").wait_for(state="detached")
+        yield session
         browser.close()
 
 
 def open_page(browser: Any, url: str) -> Any:
-    page = browser.new_page(viewport={"width": 1400, "height": 1600})
+    page = browser.new_page()
     page.set_default_timeout(120_000)
     page.goto(url, wait_until="domcontentloaded")
     return page
@@ -42,17 +48,18 @@ def fill_list(page: Any, label: str, values: list[str], control: str) -> None:
     assert box.locator(control).count() == len(values)
 
 
-def start_from_the_form(browser: Any, dashboard: str, checkpoints: list[str], seeds: list[str]) -> dict[str, Any]:
+def start_from_the_form(
+    browser: Any, api: httpx.Client, dashboard: str, checkpoints: list[str], seeds: list[str]
+) -> dict[str, Any]:
     """Fill and submit the custom-run form of evaluate/sweep; the flow run that it started."""
-    api = f"{dashboard}/api"
-    deployment = httpx.get(f"{api}/deployments/name/evaluate/sweep").json()["id"]
+    deployment = api.get("/deployments/name/evaluate/sweep").json()["id"]
     page = open_page(browser, f"{dashboard}/deployments/deployment/{deployment}/run")
     page.locator(f"xpath={LABEL.format('Checkpoints')}").first.wait_for()
     fill_list(page, "Checkpoints", checkpoints, "textarea")
     fill_list(page, "Seeds", seeds, "input")
     page.get_by_role("button", name="Submit").click()
     query = {"deployments": {"id": {"any_": [deployment]}}}
-    while not (runs := httpx.post(f"{api}/flow_runs/filter", json=query).json()):
+    while not (runs := api.post("/flow_runs/filter", json=query).json()):
         page.wait_for_timeout(500)
     started: dict[str, Any] = runs[0]
     return started

@@ -73,8 +73,13 @@ class Platform:
     def up(self) -> None:
         done = armature(self.folder, "up", "--detach", *self.options)
         assert done.returncode == 0, done.stdout + done.stderr
-        self.record = json.loads((self.folder / ".armature/platform.json").read_text())
-        self.family = psutil.Process(self.record["pid"]).children(recursive=True)
+        state = self.folder / ".armature"
+        self.record = json.loads((state / "platform.json").read_text())
+        self.auth_string = (state / "prefect-auth-string").read_text()
+        user, _, password = self.auth_string.partition(":")
+        self.api = httpx.Client(base_url=f"{self.record['prefect']}/api", auth=(user, password))
+        self.supervisor = int((state / "platform.lock").read_text())
+        self.family = psutil.Process(self.supervisor).children(recursive=True)
 
     def assert_all_ended(self) -> None:
         _, alive = psutil.wait_procs(self.family, timeout=30)
@@ -98,7 +103,7 @@ def platform(tmp_path_factory: pytest.TempPathFactory, shared_server: SharedServ
 
 def test_what_is_up_answers_and_knows_every_flow(platform: Platform) -> None:
     assert httpx.get(f"{platform.record['mlflow']}/health").status_code == 200
-    known = httpx.post(f"{platform.record['prefect']}/api/deployments/filter", json={}).json()
+    known = platform.api.post("/deployments/filter", json={}).json()
     assert {each["entrypoint"] for each in known} == set(deployments.FLOWS.values())
     second = armature(platform.folder, "up", *platform.options)
     assert second.returncode == 2 and "up already" in second.stderr
@@ -108,10 +113,10 @@ def test_what_is_up_answers_and_knows_every_flow(platform: Platform) -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH; on Debian: apt-get install chromium")
 def test_sweep_of_two_checkpoints_and_two_seeds_from_the_dashboard(platform: Platform) -> None:
     dashboard = platform.record["prefect"]
-    with chromium() as browser:
-        started = start_from_the_form(browser, dashboard, CHECKPOINTS, ["3", "4"])
+    with chromium(dashboard, platform.auth_string) as browser:
+        started = start_from_the_form(browser, platform.api, dashboard, CHECKPOINTS, ["3", "4"])
         assert started["parameters"]["sweep"] == {"checkpoints": CHECKPOINTS, "seeds": [3, 4]}
-        ended = wait_for_end(f"{dashboard}/api", started["id"], seconds=600)
+        ended = wait_for_end(platform.api, started["id"], seconds=600)
         assert ended["state_type"] == "COMPLETED", ended["state"]
         shown = table_of_results(browser, dashboard, started["id"])
     for checkpoint in CHECKPOINTS:
@@ -119,10 +124,10 @@ def test_sweep_of_two_checkpoints_and_two_seeds_from_the_dashboard(platform: Pla
             assert f"{checkpoint}-seed{seed}" in shown
 
 
-def wait_for_end(api: str, run_id: str, seconds: float) -> dict[str, Any]:
+def wait_for_end(api: httpx.Client, run_id: str, seconds: float) -> dict[str, Any]:
     deadline = time.monotonic() + seconds
     while True:
-        run: dict[str, Any] = httpx.get(f"{api}/flow_runs/{run_id}").json()
+        run: dict[str, Any] = api.get(f"/flow_runs/{run_id}").json()
         if run["state_type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED"):
             return run
         assert time.monotonic() < deadline, run["state_name"]
@@ -136,5 +141,5 @@ def test_everything_ends_with_it(platform: Platform) -> None:
     document = yaml.safe_load((platform.folder / "prefect.yaml").read_text())
     (platform.folder / "prefect.yaml").write_text(yaml.safe_dump(document | {"deployments": [sweep_of(document)]}))
     platform.up()
-    os.kill(platform.record["pid"], signal.SIGKILL)
+    os.kill(platform.supervisor, signal.SIGKILL)
     platform.assert_all_ended()

@@ -136,7 +136,7 @@ def test_changed_weights_are_noticed(run: Callable[..., Path], folder: Path, tmp
     content = bytearray((mine / "model.safetensors").read_bytes())
     content[-1] ^= 1
     (mine / "model.safetensors").write_bytes(content)
-    with pytest.raises(DataError, match="not those that the artifact refers to"):
+    with pytest.raises(DataError, match="not the one that the artifact refers to"):
         load_policy(made)
 
 

@@ -26,8 +26,11 @@ class MemoryImages:
         pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
         out = io.BytesIO()
         Image.fromarray(pixels).save(out, "PNG")
-        key = sha256(out.getvalue()).hexdigest()
-        self.data[key] = out.getvalue()
+        return self.keep(out.getvalue(), width, height)
+
+    def keep(self, data: bytes, width: int, height: int) -> ImageRef:
+        key = sha256(data).hexdigest()
+        self.data[key] = data
         return ImageRef(key, "image/png", width, height)
 
     def read(self, ref: ImageRef) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
 import re
@@ -12,10 +14,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
+from components.artifacts.images import ImageStore
 from components.contracts.errors import DataError
 from components.contracts.rollouts import Failure
 from components.reports.viewer import Limits, Rollouts, TurnScores, write_viewer
+from tests.images import other_images, raw_png, turned_images
 from tests.reports.conftest import MemoryImages, make_trajectory
 
 HOSTILE = [
@@ -168,7 +173,20 @@ def test_the_same_rollouts_give_the_same_file(page, images):
 
 
 def test_an_image_that_is_too_large_to_draw_is_refused(page, images):
-    ref = images.put(8, 8, 0)
-    huge = type(ref)(ref.sha256, ref.media_type, 100_000, 100_000)
-    with pytest.raises(DataError, match="too large to draw"):
-        write(page, [make_trajectory("t", (huge,))], images)
+    ref = images.keep(raw_png(8500, 8500, 8, 2, bytes(8500)).data, 8500, 8500)
+    with pytest.raises(DataError, match="8500x8500 pixels"):
+        write(page, [make_trajectory("t", (ref,))], images)
+
+
+@pytest.mark.parametrize("side", [40, 512])
+def test_images_are_shown_as_they_were_stored(page, tmp_path, side):
+    store = ImageStore(tmp_path / "images")
+    refs = [store.put(image) for image in (turned_images()["JPEG RGB EXIF 6"], other_images()["PNG RGBA"])]
+    data = write(page, [make_trajectory("t", refs)], store, limits=Limits(image_side=side)).data
+    for ref in refs:
+        shown = data["images"][ref.sha256]
+        assert (shown["width"], shown["height"]) == (ref.width, ref.height)
+        with Image.open(io.BytesIO(base64.b64decode(shown["uri"].partition(",")[2]))) as drawn:
+            stored = store.open(ref).resize(drawn.size)
+            assert np.abs(np.asarray(drawn.convert("RGB"), float) - np.asarray(stored)).mean() < 12
+            assert (drawn.width < drawn.height) == (ref.width < ref.height)

@@ -11,7 +11,8 @@ import pytest
 from components.contracts.batches import Sample
 from components.contracts.errors import MismatchError
 from components.contracts.images import ImageRef
-from components.rl.agreement import compare, refuse_mismatch
+from components.rl.agreement import compare, refuse_mismatch, step_mismatch
+from components.rl.settings import PreflightSettings
 
 TOKENS, VOCABULARY = 40_000, 50
 
@@ -122,3 +123,31 @@ def test_a_mismatch_on_images_alone_is_put_down_to_them(
         refuse_mismatch(compare(samples, scores), Counter(), 1e-3)
     assert re.search(named, caught.value.remedy)
     assert not_named not in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("metrics", "stops"),
+    [
+        ({}, False),  # no token was trained
+        ({"mismatch_kl/first_update": 0.1, "mismatch_kl": 5.0}, False),  # later updates moved the policy
+        ({"mismatch_kl/first_update": 0.101, "importance_ratio": 0.9}, True),
+        ({"mismatch_kl/first_update": float("nan")}, True),
+        ({"mismatch_kl/first_update": float("inf")}, True),
+        ({"mismatch_kl/first_update": 0.5, "policy_version/min": 6.0}, True),  # of the weights before step 7
+        ({"mismatch_kl/first_update": 0.5, "policy_version/min": 5.0}, False),  # of earlier ones: the policy has moved
+    ],
+)
+def test_a_step_stops_above_its_bound(metrics: dict[str, float], stops: bool) -> None:
+    error = step_mismatch(metrics, 7, 0.1)
+    assert (error is not None) == stops
+    if error is not None:
+        assert "in step 7" in error.what and "> 0.1" in error.what
+
+
+def test_an_old_head_is_far_above_the_default_bound() -> None:
+    """The engines were 1.6 to 2.8 nats apart, token by token, when a server kept the old output head."""
+    other = softmax(LOGITS + 2.0 * np.random.default_rng(4).normal(size=VOCABULARY))
+    kl = compare(*drawn(POLICY, other)).mismatch_kl
+    bounds = PreflightSettings(groups=1, max_mismatch_kl=1e-3)
+    assert step_mismatch({"mismatch_kl/first_update": kl}, 1, bounds.max_step_mismatch_kl) is not None
+    assert bounds.step_mismatch == "stop"

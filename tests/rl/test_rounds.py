@@ -6,7 +6,9 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -19,6 +21,7 @@ from components.batches.table import read_batch
 from components.configuration import load_recipe
 from components.contracts.batches import Sample, TurnAdvantages
 from components.contracts.episodes import Observation, Outcome, Task
+from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
 from components.contracts.rollouts import GenerateOutputs
 from components.contracts.stages import Artifact, StageContext
@@ -27,6 +30,7 @@ from components.inference.client import Completion
 from components.rl.loop import run_loop
 from components.rl.run import RLRun
 from components.rl.settings import TrainVLMSettings
+from components.rl.skipped import skipped_batches
 from components.rollouts.schedule import tasks_of_step
 from components.rollouts.table import read_rollouts
 from components.stages import TerminalEvents, ThreadUnits
@@ -94,6 +98,8 @@ class NotingTrainer:
     def score(self, folder: Path) -> list[Any]:
         return []
 
+    def probe(self, probe: None, version: int) -> None: ...
+
     def save(self) -> None: ...
 
     def publish(self, folder: Path, version: int) -> None: ...
@@ -104,9 +110,9 @@ class PoolOfOne:
 
     def __init__(self, policy: Scripted) -> None:
         self.complete = policy.complete
-        self._policy = policy
+        self._policy, self.weights = policy, SimpleNamespace(probe=None)
 
-    async def sync(self, folder: Path, version: int) -> None:
+    async def sync(self, folder: Path, version: int, send: None = None, answer: None = None) -> None:
         self._policy.version = version
 
 
@@ -204,6 +210,48 @@ def test_a_step_plays_whole_rounds_until_enough_groups_differ(
         assert {sample.advantages.any() for sample in attempt.trainer.batches[step]} == {True}
     turns = sum(len(one) for one in played.values()) * 2
     assert attempt.policy.requests == turns  # none after an episode was done
+
+
+def test_a_batch_that_is_named_is_skipped_and_the_run_remembers_it(
+    tmp_path: Path, tasks: Artifact, portal: BlockingPortal
+) -> None:
+    first = Attempt(tmp_path, tasks, portal, staleness=0).go(last=2)
+    poisoned = first.store.find("batches", "run-00002")
+    assert poisoned is not None and first.trainer.batches[2]
+    again = Attempt(tmp_path, tasks, portal, staleness=0)
+    with pytest.raises(ConfigurationError, match=rf"steps 1, 9 cannot be skipped: 1 of {STEPS} steps are made"):
+        skipped_batches(tmp_path, (1, 2, 9), 1, STEPS)
+    assert skipped_batches(tmp_path, (2,), 1, STEPS) == {2}
+    again.run.skipped = skipped_batches(tmp_path, (), 2, STEPS)
+    again.go(first=2)
+    assert again.trainer.batches[2] == [] and again.trainer.batches[3]
+    rows = {row["step"]: row for row in again.run.history.read()}
+    assert rows[2]["batch/skipped"] == 1 and rows[2]["drops/batch_skipped"] == len(again.played()[2])
+    assert "batch/skipped" not in rows[1] and "batch/skipped" not in rows[3]
+    lineage = {row["step"]: row for row in again.run.lineage()}
+    assert lineage[2]["skipped"] == poisoned.digest != lineage[2]["batch"]
+    assert "skipped" not in lineage[1]
+    assert again.played()[2] == first.played()[2]
+
+
+def test_a_sample_that_cannot_be_trained_on_is_left_out_and_counted(
+    tmp_path: Path, tasks: Artifact, portal: BlockingPortal
+) -> None:
+    class Poisons(Unmerged):
+        def samples(
+            self, outputs: GenerateOutputs, advantages: TurnAdvantages | None = None
+        ) -> tuple[list[Sample], Counter[str]]:
+            samples, drops = super().samples(outputs, advantages)
+            ids = samples[0].input_ids.copy()
+            ids[0] = -1
+            return [replace(samples[0], input_ids=ids), *samples[1:]], drops
+
+    attempt = Attempt(tmp_path, tasks, portal, staleness=0)
+    attempt.run.adapter = cast(Any, Poisons())
+    attempt.go(last=1)
+    (row,) = attempt.run.history.read()
+    assert row["drops/bad_input_ids"] == 1
+    assert len(attempt.trainer.batches[1]) == row["samples/count"] > 0
 
 
 def test_a_resumed_run_plays_the_same_tasks_however_fast_they_are(

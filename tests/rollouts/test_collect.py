@@ -28,6 +28,7 @@ from components.contracts.machine import Machine
 from components.contracts.rollouts import GenerateOutputs
 from components.inference.client import GenerationFailure
 from components.rollouts.collect import collect
+from tests.images import other_images, refused_images, turned_images
 
 from .conftest import SAMPLING, RecordedEvents, Script, ScriptedPolicy, tokens
 
@@ -52,6 +53,7 @@ class Counting:
 
     def __init__(self, turns: int = 2, **faults: Any) -> None:
         self.turns, self.faults = turns, faults
+        self.made: list[str] = []
         self.closed: list[str] = []
 
     def tasks(self, split: Split) -> Iterator[Task]:
@@ -59,6 +61,7 @@ class Counting:
             yield Task(f"t{shade}", split, {"shade": shade})
 
     def episode(self, task: Task) -> CountingEpisode:
+        self.made.append(task.task_id)
         return CountingEpisode(self, task)
 
     def close(self) -> None:
@@ -110,7 +113,7 @@ def play(
 ) -> GenerateOutputs:
     pool = policy if isinstance(policy, ScriptedPolicy) else ScriptedPolicy(policy)
     chosen = list(environment.tasks("train"))[:tasks]
-    machine = machine or Machine.model_validate({"environment_timeout": 0.2})
+    machine = machine or Machine.model_validate({"environment_timeout": 1.0})
     return asyncio.run(
         collect(
             environment, chosen, group_size, pool, store, SAMPLING, step=step, seed=seed, machine=machine, events=events
@@ -323,6 +326,7 @@ def bomb() -> bytes:
         pytest.param(EncodedImage(png(1, format="JPEG"), "image/png"), "JPEG", id="jpeg that says png"),
         pytest.param(EncodedImage(png(1), "image/svg+xml"), "svg", id="another media type"),
         pytest.param(EncodedImage(b"../../etc/passwd", "image/png"), "", id="a path"),
+        *(pytest.param(image, "", id=name) for name, (image, _) in refused_images().items()),
     ],
 )
 def test_an_image_that_cannot_be_trusted_loses_its_own_episodes(
@@ -331,6 +335,48 @@ def test_an_image_that_cannot_be_trusted_loses_its_own_episodes(
     outputs = play(Counting(reset=shows(image)), says("yes"), store, events, tasks=3)
     only_the_second_group_failed(outputs, "bad_image")
     assert said in outputs.failures[0].detail
+
+
+@pytest.mark.parametrize("image", [turned_images()["JPEG RGB EXIF 6"], other_images()["WEBP RGBA"]])
+def test_the_server_is_sent_what_is_stored_whatever_the_environment_gives(
+    image: EncodedImage, store: ImageStore, events: RecordedEvents
+) -> None:
+    policy = ScriptedPolicy(says("yes"))
+    outputs = play(Counting(reset=shows("Look.", image)), policy, store, events, tasks=2)
+    turn = outputs.trajectories[2].turns[0]
+    (ref,) = turn.images
+    sent = {part["image_url"]["url"] for messages, _ in policy.requests for part in messages[1]["content"][1:2]}
+    assert f"data:{ref.media_type};base64,{base64.b64encode(store.read(ref)).decode()}" in sent
+    with Image.open(store.path(ref)) as kept:
+        assert (kept.mode, kept.size) == ("RGB", (ref.width, ref.height))
+        assert Image.MIME[str(kept.format)] == ref.media_type and not kept.getexif()
+    assert json.loads(turn.messages)[-1]["content"][-1]["sha256"] == ref.sha256
+
+
+def gives_unencoded(kind: Callable[[bytes], Any]) -> Callable[[CountingEpisode], Any]:
+    async def given(episode: CountingEpisode) -> Observation | None:
+        if episode.task.task_id != "t1":
+            return None
+        return Observation(("Look.", EncodedImage(kind(png(1)), "image/png")))
+
+    return given
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(lambda data: Image.open(io.BytesIO(data)), id="Pillow"),
+        pytest.param(lambda data: np.asarray(Image.open(io.BytesIO(data))), id="NumPy"),
+        pytest.param(lambda _: "photo.png", id="path"),
+        pytest.param(lambda _: None, id="None"),
+    ],
+)
+def test_images_that_nobody_encoded_lose_their_own_episodes(
+    kind: Callable[[bytes], Any], store: ImageStore, events: RecordedEvents
+) -> None:
+    outputs = play(Counting(reset=gives_unencoded(kind)), says("yes"), store, events, tasks=3)
+    only_the_second_group_failed(outputs, "environment_error")
+    assert "encode_png" in outputs.failures[0].detail
 
 
 @pytest.mark.parametrize(
@@ -399,7 +445,7 @@ def test_what_concerns_every_rollout_ends_the_call(error: Exception, store: Imag
     with pytest.raises(type(error)) as caught:
         play(environment, picky(error), store, events)
     assert caught.value is error
-    assert sorted(environment.closed) == ["t0", "t0", "t1", "t1"]
+    assert environment.made and sorted(environment.closed) == sorted(environment.made)
 
 
 def test_a_full_disk_ends_the_call(store: ImageStore, events: RecordedEvents, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from components.artifacts.disk import whole_folder
 from components.artifacts.manifest import open_artifact, write_manifest
-from components.artifacts.store import whole_folder
 from components.contracts.errors import DataError, ServerError
 from components.contracts.stages import Artifact, Report, Stage
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
 
-from components.contracts.errors import DataError
+from components.contracts.errors import ConfigurationError, DataError
 
 pytestmark = pytest.mark.usefixtures("prefect_server", "demo_stages", "tracking")
 
@@ -94,3 +96,46 @@ def test_dead_server_is_tried_again_and_bad_data_is_not(chain, demo_stages, tmp_
     assert (trained.path / "weights.txt").read_text() == "1 0.2"
     with pytest.raises(DataError, match="mend it"):
         chain(tasks, demo_stages.TrainSettings(steps=1, rate=0.2, refuse=True))
+
+
+@pytest.fixture
+def evaluated(demo_stages, machine):
+    """The flow tasks -> train -> evaluate with a report; returns its lines and its artifacts."""
+    from tasks.flow_run import tracked_flow
+    from tasks.reports import Finding, report
+    from tasks.run_stage import run
+
+    @flow(name="demo-evaluated")
+    def demo_evaluated(train, evaluate, force=()):
+        here = machine.model_copy(update={"force": force})
+        sections = {"tasks": demo_stages.TasksSettings(count=7), "train": train, "evaluate": evaluate, "machine": here}
+        with tracked_flow(sections) as tracking:
+            tasks = run("demo-tasks", sections, here)
+            model = run("demo-train", sections, here, tasks=tasks)
+            result = run("demo-evaluate", sections, here, tasks=tasks, model=model)
+            twice = run("demo-evaluate", sections, here, tasks=tasks, model=model)
+            assert twice == result
+            return report(tracking, [Finding("after training", result)], {}), (tasks, model, result)
+
+    return lambda *force: demo_evaluated(
+        demo_stages.TrainSettings(steps=2, rate=0.3), demo_stages.EvaluateSettings(seed=5), force
+    )
+
+
+def inodes(made):
+    return [(each.path / "manifest.json").stat().st_ino for each in made]
+
+
+def test_reused_numbers_say_so_and_force_makes_a_stage_and_what_depends_on_it_again(evaluated, machine):
+    lines, made = evaluated()
+    assert "reused" not in lines[0]
+    first = inodes(made)
+    lines, again = evaluated()
+    assert "reused=yes" in lines[0] and inodes(again) == first
+    lines, again = evaluated("demo-train")
+    assert "reused" not in lines[0] and again == made
+    assert [new == old for new, old in zip(inodes(again), first, strict=True)] == [True, False, False]
+    aside = sorted(path.name.rpartition("-")[0] for path in (Path(machine.store) / "replaced").iterdir())
+    assert aside == [f"demo-evaluate-{made[2].path.name}", f"demo-train-{made[1].path.name}"]
+    with pytest.raises(ConfigurationError, match="did you mean 'demo-train'"):
+        evaluated("demo-trian")

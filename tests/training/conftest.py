@@ -18,7 +18,7 @@ from components.contracts.batches import Sample
 from components.contracts.images import EncodedImage, ImageRef
 from components.models.load import load_model, load_processor
 from components.models.settings import LoraSettings, ModelSettings
-from components.models.tiny import make_tiny_checkpoint
+from components.models.tiny import SMALL, make_tiny_checkpoint
 from components.training.settings import TrainerSettings
 
 VALUES: dict[str, Any] = {
@@ -121,18 +121,18 @@ class Tiny:
 
 
 @pytest.fixture(scope="session")
-def make_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
-    """Tiny checkpoints by family name, each made once."""
-    made: dict[str, Tiny] = {}
+def make_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tiny]:
+    """Tiny checkpoints by family name, tied or untied, each made once."""
+    made: dict[tuple[str, bool], Tiny] = {}
 
-    def make(family: str) -> Tiny:
-        if family not in made:
+    def make(family: str, tied: bool = False) -> Tiny:
+        if (family, tied) not in made:
             root = tmp_path_factory.mktemp(family)
-            folder = make_tiny_checkpoint(family, root / "model", 0)
+            folder = make_tiny_checkpoint(family, root / "model", 0, SMALL.model_copy(update={"tie_embeddings": tied}))
             processor = load_processor(folder, model_settings())
             images = ImageStore(root / "images")
-            made[family] = Tiny(folder, processor, get_adapter(folder, processor), images)
-        return made[family]
+            made[family, tied] = Tiny(folder, processor, get_adapter(folder, processor), images)
+        return made[family, tied]
 
     return make
 

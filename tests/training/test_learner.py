@@ -11,10 +11,11 @@ import torch
 
 from components.adapters import model_inputs
 from components.contracts.batches import MultimodalBatch, Sample
-from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.errors import ConfigurationError, DataError, DivergedError
 from components.training.learner import Learner
 from components.training.loader import MicroBatchLoader
 from components.training.schedule import learning_rate
+from components.training.skipped import MOST_IN_A_ROW
 
 from .conftest import LORA, Tiny, trainer_settings
 
@@ -155,6 +156,39 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(tiny: Tiny
     assert learner.steps_done == 1
 
 
+def test_many_gradients_in_a_row_that_are_not_finite_end_the_training(tiny: Tiny) -> None:
+    learner = learner_of(tiny)
+    first = next(learner.model.parameters())
+    bad = first.register_hook(lambda gradient: gradient * float("inf"))
+    for _ in range(MOST_IN_A_ROW - 1):
+        step(learner, tiny, tiny.samples(2, seed=7))
+    bad.remove()
+    assert step(learner, tiny, tiny.samples(2, seed=7))["updates_skipped"] == 0
+    first.register_hook(lambda gradient: gradient * float("nan"))
+    for _ in range(MOST_IN_A_ROW - 1):
+        step(learner, tiny, tiny.samples(2, seed=7))
+    with pytest.raises(DivergedError, match=f"{MOST_IN_A_ROW} updates in a row are not finite"):
+        step(learner, tiny, tiny.samples(2, seed=7))
+
+
+@pytest.mark.parametrize("shared", [0, 2], ids=["one update", "one update of three"])
+def test_a_step_without_a_trained_token_changes_nothing(tiny: Tiny, shared: int) -> None:
+    """Of AdamW's own, that is: after a step that has moved the moments, decay and momentum would go on."""
+    learner = learner_of(tiny, samples_per_update=shared, weight_decay=0.1)
+    step(learner, tiny, tiny.samples(4, seed=7))
+    before, counts = weights(learner), [s["step"].item() for s in learner.optimizer.state.values()]
+    untrained = [replace(s, loss_mask=np.zeros_like(s.loss_mask)) for s in tiny.samples(4, seed=8)]
+    metrics = step(learner, tiny, untrained)
+    assert [metrics[name] for name in ("loss", "importance_ratio", "entropy", "grad_norm", "updates")] == [0.0] * 5
+    assert metrics["sequences"] == 4 and metrics["tokens/trained"] == 0
+    assert all(torch.equal(value, before[name]) for name, value in weights(learner).items())
+    assert [s["step"].item() for s in learner.optimizer.state.values()] == counts
+    assert learner.steps_done == 2
+    mixed = step(learner, tiny, [*untrained[:2], *tiny.samples(4, seed=9)])
+    assert mixed["updates"] == (1 if shared == 0 else 2)
+    assert mixed["loss"] != 0.0
+
+
 def test_a_batch_without_signal_is_a_step_without_an_update(tiny: Tiny) -> None:
     learner = learner_of(tiny)
     before = weights(learner)
@@ -166,7 +200,7 @@ def test_a_batch_without_signal_is_a_step_without_an_update(tiny: Tiny) -> None:
 def test_log_probs_that_are_missing_are_refused(tiny: Tiny) -> None:
     samples = tiny.samples(2, seed=0)
     samples[1].behavior_logprobs[-1] = np.nan
-    with pytest.raises(DataError, match="behavior_logprobs of 1 trained tokens are not finite"):
+    with pytest.raises(DataError, match=r"behavior_logprobs of 1 trained tokens are not finite(?s:.*)row 1, sample s1"):
         step(learner_of(tiny), tiny, samples)
 
 

@@ -73,6 +73,8 @@ def send(worker: Worker, version: int, servers: list[Endpoint] = SERVERS) -> Non
     ("family", "changes"),
     [
         ("qwen2-vl", {}),
+        ("qwen3-vl tied", {}),
+        ("gemma3 tied", {"lora": LORA}),
         ("qwen2-vl", {"lora": LORA}),
         ("qwen2-vl", {"dtype": "bfloat16"}),
         ("llava", {}),
@@ -81,12 +83,12 @@ def send(worker: Worker, version: int, servers: list[Endpoint] = SERVERS) -> Non
         ("molmo2", {}),
         ("molmo2", {"lora": LORA}),
     ],
-    ids=["full", "lora", "bf16", "llava", "gemma3", "internvl", "molmo2", "molmo2-lora"],
+    ids=["full", "tied", "tied-lora", "lora", "bf16", "llava", "gemma3", "internvl", "molmo2", "molmo2-lora"],
 )
 def test_what_is_sent_is_what_would_be_published(
-    make_tiny: Callable[[str], Tiny], tmp_path: Path, family: str, changes: dict[str, Any]
+    make_tiny: Callable[..., Tiny], tmp_path: Path, family: str, changes: dict[str, Any]
 ) -> None:
-    tiny = make_tiny(family)
+    tiny = make_tiny(family.removesuffix(" tied"), tied=family.endswith("tied"))
     worker = make_worker(tiny, tmp_path / "work", **changes)
     with torch.no_grad():
         for parameter in worker.learner.model.parameters():
@@ -99,6 +101,7 @@ def test_what_is_sent_is_what_would_be_published(
         assert not is_hub(sent)
         sent = to_hub(sent, worker.learner.model.config)
     assert sent.keys() == published.keys()
+    assert any(name.endswith("lm_head.weight") for name in sent) != family.endswith("tied")
     for name, tensor in published.items():
         assert tensor.dtype == sent[name].dtype
         torch.testing.assert_close(sent[name], tensor, rtol=0, atol=0)

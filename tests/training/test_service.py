@@ -16,8 +16,10 @@ from safetensors.torch import load_file
 from components.batches.table import write_batch
 from components.contracts.errors import ConfigurationError, DataError, TrainerError
 from components.contracts.machine import Machine
+from components.rl.history import History
 from components.training.client import TrainerClient
 from components.training.service_settings import PolicySettings, service_settings
+from tests.listeners import beyond_loopback
 
 from .conftest import Tiny, model_settings, trainer_settings
 
@@ -64,9 +66,26 @@ def test_several_nodes_are_refused(tiny: Tiny, tmp_path: Path) -> None:
         temperature=1.0,
         images=tiny.images.root,
     )
-    machine = Machine(trainer_nodes=2, trainer_rendezvous="first:29500")
+    machine = Machine(trainer_nodes=2, trainer_interface="eth1")
     with pytest.raises(ConfigurationError, match=r"runs on one node(?s:.*)machine.trainer_nodes = 2"):
         service_settings(policy, machine, tmp_path)
+
+
+def test_nccl_to_servers_elsewhere_needs_a_network_that_is_named(tiny: Tiny, tmp_path: Path) -> None:
+    policy = PolicySettings(
+        model_path=tiny.folder,
+        model=model_settings(),
+        trainer=trainer_settings(),
+        temperature=1.0,
+        images=tiny.images.root,
+    )
+    near = Machine(weight_transfer="nccl", endpoints=("http://127.0.0.1:8000", "http://[::1]:8000"))
+    assert service_settings(policy, near, tmp_path).interface is None
+    far = Machine(weight_transfer="nccl", endpoints=("http://10.0.0.9:8000",))
+    with pytest.raises(ConfigurationError, match=r"no network for it is named(?s:.*)10.0.0.9(?s:.*)trainer_interface"):
+        service_settings(policy, far, tmp_path)
+    named = far.model_copy(update={"trainer_interface": "eth1"})
+    assert service_settings(policy, named, tmp_path).interface == "eth1"
 
 
 def weights(trainer: TrainerClient, folder: Path, version: int) -> dict[str, bytes]:
@@ -176,18 +195,60 @@ def test_two_ranks_make_the_update_of_one(straight: Trained, two_ranks: Trained)
 
 
 @pytest.mark.slow
+def test_no_rank_listens_beyond_loopback(straight: Trained, two_ranks: Trained) -> None:
+    for trained in (straight, two_ranks):
+        assert trained.trainer._program is not None
+        family = trained.trainer._program.family()
+        assert any(one.status == "LISTEN" for process in family for one in process.net_connections("tcp"))
+        assert beyond_loopback(family) == []
+
+
+@pytest.mark.slow
+def test_steps_without_a_gradient_that_can_be_used_are_told_saved_and_resumed(
+    start: Start, tiny: Tiny, batches: list[Path], tmp_path: Path
+) -> None:
+    """An overflow, which is left out and counted, and a batch without a trained token, which has no gradient."""
+    samples = tiny.samples(4, seed=9)
+    for name in ("overflow", "untrained"):
+        (tmp_path / name).mkdir()
+    write_batch(tmp_path / "overflow", [replace(s, advantages=np.full_like(s.advantages, 3e38)) for s in samples])
+    write_batch(tmp_path / "untrained", [replace(s, loss_mask=np.zeros_like(s.loss_mask)) for s in samples])
+    with start("no gradient") as trainer:
+        trainer.step(1, batches[0])
+        before = weights(trainer, tmp_path / "a", 1)
+        overflow = trainer.step(2, tmp_path / "overflow")
+        assert overflow["updates_skipped"] == 1 and not np.isfinite(overflow["grad_norm"])
+        untrained = trainer.step(3, tmp_path / "untrained")
+        assert [untrained[name] for name in ("loss", "importance_ratio", "entropy", "updates")] == [0.0] * 4
+        assert weights(trainer, tmp_path / "b", 3) == before
+        trainer.save()
+        trainer.restart()
+        assert trainer.resume() == 3
+        np.testing.assert_equal(trainer.step(2, tmp_path / "overflow"), overflow)
+        history = History(tmp_path / "history.jsonl")
+        history.append(2, overflow)
+        np.testing.assert_equal(history.read(), [{"step": 2, **overflow}])
+        assert trainer.step(4, batches[1])["updates_skipped"] == 0
+
+
+@pytest.mark.slow
 def test_an_error_in_a_rank_reaches_the_client(two_ranks: Trained, tiny: Tiny, tmp_path: Path) -> None:
     samples = tiny.samples(4, seed=9)
-    (tmp_path / "nan").mkdir()
-    gone = next(sample for sample in samples if sample.images)
-    missing = replace(gone.images[0], sha256="0" * 64)
-    write_batch(tmp_path, [replace(s, images=(missing,)) if s is gone else s for s in samples])
-    gone.behavior_logprobs[:] = np.nan
-    write_batch(tmp_path / "nan", samples)
+    for name in ("poisoned", "gone", "other"):
+        (tmp_path / name).mkdir()
+    shown = next(row for row, sample in enumerate(samples) if sample.images)
+    gone = replace(samples[shown].images[0], sha256="0" * 64)
+    changed = {"gone": replace(samples[shown], images=(gone,)), "other": replace(samples[shown], images=())}
+    for name, sample in changed.items():
+        write_batch(tmp_path / name, [*samples[:shown], sample, *samples[shown + 1 :]])
+    samples[shown].input_ids[-1] = -1
+    write_batch(tmp_path / "poisoned", samples)
     trainer = two_ranks.trainer
-    with pytest.raises(DataError, match="not finite"):
-        trainer.step(3, tmp_path / "nan")
+    with pytest.raises(DataError, match=f"-1 is no token id(?s:.*)poisoned, row {shown}, sample s{shown}"):
+        trainer.step(3, tmp_path / "poisoned")
+    with pytest.raises(DataError, match=f"not in the image store(?s:.*)gone, row {shown}"):
+        trainer.step(3, tmp_path / "gone")
     assert trainer.alive
-    with pytest.raises((DataError, TrainerError), match="not in the image store"):
-        trainer.step(3, tmp_path)
+    with pytest.raises((DataError, TrainerError), match="image tokens for 0 images"):
+        trainer.step(3, tmp_path / "other")
     assert not trainer.alive

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +16,8 @@ from safetensors.torch import load_file
 from components.batches.table import write_batch
 from components.contracts.machine import Machine
 from components.models.settings import LoraSettings
-from components.process import Program
 from components.training.client import TrainerClient
+from components.training.processes import private_folder, start_ranks
 from components.training.service_settings import PolicySettings, service_settings
 
 from .conftest import LORA, Tiny, model_settings, trainer_settings
@@ -78,7 +77,7 @@ class Result:
 
 
 class Runs:
-    """Cases trained in one start of torchrun each: importing torch and transformers costs more than the steps."""
+    """Cases trained in one start of the ranks each: importing torch and transformers costs more than the steps."""
 
     def __init__(self, tiny: Tiny, root: Path) -> None:
         self.tiny, self.root = tiny, root
@@ -102,9 +101,10 @@ class Runs:
             cases.append((settings.model_dump(mode="json"), [str(batch) for batch in batches]))
         (self.root / "cases.json").write_text(json.dumps(cases))
         (self.root / "script.py").write_text(SCRIPT)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        program = Program(
-            [*torchrun, str(self.root / "script.py"), str(self.root / "cases.json")],
+        program = start_ranks(
+            [self.root / "script.py", self.root / "cases.json"],
+            processes,
+            rendezvous=private_folder(self.root / "rendezvous"),
             log=self.root / "log",
             env={"OMP_NUM_THREADS": "1"},
         )

@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import numpy as np
@@ -21,6 +22,7 @@ from components.configuration import CONFIGS
 from components.contracts.batches import MultimodalBatch
 from components.contracts.errors import ConfigurationError
 from components.contracts.rollouts import GenerateOutputs, LogProbs, TokenIds
+from components.inference.probe import ProbeAnswer, make_probe
 from components.models.load import load_model
 from components.training import MultimodalGRPOTrainer, MultimodalRLConfig
 
@@ -45,6 +47,7 @@ class LocalSampler:
     def __init__(self, tiny: Tiny, folder: Path, version: int, forbidden: Sequence[int]) -> None:
         self.tiny, self.version, self.forbidden = tiny, version, list(forbidden)
         self.model = load_model(folder, model_settings())
+        self.weights = SimpleNamespace(probe=make_probe(384, self.forbidden, 64, images=False))
         self.synced: list[int] = []
 
     async def __aenter__(self) -> Self:
@@ -52,8 +55,14 @@ class LocalSampler:
 
     async def __aexit__(self, *_: object) -> None: ...
 
-    async def sync(self, folder: Path, version: int) -> None:
+    async def sync(self, folder: Path, version: int, answer: ProbeAnswer) -> None:
+        """The trainer's answer to the probe has to be that of the weights which it published."""
         self.model, self.version = load_model(folder, model_settings()), version
+        tokens = torch.tensor([self.weights.probe.tokens])
+        with torch.no_grad():
+            logprobs = self.model(input_ids=tokens).logits[0, :-1].log_softmax(-1)
+        own = logprobs.gather(1, tokens[0, 1:, None])[:, 0].numpy()
+        np.testing.assert_allclose(answer.logprobs, own, atol=1e-4)
         self.synced.append(version)
 
     async def complete(self, messages: Sequence[dict[str, Any]], sampling: Any, seed: int) -> Answer:

@@ -99,7 +99,7 @@ def make_job(
     policy: dict[str, Any] | None = None,
     processes: int = 1,
     shard: bool = False,
-    rendezvous: str | None = None,
+    interface: str | None = None,
     **training: Any,
 ) -> Job:
     return Job(
@@ -109,8 +109,8 @@ def make_job(
         out=folder / "out",
         fingerprint="test",
         processes=processes,
-        nodes=1 if rendezvous is None else 2,
-        rendezvous=rendezvous,
+        nodes=1 if interface is None else 2,
+        interface=interface,
         gpus=(),
         shard=shard,
         threads=1,

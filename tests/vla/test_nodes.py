@@ -23,9 +23,10 @@ from components.training.ranks import Ranks
 from components.vla import join as joining
 from components.vla.follow import carry_out
 from components.vla.job import Job, job_on
-from components.vla.nodes import Attempt
+from components.vla.nodes import SILENCE, Attempt, Place, Signs, start
 from components.vla.settings import TrainVlaSettings
 from components.vla.train import train
+from tests.listeners import beyond_loopback
 
 from .conftest import make_job, policy_settings
 from .settings import training_settings
@@ -39,10 +40,12 @@ class OtherNode:
         self.folder, self.said = folder, list[str]()
         self.program: Program | None = None
         self.killing = Thread(target=self._kill_once)
+        self.open = set[str]()
 
     def progress(self, name: str, done: int, total: int, **postfix: float) -> None: ...
 
-    def metrics(self, values: Mapping[str, float], step: int) -> None: ...
+    def metrics(self, values: Mapping[str, float], step: int) -> None:
+        self.open |= set(beyond_loopback(psutil.Process().children(recursive=True)))
 
     def artifact(self, artifact: Artifact, role: str, step: int | None = None) -> None: ...
 
@@ -59,7 +62,7 @@ class OtherNode:
         while self.program.returncode is None:
             for process in self.program.family():
                 with suppress(psutil.NoSuchProcess):
-                    if "torch.distributed.run" in process.cmdline():
+                    if "components.vla.run" in process.cmdline():
                         process.kill()
                         return
             time.sleep(0.05)
@@ -72,10 +75,7 @@ def test_two_nodes_of_which_one_loses_its_processes_make_the_training_of_one(
     common = {"adam_epsilon": 1e-3, "micro_batch_size": 1}
     one = make_job(inputs, tmp_path / "one", **common | {"micro_batch_size": 4})
     train(one, Ranks())
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meeting = f"127.0.0.1:{free.getsockname()[1]}"
-    two, other = make_job(inputs, tmp_path / "two", rendezvous=meeting, shard=True, **common), OtherNode(tmp_path)
+    two, other = make_job(inputs, tmp_path / "two", interface="lo", shard=True, **common), OtherNode(tmp_path)
     try:
         carry_out(two, other)
         assert other.program is not None
@@ -86,6 +86,7 @@ def test_two_nodes_of_which_one_loses_its_processes_make_the_training_of_one(
             other.killing.join()
     (death,) = [text for text in other.said if "died" in text]
     assert f"node {socket.gethostname()}: exit code " in death and "starting it again" in death
+    assert other.open == set()
     for first, second in zip(rows_of(one), rows_of(two), strict=True):
         for key in first.keys() - {"rows", "padding_fraction"}:
             assert second[key] == pytest.approx(first[key], rel=1e-3, abs=1e-5), key
@@ -96,7 +97,7 @@ def test_two_nodes_of_which_one_loses_its_processes_make_the_training_of_one(
 
 @pytest.fixture
 def job(inputs: dict[str, Path], tmp_path: Path) -> Job:
-    made = make_job(inputs, tmp_path, rendezvous="127.0.0.1:1")
+    made = make_job(inputs, tmp_path, interface="lo")
     made.workspace.mkdir()
     made.file.write_text(made.model_dump_json())
     return made
@@ -120,8 +121,39 @@ def test_what_cannot_be_joined_is_refused(job: Job, tmp_path: Path) -> None:
         joining.join(job.file)
 
 
+def test_a_node_too_many_waits_for_a_place(job: Job) -> None:
+    attempt = Attempt(number=1).open(job.workspace)
+    assert attempt.folder(job.workspace).stat().st_mode & 0o777 == 0o700
+    assert (place := Place.take(job, attempt)) is not None and place.number == 1
+    assert Place.take(job, attempt) is None
+    again = Attempt(number=2).open(job.workspace)
+    assert Place.take(job, again) is not None
+
+
+def test_a_node_without_a_sign_of_life_is_lost(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("components.vla.nodes.time.monotonic", lambda: now)
+    attempt = Attempt(number=1).open(job.workspace)
+    signs = Signs(job, attempt)
+    now = 1000.0  # nobody has come yet: that is the processes' matter
+    assert signs.lost() is None
+    place = Place.take(job, attempt)
+    assert place is not None and signs.lost() is None
+    now += SILENCE - 1
+    place.live()
+    assert signs.lost() is None
+    now += SILENCE + 1
+    assert signs.lost() == f"node-1 has given no sign of life for {SILENCE:g} s"
+
+
+def test_an_interface_that_the_node_lacks_is_refused(job: Job, tmp_path: Path) -> None:
+    attempt = Attempt(number=1).open(job.workspace)
+    with pytest.raises(ConfigurationError, match=r"no network interface 'eth99'(?s:.*)lo"):
+        start(job.model_copy(update={"interface": "eth99"}), attempt, 0, log=tmp_path / "log")
+
+
 def test_several_nodes_of_one_gpu_share_one_model(inputs: dict[str, Path], tmp_path: Path) -> None:
-    machine = Machine(trainer_nodes=2, trainer_rendezvous="first:29500", trainer_gpus=(0,))
+    machine = Machine(trainer_nodes=2, trainer_interface="eth1", trainer_gpus=(0,))
     settings = TrainVlaSettings(policy=policy_settings(), training=training_settings(batch_size=3))
     job = job_on(machine, settings, inputs, workspace=tmp_path, out=tmp_path / "out", fingerprint="test")
     assert (job.ranks, job.shard) == (2, True)

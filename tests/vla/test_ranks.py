@@ -19,16 +19,14 @@ from .settings import LORA
 from .test_train import rows_of, weights_of
 
 SCRIPT = """
-import os, socket, sys
+import os, sys
 from pathlib import Path
 from components.training.launch import joined_ranks
 from components.vla.job import Job
 from components.vla.train import train
 
-with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]), WORLD_SIZE="2")
-other = os.fork()  # as torchrun would have started it, but with what is imported
+os.environ.update(ARMATURE_RENDEZVOUS=sys.argv[1] + ".store", WORLD_SIZE="2")
+other = os.fork()  # as the real parent would have started it, but with what is imported
 os.environ.update(RANK="1" if other == 0 else "0", LOCAL_RANK="1" if other == 0 else "0")
 with joined_ranks(gpus=False, threads=1, seed=0) as ranks:
     for file in sys.argv[1:]:

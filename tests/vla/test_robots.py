@@ -91,3 +91,17 @@ def test_a_norm_tag_with_another_horizon_than_the_windows_is_refused(
         robots_of(tmp_path / "saved", tagged, (other,), statistics)
     fitting = robots_of(tmp_path / "saved", tagged, (sources[1],), statistics)
     assert fitting.horizon == 2
+
+
+def test_cameras_of_a_norm_tag_that_the_dataset_lacks_give_way_to_its_own(
+    inputs: dict[str, Path], sources: tuple[Source, Source], statistics: dict[str, dict[str, object]], tmp_path: Path
+) -> None:
+    parts = robots_of(inputs["policy"], policy_settings(), sources[:1], statistics).saved()
+    other = parts.robot.model_copy(update={"camera_keys": ("observation.images.elsewhere",)})
+    save_policy(tmp_path / "saved", replace(parts, robot=other), load_model(inputs["policy"], parts).state_dict())
+    tagged = policy_settings(tiny=None, norm_tag="trained")
+    robots = robots_of(tmp_path / "saved", tagged, sources[:1], statistics)
+    own = tuple(sources[0].cameras)
+    assert own and robots.parts["arm"].settings.image_keys == own
+    named = policy_settings(tiny=None, norm_tag="trained", image_keys=own[:1])
+    assert robots_of(tmp_path / "saved", named, sources[:1], statistics).parts["arm"].settings.image_keys == own[:1]

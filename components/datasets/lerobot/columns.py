@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from components.contracts.errors import DataError
 from components.datasets.lerobot.layout import IMAGE, Feature
@@ -42,28 +44,48 @@ def to_arrow(values: Array, feature: Feature) -> pa.Array:
 
 
 def to_numpy(column: pa.ChunkedArray, name: str, feature: Feature, where: str) -> Array:
-    """(frames, width) of a numeric column, width being all that a frame has.
+    """(frames, width) of a numeric column, width being all that a frame has, flat or nested as the shape says.
 
     Raises:
-        DataError: a frame is missing or of another size, or the column is not of the feature's type.
+        DataError: a frame is missing or of another size than the others, or the column is not of the feature's type.
     """
-    array, width = column.combine_chunks(), int(np.prod(feature.shape))
-    frames = len(array)
-    while pa.types.is_list(array.type) or pa.types.is_fixed_size_list(array.type) or pa.types.is_large_list(array.type):
-        if array.null_count:
-            break
+    array, sizes = column.combine_chunks(), list[int]()
+    while _is_list(array.type) and not array.null_count:
+        lengths = pc.list_value_length(array).to_numpy(zero_copy_only=False)
+        if (ragged := np.flatnonzero(lengths != lengths[:1])).size:
+            row = int(ragged[0]) // math.prod(sizes)
+            raise DataError(
+                f"feature {name!r} has lists of {lengths[0]} and of {lengths[ragged[0]]} values",
+                where=f"{where}, row {row}",
+                remedy="every frame needs the same shape; record or convert the dataset again",
+            )
+        sizes.append(int(lengths[0]) if len(lengths) else 0)
         array = array.flatten()
     if array.null_count:
         raise DataError(f"feature {name!r} has missing values", where=where)
-    if len(array) != frames * width or not (pa.types.is_primitive(array.type) or pa.types.is_boolean(array.type)):
-        lengths = {len(row) if isinstance(row, list) else 1 for row in column.slice(0, 1000).to_pylist()}
+    width = math.prod(feature.shape)
+    shaped = tuple(sizes) in (feature.shape, (width,)) or (width == 1 and not sizes) or not len(column)
+    if not shaped or not _holds(feature, array.type):
         raise DataError(
-            f"feature {name!r} has frames of {sorted(lengths)} values of {array.type}, "
+            f"feature {name!r} has frames of {sizes or [1]} values of {array.type}, "
             f"meta/info.json says {list(feature.shape)} of {feature.dtype}",
             where=where,
         )
-    values: Array = array.to_numpy(zero_copy_only=False).reshape(frames, width)
+    values: Array = array.to_numpy(zero_copy_only=False).reshape(len(column), width)
     return values
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) or pa.types.is_large_list(kind))
+
+
+def _holds(feature: Feature, kind: pa.DataType) -> bool:
+    """Whether values of an Arrow type are values of the feature: none is cut off to become one."""
+    if pa.types.is_boolean(kind):
+        return feature.dtype == "bool"
+    if pa.types.is_floating(kind):
+        return feature.dtype.startswith("float")
+    return bool(pa.types.is_integer(kind)) and feature.dtype != "bool"
 
 
 def described(features: dict[str, Feature]) -> bytes:

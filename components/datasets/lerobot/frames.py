@@ -12,7 +12,8 @@ from urllib.parse import quote
 import numpy as np
 import pyarrow as pa
 
-from components.datasets.cache import Cache, make_once
+from components.artifacts.cache import Cache, make_once
+from components.contracts.errors import DataError
 from components.datasets.lerobot.layout import VIDEO
 from components.datasets.lerobot.reader import TOLERANCE, Dataset, Episode, window
 from components.datasets.lerobot.video import VideoReaders
@@ -96,8 +97,19 @@ class Frames:
         return {**item, "task": self.task(episode, frame)}
 
     def task(self, episode: Episode, frame: int) -> str:
-        """What is to be done at that frame."""
-        return self.dataset.tasks[int(self.numbers("task_index", episode, np.array([frame]))[0, 0])]
+        """What is to be done at that frame.
+
+        Raises:
+            DataError: the frame's task_index is none of meta/tasks.parquet.
+        """
+        number = int(self.numbers("task_index", episode, np.array([frame]))[0, 0])
+        if not 0 <= number < len(self.dataset.tasks):
+            raise DataError(
+                f"task_index {number}, and meta/tasks.parquet has {len(self.dataset.tasks)} tasks",
+                where=f"{self.dataset.files}, episode {episode.index}, frame {frame}",
+                remedy="meta/tasks.parquet and the data files do not belong together; fetch the dataset again",
+            )
+        return self.dataset.tasks[number]
 
     def _column(self, name: str, episode: Episode) -> Any:
         """Of the whole data file: an array (rows, width) of numbers, or Arrow's cells with pictures."""

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from components.contracts.errors import DataError
+from components.contracts.names import confined
 
 VERSION = "v3.0"
 INFO, STATS, TASKS = "meta/info.json", "meta/stats.json", "meta/tasks.parquet"
@@ -117,12 +118,7 @@ def place(template: str, **values: str | int) -> PurePosixPath:
         return str(values[name]).zfill(int(width or 0))
 
     text = _PLACE.sub(fill, template)
-    path = PurePosixPath(text)
-    parts = text.replace("\\", "/").split("/")
-    if "{" in text or "\0" in text or path.is_absolute() or ".." in parts or re.match(r"[A-Za-z]:", text):
-        raise DataError(
-            f"the path {text!r} does not stay in the dataset",
-            where=f"{INFO}: {template!r}",
-            remedy="paths are relative, like data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
-        )
-    return path
+    where = f"{INFO}: {template!r}"
+    if "{" in text:
+        raise DataError(f"the path {text!r} does not stay in the dataset: it has another place", where=where)
+    return confined(text, where)

@@ -255,6 +255,12 @@ def _episodes(files: Files, info: Info) -> Iterator[Episode]:
         except (OSError, KeyError, pa.ArrowException) as error:
             raise DataError(f"the list of episodes cannot be read: {error}", where=str(path)) from error
         for row in rows:
+            if wrong := [key for key in columns if key != "tasks" and not _counts(row[key], key)]:
+                raise DataError(
+                    f"{wrong[0]} of episode {row['episode_index']!r:.80} is {row[wrong[0]]!r:.80}",
+                    where=str(path),
+                    remedy="it should be a number from 0 on; fetch the dataset again",
+                )
             start, stop_before, stop = row["dataset_from_index"], stop, row["dataset_to_index"]
             if row["episode_index"] != expected or start != stop_before or stop <= start:
                 raise DataError(
@@ -272,6 +278,12 @@ def _episodes(files: Files, info: Info) -> Iterator[Episode]:
             tasks = tuple(row["tasks"] or ())
             yield Episode(expected, tasks, start, stop, chunk, file, start - begin, clips)
             expected += 1
+
+
+def _counts(value: Any, key: str) -> bool:
+    """Whether a cell of the list of episodes is a number that its column can have."""
+    kinds = (int, float) if key.endswith("timestamp") else (int,)
+    return type(value) in kinds and 0 <= value < float("inf")
 
 
 def _number(path: PurePosixPath) -> tuple[int, str, int, str]:

@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image
 
 from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.foreign import foreign
 from components.datasets.lerobot.settings import VideoSettings
 from components.datasets.statistics import Array
 
@@ -80,14 +81,19 @@ class VideoReader:
         """PyAV's frames nearest to `times` (seconds, ascending).
 
         Raises:
-            DataError: the file cannot be decoded, or has no frame within `tolerance` seconds of a time.
+            DataError: the file cannot be decoded, is turned, or has no frame within `tolerance` seconds of a time.
         """
-        av = pyav()
         wanted = list(times)
-        try:
+        with foreign("the video cannot be decoded", where=f"{self._path}, {where}", remedy="fetch or record it again"):
             stream = self._open()
             self._container.seek(max(0, int((times[0] - tolerance) / stream.time_base)), stream=stream)
             for frame in self._container.decode(stream):
+                if frame.rotation:
+                    raise DataError(
+                        f"the video is to be shown turned by {frame.rotation} degrees, which is not supported",
+                        where=f"{self._path}, {where}",
+                        remedy="encode its frames upright",
+                    )
                 while wanted and abs(frame.time - wanted[0]) <= tolerance:
                     yield frame
                     wanted.pop(0)
@@ -95,8 +101,6 @@ class VideoReader:
                     return
                 if frame.time > wanted[0] + tolerance:
                     break
-        except (av.FFmpegError, OSError, IndexError) as error:
-            raise DataError(f"the video cannot be decoded: {error}", where=f"{self._path}, {where}") from error
         raise DataError(
             f"the video has no frame at {wanted[0]:.4f} s",
             where=f"{self._path}, {where}, frame {len(times) - len(wanted)} of the {len(times)} asked for",
@@ -110,7 +114,7 @@ class VideoReader:
 
     def _open(self) -> Any:
         if self._container is None:
-            self._container = pyav().open(str(self._path))
+            self._container = pyav().open(str(self._path), metadata_errors="replace")
             stream = self._container.streams.video[0]
             stream.thread_count = self._threads
             stream.thread_type = "AUTO"

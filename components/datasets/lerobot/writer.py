@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from components.artifacts.store import whole_folder
+from components.artifacts.disk import whole_folder
 from components.contracts.errors import ConfigurationError, DataError
 from components.datasets import histograms, quantiles
 from components.datasets.histograms import Histogram

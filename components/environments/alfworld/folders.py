@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from components.artifacts.cache import file_sha256
 from components.contracts.errors import ConfigurationError, DataError
 from components.environments.alfworld import packaged
 from components.environments.alfworld.games import KINDS, SOURCES, FolderGames, Game, Source
@@ -79,9 +80,7 @@ def games_digest(root: Path) -> str:
     for source in SOURCES:
         for game in _game_files(root, source):
             for path in (game, game.with_name(TRAJECTORY)):
-                with path.open("rb") as file:
-                    content = hashlib.file_digest(file, "sha256").hexdigest()
-                total.update(f"{path.relative_to(root).as_posix()}\0{content}\n".encode())
+                total.update(f"{path.relative_to(root).as_posix()}\0{file_sha256(path)}\n".encode())
                 found = True
     if not found:
         raise ConfigurationError(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, PositiveInt
 
 from components.contracts.settings import Settings
+from components.environments.data import versions
 
 Source = Literal["train", "valid_seen", "valid_unseen"]
 Kind = Literal[
@@ -98,3 +100,14 @@ def load_games(games: GeneratedGames | FolderGames, source: Source, *, count: in
     from components.environments.alfworld.folders import read_games
 
     return read_games(games, source, count=count, seed=seed)
+
+
+def games_sources(games: GeneratedGames | FolderGames) -> dict[str, str]:
+    """What games depend on besides their settings; a folder that is not here is taken to be as `digest` says."""
+    found = versions("alfworld", "textworld")
+    if isinstance(games, FolderGames):
+        from components.environments.alfworld.folders import games_digest
+
+        folder = Path(games.path)
+        found["games"] = games_digest(folder) if folder.is_dir() else games.digest
+    return found

@@ -12,7 +12,7 @@ from components.contracts.episodes import ActionDefect, Observation, Outcome, Sp
 from components.contracts.images import EncodedImage
 from components.contracts.settings import Settings
 from components.environments.alfworld import packaged
-from components.environments.alfworld.games import GamesSettings, Source, load_games
+from components.environments.alfworld.games import GamesSettings, Source, games_sources, load_games
 from components.environments.alfworld.host import HostedGame, Shown, shared_host
 from components.environments.alfworld.prompts import Dialogue, PromptSettings, project
 from components.environments.alfworld.schematic import NoPicture, Schematic, Seen, draw
@@ -67,6 +67,10 @@ class AlfworldText:
         self._counts = {"train": train_tasks, "heldout": heldout_tasks}
         self._seed = seed
         self.host, self._leave = shared_host(processes, self)
+
+    @staticmethod
+    def sources(settings: AlfworldTextSettings) -> dict[str, str]:
+        return games_sources(settings.games)
 
     def tasks(self, split: Split) -> Iterator[Task]:
         source: Source = "train" if split == "train" else self.settings.heldout_source

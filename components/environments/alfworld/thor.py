@@ -10,7 +10,7 @@ from pydantic import Field, PositiveInt
 from components.contracts.episodes import Episode, Split, Task
 from components.contracts.errors import ConfigurationError
 from components.contracts.settings import Settings
-from components.environments.alfworld.games import GamesSettings, Source, load_games
+from components.environments.alfworld.games import GamesSettings, Source, games_sources, load_games
 from components.environments.alfworld.prompts import PromptSettings
 from components.environments.alfworld.thor_actions import Release
 from components.environments.alfworld.thor_episode import ThorEpisode
@@ -60,6 +60,10 @@ class AlfworldThor:
         self._counts = {"train": train_tasks, "heldout": heldout_tasks}
         self._seed = seed
         self._players = Players(self._start, processes)
+
+    @staticmethod
+    def sources(settings: AlfworldThorSettings) -> dict[str, str]:
+        return games_sources(settings.games)
 
     def tasks(self, split: Split) -> Iterator[Task]:
         source = "train" if split == "train" else self.settings.heldout_source

@@ -13,9 +13,12 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from components.contracts.episodes import Split, Task
+from components.contracts.episodes import Episode, Split, Task
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.settings import Settings
+from components.environments.code import code_digest, has_code
+from components.environments.data import named_files, versions
+from components.environments.threads import LoopThread, Together
 from components.environments.verifiers.episode import AskedEpisode
 
 
@@ -68,7 +71,7 @@ class VerifiersEnvironment:
     def __init__(
         self, settings: VerifiersSettings, *, train_tasks: int, heldout_tasks: int, seed: int, processes: int
     ) -> None:
-        del processes  # its episodes are coroutines of this process
+        del processes  # its episodes are coroutines, all in one thread: they share clients and locks of one loop
         if find_spec("verifiers") is None:
             raise ConfigurationError(
                 "environment 'verifiers' needs the package verifiers", remedy="pip install 'armature[verifiers]'"
@@ -78,6 +81,13 @@ class VerifiersEnvironment:
         self._seed = seed
         self.max_turns = self._source.max_turns
         self.reward_weights: dict[str, float] = {"reward": 1.0}
+
+    @staticmethod
+    def sources(settings: VerifiersSettings) -> dict[str, str]:
+        """What the environment loads by name from elsewhere, such as a data set of a hub, is not among them."""
+        module = settings.id.partition(":")[0].replace("-", "_")
+        code = {"environment": code_digest(module)} if has_code(module) else {}
+        return versions("verifiers", settings.id) | named_files(settings.args) | code
 
     @cached_property
     def _rows(self) -> dict[Split, list[tuple[int, Row]]]:
@@ -110,10 +120,15 @@ class VerifiersEnvironment:
             payload = {"number": number, "row": index, "identity": row.identity}
             yield Task(f"verifiers-{split}-{number:05d}", split, payload)
 
-    def close(self) -> None:
-        """Nothing was started."""
+    @cached_property
+    def _thread(self) -> LoopThread:
+        return LoopThread("verifiers")
 
-    def episode(self, task: Task) -> AskedEpisode:
+    def close(self) -> None:
+        if "_thread" in self.__dict__:
+            self.__dict__.pop("_thread").end()
+
+    def episode(self, task: Task) -> Episode:
         """
         Raises:
             DataError: the environment's rows are not those that the task was made from.
@@ -134,7 +149,7 @@ class VerifiersEnvironment:
                 self.reward_weights.setdefault(name, 0.0)
             return parts
 
-        return AskedEpisode(play, self.system_prompt)
+        return Together(AskedEpisode(play, self.system_prompt), self._thread)
 
 
 def _source(settings: VerifiersSettings) -> Source:

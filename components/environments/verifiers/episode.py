@@ -88,8 +88,8 @@ def content(message: Mapping[str, Any]) -> tuple[str | EncodedImage, ...]:
     Raises:
         ValueError: an image is not inline (none is fetched), or a part is neither text nor image.
     """
-    if isinstance(message["content"], str):
-        return (message["content"],)
+    if message["content"] is None or isinstance(message["content"], str):
+        return (message["content"] or "",)
     return tuple(_part(part) for part in message["content"])
 
 

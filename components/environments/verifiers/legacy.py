@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import verifiers
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from components.contracts.errors import ConfigurationError
 from components.environments.verifiers.environment import Row, digest
@@ -37,7 +37,10 @@ class LegacySource:
         return _rows(train), None if heldout is train else _rows(heldout)
 
     async def play(self, row: Row, base_url: str) -> dict[str, float]:
-        async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=None) as client:
+        http = DefaultAsyncHttpxClient(trust_env=False)  # it asks our own endpoint, on loopback
+        async with AsyncOpenAI(
+            base_url=base_url, api_key="none", max_retries=0, timeout=None, http_client=http
+        ) as client:
             state = await self._environment.rollout(materialised(row.value), _client(client), "policy", {})
         if state["error"] is not None:
             raise RuntimeError(f"the environment failed: {state['error']!r}") from state["error"]
@@ -53,12 +56,25 @@ class LegacySource:
 
 
 def _client(client: AsyncOpenAI) -> Any:
-    """0.1 calls the OpenAI client itself, later versions wrap it."""
+    """0.1 calls the OpenAI client itself, and takes an empty answer as one; later versions wrap it, and refuse it."""
     try:
         from verifiers.clients import OpenAIChatCompletionsClient
     except ImportError:
         return client
-    return OpenAIChatCompletionsClient(client)
+
+    class PolicyClient(OpenAIChatCompletionsClient):
+        """To say nothing is an answer of the policy, and the environment's to judge."""
+
+        async def raise_from_native_response(self, response: Any) -> None:
+            with suppress(verifiers.EmptyModelResponseError):
+                await super().raise_from_native_response(response)
+
+        async def from_native_response(self, response: Any) -> Any:
+            answer = await super().from_native_response(response)
+            answer.message.content = answer.message.content or ""
+            return answer
+
+    return PolicyClient(client)
 
 
 def _rows(dataset: Iterable[Mapping[str, Any]]) -> list[Row]:

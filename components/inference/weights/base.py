@@ -10,6 +10,7 @@ import httpx
 
 from components.contracts.errors import WeightSyncError
 from components.inference.endpoint import Endpoint
+from components.inference.replies import Reply, exchange
 
 if TYPE_CHECKING:
     from components.inference.weights.parameters import Parameters
@@ -56,17 +57,20 @@ class WeightSender(Protocol):
         """
 
 
-async def post(http: httpx.AsyncClient, endpoint: Endpoint, path: str, body: Any = None) -> httpx.Response:
+async def post(http: httpx.AsyncClient, endpoint: Endpoint, path: str, body: Any = None) -> Reply:
     """POST to one of vLLM's control routes.
 
     Raises:
         WeightSyncError: it answered anything but 200.
+        BadReply: it answered with more than any honest server does.
+        httpx.TransportError: it is gone.
     """
-    response = await http.post(f"{endpoint.url}{path}", json=body, headers=endpoint.headers)
-    if response.status_code != 200:
-        raise WeightSyncError(
-            f"{path} answered {response.status_code}: {response.text[:500]}",
-            where=endpoint.url,
-            remedy="read the server's log; a 404 means that it runs without VLLM_SERVER_DEV_MODE=1",
-        )
-    return response
+    reply = await exchange(http, "POST", f"{endpoint.url}{path}", endpoint.headers, body)
+    if reply.status != 200:
+        raise WeightSyncError(f"{path} answered {reply.status}: {reply.text}", where=endpoint.url, remedy=_REMEDY)
+    return reply
+
+
+_REMEDY = (
+    """read the server's log; a 404 means that it runs without VLLM_SERVER_DEV_MODE=1, a 423 that another run has it"""
+)

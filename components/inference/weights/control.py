@@ -11,13 +11,14 @@ import httpx
 
 from components.contracts.errors import WeightSyncError
 from components.inference.endpoint import Endpoint
+from components.inference.replies import BadReply, Reply, exchange_blocking
 
 
 class ServerControl:
     """Posts to every endpoint in parallel; each call returns futures that raise WeightSyncError."""
 
     def __init__(self, endpoints: Sequence[Endpoint], timeout: float) -> None:
-        self.endpoints = list(endpoints)
+        self.endpoints, self._timeout = list(endpoints), timeout
         self._http = httpx.Client(timeout=timeout, trust_env=False)
         self._threads = ThreadPoolExecutor(max_workers=max(1, len(self.endpoints)))
 
@@ -34,8 +35,11 @@ class ServerControl:
         """GPUs of each server."""
         sizes = []
         for endpoint in self.endpoints:
-            response = self._http.get(f"{endpoint.url}/get_world_size", headers=endpoint.headers)
-            sizes.append(int(_checked(response, endpoint).json()["world_size"]))
+            reply = self._exchange("GET", endpoint, "/get_world_size")
+            size = reply.document.get("world_size")
+            if type(size) is not int or size < 1:
+                raise WeightSyncError(f"/get_world_size answered {reply.text}", where=endpoint.url)
+            sizes.append(size)
         return sizes
 
     def post(self, path: str, bodies: Sequence[Any]) -> list[Future[None]]:
@@ -51,17 +55,16 @@ class ServerControl:
             future.result()
 
     def _post(self, endpoint: Endpoint, path: str, body: Any) -> None:
+        self._exchange("POST", endpoint, path, body)
+
+    def _exchange(self, method: str, endpoint: Endpoint, path: str, body: Any = None) -> Reply:
+        url = f"{endpoint.url}{path}"
         try:
-            _checked(self._http.post(f"{endpoint.url}{path}", json=body, headers=endpoint.headers), endpoint)
-        except httpx.TransportError as error:
+            reply = exchange_blocking(self._http, method, url, endpoint.headers, self._timeout, body)
+        except (httpx.TransportError, BadReply) as error:
             raise WeightSyncError(f"{path}: {error!r}", where=endpoint.url, remedy="read the server's log") from error
-
-
-def _checked(response: httpx.Response, endpoint: Endpoint) -> httpx.Response:
-    if response.status_code != 200:
-        raise WeightSyncError(
-            f"{response.url.path} answered {response.status_code}: {response.text[:500]}",
-            where=endpoint.url,
-            remedy="read the server's log",
-        )
-    return response
+        if reply.status != 200:
+            raise WeightSyncError(
+                f"{path} answered {reply.status}: {reply.text}", where=endpoint.url, remedy="read the server's log"
+            )
+        return reply

@@ -25,7 +25,7 @@ class FileTransfer:
 
     async def _reload(self, http: httpx.AsyncClient, endpoint: Endpoint, weights: Path) -> None:
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
-        response = await post(http, endpoint, "/collective_rpc", body)
-        results = response.json()["results"]
-        if not results or any(result is not None for result in results):
-            raise WeightSyncError(f"reload_weights answered {results}", where=endpoint.url, remedy="read its log")
+        reply = await post(http, endpoint, "/collective_rpc", body)
+        results = reply.document.get("results")
+        if not isinstance(results, list) or not results or any(result is not None for result in results):
+            raise WeightSyncError(f"reload_weights answered {reply.text}", where=endpoint.url, remedy="read its log")

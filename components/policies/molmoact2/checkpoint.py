@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from components.models.tensors import saving
 from components.policies.molmoact2.config import MolmoAct2Config
 from components.policies.molmoact2.lerobot_export import write_processors
 from components.policies.molmoact2.lerobot_layout import BASE, LerobotTensors, is_lerobot
@@ -157,7 +158,7 @@ def _masked(stats: FeatureStats, normalizer: Normalizer) -> FeatureStats:
 def _replaced(folder: Path) -> Iterator[Path]:
     """An empty folder that takes the place of `folder` when the block ends without an error."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+    with saving(folder), tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         new = Path(scratch) / "new"
         new.mkdir()
         yield new

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from components.contracts.errors import DataError
+from components.contracts.names import bare_name
 
 if TYPE_CHECKING:
     from transformers import Molmo2Config
@@ -228,6 +229,12 @@ class MolmoAct2Config(_Section):
             ("action_expert_config.dropout", expert.dropout, 0.0),
             ("action_expert_config.attn_dropout", expert.attn_dropout, 0.0),
         )
+        if not bare_name(self.norm_stats_filename, f"{where}: norm_stats_filename").endswith("stats.json"):
+            raise DataError(
+                f"norm_stats_filename is {self.norm_stats_filename!r}",
+                where=where,
+                remedy="name the statistics norm_stats.json, or <something>stats.json",
+            )
         for field, found, expected in needed:
             if found != expected:
                 raise DataError(

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from components.contracts.errors import DataError
+from components.contracts.names import bare_name
 from components.policies.molmoact2.norm_stats import ACTION, STATE, FeatureStats, RobotMetadata, resolve
 from components.policies.molmoact2.weights import TensorFiles
 from components.policies.settings import Normalisation, PolicySettings
@@ -54,8 +54,19 @@ def read_lerobot(folder: Path, settings: PolicySettings) -> LerobotCheckpoint:
 
     Raises:
         ConfigurationError: the base is a hub name without a revision.
-        DataError: not a MolmoAct2, a file is missing, or it does what is not supported.
+        DataError: not a MolmoAct2, a file is missing or not as LeRobot writes it, or it does what is not supported.
     """
+    try:
+        return _read(folder, settings)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(
+            f"a value is missing or of another kind: {error!r:.300}",
+            where=f"{folder}: {CONFIG}, {PREPROCESSOR}.json",
+            remedy="use the checkpoint as LeRobot saved it",
+        ) from error
+
+
+def _read(folder: Path, settings: PolicySettings) -> LerobotCheckpoint:
     raw = read_json(folder / CONFIG)
     if raw["type"] != "molmoact2":
         raise DataError(f"a checkpoint of the policy {raw['type']!r}", where=str(folder), remedy="give a MolmoAct2")
@@ -79,7 +90,7 @@ def read_lerobot(folder: Path, settings: PolicySettings) -> LerobotCheckpoint:
     robot = _robot(folder, raw)
     horizon = {"chunk_size": raw["chunk_size"], "n_action_steps": raw["n_action_steps"]}
     adopted = adopted.model_copy(update=horizon) if robot is None else resolve(adopted, robot)
-    return LerobotCheckpoint(_base(folder, raw, settings), adopted, robot)
+    return LerobotCheckpoint(_base(folder, raw, settings), PolicySettings.model_validate(adopted.model_dump()), robot)
 
 
 class LerobotTensors:
@@ -142,7 +153,8 @@ def _robot(folder: Path, raw: Mapping[str, Any]) -> RobotMetadata | None:
     normalizer = steps.get(NORMALIZER) or steps.get("normalizer_processor")
     if normalizer is None or "state_file" not in normalizer:
         return None
-    tensors = load_file(folder / normalizer["state_file"])
+    with TensorFiles(folder, bare_name(normalizer["state_file"], str(file))) as saved:
+        tensors = {name: saved[name] for name in saved.names}
     names = raw.get("dataset_feature_names") or {}
     packed = steps[PACK]["config"] if PACK in steps else {}
     return RobotMetadata(
@@ -181,9 +193,11 @@ def _released(name: str, folder: Path) -> str:
 
 def read_json(file: Path) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(file.read_bytes())
+        content = json.loads(file.read_bytes())
     except FileNotFoundError as error:
         raise DataError("a checkpoint needs this file", where=str(file), remedy="give a policy's folder") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"not JSON: {error}", where=str(file)) from error
+    if not isinstance(content, dict):
+        raise DataError(f"not a JSON object: {content!r:.80}", where=str(file))
     return content

@@ -6,6 +6,7 @@ A tag's entry has the statistics of state and action, and the cameras, words and
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,6 +24,8 @@ from pydantic import (
 from components.contracts.errors import ConfigurationError, DataError
 from components.datasets.lerobot.layout import Feature
 from components.policies.settings import PolicySettings
+
+log = logging.getLogger(__name__)
 
 FORMAT = "molmoact2_norm_stats.v1"
 STATE, ACTION = "observation.state", "action"
@@ -104,7 +107,7 @@ class NormStats(BaseModel):
             ) from error
         except ValidationError as error:
             raise DataError(_first(error), where=str(path)) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"not JSON: {error}", where=str(path)) from error
 
     def save(self, path: Path) -> None:
@@ -160,7 +163,7 @@ def resolve(settings: PolicySettings, robot: RobotMetadata, available: Sequence[
     """`settings` as a tag completes them: its horizon and steps count, its words and cameras fill what is empty.
 
     Args:
-        available: Cameras of the dataset. The tag's are used only if all of them are there.
+        available: Cameras of the dataset. The tag's are used only if all of them are there, as LeRobot does.
 
     Raises:
         ConfigurationError: more steps are to be carried out than are predicted.
@@ -175,6 +178,8 @@ def resolve(settings: PolicySettings, robot: RobotMetadata, available: Sequence[
         )
     cameras = settings.image_keys or robot.camera_keys
     if available and not settings.image_keys and not (cameras and set(cameras) <= set(available)):
+        if cameras:
+            log.warning("the tag's cameras %s are not in the dataset, its own are used: %s", cameras, available)
         cameras = tuple(available)
     return settings.model_copy(
         update={

@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.foreign import foreign
 from components.models.source import CHECKPOINT
 from components.policies.molmoact2.action_tokens import ActionTokens
 from components.policies.molmoact2.config import MolmoAct2Config
@@ -99,11 +100,14 @@ def load_parts(
         own = robot
     elif tag := chosen.norm_tag or (saved.norm_tag if saved and own is None else None):
         own = NormStats.load(file).select(tag)
-        chosen = resolve(chosen, own).model_copy(update={"norm_tag": tag})
+        chosen = resolve(chosen, own, robot.camera_keys if robot is not None else None).model_copy(
+            update={"norm_tag": tag}
+        )
         own = own if robot is None else training_robot(chosen, own, robot)
     if chosen.chunk_size > config.max_action_horizon:
         config = config.model_copy(update={"max_action_horizon": chosen.chunk_size})
-    layout = ImageLayout.from_processor_config(read_json(base / PROCESSOR_CONFIG))
+    with foreign("the image processor's settings cannot be read", where=str(base / PROCESSOR_CONFIG)):
+        layout = ImageLayout.from_processor_config(read_json(base / PROCESSOR_CONFIG))
     return PolicyParts(config, _tokenizer(base), chosen, stats, own, _action_tokens(base, chosen), layout, base)
 
 
@@ -119,7 +123,8 @@ def _saved_settings(source: str | Path, settings: PolicySettings | None) -> Poli
 def _tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     if not (folder / "tokenizer.json").is_file():
         raise DataError("no tokenizer.json", where=str(folder), remedy="complete the folder with its tokenizer")
-    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    with foreign("the tokenizer cannot be read", where=str(folder), remedy="use the checkpoint's own files"):
+        tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     return tokenizer
 
 

@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from components.contracts.errors import DataError
 from components.models.molmo2 import from_hub, to_hub
+from components.models.tensors import INDEX, open_tensors, shard_names
 
 if TYPE_CHECKING:
     from transformers import Molmo2Config
 
 VLM, EXPERT = "vlm.", "action_expert."
 FREQUENCIES = "model.transformer.rotary_emb.inv_freq"
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SINGLE = "model.safetensors"
 SHARD_BYTES = 5_000_000_000
 LISTED = 3  # names that an error shows
 _OWN = {
@@ -119,31 +119,29 @@ def load_weights(model: nn.Module, tensors: Tensors, config: Molmo2Config, where
 
 
 class TensorFiles:
-    """The tensors of a folder with one safetensors file, or with shards and their index.
+    """The tensors of a folder with one safetensors file, called `single`, or with shards and their index.
 
     Raises:
         DataError: there are none, or index and shards disagree.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, single: str = SINGLE) -> None:
         self._folder, self._stack = folder, ExitStack()
         index = folder / INDEX
-        if index.is_file():
-            self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        elif (folder / SINGLE).is_file():
-            with safe_open(folder / SINGLE, framework="pt") as file:
-                self._files = dict.fromkeys(file.keys(), SINGLE)
+        if single == SINGLE and index.is_file():
+            self._files = shard_names(index)
+        elif (folder / single).is_file():
+            with open_tensors(folder / single, "pt") as file:
+                self._files = dict.fromkeys(file.keys(), single)
         else:
             raise DataError(
-                f"no {SINGLE} and no {INDEX}", where=str(folder), remedy="give a folder with a policy's safetensors"
+                f"no {single} and no {INDEX}", where=str(folder), remedy="give a folder with a policy's safetensors"
             )
 
     def __enter__(self) -> Self:
         self._open: dict[str, Any] = {}
         for shard in sorted(set(self._files.values())):
-            if not (self._folder / shard).is_file():
-                raise DataError("a shard is missing", where=str(self._folder / shard), remedy="fetch it again")
-            self._open[shard] = self._stack.enter_context(safe_open(self._folder / shard, framework="pt"))
+            self._open[shard] = self._stack.enter_context(open_tensors(self._folder / shard, "pt"))
             listed = {name for name, file in self._files.items() if file == shard}
             _refuse("index and shard disagree", sorted(listed ^ set(self._open[shard].keys())), str(self._folder))
         return self

@@ -246,7 +246,7 @@ function draw() {
   const group = data.trajectories.filter((other) => other.group === t.group);
   const parts = [
     h("div", { class: "heading" }, h("span", { class: "id" }, t.task), pill(t.reward),
-      t.truncated && h("span", { class: "failed" }, "ran out of turns")),
+      t.truncated && h("span", { class: "failed" }, "out of turns or of context")),
     h("dl", { class: "figures" }, ...Object.entries({ trajectory: t.id, group: t.group, environment: t.environment, split: t.split,
       ...(t.step === null ? {} : { step: t.step }), ...Object.fromEntries(Object.entries(t.parts).map(([k, v]) => [`reward: ${k}`, number(v)])) })
       .map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, String(value))))),

@@ -6,9 +6,9 @@ from sample_colours import picture
 
 
 class Guess(vf.MultiTurnEnv):
-    def __init__(self, fail, rewrite, **kwargs):
+    def __init__(self, fail, rewrite, lenient, **kwargs):
         super().__init__(**kwargs)
-        self.fail, self.rewrite = fail, rewrite
+        self.fail, self.rewrite, self.lenient = fail, rewrite, lenient
 
     async def env_response(self, messages, state, **kwargs):
         said = messages[-1]["content"]
@@ -20,6 +20,8 @@ class Guess(vf.MultiTurnEnv):
             end = [{"role": "user", "content": "Right."}]
             state["final_env_response"] = end
             return end
+        if self.lenient and not said.strip().isdigit():
+            return [{"role": "user", "content": "That is not a number."}]
         hint = "more" if int(said) < int(state["answer"]) else "less"
         parts = [
             {"type": "text", "text": hint},
@@ -28,10 +30,11 @@ class Guess(vf.MultiTurnEnv):
         return [{"role": "user", "content": parts}]
 
 
-def load_environment(max_turns=-1, fail=False, rewrite=False):
+def load_environment(max_turns=-1, fail=False, rewrite=False, lenient=False):
     data = [{"question": f"Game {number}: a number from 0 to 7?", "answer": str(number % 8)} for number in range(16)]
 
     def right(completion, answer):
         return float(any(message["role"] == "assistant" and message["content"] == answer for message in completion))
 
-    return Guess(fail, rewrite, dataset=Dataset.from_list(data), rubric=vf.Rubric(funcs=[right]), max_turns=max_turns)
+    rubric = vf.Rubric(funcs=[right])
+    return Guess(fail, rewrite, lenient, dataset=Dataset.from_list(data), rubric=rubric, max_turns=max_turns)

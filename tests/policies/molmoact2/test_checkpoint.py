@@ -144,8 +144,42 @@ def test_an_index_that_disagrees_with_its_shards_is_refused(tmp_path: Path) -> N
     with pytest.raises(DataError, match=r"index and shard disagree: lm_head\.weight"):
         load_model(sharded, parts)
     (sharded / other).unlink()
-    with pytest.raises(DataError, match=f"(?s)a shard is missing.*{other}"):
+    with pytest.raises(DataError, match=f"(?s)not a readable safetensors file.*{other}"):
         load_model(sharded, parts)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../norm_stats.json", "/tmp/norm_stats.json", "a/../../stats.json", "sub/norm_stats.json", "..\\stats.json"),
+        *("C:stats.json", "config.json", "", ".", 7, None),
+    ],
+)
+def test_statistics_are_not_looked_for_or_written_outside_the_checkpoint(copy: Path, name: object) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    released.write(copy / "config.json", config | {"norm_stats_filename": name})
+    with pytest.raises(DataError, match=r"norm_stats_filename|does not stay in"):
+        load_parts(copy, released.SETTINGS)
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "/etc/hostname", "sub/model.safetensors", 3])
+def test_a_shard_of_another_folder_is_refused(tmp_path: Path, name: object) -> None:
+    sharded = released.write_released(tmp_path / "sharded", shards=2)
+    parts = load_parts(sharded, released.SETTINGS)
+    file = sharded / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    (tmp_path / "other.safetensors").write_bytes((sharded / index["weight_map"]["lm_head.weight"]).read_bytes())
+    released.write(file, {"weight_map": index["weight_map"] | {"lm_head.weight": name}})
+    with pytest.raises(DataError, match="file name"):
+        load_model(sharded, parts)
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 64, b"\x08" + b"\0" * 7 + b"[1, 2, 3"])
+def test_damaged_weights_are_named(copy: Path, content: bytes) -> None:
+    parts = load_parts(copy, released.SETTINGS)
+    (copy / "model.safetensors").write_bytes(content)
+    with pytest.raises(DataError, match="safetensors"):
+        load_model(copy, parts)
 
 
 def test_bfloat16_keeps_the_expert_and_the_norms_as_precise_as_the_file(folder: Path) -> None:

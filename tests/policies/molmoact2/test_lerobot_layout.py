@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from components.contracts.errors import ArmatureError, ConfigurationError
+from components.contracts.errors import ArmatureError, ConfigurationError, DataError
 from components.policies.molmoact2.checkpoint import load_policy, save_lerobot
 from components.policies.molmoact2.parts import load_parts
 from tests.policies.molmoact2 import released
@@ -295,3 +295,25 @@ def test_what_cannot_be_read_is_refused(
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ArmatureError, match=named):
         load_policy(folder, SETTINGS)
+
+
+@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/etc/hostname", "a/b.safetensors", None])
+def test_statistics_of_another_folder_are_refused(folder: Path, name: object) -> None:
+    file = folder / "policy_preprocessor.json"
+    document = json.loads(file.read_text())
+    (step,) = (step for step in document["steps"] if "state_file" in step)
+    shutil.copyfile(folder / step["state_file"], folder.parent / "elsewhere.safetensors")
+    step["state_file"] = name
+    released.write(file, document)
+    with pytest.raises(DataError, match="file name"):
+        load_parts(folder, SETTINGS)
+
+
+@pytest.mark.parametrize("file", ["config.json", "policy_preprocessor.json"])
+@pytest.mark.parametrize(
+    "content", ["[]", "null", "{}", '{"type": "molmoact2"}', '{"steps": [1]}', "[" * 100_000, "\xff"]
+)
+def test_a_file_that_says_something_else_is_a_clear_error(folder: Path, file: str, content: str) -> None:
+    (folder / file).write_text(content)
+    with pytest.raises(DataError):
+        load_parts(folder, SETTINGS)

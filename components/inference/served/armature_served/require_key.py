@@ -1,4 +1,4 @@
-"""Runs inside a vLLM server: every route needs the key, also those that vLLM's own check leaves open.
+"""Runs inside a vLLM server: every route needs the key, also those that vLLM's own check leaves open; and the lease.
 
 vLLM checks its API key only below /v1, /v2, /inference and /cohere. The routes that load weights or run methods
 in the workers are outside of these.
@@ -11,6 +11,8 @@ import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from .lease import Lease
+
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -19,10 +21,10 @@ OPEN_PATHS = frozenset({"/health", "/ping"})
 
 
 class RequireKey:
-    """ASGI middleware: 401 without `Authorization: Bearer $VLLM_API_KEY`, except for liveness."""
+    """ASGI middleware: 401 without `Authorization: Bearer $VLLM_API_KEY`, except for liveness. `Lease` is inside."""
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
-        self.app = app
+        self.app = Lease(app)
         self.expected = f"Bearer {os.environ['VLLM_API_KEY']}".encode()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:

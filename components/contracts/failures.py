@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+LONGEST_DETAIL = 2000
+
 
 class RolloutFailed(Exception):
     """Ends one rollout. `reason` is a short slug that is counted.
 
     environment_error     the environment raised, or returned what an environment may not return
     environment_timeout   a reset, step or close took longer than `environment_timeout`
-    bad_image             an observation's image is damaged, too large, or not of its media type
-    bad_text              an observation's text is not valid Unicode
+    bad_image             an observation's image is damaged, too large, animated, without a conversion to RGB, or not of
+                          its media type
+    bad_text              a text of the environment or of the server is not valid Unicode
     bad_reward            a reward part has no weight, or the reward is not a finite number
     bad_logprobs          log-probs are missing or not finite
     ...                   and the reasons of `components.inference.client.GenerationFailure`
+
+    `detail` is kept readable: at most `LONGEST_DETAIL` characters, all of them valid Unicode.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
+        detail = detail[:LONGEST_DETAIL].encode(errors="replace").decode()
         super().__init__(f"{reason}: {detail}")
         self.reason, self.detail = reason, detail
+
+
+def said(error: BaseException) -> str:
+    """The kind and the message of an error that is not ours, whose own methods may fail too."""
+    try:
+        return f"{type(error).__name__}: {str(error)[:LONGEST_DETAIL]}"
+    except BaseException:
+        return f"{type(error).__name__}, whose message cannot be read"

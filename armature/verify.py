@@ -1,0 +1,22 @@
+"""`armature verify`: whether every artifact of a store is as it was made, by reading all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from components.artifacts.store import ArtifactStore
+from components.contracts.errors import ConfigurationError, DataError
+
+
+def verify(root: Path) -> None:
+    """
+    Raises:
+        ConfigurationError: there is no store.
+        DataError: some artifacts are not as they were made.
+    """
+    if not root.is_dir():
+        raise ConfigurationError("there is no artifact store", where=str(root), remedy="name its folder with --store")
+    checked = list(ArtifactStore(root).verify())
+    if damaged := [error for _, error in checked if error is not None]:
+        raise DataError("\n".join([f"{len(damaged)} of {len(checked)} artifacts are damaged", *map(str, damaged)]))
+    print(f"{len(checked)} artifact{' is as it was' if len(checked) == 1 else 's are as they were'} made")

@@ -1,0 +1,76 @@
+"""Where fetched files and opened columns are kept on this machine."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from components.contracts.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Where fetched files and opened tables are kept, and how much one dataset may fetch.
+
+    All of it can be deleted at any time that nothing uses it.
+    """
+
+    folder: Path
+    limit_bytes: int
+
+    @classmethod
+    def standard(cls) -> Cache:
+        """`ARMATURE_CACHE` or ~/.cache/armature, and 200 GB or `ARMATURE_FETCH_LIMIT_GB`.
+
+        Raises:
+            ConfigurationError: the limit is no number.
+        """
+        folder = os.environ.get("ARMATURE_CACHE") or Path.home() / ".cache/armature"
+        limit = os.environ.get("ARMATURE_FETCH_LIMIT_GB", "200")
+        try:
+            return cls(Path(folder).absolute(), int(float(limit) * 1e9))
+        except (ValueError, OverflowError) as error:
+            raise ConfigurationError(
+                f"not a number of gigabytes: {limit!r}", where="ARMATURE_FETCH_LIMIT_GB", remedy="set it to one, or not"
+            ) from error
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's content, kept in the standard cache for as long as its size, times and inode stay."""
+    state = path.resolve().stat()
+    facts = f"{path.resolve()}\0{state.st_size}\0{state.st_mtime_ns}\0{state.st_ctime_ns}\0{state.st_ino}"
+    key = hashlib.sha256(facts.encode()).hexdigest()
+
+    def write(target: Path) -> None:
+        with path.open("rb") as file:
+            target.write_text(hashlib.file_digest(file, "sha256").hexdigest())
+
+    return make_once(Cache.standard().folder / "digests" / key, write).read_text()
+
+
+def make_once(target: Path, write: Callable[[Path], None]) -> Path:
+    """`target`, which `write` fills under another name; one process does, others wait and find it made."""
+    if target.is_file():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the cache cannot be written: {error}", where=str(target.parent), remedy="set ARMATURE_CACHE to a folder"
+        ) from error
+    with (target.parent / f".{target.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.is_file():
+            handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".new-")
+            os.close(handle)
+            try:
+                write(Path(temporary))
+                Path(temporary).rename(target)
+            finally:
+                Path(temporary).unlink(missing_ok=True)
+    return target

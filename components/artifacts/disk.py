@@ -1,0 +1,175 @@
+"""Files that are whole or absent, also after a power cut, and what a disk refuses said in our words.
+
+What is being written is a hidden sibling of what it becomes, locked as long as its writer lives. `collect` removes
+those whose writer is gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from components.contracts.errors import ConfigurationError, StoreError
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+UNLOCKED_SECONDS = 7 * 86400.0
+"""A hidden sibling without a lock is of version 0.1, which had none, or of a writer that is just beginning."""
+LOCK, CONTENT = "lock", "content"
+
+
+@contextmanager
+def full_disk_said(where: Path) -> Iterator[None]:
+    """
+    Raises:
+        StoreError: the disk is full, or a file grew past a limit.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise StoreError(
+            f"{where.name} could not be written: {os.strerror(error.errno)} ({_free(where)})",
+            where=str(where),
+            remedy="free space or set another store, then run again: what was finished is kept",
+        ) from error
+
+
+@contextmanager
+def usable(where: Path) -> Iterator[None]:
+    """For a block that touches nothing but the store at `where`.
+
+    Raises:
+        ConfigurationError: there cannot be a store: a file in place of a folder, no permission, a read-only disk.
+        StoreError: the disk is full.
+    """
+    try:
+        with full_disk_said(where):
+            yield
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL in the path; a link to itself (Python 3.12: OSError)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigurationError(
+            f"the folder cannot be used as an artifact store: {reason}",
+            where=str(getattr(error, "filename", None) or where),
+            remedy="name one that can be written: --machine store=FOLDER",
+        ) from error
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Put `data` at `path` by one rename that lasts. Raises OSError; what was at `path` is as it was then."""
+    with _locked_sibling(path) as work:
+        (work / CONTENT).write_bytes(data)
+        sync(work / CONTENT)
+        (work / CONTENT).rename(path)
+        sync(path.parent)
+
+
+@contextmanager
+def whole_folder(home: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `home` by one rename that lasts when the block ends well; the first writer wins.
+
+    Raises:
+        StoreError: the disk is full or a file grew past a limit; nothing is left.
+    """
+    with full_disk_said(home), _locked_sibling(home) as work:
+        content = work / CONTENT
+        content.mkdir()
+        yield content
+        sync_tree(content)
+        try:
+            content.rename(home)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        sync(home.parent)
+
+
+def collect(folder: Path, dead: str | None = None) -> list[Path]:
+    """Remove what killed writers left in `folder`, and return it; what a living one writes stays.
+
+    Args:
+        dead: a name whose lock the caller holds: what 0.1, which locked nothing else, left of it is nobody's.
+    """
+    removed = []
+    for work in folder.glob(".*-*"):
+        with suppress(FileNotFoundError):  # another process collects as well
+            if work.is_dir() and _remove_abandoned(work, dead):
+                removed.append(work)
+    return removed
+
+
+def sync(path: Path) -> None:
+    """Wait until the file, or the folder's list of names, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            sync(Path(parent, name))
+        sync(Path(parent))
+
+
+@contextmanager
+def _locked_sibling(home: Path) -> Iterator[Path]:
+    work, lock = _new_sibling(home)
+    with lock:
+        try:
+            yield work
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def _new_sibling(home: Path) -> tuple[Path, IO[str]]:
+    while True:
+        work = Path(tempfile.mkdtemp(prefix=f".{home.name}-", dir=home.parent))
+        try:
+            work.chmod(0o755)
+            lock = (work / LOCK).open("w")
+        except BaseException:
+            work.rmdir()
+            raise
+        if try_lock(lock) and (work / LOCK).exists():
+            return work, lock
+        lock.close()  # it was collected in the moment before it was locked
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def try_lock(file: IO[str]) -> bool:
+    """Whether nobody else has the file locked; it is ours then until it is closed."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _remove_abandoned(work: Path, dead: str | None) -> bool:
+    if not (work / LOCK).exists():
+        mine = dead is not None and work.name.startswith(f".{dead}-")
+        abandoned = mine or time.time() - work.stat().st_mtime > UNLOCKED_SECONDS
+        if abandoned:
+            shutil.rmtree(work)
+        return abandoned
+    with (work / LOCK).open("a") as lock:
+        abandoned = try_lock(lock)
+        if abandoned:
+            shutil.rmtree(work)
+        return abandoned
+
+
+def _free(where: Path) -> str:
+    there = next(parent for parent in where.absolute().parents if parent.exists())
+    return f"{shutil.disk_usage(there).free / 2**20:.0f} MiB free"

@@ -1,0 +1,180 @@
+"""What an environment gives, checked and copied into plain types: it is code that we did not write.
+
+Every check may run code of the environment, as that of a subclass of `str`, and so may raise or hang as that does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from numbers import Real
+from typing import Any, TypeVar, get_args
+
+import numpy as np
+
+from components.contracts.episodes import ActionDefect, Environment, Observation, Outcome
+from components.contracts.errors import ConfigurationError
+from components.contracts.failures import RolloutFailed, said
+from components.contracts.images import EncodedImage
+
+MOST_CHARACTERS = 2**22
+"""Of the texts, actions and anchor of one observation, all together: no model reads as much."""
+
+MOST_IMAGE_BYTES = 2**28
+"""Of the images of one observation, all together."""
+
+MOST_PARTS, MOST_ACTIONS, MOST_REWARDS, MOST_TURNS = 2**12, 2**16, 2**8, 2**16
+
+_DEFECTS: dict[str, ActionDefect] = {name: name for name in get_args(ActionDefect)}
+
+ItemT = TypeVar("ItemT")
+
+
+def checked_observation(value: object) -> Observation:
+    """A plain copy of `value`.
+
+    Raises:
+        RolloutFailed: `environment_error`, `bad_text` or `bad_image`.
+    """
+    if not isinstance(value, Observation):
+        raise _wrong("an observation", value)
+    content = tuple(_part(part) for part in _items("content", value.content, MOST_PARTS))
+    actions: tuple[str, ...] | None = None
+    if value.admissible_actions is not None:
+        listed = _items("admissible_actions", value.admissible_actions, MOST_ACTIONS)
+        actions = tuple(plain_text("an admissible action", action) for action in listed)
+    anchor = None if value.anchor_key is None else plain_text("anchor_key", value.anchor_key)
+    characters = sum(len(text) for text in (*content, *(actions or ()), anchor or "") if isinstance(text, str))
+    if characters > MOST_CHARACTERS:
+        raise RolloutFailed("environment_error", f"an observation of {characters} characters")
+    size = sum(len(part.data) for part in content if isinstance(part, EncodedImage))
+    if size > MOST_IMAGE_BYTES:
+        raise RolloutFailed("bad_image", f"an observation whose images have {size} bytes")
+    return Observation(content, actions, anchor)
+
+
+def checked_outcome(value: object) -> Outcome:
+    """A plain copy of `value`, without its `info`.
+
+    Raises:
+        RolloutFailed: `environment_error`, `bad_text`, `bad_image` or `bad_reward`.
+    """
+    if not isinstance(value, Outcome):
+        raise _wrong("an outcome", value)
+    observation = None if value.observation is None else checked_observation(value.observation)
+    defect = value.action_defect
+    if defect is not None and plain_text("action_defect", defect) not in _DEFECTS:
+        raise RolloutFailed("environment_error", f"action_defect is {defect!r:.80}, not one of {', '.join(_DEFECTS)}")
+    parts = checked_numbers("reward_parts", value.reward_parts)
+    return Outcome(
+        observation, parts, None if defect is None else next(d for d in get_args(ActionDefect) if d == defect)
+    )
+
+
+def checked_numbers(what: str, value: object) -> dict[str, float]:
+    """Names and finite numbers.
+
+    Raises:
+        RolloutFailed: `environment_error` for another type, `bad_reward` for a number that is not finite.
+    """
+    if not isinstance(value, Mapping):
+        raise _wrong(f"a mapping as {what}", value)
+    numbers: dict[str, float] = {}
+    for name, number in _first(what, value.items(), MOST_REWARDS):
+        name = plain_text(f"a name in {what}", name)
+        if not isinstance(number, Real | np.bool_):
+            raise _wrong(f"a number as {name!r} in {what}", number)
+        try:
+            numbers[name] = float(number)
+        except OverflowError:
+            numbers[name] = math.inf
+        if not math.isfinite(numbers[name]):
+            raise RolloutFailed("bad_reward", f"{name!r} in {what} is {numbers[name]}")
+    return numbers
+
+
+def plain_text(what: str, value: object) -> str:
+    """
+    Raises:
+        RolloutFailed: `environment_error` if it is not text, `bad_text` if it is not valid Unicode.
+    """
+    if not isinstance(value, str):
+        raise _wrong(f"text as {what}", value)
+    text = str.__str__(value)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RolloutFailed("bad_text", f"{what} holds a lone surrogate at {error.start}") from None
+    return text
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What an environment says of itself."""
+
+    name: str
+    system_prompt: str | None
+    dialogue: bool
+    max_turns: int
+
+
+def facts_of(environment: Environment) -> Facts:
+    """
+    Raises:
+        ConfigurationError: what it says is of another type, or cannot be had.
+    """
+    try:
+        prompt, turns = environment.system_prompt, environment.max_turns
+        facts = Facts(
+            plain_text("name", environment.name),
+            None if prompt is None else plain_text("system_prompt", prompt),
+            environment.dialogue,
+            turns,
+        )
+        if not isinstance(facts.dialogue, bool):
+            raise _wrong("true or false as dialogue", facts.dialogue)
+        if not isinstance(turns, int) or isinstance(turns, bool) or not 1 <= turns <= MOST_TURNS:
+            raise RolloutFailed("environment_error", f"max_turns is {turns!r:.80}, not from 1 to {MOST_TURNS}")
+    except ConfigurationError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigurationError(
+            f"the environment does not say what it is: {said(error)}",
+            where=f"{type(environment).__module__}.{type(environment).__qualname__}",
+            remedy="give it the attributes of `components.contracts.episodes.Environment`",
+        ) from error
+    return facts
+
+
+def _part(part: object) -> str | EncodedImage:
+    if isinstance(part, str):
+        return plain_text("a part of an observation", part)
+    if not isinstance(part, EncodedImage):
+        raise _wrong("text or an image in an observation", part)
+    if not isinstance(part.data, bytes | bytearray | memoryview) or not isinstance(part.media_type, str):
+        raise RolloutFailed("bad_image", f"an image of {_kind(part.data)} and media type {_kind(part.media_type)}")
+    return EncodedImage(bytes(part.data), plain_text("a media type", part.media_type))
+
+
+def _items(what: str, value: object, most: int) -> list[Any]:
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise _wrong(f"a sequence as {what}", value)
+    return _first(what, value, most)
+
+
+def _first(what: str, values: Iterable[ItemT], most: int) -> list[ItemT]:
+    """All of `values`, which may be endless."""
+    items = list(islice(values, most + 1))
+    if len(items) > most:
+        raise RolloutFailed("environment_error", f"{what} has more than {most} entries")
+    return items
+
+
+def _wrong(expected: str, value: object) -> RolloutFailed:
+    return RolloutFailed("environment_error", f"{expected} was expected, not {_kind(value)}")
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__

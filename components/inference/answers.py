@@ -1,0 +1,161 @@
+"""The door of the pool: nothing that a server answers is believed before it was checked here."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from components.contracts.rollouts import TokenIds
+from components.inference.client import Completion, GenerationFailure
+
+FINISHED = frozenset({"stop", "length"})
+"""The finish reasons of a sample that is whole."""
+
+_PER_TOKEN, _PER_PROMPT_TOKEN, _BASE = 1024, 16, 2**16
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What an honest server can answer with.
+
+    Attributes:
+        sampled: ids below it have a row in the output head.
+        prompt: ids below it have an embedding.
+        forbidden: ids that are never sampled.
+        max_model_len: tokens of the longest prompt with its completion.
+    """
+
+    sampled: int
+    prompt: int
+    forbidden: frozenset[int]
+    max_model_len: int
+
+    def answer_bytes(self, n: int, max_tokens: int) -> int:
+        """Bytes of the longest answer to a request for `n` samples.
+
+        A sampled token takes about 110 (its id, text, bytes, log-prob), the longest tokens of published
+        vocabularies 800; a token of the prompt takes its id.
+        """
+        return _BASE + self.max_model_len * _PER_PROMPT_TOKEN + n * min(max_tokens, self.max_model_len) * _PER_TOKEN
+
+
+def read_completions(
+    answer: Mapping[str, Any], bounds: Bounds, *, n: int, max_tokens: int, version: int, server: str, seconds: float
+) -> list[Completion | GenerationFailure]:
+    """The n samples of an answer in order; a failure stands where one cannot be trusted.
+
+    Raises:
+        GenerationFailure: the answer as a whole is not what was asked for.
+    """
+    try:
+        prompt = _token_ids(answer.get("prompt_token_ids"), bounds.prompt)
+        choices = _in_order(answer.get("choices"), n)
+        if not 0 < prompt.size < bounds.max_model_len:
+            limit = f"server.max_model_len = {bounds.max_model_len}"
+            raise _Wrong("malformed_answer", f"the prompt has {prompt.size} tokens, {limit}")
+    except _Wrong as wrong:
+        raise GenerationFailure(
+            f"prompt_token_ids or choices are malformed: {wrong.what}",
+            reason="malformed_answer",
+            where=server,
+            remedy="the server must be vLLM >= 0.26 and serve the run's model",
+        ) from None
+    results: list[Completion | GenerationFailure] = []
+    for index, choice in enumerate(choices):
+        try:
+            results.append(_completion(choice, prompt, bounds, max_tokens, version, server, seconds))
+        except _Wrong as wrong:
+            results.append(GenerationFailure(wrong.what, reason=wrong.reason, where=f"{server}, choice {index}"))
+    return results
+
+
+class _Wrong(Exception):
+    def __init__(self, reason: str, what: str) -> None:
+        super().__init__(what)
+        self.reason, self.what = reason, what
+
+
+def _in_order(choices: Any, n: int) -> list[dict[str, Any]]:
+    """The choices by index, which are 0 to n - 1, each once."""
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+        raise _Wrong("malformed_answer", f"choices are no list of objects: {_show(choices)}")
+    found = [choice.get("index") for choice in choices]
+    if not all(type(index) is int for index in found) or sorted(found) != list(range(n)):
+        raise _Wrong("malformed_answer", f"{len(choices)} choices with the indices {_show(found)} instead of {n}")
+    return sorted(choices, key=lambda choice: int(choice["index"]))
+
+
+def _completion(
+    choice: dict[str, Any],
+    prompt: TokenIds,
+    bounds: Bounds,
+    max_tokens: int,
+    version: int,
+    server: str,
+    seconds: float,
+) -> Completion:
+    tokens = _token_ids(choice.get("token_ids"), bounds.sampled)
+    values = _logprobs(choice.get("logprobs"))
+    if len(values) != tokens.size:
+        raise _Wrong("length_mismatch", f"{tokens.size} token ids but {len(values)} log-probs")
+    if tokens.size == 0:
+        raise _Wrong("empty_completion", "no token was sampled")
+    if tokens.size > max_tokens or prompt.size + tokens.size > bounds.max_model_len:
+        raise _Wrong(
+            "length_mismatch",
+            f"{tokens.size} tokens were sampled after {prompt.size}: max_tokens = {max_tokens}, "
+            f"server.max_model_len = {bounds.max_model_len}",
+        )
+    if sampled := bounds.forbidden.intersection(tokens.tolist()):
+        raise _Wrong("placeholder_sampled", f"placeholder tokens {sorted(sampled)} were sampled")
+    finish_reason = choice.get("finish_reason")
+    if not isinstance(finish_reason, str) or finish_reason not in FINISHED:
+        raise _Wrong("not_finished", f"the sample is not whole: its finish reason is {_show(finish_reason)}")
+    # -9999 is how vLLM writes minus infinity. The comparison is false for NaN.
+    if bad := [value for value in values if not -9000 < value <= 1e-4]:
+        raise _Wrong("bad_logprobs", f"log-probs that are none: {_show(bad)}")
+    logprobs = np.minimum(np.asarray(values, dtype=np.float32), np.float32(0.0))
+    return Completion(prompt, tokens, logprobs, _text(choice), finish_reason, version, server, seconds)
+
+
+def _token_ids(values: Any, rows: int) -> TokenIds:
+    """(T,) int32 of a list of integers in [0, rows). Nothing is rounded, wrapped or read as a number."""
+    if not isinstance(values, list) or any(type(value) is not int for value in values):
+        raise _Wrong("malformed_tokens", f"token ids are no list of integers: {_show(values)}")
+    if bad := [value for value in values if not 0 <= value < rows]:
+        raise _Wrong("unknown_token", f"token ids outside of the model's {rows}: {_show(bad)}")
+    return np.asarray(values, dtype=np.int32)
+
+
+def _logprobs(logprobs: Any) -> list[int | float]:
+    content = logprobs.get("content") if isinstance(logprobs, dict) else None
+    if not isinstance(content, list) or not all(isinstance(entry, dict) for entry in content):
+        raise _Wrong("missing_logprobs", f"there are no log-probs: {_show(logprobs)}")
+    values = [entry.get("logprob") for entry in content]
+    if any(type(value) not in (int, float) for value in values):
+        raise _Wrong("bad_logprobs", f"log-probs that are none: {_show(values)}")
+    return values
+
+
+def _text(choice: dict[str, Any]) -> str:
+    """What the tokens say; a sample of end tokens alone says nothing, which vLLM writes as null."""
+    message = choice.get("message")
+    text = message.get("content", 0) if isinstance(message, dict) else 0
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise _Wrong("malformed_text", f"there is no text: {_show(message)}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _Wrong("malformed_text", f"the text is not valid Unicode: {error.reason}") from None
+    return text
+
+
+def _show(value: Any) -> str:
+    """A few characters of whatever it is, so that a hostile answer fills no log."""
+    return reprlib.repr(value)

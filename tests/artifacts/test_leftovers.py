@@ -1,0 +1,91 @@
+"""What killed writers leave in the store is gone after the next start; what living ones write stays."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+
+from components.artifacts.store import ArtifactStore
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from components.artifacts.store import ArtifactStore
+store = ArtifactStore(Path(sys.argv[1]))
+
+def fill(folder):
+    (folder / "half").write_text("half")
+    print("writing", flush=True)
+    sys.stdin.readline()
+    from components.artifacts.manifest import write_manifest
+    write_manifest(folder, kind=sys.argv[2], kind_version=1, rows={}, drops={}, inputs={}, settings={})
+
+with store.lock("outer", sys.argv[3]):
+    store.write(sys.argv[2], sys.argv[3], fill)
+"""
+
+
+@contextmanager
+def writer(root: Path, stage: str, fingerprint: str) -> Iterator[subprocess.Popen[str]]:
+    """A process in the middle of writing an artifact; it goes on when it reads a line."""
+    command = [sys.executable, "-c", WRITER, str(root), stage, fingerprint]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            while process.stdout.readline().strip() != "writing":
+                assert process.poll() is None
+            yield process
+        finally:
+            process.kill()
+
+
+def half_written(root: Path) -> list[str]:
+    return sorted(path.parent.name for path in root.glob("*/.*") if path.is_dir() and path.parent.name != "workspaces")
+
+
+def test_leftovers_of_the_killed_are_collected_and_the_living_go_on(tmp_path):
+    with writer(tmp_path, "alive", "f1") as alive:
+        for stage in ("dead", "dead-too"):
+            with writer(tmp_path, stage, "f2") as dying:
+                os.kill(dying.pid, signal.SIGKILL)
+        assert "dead-too" in half_written(tmp_path)
+        with ArtifactStore(tmp_path).lock("outer", "f3"):
+            assert half_written(tmp_path) == ["alive"]
+        assert alive.poll() is None
+        alive.communicate("\n")
+    assert (tmp_path / "alive/f1/half").read_text() == "half" and half_written(tmp_path) == []
+
+
+def test_leftovers_of_an_older_version_are_collected_by_who_holds_their_lock(tmp_path):
+    left, others = tmp_path / "stage/.f1-abcd1234", tmp_path / "stage/.f2-abcd1234"
+    for folder in (left, others):
+        folder.mkdir(parents=True)
+        (folder / "half").write_text("")
+    with ArtifactStore(tmp_path).lock("stage", "f1"):
+        assert not left.exists() and others.exists()
+
+
+def test_who_waits_says_for_whom(tmp_path):
+    said: list[str] = []
+
+    def wait() -> None:
+        with ArtifactStore(tmp_path, say=said.append).lock("outer", "f1"):
+            pass
+
+    with writer(tmp_path, "stage", "f1") as holder:
+        waiting = Thread(target=wait)
+        waiting.start()
+        while not said:
+            assert waiting.is_alive()
+            time.sleep(0.01)
+        holder.communicate("\n")
+        waiting.join()
+    assert len(said) == 1
+    assert re.search(rf"outer: waits for process {holder.pid} on \S+ since 20\d\d-\d\d-\d\dT", said[0])

@@ -1,0 +1,292 @@
+"""An artifact is used only as it was made, whatever was done to its files, its manifest or its record."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from components.artifacts.digests import folder_digest
+from components.artifacts.manifest import write_manifest
+from components.artifacts.store import ArtifactStore, link_folder
+from components.contracts.errors import DataError
+
+
+def fill(folder: Path) -> None:
+    (folder / "sub").mkdir()
+    (folder / "x").write_bytes(b"1234")
+    (folder / "sub/y").write_bytes(b"5678")
+    write_manifest(folder, kind="stage", kind_version=1, rows={"x": 1}, drops={}, inputs={}, settings={"a": 1})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    return ArtifactStore(tmp_path / "store")
+
+
+def settle(store: ArtifactStore) -> Path:
+    """The artifact's folder, made and used some time ago: nothing of it was written in the last seconds."""
+    home = store.write("stage", "f1", fill).path
+    sidecar = home.with_name("f1.digest")
+    later = sidecar.stat().st_mtime_ns + 60 * 10**9
+    os.utime(sidecar, ns=(later, later))
+    return home
+
+
+def same_size(home: Path) -> None:
+    (home / "x").write_bytes(b"4321")
+
+
+def other_size(home: Path) -> None:
+    (home / "sub/y").write_bytes(b"9")
+
+
+def times_put_back(home: Path) -> None:
+    before = (home / "x").stat()
+    (home / "x").write_bytes(b"4321")
+    os.utime(home / "x", ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def another_inode(home: Path) -> None:
+    before = (home / "x").stat()
+    (home / "x2").write_bytes(b"4321")
+    os.utime(home / "x2", ns=(before.st_atime_ns, before.st_mtime_ns))
+    (home / "x2").rename(home / "x")
+
+
+def added(home: Path) -> None:
+    (home / "more").write_bytes(b"")
+
+
+def removed(home: Path) -> None:
+    (home / "sub/y").unlink()
+
+
+def renamed(home: Path) -> None:
+    (home / "x").rename(home / "z")
+
+
+def folder_for_file(home: Path) -> None:
+    (home / "x").unlink()
+    (home / "x").mkdir()
+
+
+def file_for_folder(home: Path) -> None:
+    shutil.rmtree(home / "sub")
+    (home / "sub").write_bytes(b"")
+
+
+def link_for_file(home: Path) -> None:
+    (home / "x").rename(home.parent / "elsewhere")
+    (home / "x").symlink_to(home.parent / "elsewhere")
+
+
+def link_to_nothing(home: Path) -> None:
+    (home / "more").symlink_to("nowhere")
+
+
+def link_for_folder(home: Path) -> None:
+    (home / "sub").rename(home.parent / "elsewhere")
+    (home / "sub").symlink_to(home.parent / "elsewhere")
+
+
+def pipe(home: Path) -> None:
+    os.mkfifo(home / "pipe")
+
+
+def manifest_rows(home: Path) -> None:
+    path = home / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rows": {"x": 2}}))
+
+
+def manifest_version(home: Path) -> None:
+    path = home / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"manifest_version": 2}))
+    home.with_name("f1.digest").unlink()
+
+
+def manifest_kind(home: Path) -> None:
+    path = home / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"kind": "other"}))
+    home.with_name("f1.digest").unlink()
+
+
+def manifest_gone(home: Path) -> None:
+    (home / "manifest.json").unlink()
+
+
+def manifest_is_no_text(home: Path) -> None:
+    (home / "manifest.json").write_bytes(b"\xff" * 100)
+
+
+def manifest_is_deep(home: Path) -> None:
+    (home / "manifest.json").write_text("[" * 100_000)
+
+
+def not_a_folder(home: Path) -> None:
+    shutil.rmtree(home)
+    home.write_text("")
+
+
+EDITS = [
+    *(same_size, other_size, times_put_back, another_inode, added, removed, renamed, folder_for_file, file_for_folder),
+    *(link_for_file, link_to_nothing, link_for_folder, pipe, manifest_rows, manifest_version, manifest_kind),
+    *(manifest_gone, manifest_is_no_text, manifest_is_deep, not_a_folder),
+]
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+def test_what_was_edited_is_not_used(store, edit):
+    edit(settle(store))
+    with pytest.raises(DataError):
+        store.find("stage", "f1")
+
+
+def test_an_edit_right_after_the_artifact_was_made_is_noticed(store):
+    made = store.write("stage", "f1", fill)
+    (made.path / "x").write_bytes(b"4321")
+    with pytest.raises(DataError, match="changed x"):
+        store.find("stage", "f1")
+
+
+def test_the_error_names_what_differs(store):
+    home = settle(store)
+    for edit in (same_size, added, removed):
+        edit(home)
+    with pytest.raises(DataError, match="changed x; added more; removed sub/y"):
+        store.find("stage", "f1")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "garbage", "0" * 32 + ".dir", "{}", "[]", "\x00\xff", '{"digest": "a", "files": {}}']
+)
+def test_a_record_that_is_none_is_made_again(store, text):
+    made = store.find("stage", settle(store).name)
+    made.path.with_name("f1.digest").write_bytes(text.encode("latin-1"))
+    assert store.find("stage", "f1") == made and made.digest == folder_digest(made.path)
+    assert [each.digest for each in store] == [made.digest]
+
+
+@pytest.mark.parametrize("text", ["", "garbage"])
+def test_without_a_record_the_manifest_still_knows(store, text):
+    home = settle(store)
+    same_size(home)
+    home.with_name("f1.digest").write_text(text)
+    with pytest.raises(DataError, match="files have changed"):
+        store.find("stage", "f1")
+
+
+def test_a_record_of_a_folder_that_was_deleted_is_no_matter(store):
+    shutil.rmtree(settle(store))
+    assert store.find("stage", "f1") is None
+
+    def other(folder: Path) -> None:
+        (folder / "x").write_bytes(b"other")
+        write_manifest(folder, kind="stage", kind_version=1, rows={}, drops={}, inputs={}, settings={})
+
+    made = store.write("stage", "f1", other)
+    assert store.find("stage", "f1") == made and made.digest == folder_digest(made.path)
+
+
+FIND = """
+import sys; from pathlib import Path; from components.artifacts.store import ArtifactStore
+sys.addaudithook(lambda event, arguments: print(arguments[0]) if event == "open" else None)
+ArtifactStore(Path(sys.argv[1])).find("stage", "f1")
+"""
+
+
+def test_what_lies_as_recorded_is_not_read(store):
+    home = settle(store)
+    done = subprocess.run([sys.executable, "-c", FIND, str(store.root)], capture_output=True, text=True, check=True)
+    opened = done.stdout.splitlines()
+    assert str(home / "manifest.json") in opened and str(home / "x") not in opened
+
+
+def test_hard_links_and_copies_of_the_store_are_the_same_artifact(store, tmp_path):
+    home = settle(store)
+    made = store.find("stage", "f1")
+    link_folder(home, tmp_path / "data/out")  # changes every inode's change time
+    assert store.find("stage", "f1") == made
+    shutil.copytree(store.root, tmp_path / "copy")
+    assert ArtifactStore(tmp_path / "copy").find("stage", "f1").digest == made.digest
+    (tmp_path / "data/out/x").write_bytes(b"4321")  # an edit through the link is one of the store
+    with pytest.raises(DataError, match="changed x"):
+        store.find("stage", "f1")
+
+
+def test_one_damaged_artifact_does_not_hide_the_others(store):
+    same_size(settle(store))
+
+    def other(folder: Path) -> None:
+        (folder / "x").write_bytes(b"other")
+        write_manifest(folder, kind="stage", kind_version=1, rows={}, drops={}, inputs={}, settings={})
+
+    made = store.write("stage", "f2", other)
+    assert store.find_digest(made.digest[:8]) == made == store.find("stage", "f2")
+
+
+FULL_AT_THE_RECORD = """
+import errno, os, sys
+from pathlib import Path
+from components.artifacts import manifest
+from components.artifacts.store import ArtifactStore
+from components.contracts.errors import DataError
+home = Path(sys.argv[1]) / "stage" / "f1"
+
+def refuse(event, arguments):  # the disk takes nothing more once the artifact is in its place
+    if event == "open" and home.is_dir() and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+def fill(folder):
+    (folder / "x").write_bytes(b"1")
+    manifest.write_manifest(folder, kind="stage", kind_version=1, rows={}, drops={}, inputs={}, settings={})
+    sys.addaudithook(refuse)
+
+try:
+    ArtifactStore(Path(sys.argv[1])).write("stage", "f1", fill)
+except DataError as error:
+    print(error)
+"""
+
+
+def test_a_disk_that_is_full_at_the_record_costs_nothing(tmp_path):
+    done = subprocess.run([sys.executable, "-c", FULL_AT_THE_RECORD, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "free space" in done.stdout
+    found = ArtifactStore(tmp_path).find("stage", "f1")
+    assert found is not None and found.digest == folder_digest(found.path)
+
+
+def test_verify_reads_what_the_fast_path_trusts(store):
+    """An edit that even the kernel's times do not show: as recorded, the file lies as it does."""
+    home = settle(store)
+    store.write("other-stage", "f2", other_kind)
+    same_size(home)
+    sidecar = home.with_name("f1.digest")
+    record = json.loads(sidecar.read_text())
+    found = (home / "x").stat()
+    record["files"]["x"][1] = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+    sidecar.write_text(json.dumps(record))
+    later = found.st_ctime_ns + 60 * 10**9
+    os.utime(sidecar, ns=(later, later))
+    assert store.find("stage", "f1") is not None
+    checked = dict(store.verify())
+    assert "changed x" in str(checked.pop(home)) and list(checked.values()) == [None]
+
+
+def other_kind(folder: Path) -> None:
+    (folder / "x").write_bytes(b"other")
+    write_manifest(folder, kind="other-stage", kind_version=1, rows={}, drops={}, inputs={}, settings={})
+
+
+def test_a_folder_in_place_of_the_record_is_an_error_of_ours(store: ArtifactStore) -> None:
+    sidecar = settle(store).with_name("f1.digest")
+    sidecar.unlink()
+    sidecar.mkdir()
+    with pytest.raises(DataError, match="folder"):
+        store.find("stage", "f1")

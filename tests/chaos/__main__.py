@@ -1,0 +1,38 @@
+"""Short trainings that are killed, paused, cut off and denied disk, against one that is left alone.
+
+Each has to end with the weights of the undisturbed run, or to stop with an error of ours and to end with these weights
+when it is started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.chaos.run import Chaos
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--runs", type=int, default=30, help="how many disturbed runs")
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of the first run")
+    parser.add_argument("--folder", type=Path, help="where; all of a run that fails stays there")
+    given = parser.parse_args()
+    folder = given.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
+    print(f"in {folder}", flush=True)
+    with Chaos(folder) as chaos:
+        print(f"undisturbed: weights {chaos.expected}", flush=True)
+        failed = 0
+        for seed in range(given.seed, given.seed + given.runs):
+            report = chaos.disturb(seed)
+            failed += not report.passed
+            print(report, flush=True)
+    print(f"{given.runs - failed} of {given.runs} runs ended with the weights of the undisturbed one")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

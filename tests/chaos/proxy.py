@@ -1,0 +1,77 @@
+"""A TCP proxy on loopback whose connections can be cut."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from urllib.parse import urlsplit
+
+
+class Proxy:
+    """Forwards to `url` at an address of its own, `self.url`."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._target = (parts.hostname or "127.0.0.1", int(parts.port or 80))
+        self._open: set[socket.socket] = set()
+        self._cut = False
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        """End every connection, and new ones at once, until `restore` is called."""
+        self._cut = True
+        for connection in list(self._open):
+            _end(connection)
+
+    def restore(self) -> None:
+        self._cut = False
+
+    def close(self) -> None:
+        self.cut()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        if self._cut:
+            return _end(client)
+        with suppress(OSError), socket.create_connection(self._target) as server:
+            self._open |= {client, server}
+            back = threading.Thread(target=_pump, args=(server, client), daemon=True)
+            back.start()
+            _pump(client, server)
+            back.join()
+            self._open -= {client, server}
+        return _end(client)
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(65536):
+            target.sendall(data)
+    for side in (source, target):
+        with suppress(OSError):
+            side.shutdown(socket.SHUT_RDWR)
+
+
+def _end(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+@contextmanager
+def proxied(url: str) -> Iterator[Proxy]:
+    proxy = Proxy(url)
+    try:
+        yield proxy
+    finally:
+        proxy.close()

@@ -1,0 +1,96 @@
+"""A short training that can be disturbed: the stage train-vlm of train-vlm/colors, as a user starts it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from components.configuration import CONFIGS, load_recipe
+from components.contracts.machine import Machine
+from components.stages import STAGES, run_stage
+
+STEPS = 10
+RECIPE = "train-vlm/colors"
+OVERRIDES = (
+    f"trainer.max_steps={STEPS}",
+    "trainer.save_every=3",
+    "rollouts.groups_per_step=4",
+    "rollouts.group_size=4",
+    "rollouts.max_staleness=1",
+    "batches.skip_zero_advantage=false",
+    "preflight.groups=1",
+    "model.tiny.format.steps=20",
+)
+
+
+def make_inputs(store: Path) -> dict[str, Path]:
+    """The tasks and the model, which every run is given."""
+    recipe = load_recipe(RECIPE, [*OVERRIDES, f'machine.store="{store}"'])
+    machine = recipe.sections["machine"]
+    assert isinstance(machine, Machine)
+    names = ("tasks", "model")
+    return {name: run_stage(name, recipe.settings_for(STAGES[name].settings), {}, machine).path for name in names}
+
+
+@dataclass(frozen=True)
+class Training:
+    """One run with a store of its own; it is started again with the same words. `machine` are facts of its machine."""
+
+    folder: Path
+    inputs: dict[str, Path]
+    machine: tuple[str, ...] = ()
+
+    @property
+    def store(self) -> Path:
+        return self.folder / "store"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "run.log"
+
+    def start(self) -> subprocess.Popen[bytes]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        overrides = (*OVERRIDES, f'machine.store="{self.store}"')
+        words = [word for override in overrides for word in ("--set", override)]
+        words += [word for fact in self.machine for word in ("--machine", fact)]
+        words += [word for name, path in self.inputs.items() for word in ("--input", f"{name}={path}")]
+        command = [sys.executable, "-m", "armature", "stage", "train-vlm", "--config", str(CONFIGS / f"{RECIPE}.toml")]
+        with self.log.open("ab") as log:
+            return subprocess.Popen([*command, *words, "--out", str(self.folder / "made")], stdout=log, stderr=log)
+
+    def steps_done(self) -> int:
+        histories = list((self.store / "workspaces").glob("train-vlm-*/history.jsonl"))
+        lines = histories[0].read_text(errors="replace").splitlines() if histories else []
+        return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
+
+    def weights_digest(self) -> str:
+        return hashlib.sha256((self.folder / "made/checkpoint/model.safetensors").read_bytes()).hexdigest()[:16]
+
+
+def children(process: subprocess.Popen[bytes], wanted: Callable[[str], bool]) -> list[psutil.Process]:
+    """Programs under `process` by their command lines."""
+    found = []
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if wanted(" ".join(child.cmdline())):
+                    found.append(child)
+    return found
+
+
+def is_server(command: str) -> bool:
+    return "vllm.entrypoints" in command and "components/process.py" not in command
+
+
+def is_trainer(command: str) -> bool:
+    """A rank, not its guard or the parent of several."""
+    others = ("components/process.py", "components.training.processes")
+    return "components.training.service" in command and not any(other in command for other in others)

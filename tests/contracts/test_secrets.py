@@ -1,0 +1,105 @@
+"""Secrets are named in settings, never written there; what is recorded, shown or on a command line has none."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+
+from components.configuration import load_recipe
+from components.contracts.errors import ConfigurationError
+from components.contracts.machine import Machine
+
+VALUE = "hf_AbCdEfGhIjKlMnOp"
+PLAIN = {
+    "the servers' token": f'machine.server_environment.HF_TOKEN="{VALUE}"',
+    "a bare word": f"machine.server_environment.HF_TOKEN={VALUE}",
+    "the trainer's key": f'machine.trainer_environment={{WANDB_API_KEY="{VALUE}"}}',
+    "another's token under a name of no meaning": f'machine.trainer_environment={{X="{VALUE}"}}',
+    "a password": f'machine.server_environment={{DBPASSWORD="{VALUE}"}}',
+    "a small name": f'machine.server_environment={{my_secret="{VALUE}"}}',
+    "one among others": f'machine.server_environment={{A="1", AWS_SECRET_ACCESS_KEY="{VALUE}", B="2"}}',
+    "a proxy's password": f'machine.server_environment={{HTTP_PROXY="http://me:{VALUE}@proxy:3128"}}',
+    "an argument of the servers": f'machine.server_arguments={{api-key="{VALUE}"}}',
+    "an argument, written otherwise": f'machine.server_arguments={{hf_token="{VALUE}"}}',
+    "a store's URL": f'machine.remote_store="ftp://me:{VALUE}@host/store"',
+    "a server's URL": f'machine.endpoints=["http://me:{VALUE}@host:8000"]',
+}
+
+
+@pytest.mark.parametrize("override", PLAIN.values(), ids=PLAIN)
+def test_a_secret_in_plain_text_is_refused_and_not_repeated(override: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load_recipe("train-vlm/colors", [override])
+    assert VALUE not in str(caught.value)
+    assert "recorded in plain text" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        'machine.server_environment={TOKENIZERS_PARALLELISM="false", NCCL_SOCKET_IFNAME="eth1"}',
+        'machine.server_environment={SSL_KEYFILE="/etc/key.pem", AWS_WEB_IDENTITY_TOKEN_FILE="/run/token"}',
+        'machine.server_arguments={max_num_batched_tokens=8192, tokenizer_mode="slow", ssl_keyfile="/etc/key.pem"}',
+        'machine.remote_store="s3://bucket/prefix"',
+        'machine.dask_scheduler="tcp://host:8786"',
+    ],
+)
+def test_what_only_sounds_like_one_is_taken(override: str) -> None:
+    load_recipe("train-vlm/colors", [override])
+
+
+@pytest.mark.parametrize("value", ['"x"', "3", '{ env = "A B" }', '{ env = "" }', '{ env = "A", default = "x" }', "[]"])
+def test_a_reference_that_is_none_is_refused(value: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"machine\.server_environment"):
+        load_recipe("train-vlm/colors", [f"machine.server_environment={{HF_TOKEN={value}}}"])
+
+
+def test_a_child_gets_the_value_and_what_is_recorded_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from components.inference.command import server_environment
+
+    monkeypatch.setenv("MY_TOKEN", VALUE)
+    recipe = load_recipe("train-vlm/colors", ['machine.server_environment={HF_TOKEN={env="MY_TOKEN"}, A="1"}'])
+    machine = recipe.sections["machine"]
+    assert isinstance(machine, Machine)
+    child = server_environment(machine, api_key="k", gpus=())
+    assert child["HF_TOKEN"] == VALUE and child["A"] == "1"
+    recorded = json.dumps(recipe.dump())
+    assert VALUE not in recorded + repr(machine) and '"HF_TOKEN": {"env": "MY_TOKEN"}' in recorded
+    assert Machine.model_validate_json(machine.model_dump_json()) == machine
+
+
+def test_a_variable_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from armature.check import check_machine
+
+    monkeypatch.delenv("NOT_HERE", raising=False)
+    machine = Machine.model_validate({"trainer_environment": {"HF_TOKEN": {"env": "NOT_HERE"}}})
+    with pytest.raises(ConfigurationError, match=r"no variable NOT_HERE(.|\n)*machine\.trainer_environment\.HF_TOKEN"):
+        check_machine(machine, with_servers=False)
+
+
+def test_a_policys_job_on_disk_has_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from components.vla.job import Job
+
+    monkeypatch.setenv("MY_TOKEN", VALUE)
+    machine = Machine.model_validate({"trainer_environment": {"HF_TOKEN": {"env": "MY_TOKEN"}}})
+    field = Job.model_fields["environment"]
+    assert field.annotation is Machine.model_fields["trainer_environment"].annotation
+    assert VALUE not in machine.model_dump_json()
+
+
+@pytest.mark.parametrize(
+    ("environment", "fits"),
+    [
+        ({"HF_TOKEN": VALUE}, False),
+        ({"HF_TOKEN": "short"}, False),
+        ({"X": VALUE}, False),
+        ({"HTTP_PROXY": "http://me:secret@proxy"}, False),
+        ({"HF_TOKEN": {"env": "HF_TOKEN"}, "A": "1", "HTTP_PROXY": "http://proxy:3128"}, True),
+    ],
+)
+def test_the_schema_by_which_prefect_checks_parameters_refuses_it_too(environment: object, fits: bool) -> None:
+    """Prefect stores a run's parameters when the run is made, before any of our code sees them."""
+    validator = jsonschema.Draft202012Validator(Machine.model_json_schema())
+    assert validator.is_valid({"server_environment": environment}) == fits

@@ -1,0 +1,239 @@
+"""An environment's code and data are in the fingerprint of every stage that plays it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.sft.test_stage import VALUES as WARM_START
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+PACKAGE = {
+    "shapes_lab/__init__.py": "",
+    "shapes_lab/envs/__init__.py": "",
+    "shapes_lab/envs/shapes.py": """
+from typing import Any
+from pydantic import Field
+from components.contracts.episodes import Observation, Outcome, Task
+from components.contracts.settings import Settings
+from components.environments.generated import GeneratedEnvironment
+
+
+class ShapesSettings(Settings):
+    words: str = Field(description="A file of words.")
+    weight: float = Field(description="Reward.")
+
+
+class Shapes(GeneratedEnvironment[ShapesSettings]):
+    name = "shapes"
+    Settings = ShapesSettings
+    max_turns = 1
+    reward_weights = {"correct": 1.0}
+
+    def payload(self, seed: int, index: int) -> dict[str, Any]:
+        return {"shape": ["circle", "square"][index % 2], "seed": seed}
+
+    def episode(self, task: Task) -> "ShapesEpisode":
+        return ShapesEpisode(task)
+
+
+class ShapesEpisode:
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    async def reset(self) -> Observation:
+        return Observation(("Which shape?",))
+
+    async def step(self, action: str) -> Outcome:
+        from ..rewards.match import reward
+        return Outcome(None, {"correct": reward(action, self._task.payload["shape"])})
+
+    async def close(self) -> None: ...
+""",
+    "shapes_lab/rewards/__init__.py": "",
+    "shapes_lab/rewards/match.py": """
+from pathlib import Path
+import shapes_helper
+SYNONYMS = Path(__file__).parent / "data" / "synonyms.json"
+
+
+def reward(answer: str, shape: str) -> float:
+    return float(shapes_helper.clean(answer) == shape)
+""",
+    "shapes_lab/rewards/data/synonyms.json": "{}",
+    "shapes_helper.py": "def clean(text):\n    return text.strip()\n",
+    "unrelated.py": "VALUE = 1\n",
+    "shapes_lab-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: shapes-lab\nVersion: 1.0\n",
+    "shapes_lab-1.0.dist-info/entry_points.txt": "[armature.environments]\nshapes = shapes_lab.envs.shapes:Shapes\n",
+}
+
+PRINT = """
+import json, sys
+from pathlib import Path
+from components.configuration import load_recipe
+from components.contracts.stages import Artifact
+from components.stages import STAGES, fingerprint
+
+root, warm_start = Path(sys.argv[1]), sys.argv[2]
+args = '{words = "words/list.txt", weight = 1.0}'
+overrides = ["environment.name=shapes", "environment.args=", f"environment.args={args}"]
+recipe = load_recipe("train-vlm/colors", overrides)
+(root / "tasks").mkdir(exist_ok=True)
+(root / "tasks/environment.json").write_text(recipe.sections["environment"].model_dump_json())
+inputs = {name: Artifact(kind=name, path=root / name, digest=name) for name in ("tasks", "model")}
+from components.sft.settings import SftSettings, WarmStartSettings
+settings = {name: recipe.settings_for(STAGES[name].settings) for name in ("tasks", "train-vlm", "evaluate")}
+settings["sft"] = SftSettings(
+    model=recipe.sections["model"], warm_start=WarmStartSettings.model_validate(json.loads(warm_start))
+)
+found = {name: fingerprint(STAGES[name], each, {key: inputs[key] for key in STAGES[name].inputs})
+         for name, each in settings.items()}
+print(json.dumps(found))
+"""
+
+
+def write(root: Path) -> Path:
+    for name, content in PACKAGE.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    (root / "words").mkdir()
+    (root / "words/list.txt").write_text("circle\nsquare\n")
+    return root
+
+
+def fingerprints(root: Path) -> dict[str, str]:
+    path = os.pathsep.join([str(root), str(REPOSITORY)])
+    done = subprocess.run(
+        [sys.executable, "-c", PRINT, str(root), json.dumps(WARM_START)],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": path, "ARMATURE_CACHE": str(root / ".cache")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def edit(name: str, before: str, after: str) -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        text = (root / name).read_text()
+        assert before in text
+        (root / name).write_text(text.replace(before, after))
+
+    return change
+
+
+def more_synonyms(root: Path) -> None:
+    (root / "shapes_lab/rewards/data/synonyms.json").write_text('{"disc": "circle"}')
+
+
+def test_what_the_rewards_stand_on_changes_every_stage_that_plays_and_nothing_else_does(tmp_path):
+    """One copy of the package after the other, so that neither places nor times can count."""
+    first = fingerprints(write(tmp_path / "first"))
+    assert set(first) == {"tasks", "train-vlm", "evaluate", "sft"}
+    changes = {
+        "a copy elsewhere": lambda root: None,
+        "other code": edit("unrelated.py", "1", "2"),
+        "the environment": edit("shapes_lab/envs/shapes.py", "Which shape?", "What shape?"),
+        "its rewards": edit("shapes_lab/rewards/match.py", "float(", "2.0 * ("),
+        "a module beside the package": edit("shapes_helper.py", "strip", "lstrip"),
+        "data of the package": more_synonyms,
+        "data that the arguments name": edit("words/list.txt", "circle", "disc"),
+    }
+    same = {"a copy elsewhere", "other code"}
+    for number, (what, change) in enumerate(changes.items()):
+        root = write(tmp_path / f"copy{number}")
+        change(root)
+        (root / "shapes_lab/__pycache__").mkdir(exist_ok=True)
+        found = fingerprints(root)
+        if what in same:
+            assert found == first, what
+        else:
+            assert all(found[stage] != first[stage] for stage in first), what
+
+
+def test_a_package_that_is_edited_while_it_is_loaded_counts_as_it_was_loaded(tmp_path, monkeypatch):
+    from components.environments.code import code_digest
+
+    root = write(tmp_path / "package")
+    monkeypatch.syspath_prepend(str(root))
+    import shapes_helper
+
+    before = code_digest("shapes_helper")
+    (root / "shapes_helper.py").write_text("def clean(text):\n    return text.lower()\n")
+    assert shapes_helper.clean(" A") == "A" and code_digest("shapes_helper") == before
+    del sys.modules["shapes_helper"]
+    assert code_digest("shapes_helper") != before
+
+
+def test_changed_games_are_refused_and_absent_ones_are_as_pinned(tmp_path):
+    from components.environments.alfworld.folders import games_digest
+    from components.environments.alfworld.games import FolderGames, games_sources
+
+    games = tmp_path / "games/train/task/trial"
+    games.mkdir(parents=True)
+    (games / "game.tw-pddl").write_text("{}")
+    (games / "traj_data.json").write_text("{}")
+    pinned = games_digest(tmp_path / "games")
+    settings = FolderGames(
+        source="folder",
+        path=str(tmp_path / "games"),
+        digest=pinned,
+        kinds=("pick_and_place_simple",),
+        replaced_grammars=(),
+    )
+    as_made = games_sources(settings)
+    assert as_made["games"] == pinned
+    (games / "game.tw-pddl").write_text("{} ")
+    assert games_sources(settings) != as_made
+    shutil.rmtree(tmp_path / "games")
+    assert games_sources(settings) == as_made
+
+
+@pytest.mark.parametrize("name", ["colors", "recall", "coordinates"])
+def test_the_project_s_own_environments_count_by_what_they_import(name):
+    from components.environments import ENVIRONMENTS
+    from components.environments.code import _files
+
+    files = _files(ENVIRONMENTS[name].__module__)
+    assert f"components.environments.{name}" in files and "components.environments.generated" in files
+    assert not any("alfworld" in file or "libero" in file for file in files)
+
+
+def test_packages_without_an_init_file_count_too(tmp_path, monkeypatch):
+    from components.environments.code import code_digest
+
+    deep = tmp_path / "plain_lab/envs/deep"
+    deep.mkdir(parents=True)
+    (deep / "shapes.py").write_text("VALUE = 1\n")
+    (tmp_path / "plain_lab/main.py").write_text("from plain_lab.envs.deep import shapes\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = code_digest("plain_lab.main")
+    (deep / "shapes.py").write_text("VALUE = 2\n")
+    assert code_digest("plain_lab.main") != before
+
+
+def test_what_an_installer_put_into_a_folder_of_its_own_is_no_code_of_the_environment(tmp_path, monkeypatch):
+    from components.environments.code import code_digest
+
+    target, mine = tmp_path / "target", tmp_path / "mine"
+    (target / "bought-1.0.dist-info").mkdir(parents=True)
+    (target / "bought-1.0.dist-info/RECORD").write_text("bought.py,sha256=x,9\nbought-1.0.dist-info/RECORD,,\n")
+    (target / "bought.py").write_text("VALUE = 1")
+    mine.mkdir()
+    (mine / "own_rules.py").write_text(f"import bought\nTEXT = {'語' * 200!r}  # longer than a file's name can be\n")
+    for folder in (target, mine):
+        monkeypatch.syspath_prepend(str(folder))
+    before = code_digest("own_rules")
+    (target / "bought.py").write_text("VALUE = 2")
+    assert code_digest("own_rules") == before
+    (mine / "own_rules.py").write_text("import bought")
+    assert code_digest("own_rules") != before

@@ -1,0 +1,50 @@
+"""How an evaluation plays: by the arguments that the environment has for evaluations."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from components.artifacts.images import ImageStore
+from components.contracts.machine import Machine
+from components.contracts.stages import StageContext
+from components.environments.settings import EnvironmentSettings
+from components.environments.stage import load_tasks
+from components.evaluation.settings import EvaluateSettings
+from components.evaluation.stage import play
+from components.stages import TerminalEvents, ThreadUnits, run_stage
+from tests.evaluation.test_results import VALUES
+from tests.inference.conftest import write_checkpoint
+from tests.inference.stand_in import run_stand_in
+
+ARGS = {
+    "question": "What colour is this?",
+    "correct_weight": 1.0,
+    "format_weight": 0.0,
+    "image_size": 56,
+    "noise": 16.0,
+    "tint_jitter": 12.0,
+    "brightness_jitter": 0.12,
+    "colours": {"red": [220, 40, 40], "blue": [40, 70, 220]},
+}
+
+
+def test_an_evaluation_asks_as_its_own_arguments_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "key")
+    environment = {"name": "colors", "args": ARGS, "train_tasks": 2, "heldout_tasks": 3, "seed": 0}
+    described = EnvironmentSettings.model_validate(environment | {"evaluation_args": {"question": "Which one?"}})
+    settings = EvaluateSettings.model_validate(
+        {"evaluation": VALUES, "inference": {"max_model_len": 512, "max_images_per_prompt": 1, "dtype": "float32"}}
+    )
+    with run_stand_in("key") as server:
+        machine = Machine(store=str(tmp_path / "store"), endpoints=(server.url,), ready_timeout=5.0)
+        tasks = run_stage("tasks", described, {}, machine)
+        context = StageContext(machine, TerminalEvents(), ThreadUnits(), tmp_path, tmp_path / "images", "key")
+        checkpoint, images = write_checkpoint(tmp_path / "checkpoint"), ImageStore(tmp_path / "images")
+        listed = load_tasks(tasks.path, "heldout")
+        played = asyncio.run(play(settings, listed, tasks.path, checkpoint, images, context))
+    assert len(played.trajectories) == 3
+    asked = [part["text"] for body in server.bodies for part in body["messages"][-1]["content"] if "text" in part]
+    assert asked == ["Which one?"] * 3

@@ -1,0 +1,85 @@
+"""The trainer service's HTTP: bytes from anybody on this machine, and commands of somebody with the token."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from components.contracts.errors import DataError
+from components.training.front import Front
+from tests.fuzz.doors import Attempt, expect
+from tests.fuzz.mutate import damaged_bytes, damaged_document, dumps
+
+TOKEN = "a-token"
+
+
+def request(body: bytes, token: str | None) -> bytes:
+    lines = ["POST /command HTTP/1.1", "Host: 127.0.0.1", f"Content-Length: {len(body)}", "Connection: close"]
+    lines += [f"Authorization: Bearer {token}"] if token else []
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+@contextmanager
+def door(folder: Path) -> Iterator[Attempt]:
+    front, seen = Front(TOKEN, lambda command: None), list[Any]()
+
+    def work() -> None:
+        while True:
+            command, answer = front.next()
+            if command == {"name": "stop"}:
+                answer.set_result(None)
+                return
+            seen.append(command)
+            known = isinstance(command, dict) and command.get("name") == "score"
+            answer.set_result([]) if known else answer.set_exception(DataError("no such command"))
+
+    url = front.start()
+    port = int(url.rpartition(":")[2])
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+
+    def attempt(rng: random.Random) -> bool:
+        command = damaged_document({"name": "score", "batch": "/a/b", "step": 3}, rng)
+        token = rng.choice((TOKEN, TOKEN, None, "", "wrong", TOKEN[:-1]))
+        raw = request(dumps(command), token)
+        raw, whole = (raw, True) if rng.random() < 0.5 else (damaged_bytes(raw, rng), False)
+        before = len(seen)
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+            connection.sendall(raw)
+            connection.shutdown(socket.SHUT_WR)
+            connection.settimeout(5)
+            status = connection.recv(65536).partition(b"\r\n")[0]
+            expect(
+                not whole or not status.startswith(b"HTTP/1.1 5"), f"a bad request is the service's fault: {status!r}"
+            )
+        if whole and token != TOKEN:
+            expect(len(seen) == before, "a command without the token was carried out")
+        after = httpx.post(
+            f"{url}/command",
+            json={"name": "score"},
+            headers={"authorization": f"Bearer {TOKEN}"},
+            timeout=5,
+            trust_env=False,
+        )
+        expect(after.status_code == 200 and after.json() == {"result": []}, "the service no longer answers")
+        return len(seen) > before + 1
+
+    try:
+        yield attempt
+    finally:
+        httpx.post(
+            f"{url}/command",
+            json={"name": "stop"},
+            headers={"authorization": f"Bearer {TOKEN}"},
+            timeout=5,
+            trust_env=False,
+        )
+        worker.join(5)
+        front.stop()

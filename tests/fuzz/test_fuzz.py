@@ -1,0 +1,35 @@
+"""The fuzz command: it finds what is planted, and its damage is a function of the seed."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+
+from tests.fuzz.doors.planted import KINDS
+from tests.fuzz.mutate import damaged_bytes, damaged_document, dumps
+from tests.fuzz.run import fuzz_door, table
+
+DOCUMENT = {"a": [1, 2.5, "x"], "b": {"c": None, "d": [[], {}]}}
+
+
+def test_a_door_that_fails_is_found_in_each_way_and_the_rest_goes_on() -> None:
+    planned = [random.Random(f"c/planted/{number}").choice(KINDS) for number in range(13)]
+    assert set(planned) == set(KINDS)
+    result = fuzz_door("planted", "c", range(13), time.monotonic() + 120)
+    assert result.counts == Counter(planned)
+    found = {number: kind for number, kind, _ in result.findings}
+    assert found == {number: kind for number, kind in enumerate(planned) if kind not in ("accepted", "refused")}
+    assert f"13 inputs, {len(found)} findings" in table({"planted": result})
+
+
+def test_damage_is_a_function_of_the_seed_and_does_damage() -> None:
+    data = bytes(range(200))
+    for seed in range(200):
+        first, second = (damaged_bytes(data, random.Random(seed)) for _ in range(2))
+        assert first == second
+        documents = [dumps(damaged_document(DOCUMENT, random.Random(seed))) for _ in range(2)]
+        assert documents[0] == documents[1]
+    changed = sum(damaged_bytes(data, random.Random(seed)) != data for seed in range(200))
+    other = sum(dumps(damaged_document(DOCUMENT, random.Random(seed))) != dumps(DOCUMENT) for seed in range(200))
+    assert changed > 180 and other > 150

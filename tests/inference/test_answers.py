@@ -1,0 +1,276 @@
+"""Whatever a server answers: exact samples, or failures that are counted; through the pool, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gzip
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from starlette.responses import Response, StreamingResponse
+
+from components.contracts.machine import Machine
+from components.inference.client import Completion, GenerationFailure
+from components.inference.pool import ServerPool
+from components.inference.settings import SamplingSettings, ServerSettings
+from tests.inference.conftest import KEY, make_sampling, stand_in, write_checkpoint
+
+MESSAGES = [{"role": "user", "content": "?"}]
+PROMPT, TOKENS, ROWS = [1, 7, 7, 7, 2], [3, 4, 5], 10
+SAMPLES = 3
+
+
+class Asked:
+    """A pool that has joined a stand-in server, whose answers are rewritten."""
+
+    def __init__(self, pool: ServerPool, server: Any, portal: BlockingPortal, sampling: SamplingSettings) -> None:
+        self.pool, self.server, self.portal, self.sampling = pool, server, portal, sampling
+
+    def sample(self, rewrite: Callable[[dict[str, Any]], Any]) -> list[Completion | GenerationFailure]:
+        self.server.rewrite = rewrite
+        try:
+            return self.portal.call(self.pool.sample, MESSAGES, self.sampling, 0, SAMPLES)
+        except GenerationFailure as failure:
+            return [failure] * SAMPLES
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
+    folder = tmp_path_factory.mktemp("answers")
+    weights = write_checkpoint(folder / "a")
+    (weights / "config.json").write_text(json.dumps({"image_token_id": 7, "text_config": {"vocab_size": ROWS}}))
+    with pytest.MonkeyPatch.context() as patch, stand_in.run_stand_in(KEY) as server:
+        patch.setenv("VLLM_API_KEY", KEY)
+        limits = {"generation_timeout": 5.0, "ready_timeout": 5.0, "sync_timeout": 5.0}
+        machine = Machine(endpoints=(server.url,), **limits)
+        inference = ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="float32")
+        pool = ServerPool(weights, inference, machine, folder / "logs")
+        with start_blocking_portal() as portal, portal.wrap_async_context_manager(pool):
+            yield Asked(pool, server, portal, make_sampling())
+
+
+@pytest.fixture
+def asked(joined: Asked) -> Asked:
+    """Nothing is counted yet."""
+    joined.pool.statistics.failures.clear()
+    joined.pool.statistics.completions = joined.pool.statistics.ejections = 0
+    return joined
+
+
+def at(answer: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    """The answer with another value at `path`; choice i is the one with index i."""
+    answer = copy.deepcopy(answer)
+    answer["choices"].sort(key=lambda choice: choice["index"])
+    where: Any = answer
+    for key in path[:-1]:
+        where = where[key]
+    where[path[-1]] = value
+    return answer
+
+
+BAD_IN_ONE = [
+    (("token_ids",), [3.9, 4, 5], "malformed_tokens"),
+    (("token_ids",), [3.0, 4, 5], "malformed_tokens"),
+    (("token_ids",), [True, 4, 5], "malformed_tokens"),
+    (("token_ids",), ["3", 4, 5], "malformed_tokens"),
+    (("token_ids",), [[3, 4, 5]], "malformed_tokens"),
+    (("token_ids",), [None, 4, 5], "malformed_tokens"),
+    (("token_ids",), {"0": 3}, "malformed_tokens"),
+    (("token_ids",), "345", "malformed_tokens"),
+    (("token_ids",), [-1, 4, 5], "unknown_token"),
+    (("token_ids",), [3, 4, ROWS], "unknown_token"),
+    (("token_ids",), [3, 4, 2**31], "unknown_token"),
+    (("token_ids",), [3, 4, 2**64 + 5], "unknown_token"),
+    (("token_ids",), [3, 4, 5, 6], "length_mismatch"),
+    (("token_ids",), [], "length_mismatch"),
+    (("token_ids", 1), 7, "placeholder_sampled"),
+    (("logprobs", "content", 0, "logprob"), True, "bad_logprobs"),
+    (("logprobs", "content", 0, "logprob"), "-0.5", "bad_logprobs"),
+    (("logprobs", "content", 0, "logprob"), 0.5, "bad_logprobs"),
+    (("logprobs", "content", 0, "logprob"), -math.inf, "bad_logprobs"),
+    (("logprobs", "content", 0, "logprob"), math.nan, "bad_logprobs"),
+    (("logprobs", "content", 0, "logprob"), -(10**400), "bad_logprobs"),
+    (("logprobs", "content", 0, "logprob"), [-0.5], "bad_logprobs"),
+    (("logprobs", "content", 0), -0.5, "missing_logprobs"),
+    (("logprobs", "content"), None, "missing_logprobs"),
+    (("logprobs", "content"), "abc", "missing_logprobs"),
+    (("logprobs",), [], "missing_logprobs"),
+    (("message",), None, "malformed_text"),
+    (("message",), "yes", "malformed_text"),
+    (("message",), {}, "malformed_text"),
+    (("message", "content"), 3, "malformed_text"),
+    (("message", "content"), ["yes"], "malformed_text"),
+    (("message", "content"), "a \ud800 b", "malformed_text"),
+    (("finish_reason",), None, "not_finished"),
+    (("finish_reason",), "abort", "not_finished"),
+    (("finish_reason",), "error", "not_finished"),
+    (("finish_reason",), ["stop"], "not_finished"),
+    (("finish_reason",), "\ud800", "not_finished"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "reason"), BAD_IN_ONE)
+def test_a_bad_sample_fails_alone_and_nothing_of_it_is_converted(
+    path: tuple[Any, ...], value: Any, reason: str, asked: Asked
+) -> None:
+    good, bad, last = asked.sample(lambda answer: at(answer, ("choices", 1, *path), value))
+    for sample in (good, last):
+        assert isinstance(sample, Completion)
+        assert (sample.token_ids.tolist(), sample.prompt_token_ids.tolist()) == (TOKENS, PROMPT)
+    assert isinstance(bad, GenerationFailure)
+    assert bad.reason == reason
+    assert asked.pool.statistics.failures == {reason: 1}
+    assert asked.pool.statistics.completions == 2
+    str(bad).encode()
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("prompt_token_ids",), [1.5, 7]),
+        (("prompt_token_ids",), [1, -7]),
+        (("prompt_token_ids",), [1, ROWS]),
+        (("prompt_token_ids",), [True]),
+        (("prompt_token_ids",), []),
+        (("prompt_token_ids",), [[1, 7]]),
+        (("prompt_token_ids",), [1] * 512),
+        (("choices", 2, "index"), 1),
+        (("choices", 2, "index"), 3),
+        (("choices", 2, "index"), -1),
+        (("choices", 2, "index"), 2.0),
+        (("choices", 2, "index"), "2"),
+        (("choices", 1, "index"), True),
+        (("choices", 2, "index"), None),
+        (("choices", 2), None),
+        (("choices", 2), []),
+        (("choices",), {}),
+        (("choices",), None),
+    ],
+)
+def test_an_answer_whose_samples_cannot_be_told_apart_is_a_failure_of_all(
+    path: tuple[Any, ...], value: Any, asked: Asked
+) -> None:
+    failures = asked.sample(lambda answer: at(answer, path, value))
+    assert {failure.reason for failure in failures if isinstance(failure, GenerationFailure)} == {"malformed_answer"}
+    assert asked.pool.statistics.failures == {"malformed_answer": SAMPLES}
+    assert asked.pool.statistics.ejections == 0
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.integers(-3, ROWS + 2)
+    | st.floats()
+    | st.text(st.characters(), max_size=4)
+    | st.sampled_from(["\ud800", "stop", "length", "abort"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+PATHS = st.sampled_from(
+    [
+        ("prompt_token_ids",),
+        ("prompt_token_ids", 2),
+        ("choices",),
+        *(
+            ("choices", 1, *rest)
+            for rest in (
+                (),
+                ("index",),
+                ("message",),
+                ("message", "content"),
+                ("token_ids",),
+                ("token_ids", 1),
+                ("logprobs",),
+                ("logprobs", "content"),
+                ("logprobs", "content", 1),
+                ("logprobs", "content", 1, "logprob"),
+                ("finish_reason",),
+            )
+        ),
+    ]
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(path=PATHS, value=JSON)
+def test_any_json_anywhere_is_a_failure_or_is_exactly_what_was_sent(path: Any, value: Any, asked: Asked) -> None:
+    sent: list[dict[str, Any]] = []
+
+    def rewrite(answer: dict[str, Any]) -> dict[str, Any]:
+        sent[:] = [at(answer, path, value)]
+        return sent[0]
+
+    before = asked.pool.statistics.snapshot()
+    results = asked.sample(rewrite)
+    (answer,) = sent
+    assert len(results) == SAMPLES
+    for index, result in enumerate(results):
+        if isinstance(result, GenerationFailure):
+            assert path[:2] == ("choices", index) or result.reason == "malformed_answer"
+            continue
+        choice = answer["choices"][index]
+        pairs = ((result.token_ids, choice["token_ids"]), (result.prompt_token_ids, answer["prompt_token_ids"]))
+        for array, given_ids in pairs:
+            assert all(type(token) is int and 0 <= token < ROWS for token in given_ids)
+            assert array.tolist() == given_ids
+        given_logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        assert all(type(number) in (int, float) and -9000 < number <= 1e-4 for number in given_logprobs)
+        assert result.logprobs.tolist() == pytest.approx([min(number, 0.0) for number in given_logprobs], abs=1e-3)
+        assert result.text == (choice["message"]["content"] or "")
+        result.text.encode()
+        assert result.finish_reason == choice["finish_reason"] in ("stop", "length")
+        assert type(choice["index"]) is int and choice["index"] == index
+    after = asked.pool.statistics.snapshot()
+    counted = sum(value for name, value in after.items() if name == "completions" or name.startswith("failures/"))
+    counted -= sum(value for name, value in before.items() if name == "completions" or name.startswith("failures/"))
+    assert counted == SAMPLES
+
+
+class Endless:
+    """More bytes than anyone should take, and how many of them were taken."""
+
+    def __init__(self, part: bytes) -> None:
+        self.part, self.taken = part, 0
+
+    async def __aiter__(self) -> Any:
+        while self.taken < 200 * 2**20:
+            self.taken += len(self.part)
+            yield self.part
+            await asyncio.sleep(0)  # here the server may notice that nobody listens
+
+
+def test_an_endless_answer_is_cut_off(asked: Asked) -> None:
+    endless: list[Endless] = []
+
+    def rewrite(_: dict[str, Any]) -> Response:
+        endless.append(Endless(b" " * 2**16))
+        return StreamingResponse(endless[-1], media_type="application/json")
+
+    failures = asked.sample(rewrite)
+    assert {failure.reason for failure in failures if isinstance(failure, GenerationFailure)} == {"broken_answer"}
+    assert max(answer.taken for answer in endless) < 32 * 2**20  # what lies in sockets and buffers is in it
+
+
+@pytest.mark.parametrize(
+    ("content", "headers"),
+    [
+        (gzip.compress(bytes(50 * 2**20)), {"content-encoding": "gzip"}),
+        (b"[" * 50_000, {}),
+        (b"\xff\xfe{}", {}),
+        (b'{"prompt_token_ids": [' + b"9" * 5000 + b"]}", {}),
+    ],
+    ids=["bomb", "nested", "no text", "a long number"],
+)
+def test_bytes_that_are_no_answer_are_a_failure(content: bytes, headers: dict[str, str], asked: Asked) -> None:
+    failures = asked.sample(lambda _: Response(content, headers=headers))
+    assert {failure.reason for failure in failures if isinstance(failure, GenerationFailure)} == {"broken_answer"}
+    assert asked.pool.statistics.failures == {"broken_answer": SAMPLES}
+    assert len(str(failures[0])) < 2000

@@ -1,0 +1,235 @@
+"""Two runs and one server: one has it, and no completion of the other's weights is taken for its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from components.contracts.errors import ServerError
+from components.inference.client import Completion
+from components.inference.pool import ServerPool
+from components.inference.settings import SamplingSettings
+
+MESSAGES = [{"role": "user", "content": "?"}]
+KEY = {"Authorization": "Bearer a-key"}
+OTHER = "b" * 32
+MakePool = Callable[..., ServerPool]
+StandIns = Callable[..., list[Any]]
+Checkpoint = Callable[..., Path]
+
+
+async def ask(pool: ServerPool, sampling: SamplingSettings, count: int = 4) -> list[Any]:
+    jobs = (pool.complete(MESSAGES, sampling, 2 * seed) for seed in range(count))
+    return await asyncio.gather(*jobs, return_exceptions=True)
+
+
+def texts(results: list[Any]) -> set[tuple[str, int]]:
+    return {(result.text, result.policy_version) for result in results}
+
+
+async def load(server: Any, weights: Path, **headers: str) -> int:
+    """What a client does that has the key and no manners."""
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
+    async with httpx.AsyncClient(trust_env=False) as http:
+        return (await http.post(f"{server.url}/collective_rpc", json=body, headers=KEY | headers)).status_code
+
+
+async def lease(server: Any, method: str, holder: str, seconds: float = 30.0) -> httpx.Response:
+    body = {"holder": holder, "who": "someone", "seconds": seconds}
+    async with httpx.AsyncClient(trust_env=False) as http:
+        return await http.request(method, f"{server.url}/armature/lease", json=body, headers=KEY)
+
+
+async def take_over(server: Any, weights: Path) -> None:
+    """Another run has the server for a moment, as when ours was suspended for longer than its lease lasts."""
+    server.lease._ends = 0.0
+    assert (await lease(server, "POST", OTHER)).status_code == 200
+    assert await load(server, weights, **{"X-Armature-Lease": OTHER}) == 200
+    assert (await lease(server, "DELETE", OTHER)).status_code == 200
+
+
+def test_a_second_run_is_refused_and_hears_who_has_the_server(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    (server,) = stand_ins(1)
+    first, second = make_pool([server], checkpoint("a")), make_pool([server], checkpoint("b"))
+
+    async def work() -> None:
+        async with first:
+            with pytest.raises(ServerError, match=r"another run has this server: .*process \d+.*logs, since 20"):
+                async with second:
+                    await second.sync(checkpoint("c"), 1)
+            assert texts(await ask(first, sampling)) == {("a", 0)}
+        async with second:
+            assert texts(await ask(second, sampling)) == {("b", 0)}
+
+    asyncio.run(work())
+
+
+def test_a_second_run_may_wait_for_the_first(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    (server,) = stand_ins(1)
+    first, second = make_pool([server], checkpoint("a")), make_pool([server], checkpoint("b"), lease_timeout=60)
+
+    async def wait() -> list[Any]:
+        async with second:
+            return await ask(second, sampling)
+
+    async def work() -> None:
+        async with first:
+            waiting = asyncio.create_task(wait())
+            await asyncio.sleep(2)
+            assert texts(await ask(first, sampling)) == {("a", 0)}
+        assert texts(await waiting) == {("b", 0)}
+
+    asyncio.run(work())
+
+
+def test_the_server_of_a_run_that_was_killed_can_be_had_when_its_lease_ends(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    (server,) = stand_ins(1)
+
+    async def work() -> None:
+        assert (await lease(server, "POST", OTHER, seconds=2.5)).status_code == 200
+        async with make_pool([server], checkpoint("a")) as pool:
+            assert texts(await ask(pool, sampling)) == {("a", 0)}
+
+    asyncio.run(work())
+
+
+def test_a_lease_is_kept_while_nothing_is_asked(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from components.inference import lease as ours
+
+    monkeypatch.setattr(ours, "SECONDS", 1.0)
+    monkeypatch.setattr(ours, "KEEP_EVERY", 0.2)
+    (server,) = stand_ins(1)
+
+    async def work() -> None:
+        async with make_pool([server], checkpoint("a")):
+            await asyncio.sleep(2.5)
+            assert (await lease(server, "POST", OTHER)).status_code == 409
+        assert (await lease(server, "POST", OTHER)).status_code == 200
+
+    asyncio.run(work())
+
+
+def test_nobody_else_changes_weights_or_asks_while_a_run_has_the_server(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    (server,) = stand_ins(1)
+
+    async def work() -> None:
+        async with make_pool([server], checkpoint("a")) as pool:
+            assert await load(server, checkpoint("foreign")) == 423
+            assert await load(server, checkpoint("worse"), **{"X-Armature-Lease": OTHER}) == 423
+            assert texts(await ask(pool, sampling)) == {("a", 0)}
+            await pool.sync(checkpoint("b"), 1)
+            assert texts(await ask(pool, sampling)) == {("b", 1)}
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("regained", [False, True])
+def test_weights_of_another_run_are_never_ours_and_ours_come_back(
+    regained: bool, stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    (server,) = stand_ins(1)
+
+    async def work() -> None:
+        async with make_pool([server], checkpoint("a")) as pool:
+            await pool.sync(checkpoint("b"), 1)
+            await take_over(server, checkpoint("foreign"))
+            if regained:
+                assert (await lease(server, "POST", pool.lease)).status_code == 200
+            assert server.version == "foreign"
+            assert texts(await ask(pool, sampling)) == {("b", 1)}
+            assert pool.statistics.ejections == 1
+
+    asyncio.run(work())
+
+
+def test_an_answer_on_its_way_while_others_change_the_weights_is_thrown_away(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    (server,) = stand_ins(1)
+
+    async def work() -> None:
+        async with make_pool([server], checkpoint("a")) as pool:
+            server.delay = 0.5
+            asking = asyncio.create_task(ask(pool, sampling))
+            await asyncio.sleep(0.2)
+            await take_over(server, checkpoint("foreign"))
+            assert texts(await asking) == {("a", 0)}
+            assert pool.statistics.retries >= 4
+
+    asyncio.run(work())
+
+
+def test_a_server_that_was_started_again_unnoticed_gets_the_current_weights(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    (server,) = stand_ins(1)
+
+    async def work() -> None:
+        async with make_pool([server], checkpoint("a")) as pool:
+            await pool.sync(checkpoint("b"), 1)
+            server.start_again()
+            assert texts(await ask(pool, sampling)) == {("b", 1)}
+
+    asyncio.run(work())
+
+
+def test_without_the_plug_in_weights_of_another_run_end_the_use_of_the_server(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    (server,) = stand_ins(1, plain=True)
+
+    async def work() -> None:
+        async with make_pool([server], checkpoint("a")) as pool:
+            assert texts(await ask(pool, sampling)) == {("a", 0)}
+            await pool.sync(checkpoint("b"), 1)
+            assert texts(await ask(pool, sampling)) == {("b", 1)}
+            server.delay = 0.3
+            asking = asyncio.create_task(ask(pool, sampling))
+            await asyncio.sleep(0.1)
+            assert await load(server, checkpoint("foreign")) == 200
+            results = await asking + await ask(pool, sampling)
+            assert not [result for result in results if isinstance(result, Completion)]
+            assert any("no server is left" in str(result) for result in results)
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"[" * 3000,
+        b"x" * 10_000,
+        b'{"holder": 3, "who": "x", "seconds": 1}',
+        b'{"holder": "short", "who": "x", "seconds": 1}',
+        b'{"holder": "%s", "who": "x", "seconds": true}' % (b"a" * 32),
+        b'{"holder": "%s", "who": "x", "seconds": 1e9}' % (b"a" * 32),
+        b'{"holder": "%s", "who": "x", "seconds": NaN}' % (b"a" * 32),
+        b'{"holder": "%s", "who": null, "seconds": 1}' % (b"a" * 32),
+    ],
+)
+def test_a_lease_is_not_had_by_a_malformed_request(body: bytes, stand_ins: StandIns) -> None:
+    (server,) = stand_ins(1)
+    with httpx.Client(base_url=server.url, headers=KEY, trust_env=False) as http:
+        assert http.post("/armature/lease", content=body).status_code == 400
+        assert http.get("/armature/lease").json()["held"] is False
+        http.post("/armature/lease", json={"holder": OTHER, "who": "someone", "seconds": 5})
+        state = http.get("/armature/lease")
+        assert state.json()["who"] == "someone" and OTHER not in state.text
+    assert httpx.get(f"{server.url}/armature/lease", trust_env=False).status_code == 401

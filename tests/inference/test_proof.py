@@ -1,0 +1,142 @@
+"""After a sync a server's log-probs of a probe are the trainer's own, not only another server's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from components.contracts.errors import WeightSyncError
+from components.inference.keeper import EJECT_AFTER
+from components.inference.pool import ServerPool
+from components.inference.probe import LIKELIEST, ProbeAnswer, make_probe
+
+MakePool = Callable[..., ServerPool]
+StandIns = Callable[[int], list[Any]]
+Checkpoint = Callable[..., Path]
+
+
+def answer_of(pool: ServerPool, version: str, dtype: str = "float32", off: float = 0.0) -> ProbeAnswer:
+    """What a stand-in answers that holds `version`, but for the greatest log-prob after the image."""
+    value = -float(sum(version.encode()) % 97)
+    text = np.full(len(pool.weights.probe.tokens) - 1, value)
+    top = value - np.arange(LIKELIEST)
+    top[0] += off
+    return ProbeAnswer(np.concatenate([text, top]).astype(np.float32), dtype)
+
+
+def sync(pool: ServerPool, weights: Path, make_answer: Callable[[ServerPool], ProbeAnswer | None]) -> None:
+    async def work() -> None:
+        async with pool:
+            await pool.sync(weights, 1, answer=make_answer(pool))
+
+    asyncio.run(work())
+
+
+def test_servers_that_answer_as_the_trainer_pass(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint
+) -> None:
+    sync(make_pool(stand_ins(2), checkpoint("a")), checkpoint("b"), lambda pool: answer_of(pool, "b"))
+
+
+def test_servers_that_agree_with_each_other_but_not_with_the_trainer_are_refused(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint
+) -> None:
+    pool = make_pool(stand_ins(2), checkpoint("a"))
+    with pytest.raises(WeightSyncError, match=r"differ by 1 nats(?s:.*): -1, and -2 of the trainer") as caught:
+        sync(pool, checkpoint("b"), lambda pool: answer_of(pool, "c"))  # ord("b") - 97 is 1
+    assert "components/inference/served" in caught.value.remedy
+
+
+def test_one_value_of_an_image_is_enough(stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint) -> None:
+    pool = make_pool(stand_ins(1), checkpoint("a"), sync_tolerance=1e-4)
+    with pytest.raises(WeightSyncError, match="text alone agrees, an image does not"):
+        sync(pool, checkpoint("b"), lambda pool: answer_of(pool, "b", off=0.01))
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "off", "passes"),
+    [
+        ({}, "float32", 0.05, True),  # a joined server may be on a GPU: 5e-3 over 147 values
+        ({}, "float32", 0.1, False),
+        ({}, "bfloat16", 1.0, True),
+        ({}, "bfloat16", 2.0, False),
+        ({"sync_tolerance": 1e-3}, "bfloat16", 0.1, False),
+    ],
+)
+def test_the_tolerance_follows_the_types(
+    stand_ins: StandIns,
+    make_pool: MakePool,
+    checkpoint: Checkpoint,
+    changes: dict[str, float],
+    dtype: str,
+    off: float,
+    passes: bool,
+) -> None:
+    pool = make_pool(stand_ins(1), checkpoint("a"), **changes)
+    if passes:
+        sync(pool, checkpoint("b"), lambda pool: answer_of(pool, "b", dtype, off))
+        return
+    with pytest.raises(WeightSyncError, match="does not hold the weights of the trainer"):
+        sync(pool, checkpoint("b"), lambda pool: answer_of(pool, "b", dtype, off))
+
+
+def test_a_server_that_comes_back_has_to_answer_as_the_trainer_did(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint
+) -> None:
+    servers = stand_ins(2)
+
+    async def work() -> None:
+        async with make_pool(servers, checkpoint("a")) as pool:
+            await pool.sync(checkpoint("b"), 1, answer=answer_of(pool, "b"))
+            replica = pool.replicas[1]
+            servers[1].version = "other"
+            servers[1].misbehave("sync nothing")  # it says that it loaded what it was given
+            replica.failures = EJECT_AFTER
+            replica.suspect.set()
+            async with asyncio.timeout(10):
+                while replica.given_up is None:
+                    await asyncio.sleep(0.02)
+            assert "at version 1 it does not hold the weights of the trainer" in str(replica.given_up)
+            assert not replica.ready and pool.replicas[0].ready
+
+    asyncio.run(work())
+
+
+def test_a_server_that_loaded_nothing_is_named_so(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint
+) -> None:
+    (server,) = servers = stand_ins(1)
+
+    async def work() -> None:
+        async with make_pool(servers, checkpoint("a")) as pool:
+            await pool.sync(checkpoint("b"), 1, answer=answer_of(pool, "b"))
+            server.misbehave("sync nothing")
+            await pool.sync(checkpoint("c"), 2, answer=answer_of(pool, "c"))
+
+    with pytest.raises(WeightSyncError, match="it still holds version 1"):
+        asyncio.run(work())
+
+
+def test_an_answer_that_is_none_is_an_error_of_ours(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint
+) -> None:
+    (server,) = servers = stand_ins(1)
+    server.misbehave("sync no probe")
+    with pytest.raises(WeightSyncError, match="no log-probs of a fixed prompt"):
+        sync(make_pool(servers, checkpoint("a")), checkpoint("b"), lambda pool: answer_of(pool, "b"))
+
+
+@pytest.mark.parametrize("vocabulary", [130, 200, 150_000, 2**31 - 1])
+def test_the_probe_is_many_tokens_that_may_be_sampled(vocabulary: int) -> None:
+    probe = make_probe(vocabulary, (3, 5), 511, images=True)
+    assert probe == make_probe(vocabulary, (3, 5), 511, images=True)
+    assert len(set(probe.tokens)) == len(probe.tokens) == 128 and not {3, 5} & set(probe.tokens)
+    assert max(probe.tokens) < vocabulary
+    assert probe.picture().size == (64, 48)
+    assert len(make_probe(vocabulary, (), 15, images=False).tokens) == 15
+    assert len(make_probe(20, (3, 5), 511, images=False).tokens) == 18

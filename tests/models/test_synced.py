@@ -1,0 +1,245 @@
+"""Server and trainer give the same log-probs through three real training steps and three syncs: every family, tied and
+untied, two turns, several images of different sizes, in every mode and orientation.
+
+Some families run by default, all with ARMATURE_TEST_FAMILIES=all.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from components.adapters import get_adapter
+from components.artifacts.images import ImageStore
+from components.batches.table import write_batch
+from components.contracts.batches import Sample
+from components.contracts.images import EncodedImage, ImageRef
+from components.contracts.machine import Machine
+from components.contracts.rollouts import GenerateOutputs, Trajectory, Turn
+from components.models.families import FAMILIES
+from components.models.load import load_processor
+from components.models.tiny import SMALL, make_tiny_checkpoint
+from components.training.ranks import Ranks
+from components.training.service_settings import PolicySettings, service_settings
+from components.training.settings import TrainerSettings
+from components.training.worker import Worker
+
+from .test_serving import CPU, PYTHON, SETTINGS
+
+TOLERANCE = 1e-5  # nats per token, both in fp32
+STEPS = 3
+DEFAULT = (("qwen3-vl", True), ("qwen2.5-vl", True), ("gemma3", True), ("mistral3", True), ("molmo2", False))
+ALL = [(name, tied) for name in FAMILIES for tied in (True, False) if (name, tied) != ("molmo2", True)]
+CASES = ALL if os.environ.get("ARMATURE_TEST_FAMILIES") == "all" else DEFAULT
+
+TRAINER = TrainerSettings.model_validate(
+    {
+        "objective": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.28},
+        "aggregation": "token",
+        "dr_grpo_length": 8,
+        "correction": {"level": "token", "mode": "none", "cap": 2.0},
+        "kl_coefficient": 0.0,
+        "entropy_coefficient": 0.0,
+        "learning_rate": 3e-3,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
+        "adam_epsilon": 1e-8,
+        "weight_decay": 0.01,
+        "max_grad_norm": 1.0,
+        "lr_scheduler": "constant",
+        "warmup_steps": 0,
+        "max_steps": STEPS,
+        "samples_per_update": 0,
+        "max_tokens_per_micro_batch": 4096,
+        "max_rows_per_micro_batch": 4,
+        "logprobs": "torch",
+        "logprob_chunk_tokens": 64,
+        "autocast": "none",
+        "save_every": STEPS,
+        "keep_checkpoints": 1,
+        "seed": 0,
+    }
+)
+
+
+class Engine:
+    """vLLM in a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        ours, theirs = socket.socketpair()
+        self._log = (folder / "vllm.log").open("w")
+        with theirs:
+            command = [PYTHON, Path(__file__).with_name("vllm_loop.py"), str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                command, env=os.environ | CPU, pass_fds=[theirs.fileno()], stdout=self._log, stderr=self._log
+            )
+        self._socket, self._lines = ours, ours.makefile("rw")
+
+    def __call__(self, *command: Any) -> Any:
+        self._lines.write(json.dumps(command) + "\n")
+        self._lines.flush()
+        if not (line := self._lines.readline()):
+            raise RuntimeError(f"vLLM died:\n{Path(self._log.name).read_text()[-6000:]}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._lines.close()
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    if not PYTHON.exists():
+        pytest.skip("needs .venv-vllm: make .venv-vllm")
+    made = Engine(tmp_path_factory.mktemp("engine"))
+    yield made
+    made.close()
+
+
+def pictures() -> list[EncodedImage]:
+    """Files in every mode, turned and not, of different sizes."""
+    random = np.random.default_rng(0)
+    made = []
+    kinds = ("RGB PNG", "RGBA PNG", "L JPEG", "LA PNG", "P PNG", "CMYK JPEG", "1 PNG", "RGBA WEBP", "RGB JPEG")
+    for index, (mode, kind) in enumerate(one.split() for one in kinds):
+        noise = random.integers(0, 256, (60 + 8 * index, 110 - 9 * index, 4), dtype=np.uint8)
+        image = Image.fromarray(noise if mode in ("RGBA", "LA") else noise[..., :3])
+        exif = Image.Exif()
+        exif[0x0112] = index % 8 + 1
+        file = io.BytesIO()
+        image.convert(mode).save(file, kind, exif=exif)
+        made.append(EncodedImage(file.getvalue(), f"image/{kind.lower()}"))
+    return made
+
+
+def user(words: str, images: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"role": "user", "content": [*images, {"type": "text", "text": words}]}
+
+
+def turn(index: int, answer: dict[str, Any], images: list[ImageRef], version: int) -> Turn:
+    return Turn(
+        index=index,
+        prompt_token_ids=np.array(answer["prompt"], np.int32),
+        completion_token_ids=np.array(answer["sampled"], np.int32),
+        completion_logprobs=np.array(answer["logprobs"], np.float32),
+        finish_reason="stop",
+        policy_version=version,
+        images=tuple(images),
+        messages="[]",
+        completion=answer["text"],
+        reward=0.0,
+        reward_parts={},
+        anchor_key=None,
+        admissible_key=None,
+        action_defect=None,
+        generate_seconds=0.0,
+        environment_seconds=0.0,
+    )
+
+
+class Loop:
+    """A trainer, and conversations of two turns that are played with a server."""
+
+    def __init__(self, family: str, tied: bool, folder: Path) -> None:
+        sizes = SMALL.model_copy(update={"tie_embeddings": tied})
+        attention = "causal" if FAMILIES[family].image_attention else None  # as vLLM's on CPU
+        self.folder = folder
+        self.start = make_tiny_checkpoint(family, folder / "weights/0", 0, sizes, attention)
+        store = ImageStore(folder / "images")
+        self.processor = load_processor(self.start, SETTINGS)
+        self.adapter = get_adapter(self.start, self.processor, store.open)
+        self.images = [store.put(image) for image in pictures()]
+        self.parts = [self._part(store, ref) for ref in self.images]
+        policy = PolicySettings(
+            model_path=self.start,
+            model=SETTINGS,
+            trainer=TRAINER,
+            temperature=0.7,
+            images=store.root,
+        )
+        (folder / "work").mkdir()
+        self.worker = Worker(service_settings(policy, Machine(loader_workers=0), folder / "work"), Ranks())
+
+    def do(self, **command: Any) -> Any:
+        return self.worker.run(command, self.worker.check(command))
+
+    def samples(self, engine: Engine, version: int) -> list[Sample]:
+        """What the server samples: three conversations, each with all of its images in two turns."""
+        bias = {str(token): -100.0 for token in self.adapter.forbidden_token_ids if token < self.rows}
+        chats = [[user("look", self.parts[i : i + 2])] for i in (0, 3, 6)]
+        first = engine("ask", chats, bias)
+        for chat, answer, i in zip(chats, first, (2, 5, 8), strict=True):
+            chat += [{"role": "assistant", "content": answer["text"]}, user("and", self.parts[i : i + 1])]
+        second = engine("ask", chats, bias)
+        rollouts = []
+        for number, (one, two) in enumerate(zip(first, second, strict=True)):
+            shown = self.images[3 * number : 3 * number + 3]
+            turns = (turn(0, one, shown[:2], version), turn(1, two, shown, version))
+            rollouts.append(Trajectory(f"t{number}", "g", "test", f"task{number}", "train", turns, truncated=False))
+        samples, drops = self.adapter.samples(GenerateOutputs(rollouts))
+        assert not drops and sum(sample.loss_mask.sum() for sample in samples) >= 3 * 2
+        return samples
+
+    def _part(self, store: ImageStore, ref: ImageRef) -> dict[str, Any]:
+        data = base64.b64encode(store.read(ref)).decode()
+        return {"type": "image_url", "image_url": {"url": f"data:{ref.media_type};base64,{data}"}}
+
+    @property
+    def rows(self) -> int:
+        return len(self.worker.learner.policy.forbidden)
+
+    def difference(self, samples: list[Sample], version: int) -> float:
+        """Largest |trainer's log-prob - server's|."""
+        batch = self.folder / f"scored-{version}"
+        batch.mkdir()
+        write_batch(batch, samples)
+        scores = self.do(name="score", batch=str(batch))
+        pairs = zip(scores, samples, strict=True)
+        return max(float(np.abs(np.array(s) - x.behavior_logprobs)[x.loss_mask].max()) for s, x in pairs)
+
+    def step(self, samples: list[Sample], version: int) -> Path:
+        """Train on them, and the published weights."""
+        random = np.random.default_rng(version)
+        rewarded = [
+            replace(one, advantages=np.where(one.loss_mask, random.normal(), 0.0).astype(np.float32)) for one in samples
+        ]
+        batch = self.folder / f"batch-{version}"
+        batch.mkdir()
+        write_batch(batch, rewarded)
+        self.do(name="step", step=version + 1, batch=str(batch))
+        folder = self.folder / "weights" / str(version + 1)
+        self.do(name="publish", version=version + 1, folder=str(folder))
+        return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("family", "tied"), CASES, ids=[f"{n}-{'tied' if t else 'untied'}" for n, t in CASES])
+def test_server_and_trainer_stay_alike(family: str, tied: bool, engine: Engine, tmp_path: Path) -> None:
+    loop = Loop(family, tied, tmp_path)
+    engine("start", str(loop.start))
+    samples, found = loop.samples(engine, 0), []
+    for version in range(STEPS):
+        found.append(loop.difference(samples, version))
+        stale = samples
+        engine("load", str(loop.step(samples, version)))
+        samples = loop.samples(engine, version + 1)
+    found.append(loop.difference(samples, STEPS))
+    print(f"{family} {'tied' if tied else 'untied'}: {', '.join(f'{one:.1e}' for one in found)} nats")
+    assert max(found) < TOLERANCE
+    assert loop.difference(stale, STEPS + 1) > 100 * TOLERANCE  # the last step alone would be seen

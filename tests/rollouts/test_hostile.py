@@ -1,0 +1,443 @@
+"""Environments that do what none should, at every place where one can: each costs its own rollouts and no other."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from components.artifacts.images import ImageStore
+from components.batches.groups import groups_of
+from components.batches.settings import PenaltySettings
+from components.contracts.episodes import Observation, Outcome, Task
+from components.contracts.errors import ConfigurationError
+from components.contracts.images import EncodedImage
+from components.contracts.machine import Machine
+from components.contracts.rollouts import GenerateOutputs
+from components.inference.client import GenerationFailure
+from components.rl.metrics import rollout_metrics
+from components.rollouts.collect import collect
+from components.rollouts.table import read_rollouts, write_rollouts
+
+from .conftest import SAMPLING, RecordedEvents, ScriptedPolicy
+from .test_collect import Counting, CountingEpisode, play, png, says
+
+
+class Ends(BaseException):
+    """Neither an `Exception` nor one that asyncio knows."""
+
+
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+ERRORS: list[Callable[[], BaseException]] = [
+    SystemExit,
+    lambda: SystemExit(0),
+    KeyboardInterrupt,
+    asyncio.CancelledError,
+    CancelledError,
+    GeneratorExit,
+    StopIteration,
+    StopAsyncIteration,
+    Ends,
+    Unreadable,
+    lambda: RuntimeError("\ud800" * 10_000),
+    lambda: BaseExceptionGroup("several", [SystemExit(), ValueError()]),
+    lambda: TimeoutError("mine"),
+    lambda: OSError(28, "No space left on the environment's disk"),
+    lambda: GenerationFailure("not the policy's", reason="x"),
+    RecursionError,
+    MemoryError,
+]
+
+
+@dataclass
+class Hostile(Counting):
+    """Task t1 does `place`: raises `error` there, or gives `value`."""
+
+    place: str = ""
+    act: Callable[[], Any] = lambda: None
+    turns: int = 2
+    faults: dict[str, Any] = field(default_factory=dict)
+    made: list[str] = field(default_factory=list)
+    closed: list[str] = field(default_factory=list)
+
+    def episode(self, task: Task) -> Any:
+        if task.task_id != "t1":
+            return super().episode(task)
+        if self.place == "episode":
+            return self.act()
+        return HostileEpisode(self, task)
+
+
+class HostileEpisode(CountingEpisode):
+    environment: Hostile
+
+    async def fault(self, place: str) -> Any:
+        return self.environment.act() if place == self.environment.place else None
+
+
+def raising(make: Callable[[], BaseException]) -> Callable[[], Any]:
+    def act() -> Any:
+        raise make()
+
+    return act
+
+
+def only_its_own_rollouts(outputs: GenerateOutputs, reasons: set[str], folder: Path) -> None:
+    """Every other rollout is finished, and what comes after rollouts works with what there is."""
+    assert [trajectory.task_id for trajectory in outputs.trajectories if trajectory.task_id != "t1"] == ["t0", "t0"]
+    mine = [failure for failure in outputs.failures if failure.task_id == "t1"]
+    assert len(outputs.trajectories) + len(mine) == 4 and len(mine) == len(outputs.failures)
+    assert {failure.reason for failure in mine} <= reasons, mine
+    folder.mkdir(exist_ok=True)
+    write_rollouts(folder, outputs)
+    again = read_rollouts(folder)
+    assert [one.trajectory_id for one in again.trajectories] == [one.trajectory_id for one in outputs.trajectories]
+    assert again.drops == outputs.drops
+    assert all(np.isfinite(value) for value in rollout_metrics(again).values())
+    groups_of(again.trajectories, PenaltySettings(format=0.5, inadmissible=0.5))
+
+
+@pytest.mark.parametrize("place", ["episode", "reset", "step", "close"])
+def test_whatever_an_environment_raises_costs_its_own_rollouts(
+    place: str, store: ImageStore, events: RecordedEvents, tmp_path: Path
+) -> None:
+    for make in ERRORS:
+        outputs = play(Hostile(place=place, act=raising(make)), says("yes"), store, events)
+        assert outputs.drops == {"environment_error": 2}, make
+        assert all(failure.detail.startswith(f"{place}: ") for failure in outputs.failures)
+        only_its_own_rollouts(outputs, {"environment_error"}, tmp_path / "rollouts")
+
+
+class Text(str):
+    """Text that says of itself what is not so."""
+
+    def __eq__(self, other: object) -> bool:
+        raise SystemExit(1)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __str__(self) -> str:
+        return "\ud800"
+
+    def encode(self, *arguments: Any, **named: Any) -> bytes:
+        return b""
+
+
+class Endless(Mapping[str, float]):
+    def __getitem__(self, name: str) -> float:
+        return 1.0
+
+    def __iter__(self) -> Iterator[str]:
+        return map(str, itertools.count())
+
+    def __len__(self) -> int:
+        return 1
+
+
+class EndlessTuple(tuple[str, ...]):
+    def __iter__(self) -> Iterator[str]:
+        return itertools.repeat("a")
+
+
+class Boom:
+    def __getattribute__(self, name: str) -> Any:
+        raise SystemExit(2)
+
+
+def bare(kind: type) -> Any:
+    """An object of `kind` without any of its fields."""
+    return object.__new__(kind)
+
+
+def image(data: Any, media_type: Any) -> EncodedImage:
+    """One that nothing has looked at."""
+    made: EncodedImage = bare(EncodedImage)
+    object.__setattr__(made, "data", data)
+    object.__setattr__(made, "media_type", media_type)
+    return made
+
+
+ODD: list[Any] = [
+    None,
+    True,
+    7,
+    -1.5,
+    float("nan"),
+    float("inf"),
+    10**400,
+    1j,
+    Fraction(1, 3),
+    np.float32(2.0),
+    np.nan,
+    np.bool_(True),
+    np.zeros(3),
+    b"bytes",
+    "text",
+    "\ud800",
+    "\0",
+    "a" * (2**22 + 1),
+    Text("yes"),
+    (),
+    [],
+    {},
+    {"a": 1},
+    (1, 2),
+    ("a", 7),
+    ("\udcff",),
+    EndlessTuple(),
+    itertools.count(),
+    (x for x in "ab"),
+    object(),
+    type,
+    len,
+    Boom(),
+    Endless(),
+    image(png(1), "image/png"),
+    image(None, "image/png"),
+    image("text", "image/png"),
+    image(b"", ""),
+    image(png(1), 7),
+    image(png(1), "\ud800"),
+    image(bytearray(png(1)), "image/png"),
+    bare(EncodedImage),
+    bare(Observation),
+    bare(Outcome),
+    Observation(("fine",)),
+    Outcome(None),
+    asyncio.sleep,
+    ValueError("not raised"),
+    {"yes": None},
+    {"yes": "1"},
+    {"yes": np.zeros(2)},
+    {"yes": 10**400},
+    {7: 1.0},
+    {"\ud800": 1.0},
+    {"yes": True, "length": np.float32(1)},
+    {Text("yes"): 1.0},
+    {str(number): 0.0 for number in range(300)},
+    {"yes": 1e308, "length": 1e308},
+]
+
+REASONS = {"environment_error", "bad_image", "bad_text", "bad_reward"}
+generated = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(max_size=8),
+    lambda inner: st.lists(inner, max_size=3).map(tuple) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=4,
+)
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda value: value,
+    "content": lambda value: Observation(value),
+    "part": lambda value: Observation(("a", value)),
+    "actions": lambda value: Observation(("a",), value),
+    "action": lambda value: Observation(("a",), ("look", value)),
+    "anchor": lambda value: Observation(("a",), None, value),
+}
+ENDINGS: dict[str, Callable[[Any], Any]] = {
+    "observation": lambda value: Outcome(value),
+    "parts": lambda value: Outcome(None, value),
+    "value": lambda value: Outcome(None, {"yes": value}),
+    "name": lambda value: Outcome(None, {value: 1.0}),
+    "defect": lambda value: Outcome(None, {"yes": 1.0}, value),
+    "info": lambda value: Outcome(None, {"yes": 1.0}, None, value),
+}
+PLACES: list[tuple[str, Callable[[Any], Any]]] = [
+    *(("episode", form) for form in [FORMS["itself"]]),
+    *(("reset", form) for form in FORMS.values()),
+    *(("step", form) for form in ENDINGS.values()),
+    *(("step", lambda value, form=form: Outcome(form(value))) for form in FORMS.values()),
+    *(("close", form) for form in [FORMS["itself"]]),
+]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.integers(0, len(PLACES) - 1), odd=st.integers(0, len(ODD) - 1) | generated.map(lambda value: [value]))
+def test_whatever_an_environment_gives_costs_its_own_rollouts(place: int, odd: int | list[Any], tmp_path: Path) -> None:
+    where, form = PLACES[place]
+    value = odd[0] if isinstance(odd, list) else ODD[odd]  # Hypothesis looks into what it draws
+
+    def act() -> Any:
+        try:
+            return form(value)
+        except TypeError:  # no key of a dict
+            return value
+
+    environment = Hostile(place=where, act=act)
+    outputs = play(environment, says("yes"), ImageStore(tmp_path / "images"), RecordedEvents())
+    only_its_own_rollouts(outputs, REASONS, tmp_path / "rollouts")
+    for trajectory in outputs.trajectories:
+        for turn in trajectory.turns:
+            assert type(turn.reward) is float and all(type(part) is float for part in turn.reward_parts.values())
+
+
+@pytest.mark.parametrize("place", ["episode", "reset", "step", "close"])
+def test_a_call_that_never_returns_costs_its_own_rollouts(
+    place: str, store: ImageStore, events: RecordedEvents, tmp_path: Path
+) -> None:
+    """It blocks its thread: a coroutine that waits is what `test_collect` has."""
+    released = threading.Event()
+    try:
+        outputs = play(Hostile(place=place, act=lambda: released.wait(20)), says("yes"), store, events)
+        assert outputs.drops == {"environment_timeout": 2}
+        only_its_own_rollouts(outputs, {"environment_timeout"}, tmp_path / "rollouts")
+        assert not released.is_set()
+    finally:
+        released.set()
+
+
+def test_a_call_that_ignores_its_cancellation_costs_its_own_rollouts(
+    store: ImageStore, events: RecordedEvents, tmp_path: Path
+) -> None:
+    over = threading.Event()
+
+    async def stubborn(episode: CountingEpisode) -> None:
+        while episode.task.task_id == "t1" and not over.is_set():
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                continue
+
+    outputs = play(Counting(step=stubborn), says("yes"), store, events)
+    over.set()
+    only_its_own_rollouts(outputs, {"environment_timeout"}, tmp_path / "rollouts")
+    assert outputs.drops == {"environment_timeout": 2}
+
+
+def test_what_blocked_is_closed_when_it_returns(store: ImageStore, events: RecordedEvents) -> None:
+    released, closed = threading.Event(), threading.Event()
+
+    class Late(HostileEpisode):
+        async def close(self) -> None:
+            closed.set()
+
+    class Environment(Hostile):
+        def episode(self, task: Task) -> Any:
+            return Late(self, task) if task.task_id == "t1" else super().episode(task)
+
+    play(Environment(place="step", act=lambda: released.wait(20)), says("yes"), store, events)
+    assert not closed.is_set()
+    released.set()
+    assert closed.wait(10)
+
+
+def test_a_run_that_is_cancelled_does_not_wait_for_what_is_stuck(store: ImageStore, events: RecordedEvents) -> None:
+    released, entered = threading.Event(), threading.Event()
+
+    def block() -> None:
+        entered.set()
+        released.wait(60)
+
+    environment = Hostile(place="step", act=block)
+
+    async def cancelled() -> None:
+        running = asyncio.create_task(
+            collect(
+                environment,
+                list(environment.tasks("train")),
+                2,
+                ScriptedPolicy(says("yes")),
+                store,
+                SAMPLING,
+                step=0,
+                seed=0,
+                machine=Machine(),
+                events=events,
+            )
+        )
+        assert await asyncio.to_thread(entered.wait, 20)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(cancelled())
+    assert not released.is_set()
+    released.set()
+
+
+def test_a_background_task_that_ends_its_loop_ends_no_other(store: ImageStore, events: RecordedEvents) -> None:
+    kept: list[Any] = []
+
+    async def leaves_one(episode: CountingEpisode) -> None:
+        async def exits() -> None:
+            raise SystemExit(4)
+
+        kept.append(asyncio.ensure_future(exits()))
+        await asyncio.sleep(0.01)
+
+    outputs = play(Counting(reset=leaves_one), says("yes"), store, events)
+    assert len(outputs.trajectories) == 4
+
+
+@pytest.mark.parametrize("text", ["\ud800", "red \udfff", 7, None, b"red"])
+def test_a_completion_that_is_no_text_costs_its_own_rollout(
+    text: Any, store: ImageStore, events: RecordedEvents, tmp_path: Path
+) -> None:
+    def change(completion: Any) -> Any:
+        return replace(completion, text=text) if completion.text == "no" else completion
+
+    policy = ScriptedPolicy(lambda messages, seed: "no" if seed % 2 else "yes", change=change)
+    outputs = play(Counting(turns=1), policy, store, events)
+    assert len(outputs.trajectories) == 2 == len(outputs.failures)
+    assert set(outputs.drops) <= {"bad_text", "environment_error"}
+    write_rollouts(tmp_path, outputs)
+    assert len(read_rollouts(tmp_path).trajectories) == 2
+
+
+def test_a_policy_that_fills_its_context_keeps_what_it_has_earned(store: ImageStore, events: RecordedEvents) -> None:
+    """To talk too much is what the policy did; a task that does not fit from the first is not."""
+
+    def talks(messages: Any, seed: int) -> str:
+        if len(messages) > 2:
+            raise GenerationFailure("too long", reason="prompt_too_long")
+        return "yes"
+
+    outputs = play(Counting(turns=3), talks, store, events)
+    assert outputs.failures == () and all(trajectory.truncated for trajectory in outputs.trajectories)
+    assert [len(trajectory.turns) for trajectory in outputs.trajectories] == [1] * 4
+    assert {trajectory.reward for trajectory in outputs.trajectories} == {2.0 + 1.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_turns", 0),
+        ("max_turns", True),
+        ("max_turns", "3"),
+        ("max_turns", 10**9),
+        ("name", None),
+        ("name", "\ud800"),
+        ("system_prompt", 7),
+        ("system_prompt", "\ud800"),
+        ("dialogue", "yes"),
+    ],
+)
+def test_an_environment_that_does_not_say_what_it_is_ends_the_call(
+    name: str, value: Any, store: ImageStore, events: RecordedEvents
+) -> None:
+    environment = Counting()
+    setattr(environment, name, value)
+    with pytest.raises(ConfigurationError, match="does not say what it is"):
+        play(environment, says("yes"), store, events)
+
+
+@pytest.mark.parametrize("weights", [None, 7, {"yes": "1"}, {"yes": float("nan")}, Endless(), {7: 1.0}, {}])
+def test_weights_that_are_none_cost_rollouts(weights: Any, store: ImageStore, events: RecordedEvents) -> None:
+    environment = Counting()
+    environment.reward_weights = weights
+    outputs = play(environment, says("yes"), store, events)
+    assert len(outputs.failures) == 4 and set(outputs.drops) <= REASONS

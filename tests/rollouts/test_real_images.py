@@ -1,0 +1,116 @@
+"""Images in every mode, orientation and format from an environment to a real vLLM server and to the trainer's model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from components.adapters import get_adapter
+from components.adapters.validate import model_inputs
+from components.artifacts.images import ImageStore
+from components.contracts.episodes import Observation, Outcome, Split, Task
+from components.contracts.machine import Machine
+from components.inference.settings import ServerSettings
+from components.models.load import load_model, load_processor
+from components.rl.agreement import compare
+from components.rollouts.collect import collect
+from components.training.logprobs import Policy
+from tests.conftest import SharedServer
+from tests.images import every_image
+from tests.training.conftest import model_settings
+
+from .conftest import SAMPLING, RecordedEvents
+
+TOLERANCE = 1e-5  # nats per token, both in fp32
+
+
+class Gallery:
+    """Two turns a task, one image in each."""
+
+    name = "gallery"
+    system_prompt = None
+    dialogue = True
+    max_turns = 2
+    reward_weights: ClassVar[dict[str, float]] = {}
+
+    def tasks(self, split: Split) -> Iterator[Task]:
+        names = list(every_image())
+        for first, second in zip(names, [*names[7:], *names[:7]], strict=True):
+            yield Task(first, split, {"images": [first, second]})
+
+    def episode(self, task: Task) -> Visit:
+        return Visit(task.payload["images"])
+
+    def close(self) -> None:
+        pass
+
+
+class Visit:
+    def __init__(self, names: list[str]) -> None:
+        self.shown = [Observation((every_image()[name], "What is this?")) for name in names]
+
+    async def reset(self) -> Observation:
+        return self.shown.pop(0)
+
+    async def step(self, action: str) -> Outcome:
+        return Outcome(self.shown.pop(0) if self.shown else None)
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_trainer_and_server_see_the_same_images(
+    tmp_path: Path, store: ImageStore, events: RecordedEvents, shared_server: SharedServer, joined_url: str
+) -> None:
+    from components.inference.pool import ServerPool
+
+    checkpoint = shared_server.checkpoint
+    machine = Machine(endpoints=(joined_url,), ready_timeout=400)
+    server = ServerSettings(max_model_len=1024, max_images_per_prompt=2, dtype="float32")
+    environment = Gallery()
+    tasks = list(environment.tasks("train"))
+
+    adapter = get_adapter(checkpoint, load_processor(checkpoint, model_settings()), store.open, 1024)
+
+    async def play() -> Any:
+        pool = ServerPool(
+            checkpoint,
+            server,
+            machine,
+            tmp_path / "logs",
+            version=0,
+            forbidden_token_ids=sorted(adapter.forbidden_token_ids),
+        )
+        async with pool:
+            return await collect(
+                environment, tasks, 1, pool, store, SAMPLING, step=0, seed=0, machine=machine, events=events
+            )
+
+    outputs = asyncio.run(play())
+    assert not outputs.failures
+    policy = Policy(
+        load_model(checkpoint, model_settings()),
+        logprobs="normal",
+        temperature=1.0,
+        chunk_tokens=1024,
+        forbidden_token_ids=sorted(adapter.forbidden_token_ids),
+    )
+    samples, drops = adapter.samples(outputs)
+    assert not drops
+    shown = {ref for sample in samples for ref in sample.images}
+    scores = []
+    for sample in samples:
+        batch = adapter.collate([sample])
+        with torch.no_grad():
+            trained, _ = policy(model_inputs(batch), batch.loss_mask)
+        scores.append(batch.behavior_logprobs[0].masked_scatter(batch.loss_mask[0].bool(), trained).numpy())
+    agreement = compare(samples, scores)
+    assert len(shown) > 50 and agreement.tokens > 10 * len(samples)
+    assert agreement.max_difference < TOLERANCE, agreement

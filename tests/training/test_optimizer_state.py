@@ -1,0 +1,164 @@
+"""The state of an optimizer in a checkpoint: taken as it is needed, or refused before anything has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from components.contracts.errors import DataError
+from components.training import checkpoints
+from components.training.ranks import Ranks
+from components.training.skipped import Skipped
+from components.vla.optimizer import PolicyAdamW
+
+Tensors = dict[str, Tensor]
+WHO = {"model": "small"}
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def policy_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    groups = [{"name": "all", "params": list(model.parameters()), "lr": 0.1}]
+    return PolicyAdamW(groups, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, ema_decay=0.5)
+
+
+OPTIMIZERS = {"adamw": adamw, "policy": policy_adamw}
+
+
+def small(make: Callable[[nn.Module], torch.optim.Optimizer], dtype: torch.dtype = torch.float32) -> Any:
+    """What a checkpoint is of: two weights of different shapes and one that never gets a gradient."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(3, 2), "idle": nn.Linear(2, 2)}).to(dtype)
+    return SimpleNamespace(
+        model=model,
+        optimizer=make(model),
+        ranks=Ranks(),
+        steps_done=0,
+        skipped=Skipped(),
+        settings=SimpleNamespace(keep_checkpoints=2),
+    )
+
+
+def update(learner: Any, seed: int) -> None:
+    torch.manual_seed(seed)
+    inputs = torch.randn(4, 3, dtype=learner.model["a"].weight.dtype)
+    learner.model["a"](inputs).square().sum().backward()
+    learner.optimizer.step()
+    learner.optimizer.zero_grad()
+    learner.steps_done += 1
+
+
+def saved(folder: Path, learner: Any, change: Callable[[Tensors], Any]) -> Path:
+    path = checkpoints.save(learner, folder, {}, WHO)
+    file = path / checkpoints.OPTIMIZER_FILE
+    tensors = load_file(file)
+    save_file(change(tensors) or tensors, file)
+    return path
+
+
+def as_bf16(tensors: Tensors) -> Tensors:
+    return {key: value.bfloat16() if "exp_avg" in key else value for key, value in tensors.items()}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_moments_of_bf16_are_converted(tmp_path: Path, name: str) -> None:
+    """As torch's AdamW leaves them beside weights of bf16; with the moments rounded, the next update is the same."""
+    make = OPTIMIZERS[name]
+    first, second = small(make), small(make)
+    update(first, 1)
+    path = saved(tmp_path, first, as_bf16)
+    checkpoints.load(second, path, WHO)
+    for parameter in first.model["a"].parameters():
+        for slot in ("exp_avg", "exp_avg_sq"):
+            first.optimizer.state[parameter][slot] = first.optimizer.state[parameter][slot].bfloat16().float()
+    for learner in (first, second):
+        update(learner, 2)
+    for one, two in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(one, two)
+        assert first.optimizer.state[one].keys() == second.optimizer.state[two].keys()
+
+
+def drop(key: str) -> Callable[[Tensors], Any]:
+    return lambda tensors: {name: value for name, value in tensors.items() if name != key}
+
+
+def put(key: str, value: Callable[[Tensors], Tensor]) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors | {key: value(tensors).clone().contiguous()}
+
+
+WEIGHT, BIAS = "a.weight|exp_avg", "a.bias|exp_avg"
+DAMAGES: dict[str, tuple[Callable[[Tensors], Any], str]] = {
+    "no count of steps": (drop("a.weight|step"), "step missing"),
+    "one moment": (drop(WEIGHT), "exp_avg missing"),
+    "amsgrad": (put("a.weight|max_exp_avg_sq", lambda t: t[WEIGHT]), "max_exp_avg_sq not known here"),
+    "sgd": (lambda t: {"a.weight|momentum_buffer": t[WEIGHT]}, "exp_avg, exp_avg_sq"),
+    "another model": (put("b.weight|exp_avg", lambda t: t[WEIGHT]), "b.weight, which nothing here trains"),
+    "no slot named": (put("a.weight", lambda t: t[WEIGHT]), "which nothing here trains"),
+    "order of another": (lambda t: t | {WEIGHT: t[BIAS], BIAS: t[WEIGHT]}, "has shape"),
+    "a shape that broadcasts": (put(WEIGHT, lambda t: t[WEIGHT][:1]), r"has shape \[1, 3\], \[2, 3\] is needed"),
+    "transposed": (put(WEIGHT, lambda t: t[WEIGHT].T), r"has shape \[3, 2\], \[2, 3\] is needed"),
+    "double": (put(WEIGHT, lambda t: t[WEIGHT].double()), "float64, which does not fit"),
+    "complex": (put(WEIGHT, lambda t: t[WEIGHT].to(torch.complex64)), "complex64, which does not fit"),
+    "NaN": (put(WEIGHT, lambda t: t[WEIGHT] * float("nan")), "values that are not finite"),
+    "endless": (put("a.bias|exp_avg_sq", lambda t: t[BIAS] / 0), "values that are not finite"),
+    "negative count": (put("a.weight|step", lambda t: torch.tensor(-1.0)), "no number of updates"),
+    "count of nothing": (put("a.weight|step", lambda t: torch.tensor(0.0)), "no number of updates"),
+    "count between": (put("a.weight|step", lambda t: torch.tensor(1.5)), "no number of updates"),
+    "count for each": (put("a.weight|step", lambda t: torch.ones(2, 3)), "has shape"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_foreign_state_is_refused_before_anything_changes(tmp_path: Path, name: str, damage: str) -> None:
+    make, (change, what) = OPTIMIZERS[name], DAMAGES[damage]
+    first, second = small(make), small(make)
+    update(first, 1)
+    path = saved(tmp_path, first, change)
+    before = {key: value.clone() for key, value in second.model.state_dict().items()}
+    with pytest.raises(DataError, match=what) as refused:
+        checkpoints.load(second, path, WHO)
+    assert refused.value.where == str(path / checkpoints.OPTIMIZER_FILE)
+    assert second.steps_done == 0 and not any(second.optimizer.state.values())
+    assert all(torch.equal(value, before[key]) for key, value in second.model.state_dict().items())
+
+
+def test_moments_that_would_lose_precision_are_refused(tmp_path: Path) -> None:
+    first, second = small(policy_adamw, torch.bfloat16), small(policy_adamw, torch.bfloat16)
+    update(first, 1)
+    path = saved(tmp_path, first, put(WEIGHT, lambda t: t[WEIGHT].float()))
+    with pytest.raises(DataError, match=r"float32, which does not fit into torch.bfloat16"):
+        checkpoints.load(second, path, WHO)
+
+
+@pytest.mark.parametrize("damage", ["missing", "shape", "NaN"])
+def test_weights_that_do_not_fit_are_refused_too(tmp_path: Path, damage: str) -> None:
+    first, second = small(adamw), small(adamw)
+    update(first, 1)
+    path = checkpoints.save(first, tmp_path, {}, WHO)
+    tensors = load_file(path / checkpoints.MODEL_FILE)
+    weight = tensors.pop("a.weight")
+    if damage != "missing":
+        tensors["a.weight"] = weight[:1].contiguous() if damage == "shape" else weight * float("nan")
+    save_file(tensors, path / checkpoints.MODEL_FILE)
+    with pytest.raises(DataError, match=r"a\.weight"):
+        checkpoints.load(second, path, WHO)
+
+
+def test_a_checkpoint_before_the_first_update_is_resumed(tmp_path: Path) -> None:
+    first, second = small(policy_adamw), small(policy_adamw)
+    first.steps_done, first.skipped = 2, Skipped(total=2, in_a_row=2)
+    checkpoints.load(second, checkpoints.save(first, tmp_path, {}, WHO), WHO)
+    assert (second.steps_done, second.skipped) == (2, Skipped(total=2, in_a_row=2))
+    for learner in (first, second):
+        update(learner, 3)
+    assert all(torch.equal(*pair) for pair in zip(first.model.parameters(), second.model.parameters(), strict=True))
