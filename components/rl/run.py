@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from anyio.from_thread import BlockingPortal
 
@@ -39,9 +39,10 @@ from components.rollouts.rounds import choose_groups, play_rounds
 from components.rollouts.schedule import tasks_of_step
 from components.rollouts.table import read_rollouts, write_rollouts
 from components.training.client import TrainerClient
+from components.training.restarts import with_restarts
 
-MAX_TRAINER_RESTARTS = 3
 BATCH_METRICS = "metrics.json"
+T = TypeVar("T")
 
 
 class RLRun:
@@ -117,18 +118,16 @@ class RLRun:
         return BuiltBatch(built.samples, built.drops + Counter(chosen.drops), built.metrics | chosen.metrics)
 
     def train(self, step: int, batch: Artifact) -> dict[str, float]:
-        """Apply `step`; a trainer that died is started again and replays what it had not saved."""
-        for _ in range(MAX_TRAINER_RESTARTS):
-            try:
-                return self._apply(step, batch)
-            except TrainerError as error:
-                if self.trainer.alive:
-                    raise
-                self.context.events.message(f"the trainer died in step {step}; starting it again\n{error}")
-                self.trainer.restart()
-                for earlier in range(self.trainer.resume() + 1, step):
-                    self._apply(earlier, self._made_batch(earlier))
-        return self._apply(step, batch)
+        """Apply `step`."""
+        return self._of_trainer(step - 1, lambda: self._apply(step, batch))
+
+    def _of_trainer(self, done: int, ask: Callable[[], T]) -> T:
+        """The answer of a trainer that has the weights after step `done`, which it replays if it dies."""
+
+        def replay(step: int) -> None:
+            self._apply(step, self._made_batch(step))
+
+        return with_restarts(self.trainer, done, ask, replay, self.context.events)
 
     def _apply(self, step: int, batch: Artifact) -> dict[str, float]:
         if step in (1, self.settings.trainer.max_steps):
@@ -151,9 +150,9 @@ class RLRun:
         if all(self.store.find("rollouts", self._key(step)) for step in upcoming):
             return
         folder = self.weights / f"{version:06d}"
-        answer = self.trainer.probe(self.pool.weights.probe, version)
+        answer = self._of_trainer(version, lambda: self.trainer.probe(self.pool.weights.probe, version))
         if self.context.machine.weight_transfer == "file":
-            self.trainer.publish(folder, version)
+            self._of_trainer(version, lambda: self.trainer.publish(folder, version))
             self.portal.call(self.pool.sync, folder, version, None, answer)
             return
 
@@ -171,7 +170,7 @@ class RLRun:
         recorded = {row["step"] for row in self.history.read()}
         for step in sorted(set(range(1, done + 1)) - recorded):
             batch = self.batch(step, self.rollouts(step))
-            self.record(step, self.trainer.step(step, batch.path))
+            self.record(step, self._of_trainer(done, partial(self.trainer.step, step, batch.path)))
 
     def preflight(self) -> Agreement:
         """
@@ -186,14 +185,15 @@ class RLRun:
         folder = self.context.workspace / "preflight"
         folder.mkdir(exist_ok=True)
         write_batch(folder, samples)
-        scores = self.trainer.score(folder) if samples else []
+        scores = self._of_trainer(0, lambda: self.trainer.score(folder)) if samples else []
         agreement = compare(samples, scores)
         refuse_mismatch(agreement, drops, self.settings.preflight.max_mismatch_kl)
         return agreement
 
     def finish(self, folder: Path) -> None:
         """Write the final checkpoint in the Hugging Face layout."""
-        self.trainer.publish(folder, self.settings.trainer.max_steps)
+        last = self.settings.trainer.max_steps
+        self._of_trainer(last, lambda: self.trainer.publish(folder, last))
 
     def lineage(self) -> list[dict[str, Any]]:
         """The digests of the rollouts and the batch of every step, and of a batch that was made and then skipped."""

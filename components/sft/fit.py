@@ -5,18 +5,18 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from components.batches.table import write_batch
 from components.contracts.batches import Sample
-from components.contracts.errors import TrainerError
 from components.contracts.stages import Events
 from components.rl.history import History
 from components.training.client import TrainerClient
+from components.training.restarts import with_restarts
 
-MAX_TRAINER_RESTARTS = 3
 KEPT = {
     "loss": "loss",
     "importance_ratio": "probability",  # of a demonstrated token: the expert's own is 1
@@ -67,8 +67,11 @@ def fit(
     save_every: int,
     history: History,
     events: Events,
+    out: Path,
 ) -> None:
-    """Carry out `plan` from the trainer's newest checkpoint on; the history's step 0 is before any training.
+    """Carry out `plan` from the trainer's newest checkpoint on, and publish the weights to the folder `out`.
+
+    The history's step 0 is before any training.
 
     A step is recorded before it is saved, so the history never lacks one that the weights contain.
 
@@ -96,23 +99,14 @@ def fit(
             events.metrics(metrics, step)
             events.progress("Warm start", step, plan.steps, loss=metrics["loss"], p=metrics["probability"])
 
-        done, restarts = trainer.resume(), 0
+        done = trainer.resume()
         if done:
             events.message(f"resuming after step {done}")
         else:
-            history.append(0, held_out_loss())
-        step = done + 1
-        while step <= plan.steps:
-            try:
-                one_step(step)
-                step += 1
-            except TrainerError as error:
-                restarts += 1
-                if trainer.alive or restarts > MAX_TRAINER_RESTARTS:
-                    raise
-                events.message(f"the trainer died in step {step}; starting it again\n{error}")
-                trainer.restart()
-                step = trainer.resume() + 1
+            history.append(0, with_restarts(trainer, 0, held_out_loss, one_step, events))
+        for step in range(done + 1, plan.steps + 1):
+            with_restarts(trainer, step - 1, partial(one_step, step), one_step, events)
+        with_restarts(trainer, plan.steps, lambda: trainer.publish(out, plan.steps), one_step, events)
 
 
 def mean_loss(samples: Sequence[Sample], scores: Sequence[np.ndarray]) -> float:

@@ -62,8 +62,7 @@ def warm_start(settings: SftSettings, inputs: Mapping[str, Artifact], out: Path,
     )
     history = History(context.workspace / "history.jsonl")
     with TrainerClient(policy, context.machine, context.workspace / "trainer") as trainer:
-        fit(trainer, steps, heldout, plan.save_every, history, context.events)
-        trainer.publish(out / CHECKPOINT, steps.steps)
+        fit(trainer, steps, heldout, plan.save_every, history, context.events, out / CHECKPOINT)
     rows = history.read()
     write_json(out / "history.json", rows)
     write_json(out / "lineage.json", [{"step": 0, KIND: played.digest}])

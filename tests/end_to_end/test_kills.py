@@ -10,8 +10,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -27,6 +25,7 @@ from components.stages import STAGES, run_stage
 from components.training.client import TrainerClient
 from components.training.service_settings import PolicySettings
 from components.training.settings import TrainerSettings
+from tests.chaos.training import children, is_server, is_trainer
 from tests.conftest import SharedServer
 
 STEPS, GROUPS, MEMBERS = 10, 4, 4
@@ -74,23 +73,6 @@ class Run:
         return [json.loads(line)["step"] for line in lines if line.endswith("}")]
 
 
-def descendants(process: subprocess.Popen[bytes], wanted: Callable[[str], bool]) -> list[psutil.Process]:
-    found = []
-    for child in psutil.Process(process.pid).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            if wanted(" ".join(child.cmdline())):
-                found.append(child)
-    return found
-
-
-def is_server(command: str) -> bool:
-    return "vllm.entrypoints" in command and "components/process.py" not in command
-
-
-def is_trainer_rank(command: str) -> bool:
-    return "components.training.service" in command and "components.training.processes" not in command
-
-
 def wait_for_step(run: Run, process: subprocess.Popen[bytes], step: int) -> None:
     while step not in run.history():
         assert process.poll() is None, run.log.read_text()[-4000:]
@@ -109,10 +91,10 @@ def killed_run(tmp_path_factory: pytest.TempPathFactory, shared_server: SharedSe
     process = run.start()
     wait_for_step(run, process, 1)
     time.sleep(rng.uniform(0, 0.3))
-    descendants(process, is_server)[0].kill()
+    children(process, is_server)[0].kill()
     wait_for_step(run, process, 2)
     time.sleep(rng.uniform(0, 0.3))
-    descendants(process, is_trainer_rank)[0].kill()
+    children(process, is_trainer)[0].kill()
     wait_for_step(run, process, 5)
     time.sleep(rng.uniform(0, 0.3))
     orphans = psutil.Process(process.pid).children(recursive=True)

@@ -37,12 +37,19 @@ def sample(name: str, length: int = 4) -> Sample:
 
 
 class CountingTrainer:
-    """Weights are the list of batches that they contain. It dies once before the steps `dies_at`."""
+    """Weights are the list of batches that they contain. It dies once in each of the commands `dies_at`."""
 
-    def __init__(self, *dies_at: int) -> None:
+    def __init__(self, *dies_at: int | str) -> None:
         self.weights: list[list[str]] = []
         self.saved: list[list[str]] = []
+        self.published: list[list[str]] = []
         self.alive, self._dies_at = True, set(dies_at)
+
+    def _die_at(self, command: int | str) -> None:
+        if command in self._dies_at:
+            self._dies_at.discard(command)
+            self.alive = False
+            raise TrainerError("killed")
 
     def resume(self) -> int:
         self.weights = list(self.saved)
@@ -52,19 +59,23 @@ class CountingTrainer:
         self.alive, self.weights = True, []
 
     def step(self, step: int, batch: Path) -> dict[str, float]:
-        if step in self._dies_at:
-            self._dies_at.discard(step)
-            self.alive = False
-            raise TrainerError("killed")
+        self._die_at(step)
         assert step == len(self.weights) + 1
         self.weights.append([each.sample_id for each in read_batch(batch)])
         return {"loss": 1 / step, "importance_ratio": 0.5, "mismatch_kl": 7.0}
 
     def score(self, batch: Path) -> list[np.ndarray]:
+        self._die_at("score")
         return [np.where(each.loss_mask, -1.0 / (1 + len(self.weights)), 0.0) for each in read_batch(batch)]
 
     def save(self) -> None:
+        self._die_at("save")
         self.saved = list(self.weights)
+
+    def publish(self, folder: Path, version: int) -> None:
+        self._die_at("publish")
+        assert version == len(self.weights)
+        self.published = list(self.weights)
 
 
 PLAN = Plan([sample(f"s{index}") for index in range(5)], epochs=3, samples_per_step=2, seed=0)
@@ -72,7 +83,7 @@ PLAN = Plan([sample(f"s{index}") for index in range(5)], epochs=3, samples_per_s
 
 def run(trainer: CountingTrainer, folder: Path, save_every: int = 2) -> list[dict[str, float]]:
     history = History(folder / "history.jsonl")
-    fit(trainer, PLAN, [sample("h")], save_every, history, TerminalEvents())  # type: ignore[arg-type]
+    fit(trainer, PLAN, [sample("h")], save_every, history, TerminalEvents(), folder / "out")  # type: ignore[arg-type]
     return history.read()
 
 
@@ -87,12 +98,13 @@ def test_every_epoch_takes_every_sample_once(samples, epochs, size, seed):
         assert taken == Counter(str(index) for index in range(samples))
 
 
-def test_a_trainer_that_dies_ends_with_the_weights_of_one_that_did_not(tmp_path):
-    straight, killed = CountingTrainer(), CountingTrainer(2, 6)
+@pytest.mark.parametrize("dies_at", [(2, 6), ("score",), ("save", 3), ("publish",), (1, "score", "save", "publish")])
+def test_a_trainer_that_dies_ends_with_the_weights_of_one_that_did_not(tmp_path, dies_at):
+    straight, killed = CountingTrainer(), CountingTrainer(*dies_at)
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     assert run(straight, tmp_path / "a") == run(killed, tmp_path / "b")
-    assert straight.weights == killed.weights and len(straight.weights) == PLAN.steps == 9
+    assert straight.published == killed.published and len(straight.published) == PLAN.steps == 9
 
 
 def test_a_run_that_is_started_again_goes_on_and_its_history_is_whole(tmp_path):

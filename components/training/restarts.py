@@ -1,0 +1,38 @@
+"""What is asked of a trainer that may die: it is started again, brought back to where it was, and asked again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from components.contracts.errors import TrainerError
+from components.contracts.stages import Events
+from components.training.client import TrainerClient
+
+MAX_RESTARTS = 3
+T = TypeVar("T")
+
+
+def with_restarts(
+    trainer: TrainerClient, done: int, ask: Callable[[], T], replay: Callable[[int], object], events: Events
+) -> T:
+    """The answer of `ask`, which needs the weights after step `done`.
+
+    A trainer that dies is started again from its newest checkpoint, and `replay` applies the steps up to `done` that
+    the checkpoint lacks. A trainer that fails but lives is not restarted.
+
+    Raises:
+        TrainerError: it died `MAX_RESTARTS` + 1 times, or failed without dying.
+    """
+    for restarts in range(MAX_RESTARTS + 1):
+        try:
+            if restarts:
+                trainer.restart()
+                for step in range(trainer.resume() + 1, done + 1):
+                    replay(step)
+            return ask()
+        except TrainerError as error:
+            if trainer.alive or restarts == MAX_RESTARTS:
+                raise
+            events.message(f"the trainer died after step {done}; starting it again\n{error}")
+    raise AssertionError("the last attempt returns or raises")
