@@ -18,6 +18,7 @@ os.environ.update(
     PREFECT_SERVER_ANALYTICS_ENABLED="false",
     TOKENIZERS_PARALLELISM="false",
     OMP_NUM_THREADS="1",
+    OMP_WAIT_POLICY="passive",
 )
 
 ON_ONE_WORKER = {
@@ -25,6 +26,7 @@ ON_ONE_WORKER = {
         "tests/end_to_end/test_joined_server.py",
         "tests/end_to_end/test_kills.py",
         "tests/evaluation/test_stage.py",
+        "tests/platform/test_open_ports.py",
         "tests/platform/test_up.py",
         "tests/rollouts/test_real_images.py",
         "tests/rollouts/test_real_pool.py",

@@ -24,6 +24,7 @@ from components.contracts.machine import Machine
 from components.models.settings import ModelSettings
 from components.stages import run_stage
 from tests.conftest import SharedServer
+from tests.platform.conftest import assert_closed
 from tests.platform.dashboard import CHROMIUM, chromium, start_from_the_form, table_of_results
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -107,6 +108,10 @@ def test_what_is_up_answers_and_knows_every_flow(platform: Platform) -> None:
     assert {each["entrypoint"] for each in known} == set(deployments.FLOWS.values())
     second = armature(platform.folder, "up", *platform.options)
     assert second.returncode == 2 and "up already" in second.stderr
+
+
+def test_no_port_of_it_is_open_to_a_second_machine(platform: Platform, second_machine: str) -> None:
+    assert_closed(second_machine, platform.family, {"prefect", "mlflow"})
 
 
 @pytest.mark.browser
