@@ -25,6 +25,7 @@ ON_ONE_WORKER = {
     "the shared model server": (
         "tests/end_to_end/test_joined_server.py",
         "tests/end_to_end/test_kills.py",
+        "tests/end_to_end/test_skipped_batch.py",
         "tests/evaluation/test_stage.py",
         "tests/platform/test_open_ports.py",
         "tests/platform/test_up.py",

@@ -1,0 +1,82 @@
+"""A batch in the log that cannot be trained on: the run stops and names it, and goes on without it when told to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from components.artifacts.manifest import write_manifest
+from components.artifacts.store import ArtifactStore
+from components.batches.table import write_batch
+from components.configuration import load_recipe
+from components.contracts.batches import Sample
+from components.contracts.errors import DataError
+from components.contracts.machine import Machine
+from components.contracts.stages import Artifact
+from components.stages import STAGES, fingerprint, run_stage
+
+STEPS, POISONED = 3, 2
+OVERRIDES = (
+    f"trainer.max_steps={STEPS}",
+    "rollouts.groups_per_step=2",
+    "rollouts.group_size=2",
+    "batches.skip_zero_advantage=false",
+    "preflight.groups=1",
+    "environment.train_tasks=8",
+    "environment.heldout_tasks=1",
+    "model.tiny.format.steps=1",
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def poison(folder: Path) -> None:
+    """Two samples; a token id of the second is in no vocabulary."""
+    mask = np.array([False, False, True, True])
+    sound = Sample(
+        sample_id="sound",
+        group_id="g",
+        trajectory_id="t",
+        input_ids=np.array([100, 101, 102, 103], np.int32),
+        loss_mask=mask,
+        behavior_logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
+        policy_versions=np.where(mask, 1, -1).astype(np.int32),
+        advantages=mask.astype(np.float32),
+        reward=1.0,
+        images=(),
+    )
+    write_batch(folder, [sound, replace(sound, sample_id="bad", input_ids=np.array([100, 101, 102, 10**6], np.int32))])
+    (folder / "metrics.json").write_text("{}")
+    write_manifest(folder, kind="batches", kind_version=1, rows={"samples": 2}, drops={}, inputs={}, settings={})
+
+
+def test_a_run_that_stopped_at_a_poisoned_batch_goes_on_without_it(tmp_path: Path, joined_url: str) -> None:
+    where = (f'machine.store="{tmp_path}"', f'machine.endpoints=["{joined_url}"]', "machine.loader_workers=0")
+
+    def stage(name: str, inputs: dict[str, Artifact], *more: str) -> Artifact:
+        recipe = load_recipe("train-vlm/colors", (*OVERRIDES, *where, *more))
+        machine = recipe.sections["machine"]
+        assert isinstance(machine, Machine)
+        return run_stage(name, recipe.settings_for(STAGES[name].settings), inputs, machine)
+
+    inputs = {name: stage(name, {}) for name in ("tasks", "model")}
+    settings = load_recipe("train-vlm/colors", OVERRIDES).settings_for(STAGES["train-vlm"].settings)
+    run = fingerprint(STAGES["train-vlm"], settings, inputs)
+    batch = ArtifactStore(tmp_path).write("batches", f"{run}-{POISONED:05d}", poison)
+
+    with pytest.raises(DataError) as stopped:
+        stage("train-vlm", inputs)
+    assert "1000000 is no token id" in stopped.value.what
+    assert stopped.value.where == f"{batch.path}, row 1, sample bad"
+    assert stopped.value.remedy is not None and "machine.skip_batches" in stopped.value.remedy
+
+    made = stage("train-vlm", inputs, f"machine.skip_batches=[{POISONED}]").path
+    history = json.loads((made / "history.json").read_text())
+    assert [(row["step"], row.get("batch/skipped", 0)) for row in history] == [(1, 0), (POISONED, 1), (STEPS, 0)]
+    assert [row["updates"] for row in history] == [1, 0, 1]
+    lineage = json.loads((made / "lineage.json").read_text())
+    assert [row.get("skipped") for row in lineage] == [None, batch.digest, None]
