@@ -1,0 +1,90 @@
+"""Armature's public API. Everything else is internal and may change between releases.
+
+Each name is imported when it is first used, so `import armature` loads no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from armature.run import run_recipe
+    from components.adapters import get_adapter, validate_batch
+    from components.adapters.base import MultimodalAdapter
+    from components.artifacts.images import encode_png
+    from components.configuration import Recipe, load_recipe, recipe_names
+    from components.contracts.batches import MultimodalBatch
+    from components.contracts.episodes import Environment, Episode, Observation, Outcome, Task
+    from components.contracts.errors import ArmatureError, ConfigurationError
+    from components.contracts.images import EncodedImage
+    from components.contracts.robots import RobotObservation, RobotPolicy
+    from components.contracts.rollouts import GenerateOutputs
+    from components.contracts.settings import Settings
+    from components.environments.generated import GeneratedEnvironment
+    from components.training.config import MultimodalRLConfig
+    from components.training.trainer import MultimodalGRPOTrainer
+
+__all__ = [
+    "ArmatureError",
+    "ConfigurationError",
+    "EncodedImage",
+    "Environment",
+    "Episode",
+    "GenerateOutputs",
+    "GeneratedEnvironment",
+    "MultimodalAdapter",
+    "MultimodalBatch",
+    "MultimodalGRPOTrainer",
+    "MultimodalRLConfig",
+    "Observation",
+    "Outcome",
+    "Recipe",
+    "RobotObservation",
+    "RobotPolicy",
+    "Settings",
+    "Task",
+    "encode_png",
+    "get_adapter",
+    "load_recipe",
+    "recipe_names",
+    "run_recipe",
+    "validate_batch",
+]
+
+_MODULES = {
+    "ArmatureError": "components.contracts.errors",
+    "ConfigurationError": "components.contracts.errors",
+    "EncodedImage": "components.contracts.images",
+    "Environment": "components.contracts.episodes",
+    "Episode": "components.contracts.episodes",
+    "GenerateOutputs": "components.contracts.rollouts",
+    "GeneratedEnvironment": "components.environments.generated",
+    "MultimodalAdapter": "components.adapters.base",
+    "MultimodalBatch": "components.contracts.batches",
+    "MultimodalGRPOTrainer": "components.training.trainer",
+    "MultimodalRLConfig": "components.training.config",
+    "Observation": "components.contracts.episodes",
+    "Outcome": "components.contracts.episodes",
+    "Recipe": "components.configuration",
+    "RobotObservation": "components.contracts.robots",
+    "RobotPolicy": "components.contracts.robots",
+    "Settings": "components.contracts.settings",
+    "Task": "components.contracts.episodes",
+    "encode_png": "components.artifacts.images",
+    "get_adapter": "components.adapters",
+    "load_recipe": "components.configuration",
+    "recipe_names": "components.configuration",
+    "run_recipe": "armature.run",
+    "validate_batch": "components.adapters",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -83,19 +83,16 @@ def _send_what_is_left() -> None:
     EventsWorker.drain_all(timeout=SENDING_SECONDS)
 
 
-def run_recipe(recipe: Recipe) -> None:
-    """Run the recipe's flow to its end.
+def run_recipe(recipe: Recipe) -> list[str]:
+    """Run the recipe's flow to its end. The lines that sum it up: results, reports, the run's page.
 
     Raises:
         ArmatureError: what the flow failed with.
     """
     print(f"{recipe.name}: {recipe.description}", flush=True)
-    try:
-        state = _flow_state(recipe)
-    except KeyboardInterrupt:
-        print("armature: interrupted; run it again to go on from here", file=sys.stderr, flush=True)
-        os._exit(130)  # threads that wait for a server that is gone must not hold the terminal
-    _report(state)
+    # For child programs, and here unless torch is loaded already: `armature.cli.main` says why.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    return _lines(_flow_state(recipe))
 
 
 def _flow_state(recipe: Recipe) -> State[Any]:
@@ -143,15 +140,14 @@ def _imported_flow(name: str) -> Any:
         ) from error
 
 
-def _report(state: State[Any]) -> None:
-    """Print what the flow returned, or leave with what it failed with."""
+def _lines(state: State[Any]) -> list[str]:
+    """What the flow returned; raises what it failed with."""
     if not state.is_completed():
         error = state.result(raise_on_failure=False)
         if isinstance(error, ArmatureError):
             raise error
         raise ArmatureError(str(state.message), remedy="the lines above and the run's page say more")
-    for line in state.result() or ():
-        print(line)
+    return list(state.result() or ())
 
 
 def _provide_gpu_limit() -> None:
