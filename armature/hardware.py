@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from importlib.metadata import version
 from pathlib import Path
+
+from components.contracts.distribution import installed_version
 
 PREFECT_PORT, MLFLOW_PORT = 4200, 5000
 
@@ -24,6 +25,6 @@ def package_version() -> str:
     try:
         found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
     except FileNotFoundError:
-        return version("armature")
+        return installed_version()
     commit = found.stdout.strip()
-    return f"{version('armature')}+{commit}" if commit else version("armature")
+    return f"{installed_version()}+{commit}" if commit else installed_version()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -12,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from components.artifacts.digests import document_digest, folder_digest, listing_digest
 from components.artifacts.record import Record, differences, examine
+from components.contracts.distribution import installed_version
 from components.contracts.errors import DataError
 from components.contracts.stages import Artifact
 
@@ -62,7 +62,7 @@ def write_manifest(
         sources=dict(sources),
         settings=settings,
         settings_digest=document_digest(settings),
-        code_version=version("armature"),
+        code_version=installed_version(),
     )
     (folder / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n")
     return manifest

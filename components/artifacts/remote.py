@@ -11,6 +11,7 @@ import fsspec
 
 from components.artifacts.disk import FULL, full_disk_said
 from components.artifacts.manifest import MANIFEST
+from components.contracts.distribution import install_command
 from components.contracts.errors import ArmatureError, ConfigurationError, DataError, StoreError
 
 ResultT = TypeVar("ResultT")
@@ -46,7 +47,7 @@ class RemoteStore:
             raise ConfigurationError(
                 f"the remote store needs a package that is not installed: {error}",
                 where=f"machine.remote_store = {url!r}",
-                remedy="for s3:// pip install 'armature[s3]'",
+                remedy=f"for s3://: {install_command('s3')}",
             ) from error
         except (ValueError, TypeError, OSError) as error:
             raise ConfigurationError(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from components.contracts.distribution import install_command
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.machine import Machine
 from components.datasets import histograms, quantiles
@@ -164,7 +165,7 @@ def runner(machine: Machine) -> Iterator[Callable[..., Iterator[Any]]]:
     try:
         from distributed import Client, LocalCluster
     except ImportError as error:
-        raise ConfigurationError("task_runner is dask", remedy="pip install 'armature[dask]'") from error
+        raise ConfigurationError("task_runner is dask", remedy=install_command("dask")) from error
     with ExitStack() as stack:
         where = machine.dask_scheduler or stack.enter_context(
             LocalCluster(n_workers=cores(machine), threads_per_worker=1, dashboard_address=None)

@@ -16,6 +16,7 @@ import fsspec
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
 from components.artifacts.cache import Cache, make_once
+from components.contracts.distribution import install_command
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.names import confined
 from components.datasets.files import Files, Folder, belongs, listing_digest
@@ -183,7 +184,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
     try:
         filesystem, base = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        remedy = "pip install 'armature[s3]' for s3://, or what fsspec names for another protocol"
+        remedy = f"{install_command('s3')} for s3://, or what fsspec names for another protocol"
         raise ConfigurationError(f"the URL cannot be opened: {error}", where=url, remedy=remedy) from error
     return filesystem, base.rstrip("/")
 

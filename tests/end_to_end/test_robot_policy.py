@@ -74,7 +74,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 @pytest.fixture(scope="module")
 def made(project: Project) -> dict[str, Artifact]:
     """The flow's artifacts by stage."""
-    pytest.importorskip("robosuite", reason="needs the simulator: pip install 'armature[libero]'")
+    pytest.importorskip("robosuite", reason="needs the simulator: pip install 'armature-vla[libero]'")
     file = project.folder / "configs/train-vla/tiny.toml"
     recipe = recipe_from_file(file, "train-vla/tiny", [f'machine.store="{project.store}"'])
     machine = recipe.sections["machine"]

@@ -22,7 +22,7 @@ from components.environments.make import make_environment
 from components.environments.settings import EnvironmentSettings
 from components.environments.verifiers import VerifiersEnvironment
 
-INSTALL = "needs the extra: pip install 'armature[verifiers]'"
+INSTALL = "needs the extra: pip install 'armature-vla[verifiers]'"
 HAS_VERIFIERS = find_spec("verifiers") is not None
 HAS_LEGACY = HAS_VERIFIERS and find_spec("verifiers.envs") is not None
 HAS_V1 = HAS_VERIFIERS and not HAS_LEGACY  # 0.2 and 0.3 have an unfinished v1
@@ -279,7 +279,7 @@ def test_a_tasksets_tasks_are_split() -> None:
 
 @pytest.mark.skipif(HAS_VERIFIERS, reason="verifiers is installed")
 def test_without_the_package_the_error_names_the_command() -> None:
-    with pytest.raises(ConfigurationError, match=r"pip install 'armature\[verifiers\]'"):
+    with pytest.raises(ConfigurationError, match=r"pip install 'armature-vla\[verifiers\]'"):
         environment("sample-colours")
 
 

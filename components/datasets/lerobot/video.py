@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
+from components.contracts.distribution import install_command
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.foreign import foreign
 from components.datasets.lerobot.settings import VideoSettings
@@ -30,7 +31,7 @@ def pyav() -> ModuleType:
     try:
         import av
     except ImportError as error:
-        raise ConfigurationError("videos need PyAV", remedy="pip install 'armature[datasets]'") from error
+        raise ConfigurationError("videos need PyAV", remedy=install_command("datasets")) from error
     return av
 
 

@@ -11,6 +11,7 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
+from components.contracts.distribution import install_command
 from components.contracts.errors import ConfigurationError
 
 DIGESTS = {
@@ -33,7 +34,7 @@ def folder() -> Path:
     for package in ("alfworld", "textworld", "fast_downward"):
         spec = find_spec(package)
         if spec is None or spec.origin is None:
-            raise ConfigurationError(f"ALFWorld needs the package {package}", remedy="pip install 'armature[alfworld]'")
+            raise ConfigurationError(f"ALFWorld needs the package {package}", remedy=install_command("alfworld"))
         if package == "alfworld":
             found = Path(spec.origin).parent
     return found

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, PositiveInt
 
+from components.contracts.distribution import install_command
 from components.contracts.episodes import Episode, Split, Task
 from components.contracts.errors import ConfigurationError
 from components.contracts.settings import Settings
@@ -87,6 +88,6 @@ class AlfworldThor:
             from components.environments.alfworld.thor_player import ThorPlayer
         except ImportError as error:
             raise ConfigurationError(
-                f"alfworld/thor needs packages that are not installed: {error}", remedy="pip install 'armature[thor]'"
+                f"alfworld/thor needs packages that are not installed: {error}", remedy=install_command("thor")
             ) from error
         return ThorPlayer(self.settings.player, width=self.settings.width, height=self.settings.height)

@@ -11,6 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+from components.contracts.distribution import install_command
 from components.contracts.errors import ConfigurationError
 
 ASSETS = "ARMATURE_LIBERO_ASSETS"
@@ -28,7 +29,7 @@ def package_folder() -> Path:
     """
     found = find_spec("libero")
     if found is None or not found.submodule_search_locations:
-        raise ConfigurationError("LIBERO is not installed", remedy="pip install 'armature[libero]'")
+        raise ConfigurationError("LIBERO is not installed", remedy=install_command("libero"))
     return Path(found.submodule_search_locations[0]) / "libero"
 
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 from pydantic import Field, PositiveInt
 
+from components.contracts.distribution import install_command
 from components.contracts.episodes import Episode, Split, Task
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.settings import Settings
@@ -74,7 +75,7 @@ class VerifiersEnvironment:
         del processes  # its episodes are coroutines, all in one thread: they share clients and locks of one loop
         if find_spec("verifiers") is None:
             raise ConfigurationError(
-                "environment 'verifiers' needs the package verifiers", remedy="pip install 'armature[verifiers]'"
+                "environment 'verifiers' needs the package verifiers", remedy=install_command("verifiers")
             )
         self._source: Source = _source(settings)
         self._counts = {"train": train_tasks, "heldout": heldout_tasks}

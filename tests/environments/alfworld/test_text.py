@@ -179,6 +179,6 @@ def test_a_payload_that_is_no_game_is_refused_before_the_engine_sees_it(environm
 def test_without_alfworld_its_install_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     packaged.folder.cache_clear()
     monkeypatch.setattr(packaged, "find_spec", lambda name: None if name == "textworld" else find_spec(name))
-    with pytest.raises(ConfigurationError, match=r"textworld\n.*pip install 'armature\[alfworld\]'"):
+    with pytest.raises(ConfigurationError, match=r"textworld\n.*pip install 'armature-vla\[alfworld\]'"):
         made()
     packaged.folder.cache_clear()
