@@ -78,6 +78,11 @@ BENCHMARKS = {
         "Server pool",
         "How much throughput does the pool cost against sending the same requests to the bare server?",
     ),
+    "determinism": Benchmark(
+        "determinism",
+        "The same seed gives the same run",
+        "What does it cost on CPU that a server's answer to a request has the same bits alone and among others?",
+    ),
     "trl": Benchmark(
         "trl_step",
         "Trainer step",
