@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -79,14 +80,19 @@ def test_a_variable_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPatch) ->
         check_machine(machine, with_servers=False)
 
 
-def test_a_policys_job_on_disk_has_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from components.vla.job import Job
+def test_a_policys_job_on_disk_has_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from components.contracts.secrets import resolve
+    from components.vla.job import Job, job_on
+    from components.vla.settings import TrainVlaSettings
 
     monkeypatch.setenv("MY_TOKEN", VALUE)
-    machine = Machine.model_validate({"trainer_environment": {"HF_TOKEN": {"env": "MY_TOKEN"}}})
-    field = Job.model_fields["environment"]
-    assert field.annotation is Machine.model_fields["trainer_environment"].annotation
-    assert VALUE not in machine.model_dump_json()
+    recipe = load_recipe("train-vla/tiny", ['machine.trainer_environment={HF_TOKEN={env="MY_TOKEN"}}'])
+    machine, settings = recipe.sections["machine"], recipe.settings_for(TrainVlaSettings)
+    assert isinstance(machine, Machine) and isinstance(settings, TrainVlaSettings)
+    inputs = dict.fromkeys(("policy", "dataset", "statistics"), tmp_path)
+    written = job_on(machine, settings, inputs, workspace=tmp_path, out=tmp_path, fingerprint="f").model_dump_json()
+    assert VALUE not in written
+    assert resolve(Job.model_validate_json(written).environment, "a job")["HF_TOKEN"] == VALUE
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,16 @@ def test_a_second_one_and_a_damaged_record_are_said(up: Up) -> None:
     assert second.returncode == 2 and "up already" in second.stderr
 
 
+def test_a_clock_that_was_set_hides_nothing(up: Up) -> None:
+    """When a program started is read from the clock: after a step, the time that is told is not the one noted."""
+    record = up.folder / ".armature/platform.json"
+    whole = record.read_text()
+    record.write_text(json.dumps(json.loads(whole) | {"started": 1.0}))
+    done = up.run("status")
+    record.write_text(whole)
+    assert done.returncode == 0 and up.prefect in done.stdout, done.stdout + done.stderr
+
+
 def test_down_ends_it_whatever_the_record_says(up: Up) -> None:
     """By the supervisor's lock: a clock that was set, or a record that is damaged, hides nothing."""
     record: dict[str, Any] = json.loads((up.folder / ".armature/platform.json").read_text())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from components.adapters import model_inputs
 from components.contracts.errors import DataError, TrainerError
@@ -56,6 +56,23 @@ def test_a_resumed_run_is_bit_for_bit_the_run(tiny: Tiny, tmp_path: Path, lora: 
         moments, resumed = straight.optimizer.state[one], second.optimizer.state[two]
         assert moments.keys() == resumed.keys()
         assert all(torch.equal(value, resumed[slot]) for slot, value in moments.items())
+
+
+def test_moments_in_bf16_are_trained_on(tiny: Tiny, tmp_path: Path) -> None:
+    """As torch's AdamW leaves them beside weights of bf16: the training of one whose moments were rounded in place."""
+    rounded, who = make(tiny)
+    train(rounded, tiny, 1)
+    path = checkpoints.save(rounded, tmp_path, {}, who)
+    file = path / checkpoints.OPTIMIZER_FILE
+    stored = load_file(file)
+    save_file({name: value.bfloat16() if "exp_avg" in name else value for name, value in stored.items()}, file)
+    for state in rounded.optimizer.state.values():
+        state.update({name: state[name].bfloat16().float() for name in ("exp_avg", "exp_avg_sq")})
+    resumed, _ = make(tiny)
+    checkpoints.load(resumed, path, who)
+    assert train(resumed, tiny, 2, 3) == train(rounded, tiny, 2, 3)
+    pairs = zip(rounded.policy.parameters(), resumed.policy.parameters(), strict=True)
+    assert all(torch.equal(one, two) for one, two in pairs)
 
 
 def test_random_numbers_come_back(tiny: Tiny, tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -86,6 +88,25 @@ def test_nccl_to_servers_elsewhere_needs_a_network_that_is_named(tiny: Tiny, tmp
         service_settings(policy, far, tmp_path)
     named = far.model_copy(update={"trainer_interface": "eth1"})
     assert service_settings(policy, named, tmp_path).interface == "eth1"
+
+
+def test_an_address_that_is_not_whole_yet_is_none(tmp_path: Path) -> None:
+    policy = PolicySettings(
+        model_path=tmp_path, model=model_settings(), trainer=trainer_settings(), temperature=1.0, images=tmp_path
+    )
+    trainer = TrainerClient(policy, Machine(ready_timeout=0.5), tmp_path)
+
+    def begin_to_write() -> None:
+        while not (tmp_path / "settings.json").exists():
+            time.sleep(0.01)
+        trainer.settings.address.write_text('{"url": "http://127.0')
+
+    with ThreadPoolExecutor(1) as service:
+        began = service.submit(begin_to_write)
+        with pytest.raises(TrainerError, match="not ready after"):
+            trainer.start()
+        began.result()
+    assert not trainer.alive
 
 
 def weights(trainer: TrainerClient, folder: Path, version: int) -> dict[str, bytes]:
