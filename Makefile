@@ -1,5 +1,5 @@
 PYTHON ?= python3
-SETUP  := infra/setup/install.py infra/setup/torchvision_operators.py
+SETUP  := $(wildcard armature/setup/*.py)
 SERVED := $(wildcard components/inference/served/*.toml components/inference/served/*/*.py)
 BIN    := .venv/bin
 
@@ -46,7 +46,7 @@ clean:  ## remove the environments; artifacts and runs stay
 environments: .venv/.made .venv-vllm/.made
 
 .venv/.made: pyproject.toml requirements/constraints.txt requirements/libero.txt $(SETUP)
-	$(PYTHON) infra/setup/install.py project
+	$(PYTHON) -m armature.setup project
 
 .venv-vllm/.made: requirements/vllm-cpu.txt requirements/vllm-cuda.txt $(SETUP) $(SERVED)
-	$(PYTHON) infra/setup/install.py vllm
+	$(PYTHON) -m armature.setup vllm

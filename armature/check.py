@@ -51,11 +51,11 @@ def check_machine(machine: Machine, with_servers: bool) -> None:
         ConfigurationError: no interpreter with vLLM, a GPU that is not there, or a variable that is not set.
     """
     machine.server_variables(), machine.trainer_variables()
-    if with_servers and not machine.endpoints and not machine.server_python.exists():
+    if with_servers and not machine.endpoints and not machine.server_interpreter.exists():
         raise ConfigurationError(
             "there is no interpreter with vLLM to start servers with",
-            where=f"machine.server_python = {machine.server_python}",
-            remedy="`make .venv-vllm/.made`, or join running servers with --machine 'endpoints=[\"http://...\"]'",
+            where=f"machine.server_python = {machine.server_interpreter}",
+            remedy="`armature setup`, or join running servers with --machine 'endpoints=[\"http://...\"]'",
         )
     named = {device for group in (*machine.server_gpus, machine.trainer_gpus) for device in group}
     if missing := sorted(device for device in named if device >= gpu_count()):

@@ -104,6 +104,26 @@ def join(
     take_part(job)
 
 
+@app.command(epilog="Examples: armature setup; armature setup --folder .venv-vllm; TORCH_BACKEND=cpu armature setup")
+def setup(
+    folder: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            help="Where to make it. Default: .venv-vllm in a checkout, else the user's data folder, where runs in any "
+            "folder find it. .venv-vllm in the folder of a run comes first.",
+            file_okay=False,
+        ),
+    ] = None,
+) -> None:
+    """Make the environment of the model servers: vLLM for this machine, and Armature's plug-in.
+
+    It takes minutes and gigabytes. An environment that is there is replaced.
+    """
+    from armature.setup.command import make_server_environment
+
+    make_server_environment(folder)
+
+
 @app.command(epilog="Example: armature check train-vlm/colors")
 def check(
     name: Name,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from pathlib import Path
 
-from components.contracts.distribution import installed_version
+from components.installation import CHECKOUT, installed_version
 
 PREFECT_PORT, MLFLOW_PORT = 4200, 5000
 
@@ -21,9 +20,11 @@ def gpu_count() -> int:
 
 def package_version() -> str:
     """`<version>+<commit>`, or the version alone outside a git checkout."""
+    if CHECKOUT is None:
+        return installed_version()
     command = ["git", "describe", "--always", "--dirty=.changed", "--exclude=*"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+        found = subprocess.run(command, capture_output=True, text=True, cwd=CHECKOUT, check=False)
     except FileNotFoundError:
         return installed_version()
     commit = found.stdout.strip()

@@ -52,7 +52,7 @@ def make_environment() -> None:
         return
     # The installer asks pip for its wheel folders, and the project's environment has no pip.
     python = getattr(sys, "_base_executable", sys.executable)
-    subprocess.run([python, ROOT / "infra/setup/install.py", "trl"], check=True)
+    subprocess.run([python, "-m", "armature.setup", "trl"], cwd=ROOT, check=True)
 
 
 def _theirs(checkpoint: Path) -> dict[str, Any]:

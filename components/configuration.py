@@ -20,9 +20,8 @@ from pydantic import BaseModel, ValidationError, model_validator
 from components.contracts.errors import ConfigurationError
 from components.contracts.secrets import PLAIN_SECRET
 from components.contracts.settings import Settings
+from components.installation import CONFIGS, DISTRIBUTION
 from components.registry import suggestion
-
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 _TRAIN_VLM = {
     "model": "components.models.settings:ModelSettings",
@@ -238,9 +237,19 @@ def recipe_path(name: str) -> Path:
 
 
 def recipe_names() -> list[str]:
-    """Every `<flow>/<deployment>`; files that only serve as a base begin with an underscore."""
-    paths = sorted(CONFIGS.glob("*/*.toml"))
-    return [f"{path.parent.name}/{path.stem}" for path in paths if not path.stem.startswith("_")]
+    """Every `<flow>/<deployment>`; files that only serve as a base begin with an underscore.
+
+    Raises:
+        ConfigurationError: there are none, so the installation is not complete.
+    """
+    paths = sorted(path for path in CONFIGS.glob("*/*.toml") if not path.stem.startswith("_"))
+    if not paths:
+        raise ConfigurationError(
+            "no recipes are installed",
+            where=str(CONFIGS),
+            remedy=f"pip install --force-reinstall {DISTRIBUTION}; in a checkout: git restore configs components",
+        )
+    return [f"{path.parent.name}/{path.stem}" for path in paths]
 
 
 def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:

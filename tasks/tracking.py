@@ -32,6 +32,7 @@ from components.artifacts.digests import document_digest
 from components.artifacts.manifest import read_manifest
 from components.contracts.errors import TrackingError
 from components.contracts.stages import Artifact
+from components.installation import CHECKOUT
 from tasks import mlflow_client as names
 from tasks.mlflow_client import client, experiment_id, page
 from tasks.patience import patience, patiently
@@ -59,9 +60,11 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 def git_commit() -> str:
     """The checked-out commit, with "+changed" when files differ from it; "" outside a checkout."""
+    if CHECKOUT is None:
+        return ""
     command = ["git", "describe", "--always", "--abbrev=40", "--dirty=+changed", "--exclude=*"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=CHECKOUT, check=False)
     except FileNotFoundError:
         return ""
     return done.stdout.strip()

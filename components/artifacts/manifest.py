@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from components.artifacts.digests import document_digest, folder_digest, listing_digest
 from components.artifacts.record import Record, differences, examine
-from components.contracts.distribution import installed_version
 from components.contracts.errors import DataError
 from components.contracts.stages import Artifact
+from components.installation import installed_version
 
 MANIFEST = "manifest.json"
 

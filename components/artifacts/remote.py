@@ -11,8 +11,8 @@ import fsspec
 
 from components.artifacts.disk import FULL, full_disk_said
 from components.artifacts.manifest import MANIFEST
-from components.contracts.distribution import install_command
 from components.contracts.errors import ArmatureError, ConfigurationError, DataError, StoreError
+from components.installation import install_command
 
 ResultT = TypeVar("ResultT")
 

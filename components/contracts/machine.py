@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, PositiveFloat, Positive
 
 from components.contracts.secrets import Environment, refuse_plain_arguments, refuse_plain_url, resolve
 from components.contracts.settings import Settings
+from components.installation import server_python
 
 Scalar = bool | int | float | str
 
@@ -34,7 +35,10 @@ class Machine(Settings):
     weight_transfer: Literal["file", "nccl", "ipc"] = Field(
         "file", description="How new weights reach the servers; nccl and ipc need GPUs."
     )
-    server_python: Path = Field(Path(".venv-vllm/bin/python"), description="Interpreter that has vLLM.")
+    server_python: Path | None = Field(
+        None,
+        description="Interpreter that has vLLM. None: that of .venv-vllm in this folder, else of `armature setup`.",
+    )
     server_gpus: tuple[tuple[int, ...], ...] = Field(
         (), description="CUDA devices of each local server, e.g. [[0, 1], [2, 3]]; empty on CPU."
     )
@@ -102,6 +106,11 @@ class Machine(Settings):
                 f"trainer_nodes = {self.trainer_nodes} needs trainer_interface, the private network between the nodes"
             )
         return self
+
+    @property
+    def server_interpreter(self) -> Path:
+        """`server_python`, or the one that is found."""
+        return self.server_python or server_python()
 
     def server_variables(self) -> dict[str, str]:
         """`server_environment` with its secrets. Raises ConfigurationError if one is not set."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from components.contracts.distribution import install_command
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.machine import Machine
 from components.datasets import histograms, quantiles
@@ -20,6 +19,7 @@ from components.datasets.lerobot.sampling import sampled
 from components.datasets.quantiles import Values
 from components.datasets.settings import QuantileStatsSettings
 from components.datasets.statistics import Statistics
+from components.installation import install_command
 
 NUMBERS_AT_ONCE, PICTURES_AT_ONCE = 1024, 8
 """Episodes of a unit, without and with pictures."""

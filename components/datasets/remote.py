@@ -16,11 +16,11 @@ import fsspec
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
 from components.artifacts.cache import Cache, make_once
-from components.contracts.distribution import install_command
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.names import confined
 from components.datasets.files import Files, Folder, belongs, listing_digest
 from components.datasets.lerobot.layout import INFO, STATS
+from components.installation import install_command
 
 HUB = re.compile(r"[\w.-]+/[\w.-]+")
 COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -90,7 +90,7 @@ def server_command(
             )
         if name != "port":
             arguments[name.replace("_", "-")] = value
-    command = [str(machine.server_python), "-m", "vllm.entrypoints.openai.api_server"]
+    command = [str(machine.server_interpreter), "-m", "vllm.entrypoints.openai.api_server"]
     for name, value in arguments.items():
         command += [f"--{name}", str(value)] if not isinstance(value, bool) else [f"--{'' if value else 'no-'}{name}"]
     return command

@@ -11,6 +11,7 @@ from components.contracts.rollouts import LogProbs
 from components.inference.probe import Probe, ProbeAnswer, ask_probe
 from components.inference.replica import Replica
 from components.inference.settings import ServerSettings
+from components.installation import SERVED
 
 CPU_FLOAT32, GPU_FLOAT32, SIXTEEN_BITS = 1e-4, 5e-3, 0.1
 """Tolerances in nats; GPUs multiply fp32 as tf32. Measured on tiny checkpoints: see docs/operations.md."""
@@ -80,7 +81,7 @@ class Proof:
             )
         return (
             "some of its weights were not loaded: read its log. A joined server on CPU keeps an old output head where "
-            "embeddings are tied unless it has our plug-in: pip install --no-deps components/inference/served. "
+            f"embeddings are tied unless it has our plug-in: pip install --no-deps {SERVED}. "
             "If it computes in other types than the trainer, say so in inference.dtype or raise machine.sync_tolerance"
         )
 

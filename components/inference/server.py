@@ -20,6 +20,7 @@ from components.inference.determinism import is_deterministic
 from components.inference.endpoint import Endpoint
 from components.inference.replies import BadReply, exchange
 from components.inference.settings import ServerSettings
+from components.installation import SERVED
 from components.ports import listener
 from components.process import Program
 
@@ -122,10 +123,10 @@ class VllmServer:
         return ServerError(f"{what}; its last lines:\n{self.tail()}", where=str(self.log), remedy=remedy)
 
     def _check_machine(self, model: Path) -> None:
-        python = self.machine.server_python
+        python = self.machine.server_interpreter
         if shutil.which(python) is None:
             raise ServerError(
-                "the environment that has vLLM is missing", where=str(python), remedy="make it: make .venv-vllm"
+                "the environment that has vLLM is missing", where=str(python), remedy="make it: armature setup"
             )
         if not (model / "config.json").is_file():
             raise ServerError("no checkpoint to serve", where=str(model), remedy="give a folder with config.json")
@@ -204,7 +205,7 @@ _HINTS: tuple[tuple[str, str], ...] = (
     (
         r"No module named '?armature_served",
         "our package for vLLM is not installed in machine.server_python; install it there: "
-        "pip install --no-deps components/inference/served",
+        f"pip install --no-deps {SERVED}",
     ),
     (
         r"attention on CPU is causal inside images",
@@ -212,7 +213,7 @@ _HINTS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"No module named '?vllm",
-        "vLLM is not installed in machine.server_python; make its environment: make .venv-vllm",
+        "vLLM is not installed in machine.server_python; make its environment: armature setup",
     ),
     (
         r"VLLM_CPU_KVCACHE_SPACE|KV cache is needed|No available memory for the cache blocks",

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from components.contracts.batches import Sample
 from components.contracts.errors import MismatchError
 from components.contracts.rollouts import LogProbs
+from components.installation import SERVED
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def likely_reason(agreement: Agreement) -> str:
         "the server seems to attend to images otherwise than the trainer. If the tokens of an image see each other "
         "in both directions (molmo2, gemma3), a server needs --attention-backend TRITON_ATTN for it and vLLM on CPU "
         'cannot do it: set model.image_attention = "causal" there. A joined server for molmo2 needs our plug-in as '
-        "well: pip install --no-deps components/inference/served"
+        f"well: pip install --no-deps {SERVED}"
     )
     weights = (
         "the server seems to serve other weights than the trainer's: start it with the checkpoint of [model], "

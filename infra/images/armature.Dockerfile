@@ -19,10 +19,10 @@ COPY --chown=armature:armature . .
 RUN chown armature:armature . && mkdir -p .armature && chown armature:armature .armature
 USER armature
 
-RUN TORCH_BACKEND=$TORCH_BACKEND python infra/setup/install.py project \
+RUN TORCH_BACKEND=$TORCH_BACKEND python -m armature.setup project \
  && uv pip install --no-cache --python .venv/bin/python \
       --constraint requirements/constraints.txt --requirement requirements/cluster.txt \
- && if [ "$WITH_VLLM" = true ]; then TORCH_BACKEND=cpu python infra/setup/install.py vllm; fi \
+ && if [ "$WITH_VLLM" = true ]; then TORCH_BACKEND=cpu python -m armature.setup vllm; fi \
  && uv cache clean
 
 ENV PATH=/opt/armature/.venv/bin:$PATH \

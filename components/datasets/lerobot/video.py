@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from components.contracts.distribution import install_command
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.foreign import foreign
 from components.datasets.lerobot.settings import VideoSettings
 from components.datasets.statistics import Array
+from components.installation import install_command
 
 if TYPE_CHECKING:
     from types import ModuleType

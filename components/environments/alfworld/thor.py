@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, PositiveInt
 
-from components.contracts.distribution import install_command
 from components.contracts.episodes import Episode, Split, Task
 from components.contracts.errors import ConfigurationError
 from components.contracts.settings import Settings
@@ -19,6 +18,7 @@ from components.environments.alfworld.thor_metadata import LONGEST_SIDE
 from components.environments.alfworld.thor_pool import Players
 from components.environments.alfworld.thor_rewards import RewardSettings, weights
 from components.environments.threads import ThreadedEpisode
+from components.installation import install_command
 
 if TYPE_CHECKING:
     from components.environments.alfworld.thor_player import ThorPlayer

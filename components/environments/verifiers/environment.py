@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from components.contracts.distribution import install_command
 from components.contracts.episodes import Episode, Split, Task
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.settings import Settings
@@ -21,6 +20,7 @@ from components.environments.code import code_digest, has_code
 from components.environments.data import named_files, versions
 from components.environments.threads import LoopThread, Together
 from components.environments.verifiers.episode import AskedEpisode
+from components.installation import install_command
 
 
 class VerifiersSettings(Settings):

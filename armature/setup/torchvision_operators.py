@@ -1,17 +1,18 @@
 """Declares the operator schemas that a CUDA build of torchvision expects, when torch is a CPU build.
 
-Installed next to torchvision by `install.py` and loaded by a `.pth` file; acts when torchvision is first
+Installed next to torchvision by `armature.setup` and loaded by a `.pth` file; acts when torchvision is first
 imported, so that Python starts without torch. Needed until the registry has a CPU build of torchvision.
 """
 
 import importlib.abc
 import sys
+from typing import Any
 
 
 class DeclareOnImport(importlib.abc.MetaPathFinder):
     """Declares the schemas just before torchvision is found, then steps aside."""
 
-    def find_spec(self, name, path, target=None):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> None:
         if name == "torchvision":
             sys.meta_path.remove(self)
             import torch
@@ -22,5 +23,5 @@ class DeclareOnImport(importlib.abc.MetaPathFinder):
             DECLARED.append(self.library)
 
 
-DECLARED: list = []  # a library that is collected takes its schemas with it
+DECLARED: list[Any] = []  # a library that is collected takes its schemas with it
 sys.meta_path.insert(0, DeclareOnImport())

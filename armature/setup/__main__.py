@@ -1,0 +1,24 @@
+"""`python -m armature.setup project|vllm|trl`: the environments of a checkout, for the Makefile and the images."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from armature.setup import set_up
+from components.installation import CHECKOUT
+
+NAMES = {"project": ".venv", "vllm": ".venv-vllm", "trl": ".venv-trl"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m armature.setup", description=__doc__)
+    parser.add_argument("environment", choices=list(NAMES))
+    environment = parser.parse_args().environment
+    if CHECKOUT is None:
+        sys.exit("this makes environments of a checkout; after pip install, `armature setup` makes the servers'")
+    set_up(environment, CHECKOUT / NAMES[environment])
+
+
+if __name__ == "__main__":
+    main()

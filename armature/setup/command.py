@@ -1,0 +1,36 @@
+"""`armature setup`: the environment of the model servers."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from armature.setup import set_up
+from components.contracts.errors import ArmatureError, ConfigurationError
+from components.installation import server_environment
+
+
+def make_server_environment(folder: Path | None) -> None:
+    """
+    Args:
+        folder: where; None: where runs look for it.
+
+    Raises:
+        ConfigurationError: the folder holds something else.
+        ArmatureError: a package could not be installed.
+    """
+    folder = folder or server_environment()
+    if folder.exists() and not (folder / "pyvenv.cfg").exists() and any(folder.iterdir()):
+        raise ConfigurationError(
+            "the folder is not empty and not a Python environment, so it is left alone",
+            where=str(folder),
+            remedy="name another one: armature setup --folder .venv-vllm",
+        )
+    try:
+        set_up("vllm", folder.absolute())
+    except (subprocess.CalledProcessError, OSError) as error:
+        raise ArmatureError(
+            f"the environment could not be made: {error}",
+            where=str(folder),
+            remedy="correct what the lines above name, then run `armature setup` again",
+        ) from error

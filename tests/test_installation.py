@@ -1,0 +1,106 @@
+"""What is installed: the names that a user is told, and where files and environments are found."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import metadata
+from pathlib import Path
+
+import pytest
+
+from components import installation
+from components.contracts.errors import ConfigurationError
+from components.contracts.machine import Machine
+from components.installation import DISTRIBUTION, install_command, installed_version
+
+HERE = Path(__file__)
+ROOT = HERE.resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def tracked() -> dict[str, str]:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    texts = [name for name in listed if name.endswith((".py", ".md", ".toml", ".txt", ".yaml", "Makefile"))]
+    return {
+        name: (ROOT / name).read_text() for name in texts if (ROOT / name).is_file() and name != f"tests/{HERE.name}"
+    }
+
+
+def test_the_constant_is_the_name_of_the_project():
+    assert PROJECT["name"] == DISTRIBUTION == metadata(DISTRIBUTION)["Name"]
+    assert installed_version() == PROJECT["version"]
+    assert install_command("thor") == "pip install 'armature-vla[thor]'"
+
+
+def test_nobody_is_told_to_install_the_other_armature():
+    told = re.compile(r"pip install [\"']?armature\b(?!-)|[\"' ]armature\[[a-z]")
+    assert [name for name, text in tracked().items() if told.search(text)] == []
+
+
+def test_every_extra_that_is_named_exists():
+    named = set()
+    for text in tracked().values():
+        named |= set(re.findall(r"install_command\([\"'](\w+)[\"']\)", text))
+        named |= {extra for each in re.findall(rf"{DISTRIBUTION}\[([\w,]+)\]", text) for extra in each.split(",")}
+    assert {"alfworld", "thor", "libero", "datasets", "dask", "s3", "verifiers"} <= named
+    assert named <= set(PROJECT["optional-dependencies"])
+
+
+def test_files_that_are_not_code_are_those_of_the_repository():
+    assert installation.CHECKOUT == ROOT
+    assert installation.CONFIGS == ROOT / "configs" and installation.REQUIREMENTS == ROOT / "requirements"
+    assert (installation.SERVED / "pyproject.toml").is_file()
+    assert installation.server_environment() == ROOT / ".venv-vllm"
+
+
+def environment(folder: Path) -> Path:
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin/python").touch()
+    return folder
+
+
+def test_the_servers_environment_is_the_folders_own_else_the_users(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    monkeypatch.setattr(installation, "CHECKOUT", None)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    users = tmp_path / "data/armature" / f"vllm-{PROJECT['version']}"
+    assert installation.server_environment() == users
+    assert Machine().server_interpreter == Path(".venv-vllm/bin/python")
+    environment(users)
+    assert Machine().server_interpreter == Path(".venv-vllm/bin/python"), "a setup that was interrupted is not used"
+    (users / ".made").touch()
+    assert Machine().server_interpreter == users / "bin/python"
+    environment(tmp_path / "run/.venv-vllm")
+    assert Machine().server_interpreter == Path(".venv-vllm/bin/python")
+    assert Machine(server_python="mine").server_interpreter == Path("mine")
+    monkeypatch.delenv("XDG_DATA_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert installation.server_environment() == tmp_path / "home/.local/share/armature" / users.name
+
+
+def test_setup_needs_nothing_but_python():
+    """The Makefile runs it before there is any environment."""
+    script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import armature.setup, armature.setup.__main__"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_setup_leaves_a_folder_alone_that_is_not_an_environment(tmp_path):
+    from armature.setup.command import make_server_environment
+
+    (tmp_path / "thesis.txt").write_text("ten years of work")
+    with pytest.raises(ConfigurationError, match="not a Python environment"):
+        make_server_environment(tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_an_installation_without_recipes_is_an_error(tmp_path, monkeypatch):
+    from components import configuration
+
+    monkeypatch.setattr(configuration, "CONFIGS", tmp_path)
+    with pytest.raises(ConfigurationError, match=r"no recipes are installed(.|\n)*--force-reinstall armature-vla"):
+        configuration.recipe_names()
