@@ -22,6 +22,8 @@ class Sleeping:
     def batch(self, step: int, rollouts: Any) -> Any:
         return step
 
+    def save(self, step: int) -> None: ...
+
     def train(self, step: int, batch: Any) -> dict[str, float]:
         time.sleep(TRAIN)
         return {"loss": 0.0}

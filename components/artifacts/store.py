@@ -138,9 +138,9 @@ class ArtifactStore:
             if not try_lock(file):
                 self._say(f"{stage}: waits for {_holder(file)}, which makes the same artifact ({fingerprint})")
                 fcntl.flock(file, fcntl.LOCK_EX)
-            _sign(file)
             with usable(self.root):
                 self._collect(fingerprint)
+                _sign(file)
             yield
 
     def set_aside(self, stage: str, fingerprint: str) -> None:
@@ -204,9 +204,10 @@ class ArtifactStore:
 
 
 def _sign(file: IO[str]) -> None:
+    """Say who holds the lock. Unbuffered: what a full disk refuses is not tried again when the file is closed."""
     file.truncate(0)
-    json.dump({"host": socket.gethostname(), "pid": os.getpid(), "since": _now()}, file)
-    file.flush()
+    who = {"host": socket.gethostname(), "pid": os.getpid(), "since": _now()}
+    os.pwrite(file.fileno(), json.dumps(who).encode(), 0)
 
 
 def _holder(file: IO[str]) -> str:

@@ -18,6 +18,8 @@ class Steps(Protocol):
 
     def train(self, step: int, batch: Artifact) -> dict[str, float]: ...
 
+    def save(self, step: int) -> None: ...
+
     def sync(self, version: int) -> None: ...
 
     def record(self, step: int, metrics: dict[str, float]) -> None: ...
@@ -27,7 +29,9 @@ def run_loop(steps: Steps, first: int, last: int, max_staleness: int, units: Uni
     """Steps `first` to `last`, both included; the policy version is the number of steps applied.
 
     With `max_staleness` 0 the rollouts of a step are sampled by the weights of the step before (on-policy). With 1
-    they are generated while the trainer works on the step before, so they are at most one version older.
+    they are generated while the trainer works on the step before, by weights that are one version older: new weights
+    wait until the last of them is there, and so does a checkpoint, for a run that resumes has no older weights to
+    make them with. Which version samples a token never depends on which of the two is done first.
     """
 
     def collect(step: int) -> Future[Artifact]:
@@ -45,6 +49,10 @@ def run_loop(steps: Steps, first: int, last: int, max_staleness: int, units: Uni
         clock.lap("timing/batch")
         metrics = units.submit(f"step-{step:05d}", steps.train, step, batch).result()
         clock.lap("timing/train")
+        if ahead is not None:
+            ahead.result()
+            clock.lap("timing/wait_for_rollouts")
+        steps.save(step)
         if step < last:
             units.submit(f"sync-{step:05d}", steps.sync, step).result()
         clock.lap("timing/sync")
@@ -66,4 +74,4 @@ class _Clock:
 
     def lap(self, name: str) -> None:
         now = time.perf_counter()
-        self.laps[name], self._last = now - self._last, now
+        self.laps[name], self._last = self.laps.get(name, 0.0) + now - self._last, now

@@ -140,9 +140,12 @@ class RLRun:
             if bounds.step_mismatch == "stop":
                 raise error
             self.context.events.message(f"warning: {error}")
-        if step % self.settings.trainer.save_every == 0 or step == self.settings.trainer.max_steps:
-            self.trainer.save()
         return metrics
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint, if one is due after `step`."""
+        if step % self.settings.trainer.save_every == 0 or step == self.settings.trainer.max_steps:
+            self._of_trainer(step, self.trainer.save)
 
     def sync(self, version: int) -> None:
         """Bring the weights after step `version` to every server, unless all that they would sample is made."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -13,7 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 
+import pytest
+
 from components.artifacts.store import ArtifactStore
+from components.contracts.errors import StoreError
 
 WRITER = """
 import sys, time
@@ -89,3 +93,16 @@ def test_who_waits_says_for_whom(tmp_path):
         waiting.join()
     assert len(said) == 1
     assert re.search(rf"outer: waits for process {holder.pid} on \S+ since 20\d\d-\d\d-\d\dT", said[0])
+
+
+def test_a_disk_that_is_full_at_the_lock_is_an_error_of_ours(tmp_path):
+    store, limits = ArtifactStore(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.raises(StoreError, match="free space"):
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+            with store.lock("stage", "f1"):
+                pass
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with store.lock("stage", "f1"):
+        pass

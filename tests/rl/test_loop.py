@@ -17,10 +17,13 @@ from components.stages import TerminalEvents, ThreadUnits
 class RecordingSteps:
     """Notes when each unit begins and ends, and which version of the weights is on the servers meanwhile."""
 
-    def __init__(self, fail_at: int | None = None) -> None:
+    def __init__(self, fail_at: int | None = None, rollouts_s: float = 0.01, train_s: float = 0.03) -> None:
         self.version, self.fail_at = 0, fail_at
+        self.rollouts_s, self.train_s = rollouts_s, train_s
         self.notes: list[str] = []
         self.sampled_with: dict[int, int] = {}
+        self.sampled_until: dict[int, int] = {}
+        self.saved: dict[int, set[int]] = {}
         self.recorded: dict[int, dict[str, float]] = {}
         self._lock = threading.Lock()
 
@@ -31,7 +34,8 @@ class RecordingSteps:
     def rollouts(self, step: int) -> Artifact:
         self._note(f"rollouts {step} begin")
         self.sampled_with[step] = self.version
-        time.sleep(0.01)
+        time.sleep(self.rollouts_s)
+        self.sampled_until[step] = self.version
         self._note(f"rollouts {step} end")
         return Artifact(kind="rollouts", path=Path(str(step)), digest=str(step))
 
@@ -42,11 +46,14 @@ class RecordingSteps:
     def train(self, step: int, batch: Artifact) -> dict[str, float]:
         assert batch.digest == f"b{step}"
         self._note(f"train {step} begin")
-        time.sleep(0.03)
+        time.sleep(self.train_s)
         if step == self.fail_at:
             raise RuntimeError("the step failed")
         self._note(f"train {step} end")
         return {"loss": float(step)}
+
+    def save(self, step: int) -> None:
+        self.saved[step] = set(self.sampled_until)
 
     def sync(self, version: int) -> None:
         assert version == self.version + 1
@@ -73,6 +80,15 @@ def test_overlapped_rollouts_are_one_version_older_and_made_while_training():
     assert steps.sampled_with == {1: 0, 2: 0, 3: 1, 4: 2, 5: 3}
     for step in range(1, 5):
         assert steps.notes.index(f"rollouts {step + 1} begin") < steps.notes.index(f"train {step} end")
+
+
+@pytest.mark.parametrize("rollouts_s", [0.0, 0.01, 0.05])
+def test_overlapped_rollouts_are_sampled_by_the_same_version_however_long_they_take(rollouts_s):
+    steps = RecordingSteps(rollouts_s=rollouts_s, train_s=0.01)
+    run(steps, staleness=1)
+    assert steps.sampled_with == steps.sampled_until == {1: 0, 2: 0, 3: 1, 4: 2, 5: 3}
+    # What a run lacks that resumes from this checkpoint would be sampled by newer weights.
+    assert all({*range(1, step + 2)} - {6} <= made for step, made in steps.saved.items())
 
 
 def test_a_resumed_loop_starts_where_it_was_told():
