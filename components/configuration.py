@@ -237,19 +237,19 @@ def recipe_path(name: str) -> Path:
 
 
 def recipe_names() -> list[str]:
-    """Every `<flow>/<deployment>`; files that only serve as a base begin with an underscore.
+    """Every `<flow>/<deployment>`; folders and files that begin with an underscore are only there to be extended.
 
     Raises:
         ConfigurationError: there are none, so the installation is not complete.
     """
-    paths = sorted(path for path in CONFIGS.glob("*/*.toml") if not path.stem.startswith("_"))
-    if not paths:
+    names = [f"{path.parent.name}/{path.stem}" for path in sorted(CONFIGS.glob("*/*.toml"))]
+    if not names:
         raise ConfigurationError(
             "no recipes are installed",
             where=str(CONFIGS),
             remedy=f"pip install --force-reinstall {DISTRIBUTION}; in a checkout: git restore configs components",
         )
-    return [f"{path.parent.name}/{path.stem}" for path in paths]
+    return [name for name in names if not name.startswith("_") and "/_" not in name]
 
 
 def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:

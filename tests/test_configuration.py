@@ -116,7 +116,7 @@ def test_recipes_load_without_torch_and_prefect():
 def test_an_optional_section_may_be_left_out_but_not_half_given():
     values = read_toml(recipe_path("train-vlm/colors"))
     assert "warm_start" not in build_recipe("train-vlm/colors", values, "here").sections
-    with pytest.raises(ConfigurationError, match=r"warm_start.demonstrations: Field required"):
+    with pytest.raises(ConfigurationError, match=r"warm_start.learning_rate: Field required"):
         build_recipe("train-vlm/colors", values | {"warm_start": {"epochs": 1}}, "here")
 
 
@@ -169,7 +169,7 @@ def test_what_is_no_override_is_an_error_of_ours(text):
 
 def test_an_override_takes_away_what_is_not_there():
     assert merge({}, parse_override("a.b.c=")) == {"a": {"b": {}}}
-    with pytest.raises(ConfigurationError, match=r"warm_start.demonstrations: Field required"):
+    with pytest.raises(ConfigurationError, match=r"warm_start.learning_rate: Field required"):
         load_recipe("train-vlm/colors", ["warm_start.epochs="])
 
 

@@ -14,7 +14,7 @@ class GroupMean(Settings):
 
     name: Literal["group_mean"] = Field(description="Which advantage: group_mean.")
     scale: Literal["group_std", "batch_std", "none"] = Field(
-        description="What centred rewards are divided by; none is Dr. GRPO's choice."
+        "group_std", description="What centered rewards are divided by; none is Dr. GRPO's choice."
     )
 
 
@@ -35,8 +35,9 @@ class MeanStdNorm(Settings):
 
     name: Literal["mean_std_norm"] = Field(description="Which normalisation: mean_std_norm.")
     std_floor: NonNegativeFloat = Field(
+        0.0,
         description="Standard deviations below this count as this, in units of reward: without a floor the small "
-        "penalty of one unreadable answer becomes the largest advantage where all have failed."
+        "penalty of one unreadable answer becomes the largest advantage where all have failed.",
     )
 
 
@@ -56,22 +57,25 @@ class SimilarAnchors(Settings):
     """Two turns are at the same state where their observations are nearly the same text."""
 
     name: Literal["similar"] = Field(description="Which states are the same: similar.")
-    threshold: float = Field(gt=0, lt=1, description="Least ratio of equal characters, as difflib counts them.")
+    threshold: float = Field(0.95, gt=0, lt=1, description="Least ratio of equal characters, as difflib counts them.")
 
 
 class GiGPO(Settings):
     """The trajectory against its group, and each turn against the turns that began at the same state."""
 
     name: Literal["gigpo"] = Field(description="Which advantage: gigpo.")
-    gamma: float = Field(ge=0, le=1, description="Discount per turn of the return that turns are compared by.")
-    step_weight: NonNegativeFloat = Field(description="Weight of the turn's advantage beside the trajectory's.")
+    gamma: float = Field(0.95, ge=0, le=1, description="Discount per turn of the return that turns are compared by.")
+    step_weight: NonNegativeFloat = Field(1.0, description="Weight of the turn's advantage beside the trajectory's.")
     statistics: Literal["trajectories", "rows"] = Field(
+        "trajectories",
         description="What counts once in a group's mean and deviation: a trajectory (the paper) or a turn (its code), "
-        "where long trajectories weigh more."
+        "where long trajectories weigh more.",
     )
-    norm: MeanNorm | MeanStdNorm = Field(discriminator="name", description="What advantages are measured in.")
+    norm: MeanNorm | MeanStdNorm = Field(
+        MeanStdNorm(name="mean_std_norm"), discriminator="name", description="What advantages are measured in."
+    )
     anchor: ExactAnchors | AdmissibleAnchors | SimilarAnchors = Field(
-        discriminator="name", description="When two turns of a group are at the same state."
+        ExactAnchors(name="exact"), discriminator="name", description="When two turns of a group are at the same state."
     )
 
 
@@ -81,8 +85,8 @@ Advantage = Annotated[GroupMean | Rloo | GiGPO, Field(discriminator="name")]
 class PenaltySettings(Settings):
     """What an answer that was no action costs its own turn. Rewards as they are reported stay as they are."""
 
-    format: NonNegativeFloat = Field(description="Subtracted from a turn whose answer could not be read.")
-    inadmissible: NonNegativeFloat = Field(description="Subtracted from a turn whose action was not possible.")
+    format: NonNegativeFloat = Field(0.0, description="Subtracted from a turn whose answer could not be read.")
+    inadmissible: NonNegativeFloat = Field(0.0, description="Subtracted from a turn whose action was not possible.")
 
 
 class BatchSettings(Settings):
@@ -90,9 +94,11 @@ class BatchSettings(Settings):
 
     model_config = ConfigDict(title="Batches")
 
-    advantage: Advantage = Field(description="How good a turn was, and its parameters.")
-    penalty: PenaltySettings = Field(description="What answers that were no action cost.")
+    advantage: Advantage = Field(
+        GroupMean(name="group_mean"), description="How the advantage of a turn is estimated, and its parameters."
+    )
+    penalty: PenaltySettings = Field(PenaltySettings(), description="What answers that were no action cost.")
     skip_zero_advantage: bool = Field(
-        description="Leave out groups all of whose turns have advantage 0; they carry no gradient."
+        True, description="Leave out groups all of whose turns have advantage 0; they carry no gradient."
     )
     max_sequence_tokens: PositiveInt = Field(description="Turns that would end beyond this are dropped and counted.")

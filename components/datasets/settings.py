@@ -25,7 +25,7 @@ class SourceSettings(Settings):
         pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$",
         description="Names the robot: datasets of one tag share their statistics.",
     )
-    weight: PositiveFloat = Field(description="Its share of the samples, over the sum of all weights.")
+    weight: PositiveFloat = Field(1.0, description="Its share of the samples, over the sum of all weights.")
     horizon: PositiveInt | None = Field(None, description="Actions of a chunk at its own fps; none: the policy's.")
     state: str | None = Field(None, description="Feature with the state; none: observation.state, if there is one.")
     action: str | None = Field(None, description="Feature with the action; none: action.")
@@ -67,13 +67,15 @@ class DatasetSettings(Settings):
 class QuantileStatsSettings(Settings):
     """What statistics are of."""
 
-    features: tuple[str, ...] = Field(description="Names of features; empty for all that are numbers or pictures.")
+    features: tuple[str, ...] = Field((), description="Names of features; empty for all that are numbers or pictures.")
     pictures: Literal["sampled", "all"] = Field(
-        description="Frames whose pictures are counted: LeRobot's length**0.75 of each episode (100 to 10,000), or all."
+        "sampled",
+        description="Frames whose pictures are counted: sampled (LeRobot's length**0.75 of each episode, 100 to "
+        "10,000) or all.",
     )
 
 
 class AugmentSettings(Settings):
     """What becomes of the dataset."""
 
-    in_place: bool = Field(description="Put the statistics into the dataset's meta/stats.json, in one step.")
+    in_place: bool = Field(False, description="Put the statistics into the dataset's meta/stats.json, in one step.")

@@ -15,9 +15,9 @@ from components.environments.pictures import PictureSettings, colour_reward, pai
 class ColorsSettings(PictureSettings):
     """One picture, one question, one answer."""
 
-    question: str = Field(min_length=1, description="What is asked below the picture.")
-    correct_weight: float = Field(description="Reward for answering with exactly the colour's name.")
-    format_weight: float = Field(description="Reward for answering with exactly one of the colours' names.")
+    question: str = Field("What colour is this?", min_length=1, description="What is asked below the picture.")
+    correct_weight: float = Field(1.0, description="Reward for answering with exactly the colour's name.")
+    format_weight: float = Field(0.0, description="Reward for answering with exactly one of the colours' names.")
 
 
 class Colors(GeneratedEnvironment[ColorsSettings]):

@@ -26,16 +26,18 @@ _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 class CoordinatesSettings(Settings):
     """A dot on a square picture."""
 
-    image_size: int = Field(ge=16, le=2048, description="Width and height of the picture in pixels.")
-    dot_radius: PositiveInt = Field(description="Radius of the dot in pixels.")
-    tolerance: PositiveFloat = Field(description="Largest distance in pixels from the dot's centre that is a hit.")
-    guesses: PositiveInt = Field(description="Guesses (turns) in an episode; each miss is answered with a hint.")
-    show_guess: bool = Field(description="Whether a hint comes with a picture that marks the guess.")
-    hit_weight: float = Field(description="Reward for a hit.")
-    closeness_weight: float = Field(
-        description="Reward for the last guess's closeness: 1 at the centre, 0 a whole image_size away."
+    image_size: int = Field(224, ge=16, le=2048, description="Width and height of the picture in pixels.")
+    dot_radius: PositiveInt = Field(8, description="Radius of the dot in pixels.")
+    tolerance: PositiveFloat = Field(
+        16.0, description="Largest distance in pixels from the dot's centre that is a hit."
     )
-    format_weight: float = Field(description="Reward for giving every answer as x,y.")
+    guesses: PositiveInt = Field(1, description="Guesses (turns) in an episode; each miss is answered with a hint.")
+    show_guess: bool = Field(False, description="Whether a hint comes with a picture that marks the guess.")
+    hit_weight: float = Field(1.0, description="Reward for a hit.")
+    closeness_weight: float = Field(
+        0.0, description="Reward for the last guess's closeness: 1 at the centre, 0 a whole image_size away."
+    )
+    format_weight: float = Field(0.0, description="Reward for giving every answer as x,y.")
 
     @model_validator(mode="after")
     def _dot_fits(self) -> Self:

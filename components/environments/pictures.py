@@ -32,19 +32,31 @@ def _answerable(colours: Colours) -> Colours:
     return colours
 
 
+COLORS: Colours = {
+    "red": (220, 40, 40),
+    "green": (40, 170, 60),
+    "blue": (40, 70, 220),
+    "yellow": (235, 215, 50),
+    "orange": (240, 130, 30),
+    "purple": (130, 40, 160),
+    "white": (235, 235, 235),
+    "black": (20, 20, 20),
+}
+
+
 class PictureSettings(Settings):
     """How pictures of a colour look."""
 
     colours: Annotated[Colours, AfterValidator(_answerable)] = Field(
-        min_length=2, description="The colours by name, e.g. {red = [220, 40, 40]}; names are the answers."
+        COLORS, min_length=2, description="The colours by name, e.g. {red = [220, 40, 40]}; names are the answers."
     )
-    image_size: int = Field(ge=8, le=2048, description="Width and height of a picture in pixels.")
-    noise: float = Field(ge=0, le=255, description="Standard deviation of each pixel's noise, of 255 levels.")
+    image_size: int = Field(56, ge=8, le=2048, description="Width and height of a picture in pixels.")
+    noise: float = Field(16.0, ge=0, le=255, description="Standard deviation of each pixel's noise, of 255 levels.")
     tint_jitter: float = Field(
-        ge=0, le=255, description="Largest shift of a whole picture's red, green and blue, each, of 255 levels."
+        12.0, ge=0, le=255, description="Largest shift of a whole picture's red, green and blue, each, of 255 levels."
     )
     brightness_jitter: float = Field(
-        ge=0, lt=1, description="Largest change of a whole picture's brightness, as a part of it."
+        0.12, ge=0, lt=1, description="Largest change of a whole picture's brightness, as a part of it."
     )
 
     @property

@@ -19,14 +19,22 @@ NUMBER = "{number}"
 class RecallSettings(PictureSettings):
     """Turns that show a picture, then turns that show none, then the question."""
 
-    pictures: PositiveInt = Field(description="Turns that show a picture, each of another colour.")
-    filler_turns: NonNegativeInt = Field(description="Turns without a picture between the last one and the question.")
-    asked: Literal["first", "last", "random"] = Field(description="Which picture's colour is asked for.")
-    remember: str = Field(min_length=1, description="Said below a picture; {number} is the picture's number.")
-    filler: str = Field(min_length=1, description="Said in a turn without a picture.")
-    question: str = Field(min_length=1, description="The last turn; {number} is the number of the picture asked for.")
-    correct_weight: float = Field(description="Reward for answering with exactly the colour's name.")
-    format_weight: float = Field(description="Reward for answering with exactly one of the colours' names.")
+    pictures: PositiveInt = Field(1, description="Turns that show a picture, each of another colour.")
+    filler_turns: NonNegativeInt = Field(
+        0, description="Turns without a picture between the last one and the question."
+    )
+    asked: Literal["first", "last", "random"] = Field("first", description="Which picture's colour is asked for.")
+    remember: str = Field(
+        "Remember this picture.", min_length=1, description="Said below a picture; {number} is the picture's number."
+    )
+    filler: str = Field("Go on.", min_length=1, description="Said in a turn without a picture.")
+    question: str = Field(
+        "Which colour was it?",
+        min_length=1,
+        description="The last turn; {number} is the number of the picture asked for.",
+    )
+    correct_weight: float = Field(1.0, description="Reward for answering with exactly the colour's name.")
+    format_weight: float = Field(0.0, description="Reward for answering with exactly one of the colours' names.")
 
     @model_validator(mode="after")
     def _can_be_answered(self) -> Self:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from components.contracts.settings import Settings
 from components.environments import ENVIRONMENTS
@@ -14,21 +14,32 @@ class EnvironmentSettings(Settings):
     """Together with the code's version these values determine every task."""
 
     name: str = Field(description="Registered name: colors, recall, coordinates, verifiers, ...")
-    args: dict[str, Any] = Field(description="The environment's own settings; unknown keys are refused.")
+    args: dict[str, Any] = Field(
+        default_factory=dict,
+        validate_default=True,
+        description="The environment's own settings; unknown keys are refused.",
+    )
     train_tasks: PositiveInt = Field(description="Tasks in the training split.")
     heldout_tasks: PositiveInt = Field(description="Tasks in the held-out split, never trained on.")
-    seed: NonNegativeInt = Field(lt=2**31, description="Seed of both splits' tasks.")
+    seed: NonNegativeInt = Field(0, lt=2**31, description="Seed of both splits' tasks.")
     evaluation_args: dict[str, Any] = Field(
         default_factory=dict,
         description="What of args is otherwise when an evaluation plays the tasks, so that success is measured in a "
         "published setting, whatever helps training: {max_dead_ends = 0}.",
     )
 
+    @field_validator("args")
+    @classmethod
+    def _with_the_environment_s_defaults(cls, args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        """Complete, so that a fingerprint covers them."""
+        if "name" not in info.data:
+            return args
+        settings: Settings = ENVIRONMENTS[info.data["name"]].Settings.model_validate(args)
+        return settings.model_dump(mode="json")
+
     @model_validator(mode="after")
-    def _args_are_the_environments(self) -> Self:
-        kind = ENVIRONMENTS[self.name].Settings
-        kind.model_validate(self.args)
-        kind.model_validate(self.args | self.evaluation_args)
+    def _evaluation_args_are_the_environment_s(self) -> Self:
+        ENVIRONMENTS[self.name].Settings.model_validate(self.args | self.evaluation_args)
         return self
 
     def for_evaluation(self) -> EnvironmentSettings:

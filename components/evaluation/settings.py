@@ -17,15 +17,18 @@ class EvaluationSettings(Settings):
     model_config = ConfigDict(title="Evaluation")
 
     splits: tuple[Split, ...] = Field(
+        ("heldout",),
         min_length=1,
         description="Which tasks: heldout were never trained on. The first split's numbers are the headline.",
     )
-    max_tasks: NonNegativeInt = Field(description="Play only the first tasks of each split; 0 plays all.")
-    samples_per_task: PositiveInt = Field(description="Episodes per task; more than one needs a temperature above 0.")
-    success_reward: float = Field(description="An episode counts as solved from this reward on.")
-    kind_field: str = Field(description="Field of the tasks' payload to break accuracy down by; empty for none.")
+    max_tasks: NonNegativeInt = Field(0, description="Play only the first tasks of each split; 0 plays all.")
+    samples_per_task: PositiveInt = Field(
+        1, description="Episodes per task; more than one needs a temperature above 0."
+    )
+    success_reward: float = Field(1.0, description="An episode counts as solved from this reward on.")
+    kind_field: str = Field("", description="Field of the tasks' payload to break accuracy down by; empty for none.")
     sampling: EvaluationSamplingSettings = Field(description="How tokens are chosen; temperature 0 is greedy.")
-    seed: NonNegativeInt = Field(description="Seed of every request.")
+    seed: NonNegativeInt = Field(0, description="Seed of every request.")
 
     @field_validator("splits")
     @classmethod

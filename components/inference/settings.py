@@ -30,14 +30,14 @@ class SamplingSettings(Settings):
         ConfigurationError: a setting that biases the ratios is not neutral.
     """
 
-    temperature: float = Field(gt=0, le=2, description="Softmax temperature; the trainer divides by the same.")
+    temperature: float = Field(1.0, gt=0, le=2, description="Softmax temperature; the trainer divides by the same.")
     max_tokens: int = Field(gt=0, description="Longest completion of one turn, in tokens.")
-    top_p: float = Field(description="Has to be 1: anything less biases importance ratios.")
-    top_k: int = Field(description="Has to be 0 (off): anything else biases importance ratios.")
-    min_p: float = Field(description="Has to be 0 (off): anything else biases importance ratios.")
-    repetition_penalty: float = Field(description="Has to be 1 (off): else importance ratios are biased.")
-    presence_penalty: float = Field(description="Has to be 0 (off): else importance ratios are biased.")
-    frequency_penalty: float = Field(description="Has to be 0 (off): else importance ratios are biased.")
+    top_p: float = Field(1.0, description="Has to be 1: anything less biases importance ratios.")
+    top_k: int = Field(0, description="Has to be 0 (off): anything else biases importance ratios.")
+    min_p: float = Field(0.0, description="Has to be 0 (off): anything else biases importance ratios.")
+    repetition_penalty: float = Field(1.0, description="Has to be 1 (off): else importance ratios are biased.")
+    presence_penalty: float = Field(0.0, description="Has to be 0 (off): else importance ratios are biased.")
+    frequency_penalty: float = Field(0.0, description="Has to be 0 (off): else importance ratios are biased.")
 
     @model_validator(mode="after")
     def _unbiased(self) -> SamplingSettings:
@@ -56,19 +56,23 @@ class SamplingSettings(Settings):
 class EvaluationSamplingSettings(Settings):
     """How completions are sampled for evaluation, where no ratio is computed and any distribution will do."""
 
-    temperature: float = Field(ge=0, le=2, description="0 takes the likeliest token at every step.")
+    temperature: float = Field(
+        1.0, ge=0, le=2, description="Softmax temperature; 0 is greedy: the likeliest token at every step."
+    )
     max_tokens: int = Field(gt=0, description="Longest completion of one turn, in tokens.")
-    top_p: float = Field(gt=0, le=1, description="Smallest set of tokens with this mass; 1 keeps all.")
-    top_k: int = Field(ge=0, description="Number of likeliest tokens to keep; 0 keeps all.")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Sample from the smallest set of tokens with this probability; 1 keeps all."
+    )
+    top_k: int = Field(0, ge=0, description="Sample from this many of the likeliest tokens; 0 keeps all.")
 
 
 class ServerSettings(Settings):
     """What a vLLM server is told that changes what it samples."""
 
     max_model_len: int = Field(ge=16, description="Longest prompt and completion together, in tokens.")
-    max_images_per_prompt: int = Field(ge=0, description="Images in one prompt, those of earlier turns included.")
+    max_images_per_prompt: int = Field(1, ge=0, description="Images in one prompt, those of earlier turns included.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        description="Type of the served weights; equal to the trainer's, log-probs agree best."
+        "bfloat16", description="Data type of the served weights; log-probs agree best with the trainer's own."
     )
     deterministic: bool | None = Field(
         None,

@@ -36,42 +36,49 @@ class FormatSettings(Settings):
     It gives random weights what every pretrained model has: the environment's answer format, at chance accuracy.
     """
 
-    system: str = Field(description="System prompt of every conversation; empty for none.")
+    system: str = Field("", description="System prompt of every conversation; empty for none.")
     transcripts: tuple[Transcript, ...] = Field(description="Conversations, used in turn.", min_length=1)
     answers: tuple[str, ...] = Field(description="What {answer} is drawn from, each equally often.", min_length=1)
-    image_side: PositiveInt = Field(description="Width and height of the blank images, in pixels.")
-    steps: PositiveInt = Field(description="Optimiser steps.")
-    batch_size: PositiveInt = Field(description="Conversations per step.")
-    learning_rate: PositiveFloat = Field(description="Peak learning rate of AdamW; five steps up, then a cosine.")
+    image_side: PositiveInt = Field(56, description="Width and height of the blank images, in pixels.")
+    steps: PositiveInt = Field(150, description="Optimizer steps.")
+    batch_size: PositiveInt = Field(32, description="Conversations per step.")
+    learning_rate: PositiveFloat = Field(
+        1e-2, description="Peak learning rate of AdamW, after a warm-up of five steps and before a cosine decay."
+    )
     trained: Literal["embeddings", "language"] = Field(
-        description="What learns the format: the input and output embeddings, or the whole language model."
+        "embeddings",
+        description="What learns the format: the input and output embeddings, or the whole language model.",
     )
 
 
 class TinySettings(Settings):
     """Sizes of a checkpoint made from a seed. Attention heads must be 32, 64, 80, 96, 112 or 128 wide for vLLM."""
 
-    seed: NonNegativeInt = Field(description="Seed of the weights.")
-    hidden_size: PositiveInt = Field(description="Width of the language model.", multiple_of=32)
-    intermediate_size: PositiveInt = Field(description="Width of its feed-forward layers.")
-    layers: PositiveInt = Field(description="Layers of the language model.")
-    heads: PositiveInt = Field(description="Attention heads of the language model.")
-    key_value_heads: PositiveInt = Field(description="Key and value heads of the language model.")
-    vision_hidden_size: PositiveInt = Field(description="Width of the vision tower.", multiple_of=32)
-    vision_intermediate_size: PositiveInt = Field(description="Width of its feed-forward layers.")
-    vision_layers: PositiveInt = Field(description="Layers of the vision tower.")
-    vision_heads: PositiveInt = Field(description="Attention heads of the vision tower.")
+    seed: NonNegativeInt = Field(0, description="Seed of the weights.")
+    hidden_size: PositiveInt = Field(64, description="Width of the language model.", multiple_of=32)
+    intermediate_size: PositiveInt = Field(128, description="Width of its feed-forward layers.")
+    layers: PositiveInt = Field(2, description="Layers of the language model.")
+    heads: PositiveInt = Field(2, description="Attention heads of the language model.")
+    key_value_heads: PositiveInt = Field(2, description="Key and value heads of the language model.")
+    vision_hidden_size: PositiveInt = Field(64, description="Width of the vision tower.", multiple_of=32)
+    vision_intermediate_size: PositiveInt = Field(128, description="Width of its feed-forward layers.")
+    vision_layers: PositiveInt = Field(1, description="Layers of the vision tower.")
+    vision_heads: PositiveInt = Field(2, description="Attention heads of the vision tower.")
     image_side: PositiveInt = Field(
-        description="Largest (Qwen, Pixtral) or fixed (others) side of an image or its crops in pixels.", multiple_of=28
+        224,
+        description="Largest (Qwen, Pixtral) or fixed (others) side of an image or its crops in pixels.",
+        multiple_of=28,
     )
-    max_positions: PositiveInt = Field(description="Longest sequence in tokens.")
-    vocabulary_size: PositiveInt = Field(description="Most tokens the tokenizer may have.", ge=300)
+    max_positions: PositiveInt = Field(2048, description="Longest sequence in tokens.")
+    vocabulary_size: PositiveInt = Field(384, description="Most tokens the tokenizer may have.", ge=300)
     corpus: tuple[str, ...] = Field(
-        description="Texts that the tokenizer learns before its own few sentences, to write them in few tokens."
+        (), description="Texts that the tokenizer learns before its own few sentences, to write them in few tokens."
     )
-    initializer_range: PositiveFloat = Field(description="Standard deviation of the language model's weights.")
-    vision_initializer_range: PositiveFloat = Field(description="Standard deviation of the vision tower's.")
-    tie_embeddings: bool = Field(description="Whether input and output embeddings are one matrix.")
+    initializer_range: PositiveFloat = Field(0.02, description="Standard deviation of the language model's weights.")
+    vision_initializer_range: PositiveFloat = Field(
+        0.02, description="Standard deviation of the vision tower's weights."
+    )
+    tie_embeddings: bool = Field(False, description="Whether input and output embeddings are one matrix.")
     format: FormatSettings | None = Field(None, description="Teaches an answer format; leave out for none.")
 
     @model_validator(mode="after")
@@ -90,14 +97,17 @@ class TinySettings(Settings):
 class LoraSettings(Settings):
     """Low-rank adapters (https://arxiv.org/abs/2106.09685)."""
 
-    rank: PositiveInt = Field(description="Rank of each adapter.")
-    alpha: PositiveFloat = Field(description="Scale: an adapter's output is multiplied by alpha / rank.")
-    dropout: float = Field(description="Dropout before an adapter; 0 keeps log-probs exact.", ge=0, lt=1)
+    rank: PositiveInt = Field(16, description="Rank of each adapter.")
+    alpha: PositiveFloat = Field(32.0, description="Scale: an adapter's output is multiplied by alpha / rank.")
+    dropout: float = Field(0.0, description="Dropout before an adapter; 0 keeps log-probs exact.", ge=0, lt=1)
     targets: tuple[str, ...] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         description="Last names of the linear layers that get adapters, e.g. q_proj; 'all' for every linear.",
         min_length=1,
     )
-    scope: Literal["language", "all"] = Field(description="Where targets are looked for.")
+    scope: Literal["language", "all"] = Field(
+        "language", description="Where targets are looked for: in the language model, or in all of the model."
+    )
 
 
 class ModelSettings(Settings):
@@ -109,19 +119,23 @@ class ModelSettings(Settings):
     revision: str | None = Field(
         None, description="Commit, tag or branch; needed for a hub name. A commit cannot be moved."
     )
-    dtype: Literal["float32", "bfloat16"] = Field(description="Type of the weights.")
-    attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] = Field(description="Attention kernels.")
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Data type of the weights.")
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] = Field(
+        "sdpa", description="Attention kernels, by their names in transformers."
+    )
     image_attention: ImageAttention | None = Field(
         None,
         description="Attention among an image's tokens, where the family has the choice (Gemma3, Molmo2): written into "
         "a tiny checkpoint, compared with any other. Leave out for what the checkpoint says.",
     )
     trust_remote_code: bool = Field(
-        description="Run code that comes with the checkpoint; a hub name then needs a full commit hash."
+        False, description="Run code that comes with the checkpoint; a hub name then needs a full commit hash."
     )
-    freeze: tuple[Component, ...] = Field(description="Components that are not trained.")
+    freeze: tuple[Component, ...] = Field((), description="Components that are not trained.")
     lora: LoraSettings | None = Field(None, description="Train adapters instead of the weights; leave out for none.")
-    gradient_checkpointing: bool = Field(description="Recompute activations in the backward pass to save memory.")
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass to save memory."
+    )
     tiny: TinySettings | None = Field(None, description="Sizes for tiny/FAMILY; leave out for other sources.")
 
     @property

@@ -20,8 +20,8 @@ class PreflightSettings(Settings):
 
     model_config = ConfigDict(title="Pre-flight")
 
-    groups: PositiveInt = Field(description="Groups of rollouts that are scored by both sides.")
-    max_mismatch_kl: PositiveFloat = Field(description="Refuse to train above this k3 KL(server || trainer).")
+    groups: PositiveInt = Field(4, description="Groups of rollouts that are scored by both sides.")
+    max_mismatch_kl: PositiveFloat = Field(1e-3, description="Refuse to train above this k3 KL(server || trainer).")
     max_step_mismatch_kl: PositiveFloat = Field(
         0.1,
         description="Largest k3 KL(server || trainer) of a step's first update, where its rollouts are of the weights "

@@ -11,14 +11,15 @@ from components.inference.settings import SamplingSettings
 class RolloutSettings(Settings):
     """A step collects `groups_per_step` groups of `group_size` rollouts each."""
 
-    groups_per_step: PositiveInt = Field(description="Tasks per step, each played by one group.")
-    group_size: int = Field(ge=2, description="Rollouts of the same task, which are compared with each other.")
+    groups_per_step: PositiveInt = Field(16, description="Tasks per step, each played by one group.")
+    group_size: int = Field(8, ge=2, description="Rollouts of the same task, which are compared with each other.")
     sampling: SamplingSettings = Field(description="How tokens are sampled.")
     max_rounds: PositiveInt = Field(
+        1,
         description="1: every group counts as it is. More: further tasks are played, groups_per_step in each round, "
-        "until as many groups have rewards that differ, or after so many rounds (dynamic sampling)."
+        "until as many groups have rewards that differ, or after so many rounds (dynamic sampling).",
     )
     max_staleness: int = Field(
-        ge=0, le=1, description="0: generate and train in turn; 1: generate the next step while training this one."
+        0, ge=0, le=1, description="0: generate and train in turn; 1: generate the next step while training this one."
     )
-    seed: NonNegativeInt = Field(description="Seed of the tasks' order and of every request.")
+    seed: NonNegativeInt = Field(0, description="Seed of the tasks' order and of every request.")

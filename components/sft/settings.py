@@ -16,15 +16,15 @@ class WarmStartSettings(UpdateSettings):
     model_config = ConfigDict(title="Warm start")
 
     demonstrations: NonNegativeInt = Field(
-        description="Tasks of the training split to demonstrate, from its first; 0: all."
+        0, description="Tasks of the training split to demonstrate, from its first; 0: all."
     )
     heldout_demonstrations: NonNegativeInt = Field(
-        description="Demonstrations of held-out tasks whose loss is reported, never trained on; 0: none."
+        0, description="Demonstrations of held-out tasks whose loss is reported, never trained on; 0: none."
     )
-    success_reward: float = Field(description="A demonstration that earns less is left out and counted.")
+    success_reward: float = Field(1.0, description="A demonstration that earns less is left out and counted.")
     max_sequence_tokens: PositiveInt = Field(description="Turns that would end beyond this are dropped and counted.")
-    epochs: PositiveInt = Field(description="How often every demonstration is trained on.")
-    samples_per_step: PositiveInt = Field(description="Sequences of one step, which makes one update.")
+    epochs: PositiveInt = Field(1, description="How often every demonstration is trained on.")
+    samples_per_step: PositiveInt = Field(32, description="Sequences of one step, which makes one update.")
 
     def trainer(self, max_steps: int) -> TrainerSettings:
         """A trainer that minimises the cross-entropy of the answers' tokens, each counting alike.

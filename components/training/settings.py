@@ -16,8 +16,8 @@ class MaskRatio(Settings):
     """Policy gradient with importance ratios; tokens whose ratio leaves the band are dropped."""
 
     name: Literal["mask_ratio"] = Field(description="Which objective: mask_ratio.")
-    mask_ratio_low: NonNegativeFloat = Field(description="Tokens with a smaller ratio are dropped.")
-    mask_ratio_high: PositiveFloat = Field(description="Tokens with a larger ratio are dropped.")
+    mask_ratio_low: NonNegativeFloat = Field(0.125, description="Tokens with a smaller ratio are dropped.")
+    mask_ratio_high: PositiveFloat = Field(8.0, description="Tokens with a larger ratio are dropped.")
 
     @model_validator(mode="after")
     def _band(self) -> MaskRatio:
@@ -32,8 +32,8 @@ class Ppo(Settings):
     """Clipped surrogate with separate lower and upper clip."""
 
     name: Literal["ppo"] = Field(description="Which objective: ppo.")
-    clip_low: float = Field(gt=0, lt=1, description="The ratio is clipped below at 1 - clip_low.")
-    clip_high: PositiveFloat = Field(description="The ratio is clipped above at 1 + clip_high.")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="The ratio is clipped below at 1 - clip_low.")
+    clip_high: PositiveFloat = Field(0.2, description="The ratio is clipped above at 1 + clip_high.")
     dual_clip: float | None = Field(
         None, gt=1, description="Where the advantage A is negative a token's loss is at most this times |A|; none: any."
     )
@@ -43,15 +43,15 @@ class Gspo(Settings):
     """Clipped surrogate on the length-normalised ratio of the whole sequence."""
 
     name: Literal["gspo"] = Field(description="Which objective: gspo.")
-    clip_low: float = Field(gt=0, lt=1, description="The sequence ratio is clipped below at 1 - clip_low.")
-    clip_high: PositiveFloat = Field(description="The sequence ratio is clipped above at 1 + clip_high.")
+    clip_low: float = Field(3e-4, gt=0, lt=1, description="The sequence ratio is clipped below at 1 - clip_low.")
+    clip_high: PositiveFloat = Field(4e-4, description="The sequence ratio is clipped above at 1 + clip_high.")
 
 
 class Cispo(Settings):
     """REINFORCE weighted by a clipped importance weight without gradient: no token loses its gradient."""
 
     name: Literal["cispo"] = Field(description="Which objective: cispo.")
-    clip_high: PositiveFloat = Field(description="The importance weight is clipped above at 1 + clip_high.")
+    clip_high: PositiveFloat = Field(4.0, description="The importance weight is clipped above at 1 + clip_high.")
 
 
 class Likelihood(Settings):
@@ -71,55 +71,65 @@ class ImportanceCorrection(Settings):
     w = exp(log-prob at the start - sampler's log-prob), without gradient.
     """
 
-    level: Literal["token", "sequence"] = Field(description="One weight per token, or their product per sequence.")
-    mode: Literal["none", "truncate", "mask"] = Field(
-        description="Weights above the cap are cut to it (truncate) or set to 0 (mask); none: no weights."
+    level: Literal["token", "sequence"] = Field(
+        "token", description="One weight per token, or their product per sequence."
     )
-    cap: PositiveFloat = Field(description="Largest importance weight.")
+    mode: Literal["none", "truncate", "mask"] = Field(
+        "none", description="Weights above the cap are cut to it (truncate) or set to 0 (mask); none: no weights."
+    )
+    cap: PositiveFloat = Field(2.0, description="Largest importance weight.")
 
 
 class UpdateSettings(Settings):
     """The optimiser, and what of it exists at once: the same for every objective."""
 
     learning_rate: PositiveFloat = Field(description="Peak learning rate of AdamW.")
-    adam_beta1: float = Field(ge=0, lt=1, description="AdamW's decay of the first moment.")
-    adam_beta2: float = Field(ge=0, lt=1, description="AdamW's decay of the second moment.")
-    adam_epsilon: PositiveFloat = Field(description="AdamW's epsilon.")
-    weight_decay: NonNegativeFloat = Field(description="AdamW's decoupled weight decay.")
-    max_grad_norm: PositiveFloat = Field(description="Gradients are scaled down to this norm.")
-    lr_scheduler: Literal["constant", "linear", "cosine"] = Field(description="Decay after the warm-up.")
-    warmup_steps: NonNegativeInt = Field(description="Steps over which the learning rate rises linearly.")
-    max_tokens_per_micro_batch: PositiveInt = Field(
-        description="Padded tokens of one forward pass, image tokens included."
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the first moment.")
+    adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW's decay of the second moment.")
+    adam_epsilon: PositiveFloat = Field(1e-8, description="AdamW's epsilon.")
+    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW's decoupled weight decay.")
+    max_grad_norm: PositiveFloat = Field(1.0, description="Gradients are clipped to this norm.")
+    lr_scheduler: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Decay of the learning rate after the warm-up."
     )
-    max_rows_per_micro_batch: PositiveInt = Field(description="Sequences of one forward pass.")
+    warmup_steps: NonNegativeInt = Field(0, description="Steps over which the learning rate rises linearly.")
+    max_tokens_per_micro_batch: PositiveInt = Field(
+        16384, description="Padded tokens of one forward pass, image tokens included."
+    )
+    max_rows_per_micro_batch: PositiveInt = Field(64, description="Sequences of one forward pass.")
     logprobs: Logprobs = Field(
+        "torch",
         description="How log-probs of the trained tokens are computed: normal (the logits of all of them at once), "
-        "torch (the logits a part at a time) or triton (the same in kernels of a GPU)."
+        "torch (the logits a part at a time) or triton (the same in kernels of a GPU).",
     )
     logprob_chunk_tokens: PositiveInt = Field(
-        description="Trained tokens whose logits fit into memory at once; unused by logprobs = normal."
+        2048, description="Trained tokens whose logits fit into memory at once; unused by logprobs = normal."
     )
-    autocast: Literal["none", "bf16"] = Field(description="Dtype of the matrix products; weights stay as loaded.")
-    save_every: PositiveInt = Field(description="Steps between checkpoints.")
-    keep_checkpoints: PositiveInt = Field(description="Newest checkpoints that are kept.")
-    seed: NonNegativeInt = Field(description="Seed of the trainer's random numbers.")
+    autocast: Literal["none", "bf16"] = Field(
+        "none", description="Data type of matrix products; weights stay as loaded."
+    )
+    save_every: PositiveInt = Field(10, description="Steps between checkpoints.")
+    keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints that are kept.")
+    seed: NonNegativeInt = Field(0, description="Seed of the trainer's random numbers.")
 
 
 class TrainerSettings(UpdateSettings):
     """How batches become updates. A step is one batch; it makes one update or several."""
 
-    objective: Objective = Field(description="The loss and its parameters.")
+    objective: Objective = Field(Ppo(name="ppo"), description="The loss and its parameters.")
     aggregation: Aggregation = Field(
+        "token",
         description="Tokens to one number: sum (mask_ratio as first published), token (mean over all tokens), "
-        "sequence (mean of the sequences' means) or dr_grpo (sum / (sequences * dr_grpo_length))."
+        "sequence (mean of the sequences' means) or dr_grpo (sum / (sequences * dr_grpo_length)).",
     )
     dr_grpo_length: PositiveInt = Field(description="The constant length of aggregation dr_grpo; else unused.")
-    correction: ImportanceCorrection = Field(description="Importance correction for the sampler's log-probs.")
-    kl_coefficient: NonNegativeFloat = Field(description="Weight of the k3 KL to the initial model; 0: none.")
-    entropy_coefficient: NonNegativeFloat = Field(description="Weight of the entropy, which is made larger; 0: none.")
+    correction: ImportanceCorrection = Field(
+        ImportanceCorrection(), description="Importance correction for the sampler's log-probs."
+    )
+    kl_coefficient: NonNegativeFloat = Field(0.0, description="Weight of the k3 KL to the initial model; 0: none.")
+    entropy_coefficient: NonNegativeFloat = Field(0.0, description="Weight of the entropy bonus; 0: none.")
     max_steps: PositiveInt = Field(description="Steps of the run; the decay ends there.")
-    samples_per_update: NonNegativeInt = Field(description="Sequences per optimiser update; 0: the whole batch.")
+    samples_per_update: NonNegativeInt = Field(0, description="Sequences per optimizer update; 0: the whole batch.")
 
     @model_validator(mode="after")
     def _one_correction(self) -> TrainerSettings:

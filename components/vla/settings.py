@@ -15,9 +15,9 @@ Mode = Literal["full", "lora", "lora_expert", "expert"]
 class LoraSettings(Settings):
     """Low-rank adapters: a layer's output gets alpha / rank * B A dropout(x), with B = 0 at first."""
 
-    rank: PositiveInt
-    alpha: PositiveFloat
-    dropout: float = Field(ge=0.0, lt=1.0)
+    rank: PositiveInt = Field(64, description="Rank of each adapter.")
+    alpha: PositiveFloat = Field(16.0, description="Scale: an adapter's output is multiplied by alpha / rank.")
+    dropout: float = Field(0.05, ge=0.0, lt=1.0, description="Dropout before an adapter, in training.")
 
 
 class PackingSettings(Settings):
@@ -30,22 +30,24 @@ class PackingSettings(Settings):
 class LearningRates(Settings):
     """Peak learning rates; with adapters, vlm, vit and connector are those of the adapters."""
 
-    vlm: PositiveFloat = Field(description="Text layers, embedding and output head.")
-    vit: PositiveFloat = Field(description="Vision tower.")
-    connector: PositiveFloat = Field(description="Image pooling and projector, and the embedding's new rows.")
-    action_expert: PositiveFloat
+    vlm: PositiveFloat = Field(1e-5, description="Text layers, embedding and output head.")
+    vit: PositiveFloat = Field(5e-6, description="Vision tower.")
+    connector: PositiveFloat = Field(5e-6, description="Image pooling and projector, and the embedding's new rows.")
+    action_expert: PositiveFloat = Field(5e-5, description="The action expert.")
 
 
 class AugmentationSettings(Settings):
     """What happens to a training picture: crop, rotation, colours in a random order, blur; it keeps its size."""
 
-    crop_side: float = Field(gt=0.0, le=1.0, description="Side of the crop, of the picture's: 0.95 has 0.9025 of it.")
-    rotation_degrees: NonNegativeFloat = Field(description="Largest rotation, either way.")
-    brightness: float = Field(ge=0.0, lt=1.0, description="The factor is drawn from 1 - this to 1 + this.")
-    contrast: float = Field(ge=0.0, lt=1.0, description="As brightness.")
-    saturation: float = Field(ge=0.0, lt=1.0, description="As brightness.")
-    hue: float = Field(ge=0.0, le=0.5, description="Largest shift, of a whole turn, either way.")
-    blur_probability: float = Field(ge=0.0, le=1.0, description="Gaussian blur of 0.1 to 2 pixels, this often.")
+    crop_side: float = Field(
+        0.95, gt=0.0, le=1.0, description="Side of the crop, of the picture's: 0.95 has 0.9025 of it."
+    )
+    rotation_degrees: NonNegativeFloat = Field(5.0, description="Largest rotation in degrees, either way.")
+    brightness: float = Field(0.2, ge=0.0, lt=1.0, description="The factor is drawn from 1 - this to 1 + this.")
+    contrast: float = Field(0.2, ge=0.0, lt=1.0, description="As brightness.")
+    saturation: float = Field(0.2, ge=0.0, lt=1.0, description="As brightness.")
+    hue: float = Field(0.05, ge=0.0, le=0.5, description="Largest shift, of a whole turn, either way.")
+    blur_probability: float = Field(0.2, ge=0.0, le=1.0, description="Gaussian blur of 0.1 to 2 pixels, this often.")
 
 
 class VlaTrainerSettings(Settings):
@@ -54,37 +56,44 @@ class VlaTrainerSettings(Settings):
     model_config = ConfigDict(title="Training")
 
     mode: Mode = Field(
+        "full",
         description="full: all weights. lora: adapters on the VLM, all of the action expert. lora_expert: adapters on "
-        "both. expert: the action expert alone."
+        "both. expert: the action expert alone.",
     )
     lora: LoraSettings | None = Field(None, description="Adapters of the modes lora and lora_expert.")
-    freeze_embedding: bool = Field(description="Leave the input embedding as it is, in full training.")
-    gradient_checkpointing: bool = Field(description="Compute activations again instead of keeping them.")
-    max_steps: PositiveInt = Field(description="Optimiser updates.")
+    freeze_embedding: bool = Field(True, description="Leave the input embedding as it is, in full training.")
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass to save memory."
+    )
+    max_steps: PositiveInt = Field(description="Optimizer updates.")
     batch_size: PositiveInt = Field(description="Examples of an update, of all ranks together.")
     micro_batch_size: PositiveInt = Field(description="Examples of one forward pass of a rank.")
     packing: PackingSettings | None = Field(None, description="Packs the examples of a forward pass; none: padding.")
-    learning_rates: LearningRates
-    adam_beta1: float = Field(ge=0, lt=1, description="AdamW's decay of the first moment.")
-    adam_beta2: float = Field(ge=0, lt=1, description="AdamW's decay of the second moment.")
-    adam_epsilon: PositiveFloat = Field(description="AdamW's epsilon.")
-    weight_decay: NonNegativeFloat = Field(description="AdamW's decoupled weight decay.")
-    max_grad_norm: PositiveFloat = Field(description="The gradients of each parameter group are scaled to this norm.")
-    warmup_steps: NonNegativeInt = Field(description="Updates over which learning rates rise linearly.")
+    learning_rates: LearningRates = Field(LearningRates(), description="Peak learning rate of each part.")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the first moment.")
+    adam_beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's decay of the second moment.")
+    adam_epsilon: PositiveFloat = Field(1e-6, description="AdamW's epsilon.")
+    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW's decoupled weight decay.")
+    max_grad_norm: PositiveFloat = Field(
+        1.0, description="The gradients of each parameter group are clipped to this norm."
+    )
+    warmup_steps: NonNegativeInt = Field(0, description="Updates over which learning rates rise linearly.")
     decay_steps: PositiveInt | None = Field(
         None, description="Update at which the cosine ends, also when the run is shorter; none: with the run."
     )
-    final_lr_fraction: float = Field(ge=0, le=1, description="Learning rate after the decay, of the peak's.")
+    final_lr_fraction: float = Field(0.1, ge=0, le=1, description="Learning rate after the decay, of the peak's.")
     ema_decay: float | None = Field(
         None, gt=0, lt=1, description="Moving average of the trained weights, which is what is saved; none: no average."
     )
     augmentation: AugmentationSettings | None = Field(None, description="Changes training pictures; none: nothing.")
-    heldout_fraction: float = Field(ge=0, lt=1, description="Episodes that are never trained on; 0: none.")
-    heldout_frames: PositiveInt = Field(description="Frames of theirs over which loss and action error are measured.")
-    evaluate_every: PositiveInt = Field(description="Updates between measurements on held-out frames.")
-    save_every: PositiveInt = Field(description="Updates between checkpoints to resume from.")
-    keep_checkpoints: PositiveInt = Field(description="Newest checkpoints that are kept.")
-    seed: NonNegativeInt = Field(description="Seed of data order, augmentation, flow times, noise and dropout.")
+    heldout_fraction: float = Field(0.0, ge=0, lt=1, description="Episodes that are never trained on; 0: none.")
+    heldout_frames: PositiveInt = Field(
+        1024, description="Frames of theirs over which loss and action error are measured."
+    )
+    evaluate_every: PositiveInt = Field(2000, description="Updates between measurements on held-out frames.")
+    save_every: PositiveInt = Field(1000, description="Updates between checkpoints to resume from.")
+    keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints that are kept.")
+    seed: NonNegativeInt = Field(0, description="Seed of data order, augmentation, flow times, noise and dropout.")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

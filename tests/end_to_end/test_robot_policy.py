@@ -23,12 +23,6 @@ num_flow_timesteps = 2
 [demonstrations]
 episodes_per_task = 3
 
-[layout]
-chunks_size = 1000
-
-[statistics]
-pictures = "sampled"
-
 [training]
 max_steps = 4
 batch_size = 4

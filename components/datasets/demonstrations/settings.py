@@ -16,16 +16,23 @@ class DemonstrationSettings(Settings):
 
     model_config = ConfigDict(title="Demonstrations")
 
-    suite: Suite
-    tasks: tuple[NonNegativeInt, ...] = Field(description="Numbers in the suite; empty: all that the expert can do.")
-    episodes_per_task: PositiveInt = Field(description="More than the 50 stored states begin again at the first.")
-    first_initial_state: NonNegativeInt = Field(description="Of the first episode; keep others for evaluation.")
-    seed: NonNegativeInt = Field(description="Of the furniture's places and of the noise.")
-    noise: NonNegativeFloat = Field(
-        description="Standard deviation of what disturbs the expert's motions (of 1, the largest). What is recorded "
-        "is what the expert wanted, so a policy learns the way back; 0 disturbs nothing."
+    suite: Suite = Field(description="The suite whose tasks are demonstrated.")
+    tasks: tuple[NonNegativeInt, ...] = Field(
+        (), description="Numbers of tasks in the suite; empty: all that the expert can do."
     )
-    storage: Literal["image", "video"] = Field(description="Pictures as PNG in the data files, or as videos.")
+    episodes_per_task: PositiveInt = Field(
+        50, description="Episodes of each task; more than the 50 stored states begin again at the first."
+    )
+    first_initial_state: NonNegativeInt = Field(
+        0, description="Initial state of the first episode; keep others for evaluation."
+    )
+    seed: NonNegativeInt = Field(0, description="Seed of the furniture's places and of the noise.")
+    noise: NonNegativeFloat = Field(
+        0.1,
+        description="Standard deviation of what disturbs the expert's motions (of 1, the largest). What is recorded "
+        "is what the expert wanted, so a policy learns the way back; 0 disturbs nothing.",
+    )
+    storage: Literal["image", "video"] = Field("video", description="Pictures as PNG in the data files, or as videos.")
 
 
 class DemonstrationsSettings(Settings):

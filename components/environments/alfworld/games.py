@@ -22,6 +22,7 @@ Kind = Literal[
     "pick_two_obj_and_place",
 ]
 Room = Literal["Kitchen", "LivingRoom", "Bedroom", "Bathroom"]
+ROOMS: tuple[Room, ...] = get_args(Room)
 SOURCES: tuple[Source, ...] = get_args(Source)
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -59,12 +60,12 @@ class GeneratedGames(Settings):
     """Games made from the scenes' layouts that come with alfworld; no data is needed."""
 
     source: Literal["generated"] = Field(description="generated: made from a seed.")
-    kinds: tuple[Kind, ...] = Field(min_length=1, description="Task types; games take turns through them.")
-    rooms: tuple[Room, ...] = Field(min_length=1, description="Rooms that games may play in.")
-    density: float = Field(gt=0, le=1, description="Chance that an object that a scene may hold is there.")
-    most_instances: PositiveInt = Field(description="Most copies of an object.")
+    kinds: tuple[Kind, ...] = Field(KINDS, min_length=1, description="Task types; games take turns through them.")
+    rooms: tuple[Room, ...] = Field(ROOMS, min_length=1, description="Rooms that games may play in.")
+    density: float = Field(0.5, gt=0, le=1, description="Chance that an object that a scene may hold is there.")
+    most_instances: PositiveInt = Field(2, description="Most copies of an object.")
     most_receptacles: PositiveInt = Field(
-        description="Most receptacles of a room; the others and what is on them are left out. Rooms have up to 40."
+        20, description="Most receptacles of a room; the others and what is on them are left out. Rooms have up to 40."
     )
 
 
@@ -73,11 +74,12 @@ class FolderGames(Settings):
 
     source: Literal["folder"] = Field(description="folder: read from files.")
     path: str = Field(min_length=1, description="The folder that holds train, valid_seen and valid_unseen.")
-    digest: str = Field(description="Digest of the games' files. Leave it empty to be told what it is.")
-    kinds: tuple[Kind, ...] = Field(min_length=1, description="Task types; games of others are left out.")
+    digest: str = Field("", description="Digest of the games' files. Leave it empty to be told what it is.")
+    kinds: tuple[Kind, ...] = Field(KINDS, min_length=1, description="Task types; games of others are left out.")
     replaced_grammars: tuple[str, ...] = Field(
+        (),
         description="SHA-256 of grammars that games may bring besides the installed one. A game's grammar is never "
-        "used: such a game is played with the installed one."
+        "used: such a game is played with the installed one.",
     )
 
 

@@ -39,27 +39,53 @@ class PromptSettings(Settings):
     """
 
     first: str = Field(
+        """\
+You are an agent in a household simulation. What you see and read now:
+{observation}
+You can do one of these actions now:
+[{actions}]
+
+First think about the next step, inside <think> </think>. Then give exactly one of the actions, inside <action> \
+</action>.""",
         min_length=1,
         description="The first turn: {observation} is all that the game says, {room} its description of the room, "
         "{task} the goal, {actions} the admissible actions.",
     )
     later: str = Field(
+        """\
+You are an agent in a household simulation. Your task is: {task}
+You have taken {steps} actions. The last {recalled}, with what you read before each: {history}
+This is step {step}. What you see and read now: {observation}
+You can do one of these actions now:
+[{actions}]
+
+First think about the next step, inside <think> </think>. Then give exactly one of the actions, inside <action> \
+</action>.""",
         min_length=1,
         description="Later turns: {observation}, {task}, {actions}; {step} is this turn's number, {steps} how many "
         "actions were taken, {history} the last of them and {recalled} how many these are. With history_length = 0 "
         "it is not used: each turn then looks like the first.",
     )
-    past: str = Field(min_length=1, description="One step of {history}: {step}, {observation}, {action} taken then.")
-    past_separator: str = Field(description="Between two steps of {history}.")
-    action: str = Field(min_length=1, description="One of {actions}: {action}.")
-    action_separator: str = Field(description="Between two of {actions}.")
-    history_length: NonNegativeInt = Field(description="Past steps that a prompt recalls.")
-    dead_ends: Literal["shown", "left_out"] = Field(
-        description="What an action that was not possible leaves behind: shown (a step, and that nothing happened) or "
-        "left_out (nothing: the same is asked again)."
+    past: str = Field(
+        "[Observation {step}: '{observation}', Action {step}: '{action}']",
+        min_length=1,
+        description="One step of {history}: {step}, {observation}, {action} taken then.",
     )
-    thinking: bool = Field(description="Whether an answer without <think>...</think> counts as unreadable.")
-    answer: str = Field(min_length=1, description="An answer as a demonstration gives it; {action} is its command.")
+    past_separator: str = Field("\n", description="What stands between two steps of {history}.")
+    action: str = Field("'{action}'", min_length=1, description="How one of {actions} is written: {action}.")
+    action_separator: str = Field("\n ", description="What stands between two of {actions}.")
+    history_length: NonNegativeInt = Field(2, description="Past steps that a prompt recalls.")
+    dead_ends: Literal["shown", "left_out"] = Field(
+        "shown",
+        description="What an action that was not possible leaves behind: shown (a step, and that nothing happened) or "
+        "left_out (nothing: the same is asked again).",
+    )
+    thinking: bool = Field(True, description="Whether an answer without <think>...</think> counts as unreadable.")
+    answer: str = Field(
+        "<think>The next step towards the goal is to {action}.</think><action>{action}</action>",
+        min_length=1,
+        description="An answer as a demonstration gives it; {action} is its command.",
+    )
 
     @model_validator(mode="after")
     def _places_are_known(self) -> Self:

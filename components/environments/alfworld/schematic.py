@@ -43,7 +43,7 @@ class Schematic(Settings):
     """Four rows of four cells: the goal's things; the place and what is held; then eight things that are seen."""
 
     form: Literal["schematic"] = Field(description="schematic: coloured cells for what the text has said.")
-    image_size: int = Field(ge=16, le=1024, multiple_of=GRID, description="Width and height in pixels.")
+    image_size: int = Field(56, ge=16, le=1024, multiple_of=GRID, description="Width and height in pixels.")
 
 
 @dataclass

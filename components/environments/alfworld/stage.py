@@ -13,7 +13,7 @@ from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.settings import Settings
 from components.contracts.stages import Artifact, Report, Stage, StageContext
 from components.environments.alfworld.folders import games_digest, write_game
-from components.environments.alfworld.games import SOURCES, Game, GamesSettings, load_games
+from components.environments.alfworld.games import SOURCES, Game, GamesSettings, GeneratedGames, load_games
 from components.environments.alfworld.host import EngineHost
 
 AT_ONCE = 4
@@ -23,11 +23,11 @@ AT_ONCE = 4
 class GamesStageSettings(Settings):
     """Which games, and how many of each split."""
 
-    games: GamesSettings = Field(description="Where games come from.")
+    games: GamesSettings = Field(GeneratedGames(source="generated"), description="Where games come from.")
     train: NonNegativeInt = Field(description="Games of the training split.")
     valid_seen: NonNegativeInt = Field(description="Held-out games in scenes of the training split.")
     valid_unseen: NonNegativeInt = Field(description="Games in scenes that are in no other split.")
-    seed: NonNegativeInt = Field(lt=2**31, description="Seed of the games, or of their choice from a folder.")
+    seed: NonNegativeInt = Field(0, lt=2**31, description="Seed of the games, or of their choice from a folder.")
 
 
 def write_games(

@@ -12,7 +12,7 @@ from components.contracts.episodes import ActionDefect, Observation, Outcome, Sp
 from components.contracts.images import EncodedImage
 from components.contracts.settings import Settings
 from components.environments.alfworld import packaged
-from components.environments.alfworld.games import GamesSettings, Source, games_sources, load_games
+from components.environments.alfworld.games import GamesSettings, GeneratedGames, Source, games_sources, load_games
 from components.environments.alfworld.host import HostedGame, Shown, shared_host
 from components.environments.alfworld.prompts import Dialogue, PromptSettings, project
 from components.environments.alfworld.schematic import NoPicture, Schematic, Seen, draw
@@ -23,24 +23,29 @@ from components.environments.alfworld.untrusted import check_goal, check_problem
 class AlfworldTextSettings(Settings):
     """The games, the words around them, the picture, and what winning is worth."""
 
-    games: GamesSettings = Field(description="Where games come from.")
+    games: GamesSettings = Field(GeneratedGames(source="generated"), description="Where games come from.")
     heldout_source: Literal["valid_seen", "valid_unseen"] = Field(
+        "valid_seen",
         description="The split that held-out tasks are from: other games in scenes of the training split, or scenes "
-        "that are in no training game."
+        "that are in no training game.",
     )
-    prompt: PromptSettings = Field(description="What the policy is asked, and how its answer is read.")
+    prompt: PromptSettings = Field(
+        PromptSettings(), description="What the policy is asked, and how its answer is read."
+    )
     picture: Annotated[NoPicture | Schematic, Field(discriminator="form")] = Field(
-        description="What is shown before the text."
+        NoPicture(form="none"), description="What is shown before the text."
     )
-    max_turns: PositiveInt = Field(description="Turns of an episode; 50 is usual.")
+    max_turns: PositiveInt = Field(50, description="Most turns of an episode.")
     max_dead_ends: NonNegativeInt = Field(
+        0,
         description="The episode is lost at this many answers that were no admissible action; 0: never, as usual. "
-        "A policy that is stuck fills its other turns with one action again and again: noise to learn from."
+        "A policy that is stuck fills its other turns with one action again and again: noise to learn from.",
     )
-    won_weight: float = Field(description="Reward for reaching the goal, given in the turn that reaches it.")
+    won_weight: float = Field(10.0, description="Reward for reaching the goal, given in the turn that reaches it.")
     detours: NonNegativeInt = Field(
+        2,
         description="Most places that a demonstration looks into in vain before it goes where its first object is. "
-        "With 0, whoever learns from it never sees a place where the object is not."
+        "With 0, whoever learns from it never sees a place where the object is not.",
     )
 
 

@@ -16,7 +16,7 @@ from components.environments.alfworld.thor_actions import Release
 from components.environments.alfworld.thor_episode import ThorEpisode
 from components.environments.alfworld.thor_metadata import LONGEST_SIDE
 from components.environments.alfworld.thor_pool import Players
-from components.environments.alfworld.thor_rewards import RewardSettings, weights
+from components.environments.alfworld.thor_rewards import PotentialReward, RewardSettings, weights
 from components.environments.threads import ThreadedEpisode
 from components.installation import install_command
 
@@ -28,16 +28,21 @@ class AlfworldThorSettings(Settings):
     """The games, the words around them, the picture, and what is rewarded."""
 
     games: GamesSettings = Field(description="Where games come from.")
-    heldout_source: Source = Field(description="The games' split that the held-out tasks are taken from.")
-    prompt: PromptSettings = Field(description="What the policy is asked, and how its answer is read.")
-    width: PositiveInt = Field(le=LONGEST_SIDE, description="Pixels of a frame; AI2-THOR's default is 300.")
-    height: PositiveInt = Field(le=LONGEST_SIDE, description="Pixels of a frame.")
-    player: Release = Field(
-        description="Release of AI2-THOR's player. ai2thor fetches 5.0; 2.1, which ALFRED's data was made with, "
-        "is named by the environment variable ARMATURE_THOR_PLAYER."
+    heldout_source: Source = Field("valid_seen", description="The games' split that the held-out tasks are taken from.")
+    prompt: PromptSettings = Field(
+        PromptSettings(), description="What the policy is asked, and how its answer is read."
     )
-    max_turns: PositiveInt = Field(description="Turns of an episode.")
-    reward: RewardSettings = Field(description="terminal or potential.")
+    width: PositiveInt = Field(300, le=LONGEST_SIDE, description="Pixels of a frame; AI2-THOR's default is 300.")
+    height: PositiveInt = Field(300, le=LONGEST_SIDE, description="Pixels of a frame.")
+    player: Release = Field(
+        "5.0",
+        description="Release of AI2-THOR's player. ai2thor fetches 5.0; 2.1, which ALFRED's data was made with, "
+        "is named by the environment variable ARMATURE_THOR_PLAYER.",
+    )
+    max_turns: PositiveInt = Field(50, description="Most turns of an episode.")
+    reward: RewardSettings = Field(
+        PotentialReward(name="potential"), description="What a turn earns: terminal (the win alone) or potential."
+    )
 
 
 class AlfworldThor:

@@ -13,7 +13,7 @@ class TerminalReward(Settings):
     """The win alone."""
 
     name: Literal["terminal"] = Field(description="terminal: nothing but the win is rewarded.")
-    won_weight: float = Field(description="Reward for the win.")
+    won_weight: float = Field(10.0, description="Reward for the win.")
 
 
 class PotentialReward(Settings):
@@ -24,8 +24,8 @@ class PotentialReward(Settings):
     """
 
     name: Literal["potential"] = Field(description="potential: progress is rewarded as well, when it is made.")
-    won_weight: float = Field(description="Reward for the win.")
-    progress_weight: float = Field(description="Reward for all of the goal's conditions; a part earns its share.")
+    won_weight: float = Field(10.0, description="Reward for the win.")
+    progress_weight: float = Field(1.0, description="Reward for all of the goal's conditions; a part earns its share.")
 
 
 RewardSettings = Annotated[TerminalReward | PotentialReward, Field(discriminator="name")]

@@ -15,24 +15,28 @@ class SimulatorSettings(Settings):
     """One section for demonstrations and for evaluation: a policy must see what it was trained on."""
 
     camera_name_mapping: dict[str, str] = Field(
+        {"agentview": "image", "robot0_eye_in_hand": "wrist_image"},
         min_length=1,
         description="Camera of the simulator to its name in a dataset, after observation.images: agentview = image.",
     )
-    resolution: PositiveInt = Field(description="Pixels of a side of the square pictures.")
-    control_freq: PositiveInt = Field(description="Actions per second. LIBERO's data have 20.")
+    resolution: PositiveInt = Field(256, description="Pixels of a side of the square pictures.")
+    control_freq: PositiveInt = Field(20, description="Actions per second, which LIBERO's data have 20 of.")
     num_steps_wait: NonNegativeInt = Field(
+        50,
         description="Steps without motion after a reset. Initial states were stored before their objects had come to "
-        "rest; LeRobot waits 10, published results of MolmoAct2 wait 50."
+        "rest; LeRobot waits 10, published results of MolmoAct2 wait 50.",
     )
-    reflections: bool = Field(description="Floors and tables mirror, as in LIBERO's data; most of the drawing time.")
-    offscreen_samples: NonNegativeInt = Field(description="Samples per pixel; MuJoCo has 4.")
+    reflections: bool = Field(
+        True, description="Floors and tables mirror, as in LIBERO's data; most of the drawing time."
+    )
+    offscreen_samples: NonNegativeInt = Field(4, description="Samples per pixel (anti-aliasing).")
     assets: Literal["compact"] | None = Field(
         None,
         description="compact: shapes of one colour each instead of LIBERO's meshes and textures, for machines that "
         "cannot fetch those. Motions are the same, pictures are not. For libero_spatial, libero_object, libero_goal.",
     )
     trusted_initial_states: tuple[str, ...] = Field(
-        description="SHA-256 of files of initial states that are loaded although the package never had them."
+        (), description="SHA-256 of files of initial states that are loaded although the package never had them."
     )
 
     @field_validator("camera_name_mapping")

@@ -31,7 +31,8 @@ class VerifiersSettings(Settings):
     )
     id: str = Field(min_length=1, description="The environment's or the taskset's package.")
     args: dict[str, Any] = Field(
-        description="legacy: arguments of load_environment; v1: the env section, e.g. {agent = {harness = {...}}}."
+        default_factory=dict,
+        description="legacy: arguments of load_environment; v1: the env section, e.g. {agent = {harness = {...}}}.",
     )
     max_turns: PositiveInt = Field(description="Turns after which an episode is ended and scored.")
 

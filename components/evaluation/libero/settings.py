@@ -15,16 +15,23 @@ class LiberoEvaluationSettings(Settings):
 
     model_config = ConfigDict(title="Evaluation in LIBERO")
 
-    suites: tuple[Suite, ...] = Field(min_length=1, description="Played in this order.")
-    tasks: tuple[NonNegativeInt, ...] = Field(description="Numbers of tasks in each suite; empty: all.")
+    suites: tuple[Suite, ...] = Field(
+        ("libero_10", "libero_goal", "libero_object", "libero_spatial"),
+        min_length=1,
+        description="Suites, played in this order.",
+    )
+    tasks: tuple[NonNegativeInt, ...] = Field((), description="Numbers of tasks in each suite; empty: all.")
     episodes_per_task: PositiveInt = Field(
-        description="Episode k begins in initial state k modulo their number (50): every state once before any repeats."
+        50,
+        description="Episodes of each task; episode k begins in initial state k modulo their number (50), so that "
+        "every state comes once before any repeats.",
     )
     max_steps: dict[Suite, PositiveInt] = Field(
-        description="Actions of an episode at most, per suite; steps of waiting are not counted."
+        {"libero_spatial": 280, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400},
+        description="Actions of an episode at most, per suite; steps of waiting are not counted.",
     )
     inference_action_mode: Literal["continuous", "discrete"] = Field(
-        description="Actions by flow matching, or as tokens; the policy must have been trained for it."
+        "continuous", description="Actions by flow matching, or as tokens; the policy must have been trained for it."
     )
     n_action_steps: PositiveInt | None = Field(
         None, description="Actions of a chunk that are carried out before the next; none: the policy's own."
@@ -33,24 +40,27 @@ class LiberoEvaluationSettings(Settings):
     image_attention_at_inference: Literal["bidirectional", "as_trained"] | None = Field(
         None, description="How the prompt's images see each other; none: as the policy says."
     )
-    eval_seed: NonNegativeInt = Field(description="Seed of the noise that the policy's actions are sampled from.")
+    eval_seed: NonNegativeInt = Field(1000, description="Seed of the noise that the policy's actions are sampled from.")
     per_episode_seed: bool = Field(
-        description="Each episode draws noise of its own; else chunk k of every episode begins with the same noise."
+        True,
+        description="Each episode draws noise of its own; else chunk k of every episode begins with the same noise.",
     )
-    seed: NonNegativeInt = Field(description="Seed of the simulator; episode k of a task has seed + k.")
-    batch: PositiveInt = Field(description="Episodes that are played at once. No result depends on it.")
+    seed: NonNegativeInt = Field(1000, description="Seed of the simulator; episode k of a task has seed + k.")
+    batch: PositiveInt = Field(32, description="Episodes that are played at once. No result depends on it.")
     rows_per_pass: PositiveInt = Field(
+        8,
         description="Rows of one forward pass of the policy, filled up where fewer wait; it moves the last bits, and "
-        "with them sampled actions. 1 is best on a CPU."
+        "with them sampled actions. 1 is best on a CPU.",
     )
-    attempts: PositiveInt = Field(description="How often an episode is begun whose simulator dies on the way.")
+    attempts: PositiveInt = Field(3, description="How often an episode is begun whose simulator dies on the way.")
     failed_episodes: NonNegativeInt = Field(
-        description="Episodes that may fail in all attempts (they count as not solved); one more ends the evaluation."
+        0,
+        description="Episodes that may fail in all attempts (they count as not solved); one more ends the evaluation.",
     )
     videos_per_task: NonNegativeInt = Field(
-        description="Videos of the first successes of each task, and as many of the first failures."
+        2, description="Videos of the first successes of each task, and as many of the first failures."
     )
-    video_fps: PositiveInt = Field(description="Pictures a second; the simulator's control_freq is real time.")
+    video_fps: PositiveInt = Field(20, description="Pictures a second; the simulator's control_freq is real time.")
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -72,4 +82,4 @@ class EvaluateLiberoSettings(Settings):
 class CompareLiberoSettings(Settings):
     """How two evaluations are compared."""
 
-    confidence: float = Field(gt=0.0, lt=1.0, description="Of the intervals: 0.95.")
+    confidence: float = Field(0.95, gt=0.0, lt=1.0, description="Confidence level of the intervals.")

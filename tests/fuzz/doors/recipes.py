@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from components.configuration import build_recipe, load_recipe, recipe_from_file, recipe_names, recipe_path
+from components.configuration import CONFIGS, build_recipe, load_recipe, recipe_from_file, recipe_names, recipe_path
 from tests.fuzz.doors import Attempt, expect
 from tests.fuzz.mutate import HOSTILE, damaged_bytes, damaged_document
 
@@ -38,9 +39,11 @@ def contains(dump: Any, value: Any) -> bool:
 @contextmanager
 def door(folder: Path) -> Iterator[Attempt]:
     names = recipe_names()
+    shutil.copytree(CONFIGS, folder / "configs")
 
     def from_file(rng: random.Random) -> bool:
-        name, file = rng.choice(names), folder / "recipe.toml"
+        name = rng.choice(names)
+        file = folder / "configs" / f"{name}.toml"
         file.write_bytes(damaged_bytes(recipe_path(name).read_bytes(), rng))
         return check(recipe_from_file(file, name).dump())
 

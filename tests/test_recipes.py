@@ -1,0 +1,145 @@
+"""Recipes say what is their own, and mean what they meant."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+
+from components.configuration import (
+    CONFIGS,
+    SECTIONS,
+    load_recipe,
+    recipe_from_file,
+    recipe_names,
+    section_class,
+    sections_of,
+)
+from components.contracts.errors import ConfigurationError
+from components.environments import ENVIRONMENTS
+
+FILES = sorted(path.relative_to(CONFIGS) for path in CONFIGS.glob("*/*.toml"))
+FROZEN = Path(__file__).with_name("recipes.json")
+"""Resolved values by recipe and dotted key. A change of meaning has to change this file."""
+
+Keys = tuple[str | int, ...]
+
+
+def leaves(value: Any, at: Keys = ()) -> Iterator[Keys]:
+    """Where the values of a document are; an empty table is one."""
+    if isinstance(value, dict) and value:
+        for key, part in value.items():
+            yield from leaves(part, (*at, key))
+    elif isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
+        for index, part in enumerate(value):
+            yield from leaves(part, (*at, index))
+    else:
+        yield at
+
+
+def without(value: Any, at: Keys) -> Any:
+    if isinstance(value, list):
+        return [without(part, at[1:]) if index == at[0] else part for index, part in enumerate(value)]
+    if len(at) == 1:
+        return {key: part for key, part in value.items() if key != at[0]}
+    return value | {at[0]: without(value[at[0]], at[1:])}
+
+
+def inline(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {inline(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(inline, value)) + "]"
+    return json.dumps(value)
+
+
+def document(values: dict[str, Any]) -> str:
+    return "".join(f"{key} = {inline(part)}\n" for key, part in values.items())
+
+
+def bases(file: Path) -> Iterator[Path]:
+    """The files that `file` extends, under CONFIGS."""
+    extends = tomllib.loads((CONFIGS / file).read_text()).get("extends")
+    if extends:
+        base = extends["file"] if isinstance(extends, dict) else extends
+        found = (CONFIGS / file.parent / base).resolve().relative_to(CONFIGS)
+        yield found
+        yield from bases(found)
+
+
+def at(values: Any, key: str) -> Any:
+    for part in key.split("."):
+        values = values[part]
+    return values
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_every_value_of_a_file_is_needed(file: Path, tmp_path: Path):
+    """Without it a recipe is another, or none: it is neither the default nor what the extended file says."""
+    configs = tmp_path / "configs"
+    shutil.copytree(CONFIGS, configs)
+    users = [name for name in recipe_names() if file in {each := Path(f"{name}.toml"), *bases(each)}]
+    assert users, "no recipe extends it"
+    whole = {name: load_recipe(name).sections for name in users}
+    values = tomllib.loads((CONFIGS / file).read_text())
+    for key in leaves({name: part for name, part in values.items() if name not in ("description", "extends")}):
+        (configs / file).write_text(document(without(values, key)))
+        assert any(_differs(configs, name, whole[name]) for name in users), f"{'.'.join(map(str, key))} can be left out"
+
+
+def _differs(configs: Path, name: str, whole: Any) -> bool:
+    try:
+        return recipe_from_file(configs / f"{name}.toml", name).sections != whole
+    except ConfigurationError:
+        return True
+
+
+def test_no_recipe_extends_the_demo():
+    demo = Path("train-vlm/colors.toml")
+    assert not [str(file) for file in FILES if demo in bases(file)]
+
+
+def settings_classes(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+        for field in annotation.model_fields.values():
+            yield from settings_classes(field.annotation)
+    for part in get_args(annotation):
+        yield from settings_classes(part)
+
+
+def test_every_setting_says_what_it_is():
+    sections = [section_class(name, section) for name in SECTIONS for section in sections_of(name)]
+    environments = [ENVIRONMENTS[name].Settings for name in ENVIRONMENTS]
+    classes = {each for section in (*sections, *environments) for each in settings_classes(section)}
+    assert len(classes) > 40
+    for each in classes:
+        for name, field in each.model_fields.items():
+            assert (field.description or "").endswith("."), f"{each.__name__}.{name}"
+
+
+@pytest.mark.parametrize("name", json.loads(FROZEN.read_text()))
+def test_resolved_values_are_as_they_were(name: str):
+    resolved = load_recipe(name).dump()
+    for key, expected in json.loads(FROZEN.read_text())[name].items():
+        found = at(resolved, key)
+        assert (found, type(found)) == (expected, type(expected)), key
+
+
+@pytest.mark.parametrize("name", ["evaluate/vlm", "evaluate/sweep"])
+def test_the_demo_s_checkpoint_is_evaluated_as_the_demo_does(name: str):
+    trained, evaluated = load_recipe("train-vlm/colors").sections, load_recipe(name).sections
+    for section in ("model", "environment", "inference", "evaluation", "machine"):
+        assert evaluated[section] == trained[section]
+
+
+def test_an_environment_s_defaults_are_part_of_the_settings_that_are_hashed():
+    args = load_recipe("train-vlm/colors").dump()["environment"]["args"]
+    assert args["noise"] == 16.0 and args["colours"]["white"] == [235, 235, 235]
+    assert load_recipe("train-vlm/colors", ["environment.args.noise=16"]) == load_recipe("train-vlm/colors")
