@@ -92,6 +92,23 @@ def whole_folder(home: Path) -> Iterator[Path]:
         sync(home.parent)
 
 
+@contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder that takes the place of `folder` when the block ends well; until then that one is as it was.
+
+    Raises:
+        StoreError: the disk is full or a file grew past a limit.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with full_disk_said(folder), tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+        new = Path(scratch) / "new"
+        new.mkdir()
+        yield new
+        if folder.exists():
+            folder.rename(Path(scratch) / "old")
+        new.rename(folder)
+
+
 def collect(folder: Path, dead: str | None = None) -> list[Path]:
     """Remove what killed writers left in `folder`, and return it; what a living one writes stays.
 

@@ -15,7 +15,6 @@ import json
 import os
 import shutil
 import socket
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -24,7 +23,7 @@ from typing import IO
 
 from tqdm import tqdm
 
-from components.artifacts.disk import collect, try_lock, usable, whole_folder
+from components.artifacts.disk import collect, replaced_folder, try_lock, usable, whole_folder
 from components.artifacts.manifest import MANIFEST, verified
 from components.artifacts.record import Record, State, read_record, record_path, write_record
 from components.artifacts.remote import RemoteStore
@@ -234,10 +233,5 @@ def link_folder(source: Path, target: Path) -> None:
                 raise
             shutil.copyfile(from_, to)
 
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as temporary:
-        fresh = Path(temporary) / "fresh"
-        shutil.copytree(source, fresh, copy_function=link)
-        if target.exists():
-            target.rename(Path(temporary) / "old")
-        fresh.rename(target)
+    with replaced_folder(target) as new:
+        shutil.copytree(source, new, copy_function=link, dirs_exist_ok=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -14,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from components.artifacts.disk import write_file
 from components.contracts.errors import DataError
 from components.contracts.stages import Artifact, Report, Stage, StageContext
 from components.datasets.lerobot.layout import STATS
@@ -115,17 +114,7 @@ def augment(root: Path, statistics: Path) -> None:
         merged = old | json.loads((statistics / "stats.json").read_bytes())
     except (ValueError, TypeError) as error:
         raise DataError(f"not a JSON object: {error}", where=str(path), remedy="remove the file") from error
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".stats-")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(_text(merged))
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).rename(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_file(path, _text(merged).encode())
 
 
 def _text(values: Mapping[str, Any]) -> str:

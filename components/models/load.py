@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +19,7 @@ from transformers import (
     ProcessorMixin,
 )
 
+from components.artifacts.disk import replaced_folder
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.foreign import foreign
 from components.models.attention import check_image_attention, follow_image_attention
@@ -125,20 +125,14 @@ def save_checkpoint(
     Raises:
         StoreError: it could not be written, as on a full disk.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
     base, state = base_model(model), dict(merged_weights(model) if weights is None else weights)
     ours = has_second_layout(base.config) and not is_remote(base)  # code of its own has the names of its files
-    with saving(folder), tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
-        new = Path(scratch) / "new"
-        new.mkdir()
+    with saving(folder), replaced_folder(folder) as new:
         if ours:  # what transformers itself writes would be wrong
             base.save_pretrained(new, state_dict=to_hub(state, base.config), save_original_format=False)
         else:
             base.save_pretrained(new, state_dict=state)
         processor.save_pretrained(new)
-        if folder.exists():
-            folder.rename(Path(scratch) / "old")
-        new.rename(folder)
     return folder
 
 

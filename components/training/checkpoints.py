@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from components.artifacts.disk import sync, sync_tree
 from components.contracts.errors import DataError, TrainerError
 from components.contracts.numbers import dump_json
 from components.training.ranks import Ranks, like, whole
@@ -195,19 +195,10 @@ def _restore_rng(states: Mapping[str, Tensor]) -> None:
 
 def _publish(new: Path, target: Path) -> None:
     """Rename `new`, once all of it is on the disk."""
-    for path in [*new.iterdir(), new]:
-        _fsync(path)
+    sync_tree(new)
     shutil.rmtree(target, ignore_errors=True)
     new.rename(target)
-    _fsync(target.parent)
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(target.parent)
 
 
 def _checkpoints(folder: Path) -> list[Path]:

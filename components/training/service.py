@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from components.artifacts.disk import write_file
 from components.contracts.batches import Sample
 from components.contracts.errors import ArmatureError
 from components.training.errors import Fatal, describe, rebuild
@@ -47,9 +48,7 @@ def serve(worker: Worker, settings: ServiceSettings, ranks: Ranks) -> None:
     """Take commands, one at a time, until "stop"."""
     front = Front(os.environ[TOKEN], worker.recorded) if ranks.first else None
     if front is not None:
-        new = settings.address.with_suffix(".new")
-        new.write_text(json.dumps({"url": front.start()}))
-        new.replace(settings.address)  # whole, or not there
+        write_file(settings.address, json.dumps({"url": front.start()}).encode())
     try:
         while True:
             command, answer = front.next() if front is not None else (None, None)

@@ -17,6 +17,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
+from components.artifacts.disk import write_file
 from components.contracts.secrets import resolve
 from components.process import Program
 from components.training.processes import private_folder, start_ranks
@@ -43,9 +44,7 @@ class Attempt(BaseModel):
 
     def tell(self, workspace: Path) -> Attempt:
         """Make this the newest."""
-        new = workspace / ".attempt.json"
-        new.write_text(self.model_dump_json())
-        os.replace(new, _file(workspace))  # noqa: PTH105 (says that an old one goes)
+        write_file(_file(workspace), self.model_dump_json().encode())
         return self
 
     def open(self, workspace: Path) -> Attempt:

@@ -6,12 +6,14 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from components.artifacts.disk import write_file
 from components.contracts.errors import ConfigurationError
 from components.datasets.demonstrations.settings import DemonstrationSettings
 from components.environments.libero.outcome import Outcome
@@ -72,10 +74,9 @@ class Journal:
         """Keep it; of one that failed, only how it ended."""
         frames: dict[str, Any] = frames_of(demonstration) if demonstration.outcome.success else {}
         outcome = np.array(json.dumps(asdict(demonstration.outcome)))
-        temporary = self._path(job).with_suffix(".part")
-        with temporary.open("wb") as file:
-            np.savez_compressed(file, allow_pickle=False, outcome=outcome, **frames)
-        temporary.rename(self._path(job))
+        file = BytesIO()
+        np.savez_compressed(file, allow_pickle=False, outcome=outcome, **frames)
+        write_file(self._path(job), file.getvalue())
         return demonstration.outcome
 
     def outcome(self, job: Job) -> Outcome:

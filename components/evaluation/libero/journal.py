@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import threading
 from base64 import b64decode, b64encode
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from components.artifacts.json_lines import JsonLines
 from components.evaluation.libero.episode import Actions
 from components.evaluation.libero.schedule import EpisodeKey, Planned
 
@@ -39,24 +38,16 @@ class Journal:
     """One JSON object a line for each episode. Thread safe."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock = threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._lines = JsonLines(path)
 
     def append(self, planned: Planned, outcome: Outcome) -> None:
         row = {**vars(outcome), "key": planned.key, "actions": _packed(outcome.actions)}
-        with self._lock, self.path.open("a+b") as file:
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)  # a line that a crash cut off would spoil this one
-            file.write(json.dumps(row).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        self._lines.append(json.dumps(row).encode())
 
     def read(self) -> dict[EpisodeKey, Outcome]:
-        """What was finished; a line that a crash cut off was not."""
-        if not self.path.exists():
-            return {}
-        rows = [json.loads(line) for line in self.path.read_bytes().split(b"\n")[:-1]]
+        """What was finished."""
+        rows = self._lines.read()
         return {tuple(row.pop("key")): Outcome(**{**row, "actions": _unpacked(row["actions"])}) for row in rows}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from components.contracts.errors import ConfigurationError
+from components.contracts.numbers import write_json
 from components.contracts.stages import Artifact, Report, Stage, StageContext
 from components.evaluation.libero.settings import CompareLiberoSettings, EvaluateLiberoSettings
 
@@ -115,8 +115,8 @@ def evaluate_policy(
     write_results(out, results)
     numbers = metrics(results)
     videos = {still.result.key: still.video for still in stills}
-    _write_json(out / METRICS_FILE, numbers)
-    _write_json(out / EVAL_INFO_FILE, eval_info(results, videos, time.monotonic() - started))
+    write_json(out / METRICS_FILE, numbers)
+    write_json(out / EVAL_INFO_FILE, eval_info(results, videos, time.monotonic() - started))
     configuration = {"policy": policy.facts(), **settings.model_dump(mode="json")}
     write_report(out / "report.html", evaluation_report(results, stills, configuration, {"JSON": EVAL_INFO_FILE}))
     context.events.metrics({name: value for name, value in numbers.items() if isinstance(value, int | float)}, 0)
@@ -193,16 +193,12 @@ def compare_libero(
 
     first, second = (read_results(inputs[name].path) for name in ("first", "second"))
     parts = compare_parts(first, second, settings.confidence)
-    _write_json(out / COMPARISON_FILE, {name: {**asdict(part), "pairs": part.pairs} for name, part in parts.items()})
+    write_json(out / COMPARISON_FILE, {name: {**asdict(part), "pairs": part.pairs} for name, part in parts.items()})
     names = (f"first, {inputs['first'].digest[:8]}", f"second, {inputs['second'].digest[:8]}")
     write_report(out / "report.html", comparison_report(parts, names, settings.model_dump(mode="json")))
     whole = parts["all"]
     context.events.metrics({"difference": whole.difference, "p_value": whole.p_value}, 0)
     return Report(rows={"pairs": whole.pairs})
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
 
 
 EVALUATE_LIBERO_STAGE = Stage("evaluate-libero", 1, EvaluateLiberoSettings, ("policy",), evaluate_libero)

@@ -8,15 +8,14 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from components.artifacts.disk import replaced_folder
 from components.models.tensors import saving
 from components.policies.molmoact2.config import MolmoAct2Config
 from components.policies.molmoact2.lerobot_export import write_processors
@@ -102,7 +101,7 @@ def save_policy(
     Args:
         weights: State of `MolmoAct2`, whole, with adapters merged; written in its dtypes.
     """
-    with _replaced(folder) as new:
+    with saving(folder), replaced_folder(folder) as new:
         write_parts(new, parts)
         write_released(new, weights, parts.config.molmo2(), shard_bytes=shard_bytes)
     return folder
@@ -121,7 +120,7 @@ def save_lerobot(folder: Path, parts: PolicyParts, weights: Mapping[str, Tensor]
             "state_stats": _masked(processor.robot.state_stats, processor.state),
         }
     )
-    with _replaced(folder) as new:
+    with saving(folder), replaced_folder(folder) as new:
         (new / BASE).mkdir()
         write_parts(new / BASE, parts)
         write_processors(new, parts.settings, robot, base, parts.config.max_action_dim)
@@ -152,16 +151,3 @@ def write_parts(folder: Path, parts: PolicyParts) -> None:
 
 def _masked(stats: FeatureStats, normalizer: Normalizer) -> FeatureStats:
     return stats.model_copy(update={"mask": tuple(bool(each) for each in normalizer.mask)})
-
-
-@contextmanager
-def _replaced(folder: Path) -> Iterator[Path]:
-    """An empty folder that takes the place of `folder` when the block ends without an error."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with saving(folder), tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
-        new = Path(scratch) / "new"
-        new.mkdir()
-        yield new
-        if folder.exists():
-            folder.rename(Path(scratch) / "old")
-        new.rename(folder)
