@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("armature", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("armature")
 
 os.environ.update(
     HF_HUB_OFFLINE="1",

@@ -188,5 +188,5 @@ def _remove_abandoned(work: Path, dead: str | None) -> bool:
 
 
 def _free(where: Path) -> str:
-    there = next(parent for parent in where.absolute().parents if parent.exists())
+    there = next(path for path in (where.absolute(), *where.absolute().parents) if path.is_dir())
     return f"{shutil.disk_usage(there).free / 2**20:.0f} MiB free"

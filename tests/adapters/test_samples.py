@@ -178,7 +178,7 @@ def episodes(draw: st.DrawFn) -> list[tuple[list[int], list[int], list[float]]]:
     return turns
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(episode=episodes())
 def test_every_sampled_token_is_trained_on_once_with_its_own_logprob(turn_of: Any, episode: Any) -> None:
     turns = [turn_of(*parts, index=index, policy_version=index) for index, parts in enumerate(episode)]

@@ -113,7 +113,7 @@ def images(draw: st.DrawFn) -> EncodedImage:
     return encoded(image, kind, **options)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(image=images())
 def test_modes_orientations_and_formats(image: EncodedImage, server: Decoder, tmp_path: Path) -> None:
     seen_alike(ImageStore(tmp_path), server, image)

@@ -189,7 +189,7 @@ def naive(
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     trajectories=rollouts(),
     count=st.sampled_from(["trajectories", "rows"]),

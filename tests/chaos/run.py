@@ -134,7 +134,7 @@ def _stop(log: str, code: int) -> str:
     """How an attempt ended: a kill of ours, an error of ours by its first line, or something that should not be."""
     if code == -signal.SIGKILL:
         return "killed"
-    *_, last = log.rpartition("\narmature: ")
-    if code not in (1, 2) or "Traceback (most recent call last)" in last or last == log:
+    _, ours, last = f"\n{log}".rpartition("\narmature: ")
+    if code not in (1, 2) or "Traceback (most recent call last)" in last or not ours:
         return f"{NOT_OURS} exit code {code}: " + " / ".join(log.strip().splitlines()[-6:])
     return last.strip().splitlines()[0][:200]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from components.datasets.order import BLOCK, Schedule, mixed, permuted
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(size=st.integers(1, 300), key=st.integers(0, 2**64 - 1))
 def test_a_shuffle_has_everything_once(size, key):
     assert sorted(permuted(index, size, key) for index in range(size)) == list(range(size))
@@ -41,7 +41,7 @@ def test_a_large_shuffle_has_no_trend():
     assert np.histogram(places, 10, (0, 1))[0].min() > 220
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=5), blocks=st.integers(1, 4), seed=st.integers(0, 9))
 def test_every_source_gets_its_share_and_counts_without_gaps(weights, blocks, seed):
     schedule = Schedule(weights, seed)

@@ -43,7 +43,7 @@ def assert_exact(statistics, rows):
         assert abs(statistics.std[column] - float(variance) ** 0.5) <= 1e-13 * float(variance) ** 0.5 + 1e-15 * scale
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(ROWS, st.lists(st.integers(0, 1000), max_size=6))
 def test_quantiles_are_numpys_to_the_last_bit_for_each_episode_and_for_all(rows, cuts):
     lengths = split(rows, cuts)
@@ -53,7 +53,7 @@ def test_quantiles_are_numpys_to_the_last_bit_for_each_episode_and_for_all(rows,
         assert_exact(statistics, part)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(ROWS, st.lists(st.integers(0, 1000), max_size=6), st.randoms())
 def test_shards_in_any_order_merge_to_the_whole(rows, cuts, random):
     lengths = split(rows, cuts)
@@ -139,7 +139,7 @@ def test_what_is_no_data_is_refused(rows, lengths, message):
 PIXELS = hnp.arrays(np.uint8, st.tuples(st.integers(1, 5), st.just(4), st.just(6), st.just(3)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(PIXELS, st.integers(0, 5))
 def test_statistics_of_images_are_numpys_of_all_pixels(images, cut):
     def counted(some):

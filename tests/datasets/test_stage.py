@@ -151,9 +151,9 @@ step, root, statistics = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 if step == "write":
-    stage.os.fsync = die
+    os.fsync = die
 else:
-    stage.Path.rename = die
+    Path.rename = die
 stage.augment(root, statistics)
 """
 

@@ -199,7 +199,7 @@ PATHS = st.sampled_from(
 )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(path=PATHS, value=JSON)
 def test_any_json_anywhere_is_a_failure_or_is_exactly_what_was_sent(path: Any, value: Any, asked: Asked) -> None:
     sent: list[dict[str, Any]] = []

@@ -96,7 +96,7 @@ def test_checkpoint_is_complete_and_small(family: str, checkpoint: Callable[[str
 def test_tokenizer_is_lossless(family: str, checkpoint: Callable[[str], Path]) -> None:
     tokenizer = AutoProcessor.from_pretrained(checkpoint(family)).tokenizer
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(st.text())
     def check(text: str) -> None:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -126,7 +126,7 @@ def test_template_marks_every_image_and_grows_by_its_end(family: str, checkpoint
     marker = render([{"role": "user", "content": [{"type": "image"}]}])
     (token,) = [token for token in MARKERS if token in marker]
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(st.lists(TURN, min_size=1, max_size=3), st.booleans())
     def check(turns: list[tuple[list[dict[str, Any]], str]], system: bool) -> None:
         messages: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}] if system else []

@@ -90,7 +90,7 @@ def test_hostile_text_does_not_become_markup(page, text):
     assert shown == text.encode("utf-8", "replace").decode() or "\ud800" in text
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(st.characters(codec="utf-8"), max_size=60))
 def test_any_text_survives_the_way_into_the_page(page, text):
     data = write(page, [make_trajectory("t", completion=text, prompt=text)]).data

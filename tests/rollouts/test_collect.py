@@ -494,7 +494,7 @@ def test_cancelling_closes_every_episode(store: ImageStore, events: RecordedEven
 PLACES = ["fine", "reset", "step", "close", "image", "server", "logprobs"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     places=st.integers(1, 3).flatmap(
         lambda size: st.lists(st.sampled_from(PLACES), min_size=6 * size, max_size=6 * size)

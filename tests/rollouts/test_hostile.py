@@ -265,7 +265,7 @@ PLACES: list[tuple[str, Callable[[Any], Any]]] = [
 ]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, len(PLACES) - 1), odd=st.integers(0, len(ODD) - 1) | generated.map(lambda value: [value]))
 def test_whatever_an_environment_gives_costs_its_own_rollouts(place: int, odd: int | list[Any], tmp_path: Path) -> None:
     where, form = PLACES[place]

@@ -83,7 +83,7 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(written=outputs())
 def test_reading_gives_what_was_written(written: GenerateOutputs, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("table")
@@ -91,7 +91,7 @@ def test_reading_gives_what_was_written(written: GenerateOutputs, tmp_path_facto
     assert plain(read_rollouts(folder)) == plain(written)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(written=outputs())
 def test_equal_rollouts_give_equal_bytes(written: GenerateOutputs, tmp_path_factory: pytest.TempPathFactory) -> None:
     one, other = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("other")

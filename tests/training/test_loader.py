@@ -33,7 +33,7 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 2)), min_size=1,
 
 @given(LENGTHS, st.integers(1, 200), st.integers(1, 5), st.integers(1, 4))
 @example([(1, 1), (1, 0), (1, 0)], 1, 1, 2)  # the last round has no images: neither may what fills it up
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_plans_lose_nothing_and_keep_to_the_budget(
     lengths: list[tuple[int, int]], max_tokens: int, max_rows: int, ranks: int
 ) -> None:

@@ -27,7 +27,7 @@ from .logprob_cases import CASES, CPU, GPU, ODD, Case, check_unused, compare
 
 
 @pytest.mark.parametrize("backend", ["normal", "torch"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(case=CASES)
 def test_any_size_equals_float64(backend: str, case: Case) -> None:
     compare(backend, case, torch.float64, values=1e-11, gradients=1e-11)

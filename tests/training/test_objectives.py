@@ -105,7 +105,7 @@ def test_normalisers() -> None:
 
 
 @given(st.integers(0, 1000), st.lists(st.booleans(), min_size=4, max_size=4), st.sampled_from(ALL))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_micro_batches_add_up_to_the_batch(seed: int, side: list[bool], objective: dict[str, Any]) -> None:
     for aggregation in ("sum", "token", "sequence", "dr_grpo"):
         values = trainer_settings(objective=objective, aggregation=aggregation)

@@ -157,7 +157,7 @@ KEYS = st.sampled_from(["pddl_domain", "grammar", "pddl_problem", "solvable", "w
 SCENES = st.fixed_dictionaries({"scene_num": ATOMS}) | VALUES
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.dictionaries(KEYS, VALUES),
     st.dictionaries(st.sampled_from(["task_type", "scene"]), SCENES),
@@ -185,7 +185,7 @@ def test_hostile_files_give_a_clear_error_or_a_checked_game(
             path.with_name(name).write_text(text)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(alphabet="()abcdefin:- \n{}#[]|\"'\\", max_size=400) | st.text(max_size=60))
 def test_no_text_gets_past_the_checks_by_chance(text: str) -> None:
     with pytest.raises(DataError):

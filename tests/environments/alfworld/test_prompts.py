@@ -43,7 +43,7 @@ def test_an_answer_is_read(answer: str, thinking: bool, action: str, defect: str
 pieces = st.sampled_from(["<action>", "</action>", "<think>", "</think>", "look", "{", "}", "\ud800", "\0", "好", "\n"])
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(st.lists(pieces | st.text(max_size=20), max_size=30).map("".join), st.booleans())
 def test_any_answer_gives_an_action_in_a_commands_alphabet(answer: str, thinking: bool) -> None:
     read = project(answer, thinking)

@@ -121,7 +121,7 @@ anything = st.recursive(
 arguments = st.sampled_from(sorted({name for form in FORMS["2.1"].values() for name in form.kept})) | st.text()
 
 
-@run(max_examples=400, deadline=None)
+@run(max_examples=400)
 @given(
     st.sampled_from([*FORMS["5.0"], "", "Reset"]) | anything,
     st.dictionaries(arguments, anything),

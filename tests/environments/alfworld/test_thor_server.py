@@ -195,7 +195,7 @@ def damaged(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
-@run(max_examples=600, deadline=None)
+@run(max_examples=600)
 @given(damaged() | st.binary(max_size=200))
 def test_whatever_a_player_says_is_an_event_or_an_error_and_the_wait_ends(data: bytes) -> None:
     try:

@@ -74,7 +74,7 @@ def assert_holds(batch: PolicyBatch, examples: list[Example]) -> None:
 SHAPES = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 3)), min_size=1, max_size=7)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shapes=SHAPES, side=st.sampled_from(["left", "right"]), multiple=st.sampled_from([1, 8]))
 def test_rows_hold_one_example_each(shapes: list[tuple[int, int]], side: str, multiple: int) -> None:
     examples = [example(*shape, seed) for seed, shape in enumerate(shapes)]
@@ -87,7 +87,7 @@ def test_rows_hold_one_example_each(shapes: list[tuple[int, int]], side: str, mu
     assert width % multiple == 1 % multiple and longest <= width < longest + multiple
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shapes=SHAPES, data=st.data())
 def test_packed_rows_hold_several(shapes: list[tuple[int, int]], data: st.DataObject) -> None:
     examples = [example(*shape, seed) for seed, shape in enumerate(shapes)]

@@ -43,7 +43,7 @@ def _rows_of_ids(draw: st.DrawFn) -> list[list[int]]:
     return draw(st.lists(st.lists(token, min_size=1, max_size=8), min_size=1, max_size=3))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(_rows_of_ids(), st.booleans())
 def test_hidden_are_ends_of_turns_and_all_from_a_start_of_actions_to_its_end(ids: list[list[int]], left: bool) -> None:
     flat = [token for one in ids for token in one]

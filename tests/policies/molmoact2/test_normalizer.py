@@ -59,7 +59,7 @@ def test_identity_clips_only() -> None:
     assert normalizer.restore([0.25, -4, 5]).tolist() == [0.25, -1, 1]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.floats(-50, 50), st.floats(0.01, 100), st.floats(0, 1)), min_size=1, max_size=8))
 def test_what_lies_between_the_quantiles_comes_back(dimensions: list[tuple[float, float, float]]) -> None:
     low, span, part = (np.array(column) for column in zip(*dimensions, strict=True))
