@@ -16,21 +16,24 @@ FILE = Path("prefect.yaml")
 POOLS = ("cpu", "vllm-gpu", "train-gpu")
 
 FLOWS = {
-    "alfworld-games": "flows/alfworld_games.py:alfworld_games",
-    "quantile-stats": "flows/quantile_stats.py:quantile_stats",
-    "train-vlm": "flows/train_vlm.py:train_vlm",
-    "evaluate": "flows/evaluate.py:evaluate",
-    "evaluate/sweep": "flows/sweep.py:sweep",
-    "demonstrations": "flows/demonstrations.py:demonstrations",
-    "train-vla": "flows/train_vla.py:train_vla",
-    "evaluate/libero": "flows/evaluate_libero.py:evaluate_libero",
+    "alfworld-games": "flows.alfworld_games.alfworld_games",
+    "quantile-stats": "flows.quantile_stats.quantile_stats",
+    "train-vlm": "flows.train_vlm.train_vlm",
+    "evaluate": "flows.evaluate.evaluate",
+    "evaluate/sweep": "flows.sweep.sweep",
+    "demonstrations": "flows.demonstrations.demonstrations",
+    "train-vla": "flows.train_vla.train_vla",
+    "evaluate/libero": "flows.evaluate_libero.evaluate_libero",
 }
-"""A recipe's flow: by its whole name, else by the part before the slash."""
+"""A recipe's flow: by its whole name, else by the part before the slash.
+
+As modules, not files: a worker finds them in a checkout and in an installed wheel alike.
+"""
 
 _HEADER = """\
 # Written by `armature deployments write` from configs/<flow>/<deployment>.toml: change those, not this.
-# ARMATURE_HOME is the checkout on the worker's machine, ARMATURE_VERSION the package's version and commit;
-# `armature up` sets both.
+# ARMATURE_HOME is the folder on the worker's machine that runs stand in, ARMATURE_VERSION the package's version and
+# commit; `armature up` sets both.
 """
 
 
@@ -40,8 +43,8 @@ def entrypoint(name: str) -> str:
 
 def flow_of(name: str) -> Any:
     """The Prefect flow that runs recipe `name`; importing it takes seconds."""
-    file, _, attribute = entrypoint(name).partition(":")
-    return getattr(import_module(file.removesuffix(".py").replace("/", ".")), attribute)
+    module, _, attribute = entrypoint(name).rpartition(".")
+    return getattr(import_module(module), attribute)
 
 
 def pool_of(recipe: Recipe) -> str:

@@ -19,9 +19,10 @@ from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 
-from armature.deployments import POOLS
+from armature.deployments import FILE, POOLS, write
 from armature.hardware import gpu_count, package_version
-from armature.services import HEARTBEAT_SECONDS
+from armature.services import HEARTBEAT_SECONDS, STATE
+from components.private_files import private_folder
 
 JOB_TEMPLATE = {
     "variables": {"type": "object", "properties": {}, "additionalProperties": False},
@@ -40,7 +41,16 @@ def main() -> int:
             client.create_work_pool(template, overwrite=True)
         client.upsert_global_concurrency_limit_by_name("gpu", max(gpu_count(), 1))
         watch_for_dead_runs(client)
-    return deploy(Path("prefect.yaml"))
+    return deploy(deployments_file())
+
+
+def deployments_file() -> Path:
+    """prefect.yaml of this folder; where there is none, the deployments of all recipes, under `.armature`."""
+    if FILE.exists():
+        return FILE
+    written = private_folder(STATE) / FILE
+    write(written)
+    return written
 
 
 def watch_for_dead_runs(client: SyncPrefectClient) -> None:
