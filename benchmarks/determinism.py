@@ -47,9 +47,7 @@ async def _measure(scratch: Path) -> dict[int, tuple[list[float], list[float]]]:
     from components.models.tiny import make_tiny_checkpoint
 
     checkpoint = make_tiny_checkpoint(FAMILY, scratch / "model", 0)
-    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    penalties = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-    sampling = SamplingSettings(temperature=1.0, max_tokens=TOKENS, **neutral, **penalties)
+    sampling = SamplingSettings(max_tokens=TOKENS)
     seeds = itertools.count()
     taken: dict[int, tuple[list[float], list[float]]] = {at_once: ([], []) for at_once in AT_ONCE}
     async with AsyncExitStack() as stack:

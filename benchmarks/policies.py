@@ -28,7 +28,7 @@ from components.training.ranks import Ranks
 from components.vla.groups import prepare
 from components.vla.learner import PolicyLearner
 from components.vla.micro_batch import MicroBatch
-from components.vla.settings import LearningRates, LoraSettings, Mode, VlaTrainerSettings
+from components.vla.settings import LoraSettings, Mode, VlaTrainerSettings
 
 ACTIONS, CHUNK, DRAWS = 7, 10, 8
 PICTURES, PROMPT = 2, 90
@@ -202,26 +202,11 @@ def _plan(action_mode: ActionMode) -> LossPlan:
 def _settings(mode: Mode, batch: int) -> VlaTrainerSettings:
     return VlaTrainerSettings(
         mode=mode,
-        lora=LoraSettings(rank=64, alpha=16.0, dropout=0.05) if mode == "lora" else None,
-        freeze_embedding=True,
+        lora=LoraSettings() if mode == "lora" else None,
         gradient_checkpointing=True,
         max_steps=UPDATES,
         batch_size=batch,
         micro_batch_size=batch,
-        learning_rates=LearningRates(vlm=1e-5, vit=5e-6, connector=5e-6, action_expert=5e-5),
-        adam_beta1=0.9,
-        adam_beta2=0.95,
-        adam_epsilon=1e-6,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        warmup_steps=0,
-        final_lr_fraction=0.1,
-        heldout_fraction=0.0,
-        heldout_frames=1,
-        evaluate_every=1,
-        save_every=1,
-        keep_checkpoints=1,
-        seed=0,
     )
 
 

@@ -40,9 +40,7 @@ async def _measure(scratch: Path) -> list[list[float]]:
     from components.models.tiny import make_tiny_checkpoint
 
     checkpoint = make_tiny_checkpoint(FAMILY, scratch / "model", 0)
-    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    penalties = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-    sampling = SamplingSettings(temperature=1.0, max_tokens=TOKENS, **neutral, **penalties)
+    sampling = SamplingSettings(max_tokens=TOKENS)
     settings = ServerSettings(max_model_len=512, max_images_per_prompt=1, dtype="float32")
     machine = Machine(max_concurrent=CONCURRENT)
     messages = [_message(index) for index in range(REQUESTS)]

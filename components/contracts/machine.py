@@ -100,11 +100,13 @@ class Machine(Settings):
     train_timeout: PositiveFloat = Field(3600.0, description="Seconds for one training step.")
 
     @model_validator(mode="after")
-    def _nodes_can_meet(self) -> Self:
+    def _consistent(self) -> Self:
         if self.trainer_nodes > 1 and self.trainer_interface is None:
             raise ValueError(
                 f"trainer_nodes = {self.trainer_nodes} needs trainer_interface, the private network between the nodes"
             )
+        if self.dask_scheduler and self.task_runner != "dask":
+            raise ValueError('dask_scheduler has no effect with task_runner = "threads": set task_runner = "dask"')
         return self
 
     @property

@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from datetime import date, time
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
-from pydantic_core import CoreSchema
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError
 
 EXACT = frozenset({"int", "float", "bool"})
 """Types that take nothing else for theirs: true is not 1, "3" is not 3, 1 is not true. An int is a float, though."""
+FORMER_KEY = "former_key"
+"""Type of the validation error for a key of an earlier version."""
 NO_SCHEMAS = frozenset({"default", "expected", "metadata", "serialization"})
 """Keys of a schema below which there are values."""
 
@@ -45,16 +47,37 @@ def _odd(value: Any, where: str) -> str:
     return ""
 
 
+class InvalidTable(ValueError):
+    """A table does not fit `model`, the settings class that a value beside it names."""
+
+    def __init__(self, error: ValidationError, model: type[BaseModel]) -> None:
+        super().__init__(str(error))
+        self.error, self.model = error, model
+
+
 class Settings(BaseModel):
     """Values that change results; unknown keys are errors, numbers are finite."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    FORMER: ClassVar[Mapping[str, str]] = {}
+    """Keys of earlier versions, and what to write now."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         schema = handler(source)
         _make_exact(schema)
         return schema
+
+    @model_validator(mode="before")
+    @classmethod
+    def _former_keys_say_what_to_write(cls, values: Any) -> Any:
+        for name in cls.FORMER if isinstance(values, Mapping) else ():
+            if name in values:
+                raise PydanticCustomError(
+                    FORMER_KEY, "{name} is not a setting any more: {now}", {"name": name, "now": cls.FORMER[name]}
+                )
+        return values
 
     @model_validator(mode="after")
     def _values_of_any_type_are_json(self) -> Self:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-from components.contracts.settings import Settings
+from components.contracts.settings import InvalidTable, Settings
 from components.environments import ENVIRONMENTS
 
 
@@ -34,14 +42,21 @@ class EnvironmentSettings(Settings):
         """Complete, so that a fingerprint covers them."""
         if "name" not in info.data:
             return args
-        settings: Settings = ENVIRONMENTS[info.data["name"]].Settings.model_validate(args)
-        return settings.model_dump(mode="json")
+        return _checked(info.data["name"], args).model_dump(mode="json")
 
     @model_validator(mode="after")
     def _evaluation_args_are_the_environment_s(self) -> Self:
-        ENVIRONMENTS[self.name].Settings.model_validate(self.args | self.evaluation_args)
+        _checked(self.name, self.args | self.evaluation_args)
         return self
 
     def for_evaluation(self) -> EnvironmentSettings:
         """The same tasks, played as an evaluation plays them."""
         return self.model_copy(update={"args": self.args | self.evaluation_args, "evaluation_args": {}})
+
+
+def _checked(name: str, args: dict[str, Any]) -> Settings:
+    model: type[Settings] = ENVIRONMENTS[name].Settings
+    try:
+        return model.model_validate(args)
+    except ValidationError as error:
+        raise InvalidTable(error, model) from error

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from components.contracts.errors import ConfigurationError
 from components.contracts.settings import Settings
 
-_NEUTRAL: dict[str, tuple[float, str]] = {
-    "top_p": (1.0, "cuts the tail of the distribution"),
-    "top_k": (0, "keeps only the k likeliest tokens"),
-    "min_p": (0.0, "drops unlikely tokens"),
-    "repetition_penalty": (1.0, "changes the logits of tokens already seen"),
-    "presence_penalty": (0.0, "changes the logits of tokens already seen"),
-    "frequency_penalty": (0.0, "changes the logits of tokens already seen"),
-}
+_BIASED = (
+    "training samples from the whole softmax(logits / temperature), as the trainer computes it; anything else biases "
+    "every importance ratio. Leave it out"
+)
 
 
 class SamplingSettings(Settings):
@@ -25,32 +21,16 @@ class SamplingSettings(Settings):
     Only temperature and length are free: importance ratios compare the trainer's softmax(logits / temperature)
     with the distribution that was sampled from, and every other knob changes the latter alone (top_p = 0.5
     gives a mean ratio of 0.50 where 1 is right).
-
-    Raises:
-        ConfigurationError: a setting that biases the ratios is not neutral.
     """
+
+    FORMER: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), _BIASED
+    )
+    top_p: ClassVar[float] = 1.0
+    top_k: ClassVar[int] = 0
 
     temperature: float = Field(1.0, gt=0, le=2, description="Softmax temperature; the trainer divides by the same.")
     max_tokens: int = Field(gt=0, description="Longest completion of one turn, in tokens.")
-    top_p: float = Field(1.0, description="Has to be 1: anything less biases importance ratios.")
-    top_k: int = Field(0, description="Has to be 0 (off): anything else biases importance ratios.")
-    min_p: float = Field(0.0, description="Has to be 0 (off): anything else biases importance ratios.")
-    repetition_penalty: float = Field(1.0, description="Has to be 1 (off): else importance ratios are biased.")
-    presence_penalty: float = Field(0.0, description="Has to be 0 (off): else importance ratios are biased.")
-    frequency_penalty: float = Field(0.0, description="Has to be 0 (off): else importance ratios are biased.")
-
-    @model_validator(mode="after")
-    def _unbiased(self) -> SamplingSettings:
-        for name, (neutral, harm) in _NEUTRAL.items():
-            value = getattr(self, name)
-            if value != neutral and not (name == "top_k" and value == -1):
-                raise ConfigurationError(
-                    f"{name} = {value} {harm}, so the log-probs that the server samples with are not those that "
-                    "the trainer computes, and every importance ratio is biased",
-                    where=f"sampling.{name}",
-                    remedy=f"set {name} = {neutral:g} for training; evaluation may use other values",
-                )
-        return self
 
 
 class EvaluationSamplingSettings(Settings):
@@ -64,6 +44,14 @@ class EvaluationSamplingSettings(Settings):
         1.0, gt=0, le=1, description="Sample from the smallest set of tokens with this probability; 1 keeps all."
     )
     top_k: int = Field(0, ge=0, description="Sample from this many of the likeliest tokens; 0 keeps all.")
+
+    @model_validator(mode="after")
+    def _greedy_is_greedy(self) -> Self:
+        if self.temperature == 0 and (self.top_p, self.top_k) != (1.0, 0):
+            raise ValueError(
+                "temperature = 0 takes the likeliest token: top_p and top_k have no effect, leave them out"
+            )
+        return self
 
 
 class ServerSettings(Settings):

@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 from components.models.families import family_of
 from components.models.load import load_config
 from components.models.settings import ModelSettings
-from components.training.settings import TrainerSettings
+from components.training.settings import ChunkedLogprobs, TrainerSettings
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -83,7 +83,10 @@ def estimate_memory(source: Path, model: ModelSettings, trainer: TrainerSettings
         weights=parameters * BYTES[model.dtype],
         optimizer=trainable * (4 + 8 + master),
         activations=17 * width * tokens * text.hidden_size * layers + kept,
-        logits=(tokens if trainer.logprobs == "normal" else trainer.logprob_chunk_tokens) * text.vocab_size * 4 * 2,
+        logits=(trainer.logprobs.chunk_tokens if isinstance(trainer.logprobs, ChunkedLogprobs) else tokens)
+        * text.vocab_size
+        * 4
+        * 2,
         server_weights=parameters * {"float32": 4}.get(server_dtype, 2),
     )
 

@@ -22,7 +22,7 @@ from components.rollouts.open_files import allow_episodes
 from components.rollouts.play import Place, Player
 from components.sft.prompts import PromptWriter
 
-_NOTHING_IS_SAMPLED = EvaluationSamplingSettings(temperature=0.0, max_tokens=1, top_p=1.0, top_k=0)
+_NOTHING_IS_SAMPLED = EvaluationSamplingSettings(temperature=0.0, max_tokens=1)
 
 
 class Expert:

@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
 from components.contracts.errors import ConfigurationError
 from components.contracts.settings import Settings
 from components.models.settings import ModelSettings
-from components.training.settings import ImportanceCorrection, Likelihood, TrainerSettings, UpdateSettings
+from components.training.settings import Likelihood, TrainerSettings, UpdateSettings
 
 
 class WarmStartSettings(UpdateSettings):
@@ -41,13 +41,7 @@ class WarmStartSettings(UpdateSettings):
         return TrainerSettings(
             **{name: getattr(self, name) for name in UpdateSettings.model_fields},
             objective=Likelihood(name="likelihood"),
-            aggregation="token",
-            dr_grpo_length=1,
-            correction=ImportanceCorrection(level="token", mode="none", cap=1.0),
-            kl_coefficient=0.0,
-            entropy_coefficient=0.0,
             max_steps=max_steps,
-            samples_per_update=0,
         )
 
 

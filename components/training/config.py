@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegative
 
 from components.contracts.errors import ConfigurationError
 from components.registry import suggestion
-from components.training.settings import Aggregation, ImportanceCorrection, Logprobs, MaskRatio, TrainerSettings
+from components.training.settings import Aggregation, Logprobs, MaskRatio, TrainerSettings
 
 DEFAULT_GROUP = 8
 WITHOUT_USE = {
@@ -114,16 +114,14 @@ class MultimodalRLConfig(BaseModel):
         Raises:
             ConfigurationError: values that contradict each other.
         """
+        chunked = {} if self.logprobs == "normal" else {"chunk_tokens": 1024}
         try:
             return TrainerSettings(
                 objective=MaskRatio(
                     name="mask_ratio", mask_ratio_low=self.mask_ratio_low, mask_ratio_high=self.mask_ratio_high
                 ),
                 aggregation=self.aggregation,
-                dr_grpo_length=self.max_tokens,
-                correction=ImportanceCorrection(level="token", mode="none", cap=2.0),
-                kl_coefficient=0.0,
-                entropy_coefficient=0.0,
+                dr_grpo_length=self.max_tokens if self.aggregation == "dr_grpo" else None,
                 learning_rate=self.learning_rate,
                 adam_beta1=self.adam_beta1,
                 adam_beta2=self.adam_beta2,
@@ -136,8 +134,7 @@ class MultimodalRLConfig(BaseModel):
                 samples_per_update=self.batch_size,
                 max_tokens_per_micro_batch=self.max_tokens_per_micro_batch,
                 max_rows_per_micro_batch=self.micro_batch_size,
-                logprobs=self.logprobs,
-                logprob_chunk_tokens=1024,
+                logprobs={"name": self.logprobs, **chunked},
                 autocast="bf16" if self.bf16 else "none",
                 save_every=self.save_steps,
                 keep_checkpoints=self.save_total_limit,

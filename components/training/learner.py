@@ -66,9 +66,9 @@ class Learner:
         self._sharded = shard is not None
         self._make_policy = lambda inner: Policy(
             inner,
-            logprobs=settings.logprobs,
+            logprobs=settings.logprobs.name,
+            **settings.logprobs.model_dump(exclude={"name"}),
             temperature=temperature,
-            chunk_tokens=settings.logprob_chunk_tokens,
             forbidden_token_ids=forbidden_token_ids,
             autocast=torch.bfloat16 if settings.autocast == "bf16" else None,
         ).to(self.ranks.device)

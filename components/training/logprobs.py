@@ -42,7 +42,7 @@ class Policy(nn.Module):
         *,
         logprobs: str,
         temperature: float,
-        chunk_tokens: int,
+        chunk_tokens: int = 2048,
         forbidden_token_ids: Sequence[int] = (),
         autocast: torch.dtype | None = None,
     ) -> None:

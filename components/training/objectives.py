@@ -175,7 +175,7 @@ def normaliser(settings: TrainerSettings, n_tokens: int, n_sequences: int) -> fl
         "sum": 1,
         "token": n_tokens,
         "sequence": n_sequences,
-        "dr_grpo": n_sequences * settings.dr_grpo_length,
+        "dr_grpo": n_sequences * (settings.dr_grpo_length or 1),
     }
     return float(max(divisors[settings.aggregation], 1))
 
@@ -203,7 +203,7 @@ def loss_of(
     result = OBJECTIVES[settings.objective.name](tokens, settings.objective)
     loss = result.loss
     sums: dict[str, Tensor] = {"masked_low": result.low, "masked_high": result.high}
-    if settings.correction.mode != "none":
+    if isinstance(settings.correction, ImportanceCorrection):
         weights = importance_weights(tokens, start, settings.correction)
         loss = loss * weights
         sums |= {"weight": weights, "weight_capped": (weights == 0) | (weights == settings.correction.cap)}

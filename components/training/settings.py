@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from components.contracts.settings import Settings
 
@@ -63,25 +72,47 @@ class Likelihood(Settings):
 Objective = Annotated[MaskRatio | Ppo | Gspo | Cispo | Likelihood, Field(discriminator="name")]
 
 
+class NoCorrection(Settings):
+    """The objective's ratio is against the sampler's log-probs."""
+
+    mode: Literal["none"] = Field(description="Which correction: none.")
+
+
 class ImportanceCorrection(Settings):
     """Corrects for a sampler that is not quite the policy at the start of the step.
 
-    With mode "none" the objective's ratio is against the sampler's log-probs. Otherwise it is against the
-    policy's own log-probs at the start of the step, and each token's loss is multiplied by
-    w = exp(log-prob at the start - sampler's log-prob), without gradient.
+    The objective's ratio is against the policy's own log-probs at the start of the step, and each token's loss is
+    multiplied by w = exp(log-prob at the start - sampler's log-prob), without gradient.
     """
 
+    mode: Literal["truncate", "mask"] = Field(
+        description="Which correction: weights above the cap are cut to it (truncate) or set to 0 (mask)."
+    )
     level: Literal["token", "sequence"] = Field(
         "token", description="One weight per token, or their product per sequence."
-    )
-    mode: Literal["none", "truncate", "mask"] = Field(
-        "none", description="Weights above the cap are cut to it (truncate) or set to 0 (mask); none: no weights."
     )
     cap: PositiveFloat = Field(2.0, description="Largest importance weight.")
 
 
+class WholeLogprobs(Settings):
+    """The logits of all trained tokens at once."""
+
+    name: Literal["normal"] = Field(description="Which way: normal.")
+
+
+class ChunkedLogprobs(Settings):
+    """The logits a chunk at a time, which are made again for the backward pass."""
+
+    name: Literal["torch", "triton"] = Field(description="Which way: torch, or triton in kernels of a GPU.")
+    chunk_tokens: PositiveInt = Field(2048, description="Trained tokens whose logits fit into memory at once.")
+
+
 class UpdateSettings(Settings):
-    """The optimiser, and what of it exists at once: the same for every objective."""
+    """The optimizer, and what of it exists at once: the same for every objective."""
+
+    FORMER: ClassVar[Mapping[str, str]] = {
+        "logprob_chunk_tokens": 'write logprobs = { name = "torch", chunk_tokens = 2048 }, or name = "triton"'
+    }
 
     learning_rate: PositiveFloat = Field(description="Peak learning rate of AdamW.")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the first moment.")
@@ -97,13 +128,10 @@ class UpdateSettings(Settings):
         16384, description="Padded tokens of one forward pass, image tokens included."
     )
     max_rows_per_micro_batch: PositiveInt = Field(64, description="Sequences of one forward pass.")
-    logprobs: Logprobs = Field(
-        "torch",
-        description="How log-probs of the trained tokens are computed: normal (the logits of all of them at once), "
-        "torch (the logits a part at a time) or triton (the same in kernels of a GPU).",
-    )
-    logprob_chunk_tokens: PositiveInt = Field(
-        2048, description="Trained tokens whose logits fit into memory at once; unused by logprobs = normal."
+    logprobs: WholeLogprobs | ChunkedLogprobs = Field(
+        ChunkedLogprobs(name="torch"),
+        discriminator="name",
+        description="How log-probs of the trained tokens are computed.",
     )
     autocast: Literal["none", "bf16"] = Field(
         "none", description="Data type of matrix products; weights stay as loaded."
@@ -111,6 +139,13 @@ class UpdateSettings(Settings):
     save_every: PositiveInt = Field(10, description="Steps between checkpoints.")
     keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints that are kept.")
     seed: NonNegativeInt = Field(0, description="Seed of the trainer's random numbers.")
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _logprobs_are_a_table(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            raise ValueError(f'write logprobs = {{ name = "{value}" }}')
+        return value
 
 
 class TrainerSettings(UpdateSettings):
@@ -122,9 +157,13 @@ class TrainerSettings(UpdateSettings):
         description="Tokens to one number: sum (mask_ratio as first published), token (mean over all tokens), "
         "sequence (mean of the sequences' means) or dr_grpo (sum / (sequences * dr_grpo_length)).",
     )
-    dr_grpo_length: PositiveInt = Field(description="The constant length of aggregation dr_grpo; else unused.")
-    correction: ImportanceCorrection = Field(
-        ImportanceCorrection(), description="Importance correction for the sampler's log-probs."
+    dr_grpo_length: PositiveInt | None = Field(
+        None, description="The constant length of aggregation dr_grpo, usually the longest completion."
+    )
+    correction: NoCorrection | ImportanceCorrection = Field(
+        NoCorrection(mode="none"),
+        discriminator="mode",
+        description="Importance correction for the sampler's log-probs.",
     )
     kl_coefficient: NonNegativeFloat = Field(0.0, description="Weight of the k3 KL to the initial model; 0: none.")
     entropy_coefficient: NonNegativeFloat = Field(0.0, description="Weight of the entropy bonus; 0: none.")
@@ -132,7 +171,11 @@ class TrainerSettings(UpdateSettings):
     samples_per_update: NonNegativeInt = Field(0, description="Sequences per optimizer update; 0: the whole batch.")
 
     @model_validator(mode="after")
-    def _one_correction(self) -> TrainerSettings:
+    def _consistent(self) -> TrainerSettings:
+        if self.aggregation == "dr_grpo" and self.dr_grpo_length is None:
+            raise ValueError("aggregation dr_grpo divides by dr_grpo_length: set it, usually to the longest completion")
+        if self.aggregation != "dr_grpo" and self.dr_grpo_length is not None:
+            raise ValueError(f"dr_grpo_length has no effect with aggregation {self.aggregation}: leave it out")
         if self.objective.name == "mask_ratio" and self.correction.mode != "none":
             raise ValueError(
                 "objective mask_ratio already weighs tokens by the sampler's ratio: set correction.mode to none"

@@ -196,16 +196,7 @@ class MultimodalGRPOTrainer:
     async def _collect(self, environment: Environment, pool: ServerPool, step: int) -> GenerateOutputs:
         config = self.config
         tasks = list(environment.tasks("train"))
-        sampling = SamplingSettings(
-            temperature=config.temperature,
-            max_tokens=config.max_tokens,
-            top_p=1.0,
-            top_k=0,
-            min_p=0.0,
-            repetition_penalty=1.0,
-            presence_penalty=0.0,
-            frequency_penalty=0.0,
-        )
+        sampling = SamplingSettings(temperature=config.temperature, max_tokens=config.max_tokens)
         n_groups = config.rollouts_per_step // config.group_size
         outputs = await collect(
             environment,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -50,10 +51,23 @@ class AugmentationSettings(Settings):
     blur_probability: float = Field(0.2, ge=0.0, le=1.0, description="Gaussian blur of 0.1 to 2 pixels, this often.")
 
 
+class HeldoutSettings(Settings):
+    """Episodes that are never trained on, to measure the loss and the action error."""
+
+    fraction: float = Field(gt=0, lt=1, description="Share of each dataset's episodes.")
+    frames: PositiveInt = Field(1024, description="Frames of theirs that are measured.")
+    every: PositiveInt = Field(2000, description="Updates between measurements.")
+
+
 class VlaTrainerSettings(Settings):
     """The optimiser, what it may change, and what of it exists at once."""
 
     model_config = ConfigDict(title="Training")
+
+    FORMER: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("heldout_fraction", "heldout_frames", "evaluate_every"),
+        "write heldout = { fraction = 0.1, frames = 1024, every = 2000 }, or nothing to train on every episode",
+    )
 
     mode: Mode = Field(
         "full",
@@ -86,11 +100,9 @@ class VlaTrainerSettings(Settings):
         None, gt=0, lt=1, description="Moving average of the trained weights, which is what is saved; none: no average."
     )
     augmentation: AugmentationSettings | None = Field(None, description="Changes training pictures; none: nothing.")
-    heldout_fraction: float = Field(0.0, ge=0, lt=1, description="Episodes that are never trained on; 0: none.")
-    heldout_frames: PositiveInt = Field(
-        1024, description="Frames of theirs over which loss and action error are measured."
+    heldout: HeldoutSettings | None = Field(
+        None, description="Measures on episodes that are not trained on; none: trains on all."
     )
-    evaluate_every: PositiveInt = Field(2000, description="Updates between measurements on held-out frames.")
     save_every: PositiveInt = Field(1000, description="Updates between checkpoints to resume from.")
     keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints that are kept.")
     seed: NonNegativeInt = Field(0, description="Seed of data order, augmentation, flow times, noise and dropout.")
@@ -100,6 +112,8 @@ class VlaTrainerSettings(Settings):
         adapters = self.mode in ("lora", "lora_expert")
         if adapters != (self.lora is not None):
             raise ValueError(f"mode {self.mode} {'needs' if adapters else 'has no'} section lora")
+        if self.mode != "full" and not self.freeze_embedding:
+            raise ValueError(f"mode {self.mode} never trains the embedding: leave out freeze_embedding = false")
         end = self.decay_steps or self.max_steps
         if self.warmup_steps > end:
             raise ValueError(f"warmup_steps ({self.warmup_steps}) exceeds the end of the decay ({end})")

@@ -42,13 +42,14 @@ def train(job: Job, ranks: Ranks) -> None:
     sources = open_sources(job.dataset)
     statistics = read_statistics(job.statistics, sorted({source.tag for source in sources}))
     robots = robots_of(job.policy, policy, sources, statistics)
-    training, kept = split(sources, settings.heldout_fraction, settings.seed)
+    held = settings.heldout
+    training, kept = split(sources, held.fraction if held else 0.0, settings.seed)
     mixture = Mixture(training, policy.chunk_size, settings.seed)
     parts = robots.saved()
     encoder = Encoder(robots.processors(), parts.config, policy, settings)
     heldout = None
-    if kept:
-        samples = evenly_spread(Mixture(kept, policy.chunk_size, settings.seed), settings.heldout_frames)
+    if held and kept:
+        samples = evenly_spread(Mixture(kept, policy.chunk_size, settings.seed), held.frames)
         own = {tag: each.settings for tag, each in robots.parts.items()}
         heldout = HeldOut(samples, encoder, robots.measured, own)
 
@@ -77,7 +78,7 @@ def train(job: Job, ranks: Ranks) -> None:
         waited = perf_counter() - waiting
         report = learner.step(micro_batches) | {"timing/wait_for_data": waited}
         step, last = learner.steps_done, learner.steps_done == settings.max_steps
-        if heldout is not None and (step % settings.evaluate_every == 0 or last):
+        if held and heldout is not None and (step % held.every == 0 or last):
             with learner.optimizer.averaged():
                 report |= heldout.measure(learner)
         record(step, report)

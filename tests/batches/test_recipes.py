@@ -71,7 +71,8 @@ def recipe(batches: str, objective: str, aggregation: str, max_rounds: int) -> R
     values: dict[str, Any] = read_toml(CONFIGS / "train-vlm" / "colors.toml")
     rest = "skip_zero_advantage = true\nmax_sequence_tokens = 64\npenalty = { format = 0.1, inadmissible = 0.0 }"
     values["batches"] = tomllib.loads(f"{batches}\n{rest}")
-    values["trainer"] |= {"objective": tomllib.loads(objective), "aggregation": aggregation}
+    length = {"dr_grpo_length": 4} if aggregation == "dr_grpo" else {}
+    values["trainer"] |= {"objective": tomllib.loads(objective), "aggregation": aggregation, **length}
     values["rollouts"] |= {"max_rounds": max_rounds, "groups_per_step": 2}
     return build_recipe("train-vlm/example", values, "example.toml")
 

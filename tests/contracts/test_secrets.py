@@ -48,7 +48,7 @@ def test_a_secret_in_plain_text_is_refused_and_not_repeated(override: str) -> No
     ],
 )
 def test_what_only_sounds_like_one_is_taken(override: str) -> None:
-    load_recipe("train-vlm/colors", [override])
+    load_recipe("train-vlm/colors", [override, "machine.task_runner=dask"])
 
 
 @pytest.mark.parametrize("value", ['"x"', "3", '{ env = "A B" }', '{ env = "" }', '{ env = "A", default = "x" }', "[]"])

@@ -28,9 +28,7 @@ max_steps = 4
 batch_size = 4
 micro_batch_size = 4
 warmup_steps = 0
-heldout_fraction = 0.3
-heldout_frames = 4
-evaluate_every = 4
+heldout = { fraction = 0.3, frames = 4, every = 4 }
 save_every = 4
 
 [simulator]

@@ -39,17 +39,7 @@ def sampling() -> SamplingSettings:
 
 
 def make_sampling(**changes: Any) -> SamplingSettings:
-    neutral = {
-        "temperature": 1.0,
-        "max_tokens": 3,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-    }
-    return SamplingSettings.model_validate(neutral | changes)
+    return SamplingSettings.model_validate({"max_tokens": 3} | changes)
 
 
 @pytest.fixture

@@ -47,17 +47,6 @@ def message(prompt: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": prompt}]
 
 
-SETTINGS = {
-    "max_tokens": 3,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
-
-
 def ask(*jobs: tuple[str, int], temperatures: tuple[float, ...] = (1.0,)) -> tuple[Recorder, list[Any]]:
     recorder = Recorder()
 
@@ -65,7 +54,7 @@ def ask(*jobs: tuple[str, int], temperatures: tuple[float, ...] = (1.0,)) -> tup
         merger = Merger(recorder.sample)
         temperature = itertools.cycle(temperatures)
         calls = [
-            merger.complete(message(prompt), SamplingSettings(temperature=next(temperature), **SETTINGS), seed)
+            merger.complete(message(prompt), SamplingSettings(temperature=next(temperature), max_tokens=3), seed)
             for prompt, seed in jobs
         ]
         return await asyncio.gather(*calls, return_exceptions=True)

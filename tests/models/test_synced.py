@@ -48,8 +48,6 @@ TRAINER = TrainerSettings.model_validate(
     {
         "objective": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.28},
         "aggregation": "token",
-        "dr_grpo_length": 8,
-        "correction": {"level": "token", "mode": "none", "cap": 2.0},
         "kl_coefficient": 0.0,
         "entropy_coefficient": 0.0,
         "learning_rate": 3e-3,
@@ -64,8 +62,7 @@ TRAINER = TrainerSettings.model_validate(
         "samples_per_update": 0,
         "max_tokens_per_micro_batch": 4096,
         "max_rows_per_micro_batch": 4,
-        "logprobs": "torch",
-        "logprob_chunk_tokens": 64,
+        "logprobs": {"name": "torch", "chunk_tokens": 64},
         "autocast": "none",
         "save_every": STEPS,
         "keep_checkpoints": 1,

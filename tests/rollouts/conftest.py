@@ -20,16 +20,7 @@ from components.inference.client import Completion
 from components.inference.settings import SamplingSettings
 
 END = 256
-SAMPLING = SamplingSettings(
-    temperature=1.0,
-    max_tokens=16,
-    top_p=1.0,
-    top_k=0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-)
+SAMPLING = SamplingSettings(max_tokens=16)
 
 
 def tokens(text: str) -> TokenIds:

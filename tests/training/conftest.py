@@ -24,8 +24,6 @@ from components.training.settings import TrainerSettings
 VALUES: dict[str, Any] = {
     "objective": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.28},
     "aggregation": "token",
-    "dr_grpo_length": 8,
-    "correction": {"level": "token", "mode": "none", "cap": 2.0},
     "kl_coefficient": 0.0,
     "entropy_coefficient": 0.0,
     "learning_rate": 1e-3,
@@ -40,8 +38,7 @@ VALUES: dict[str, Any] = {
     "samples_per_update": 0,
     "max_tokens_per_micro_batch": 256,
     "max_rows_per_micro_batch": 4,
-    "logprobs": "torch",
-    "logprob_chunk_tokens": 16,
+    "logprobs": {"name": "torch", "chunk_tokens": 16},
     "autocast": "none",
     "save_every": 2,
     "keep_checkpoints": 2,
@@ -51,7 +48,8 @@ VALUES: dict[str, Any] = {
 
 def trainer_settings(**changes: Any) -> TrainerSettings:
     """Settings for tests, with changes."""
-    return TrainerSettings.model_validate(VALUES | changes)
+    length = {"dr_grpo_length": 8} if changes.get("aggregation") == "dr_grpo" else {}
+    return TrainerSettings.model_validate(VALUES | length | changes)
 
 
 def model_settings(**changes: Any) -> ModelSettings:

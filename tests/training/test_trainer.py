@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from PIL import Image
 
 from components.adapters import MultimodalAdapter
-from components.configuration import CONFIGS
+from components.configuration import load_recipe
 from components.contracts.batches import MultimodalBatch
 from components.contracts.errors import ConfigurationError
 from components.contracts.rollouts import GenerateOutputs, LogProbs, TokenIds
@@ -28,7 +27,7 @@ from components.training import MultimodalGRPOTrainer, MultimodalRLConfig
 
 from .conftest import LORA, Tiny, model_settings
 
-COLORS = tomllib.loads((CONFIGS / "train-vlm" / "colors.toml").read_text())["environment"]["args"]
+COLORS = load_recipe("train-vlm/colors").dump()["environment"]["args"]
 
 
 @dataclass

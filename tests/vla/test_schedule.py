@@ -39,9 +39,12 @@ def test_without_an_end_the_cosine_ends_with_the_run() -> None:
         ({"mode": "lora"}, "mode lora needs section lora"),
         ({"lora": LORA}, "mode full has no section lora"),
         ({"warmup_steps": 5}, r"warmup_steps \(5\) exceeds the end of the decay \(4\)"),
-        ({"heldout_fraction": 1.0}, "less than 1"),
+        ({"heldout": {"fraction": 1.0}}, "less than 1"),
+        ({"heldout": {"fraction": 0.0}}, "greater than 0"),
+        ({"heldout_frames": 64}, "write heldout = "),
+        ({"mode": "expert", "freeze_embedding": False}, "never trains the embedding"),
     ],
-    ids=["lora-missing", "lora-unused", "warmup", "heldout"],
+    ids=["lora-missing", "lora-unused", "warmup", "heldout", "no-heldout", "former-key", "embedding"],
 )
 def test_settings_that_contradict_each_other_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):

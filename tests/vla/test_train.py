@@ -94,7 +94,7 @@ def test_what_is_saved_is_the_average(inputs: dict[str, Path], tmp_path: Path) -
     [
         ({"batch_size": 3, "processes": 2}, ConfigurationError, "batch_size 3 cannot be shared evenly among 2"),
         ({"policy": {"image_keys": ("observation.images.top",)}}, DataError, "no camera 'observation.images.top'"),
-        ({"heldout_fraction": 0.99}, ConfigurationError, "6 of 6 episodes would be held out"),
+        ({"heldout": {"fraction": 0.99}}, ConfigurationError, "6 of 6 episodes would be held out"),
     ],
     ids=["shares", "camera", "heldout"],
 )
