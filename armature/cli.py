@@ -149,14 +149,17 @@ def show(
     ] = None,
     set_: Overrides = None,
     most: Annotated[int, typer.Option("--most", help="How many of a long series of steps to show.")] = 3,
+    describe: Annotated[bool, typer.Option(help="Say of every setting of a recipe what it is.")] = False,
 ) -> None:
     """Show a recipe, or what a result was made from.
+
+    A recipe is shown with all of its values, and what it does not take from the defaults is marked.
 
     Without an argument, the latest runs.
     """
     from armature.show import show as show_it
 
-    show_it(what, set_ or [], most)
+    show_it(what, set_ or [], most, describe)
 
 
 @app.command(epilog="Example: armature verify --store /shared/store")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
-from components.configuration import load_recipe
+from armature.recipe_text import recipe_text
 
 SECONDS = 5.0
 """A person waits for the answer."""
 
 
-def show(what: str | None, overrides: Sequence[str], most: int) -> None:
+def show(what: str | None, overrides: Sequence[str], most: int, describe: bool = False) -> None:
     if what is not None and "/" in what:
-        print(json.dumps(load_recipe(what, overrides).dump(), indent=1))
+        print(recipe_text(what, overrides, describe=describe))
         return
     from tasks.patience import patience
 

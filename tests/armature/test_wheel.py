@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,7 @@ def test_the_command_works_in_an_empty_folder(installed):
     assert {row["name"] for row in json.loads(listed.stdout)} == recipes
 
     shown = installed("armature", "show", "train-vlm/colors", "--set", "trainer.max_steps=5")
-    assert json.loads(shown.stdout)["trainer"]["max_steps"] == 5, shown.stderr
+    assert tomllib.loads(shown.stdout)["trainer"]["max_steps"] == 5, shown.stderr
 
     helped = installed("armature", "setup", "--help")
     assert helped.returncode == 0 and "--folder" in helped.stdout

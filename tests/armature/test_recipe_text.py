@@ -1,0 +1,56 @@
+"""`armature show <recipe>`: all values as TOML, and where those are from that are no defaults."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import pytest
+
+from armature.recipe_text import recipe_text
+from components.configuration import CONFIGS, build_recipe, load_recipe, recipe_names
+from tests.test_recipes import bases, leaves
+
+
+def marked(text: str, remark: str) -> set[str]:
+    """The dotted keys of the lines that end with the remark."""
+    found, table = set(), ""
+    for line in text.splitlines():
+        if header := re.fullmatch(r"\[(.+)\]", line):
+            table = header[1]
+        elif line.endswith(f"  # {remark}"):
+            found.add(f"{table}.{line.split(' = ')[0]}")
+    return found
+
+
+@pytest.mark.parametrize("describe", [False, True])
+@pytest.mark.parametrize("name", recipe_names())
+def test_what_is_shown_is_the_recipe_again(name: str, describe: bool):
+    text = recipe_text(name, describe=describe)
+    assert build_recipe(name, tomllib.loads(text), where="shown") == load_recipe(name)
+
+
+def test_what_the_recipe_says_is_marked_and_nothing_else():
+    said = set()
+    for file in ("train-vlm/colors.toml", *map(str, bases(CONFIGS / "train-vlm/colors.toml"))):
+        values = tomllib.loads((CONFIGS / file).read_text())
+        values = {section: table for section, table in values.items() if isinstance(table, dict)}
+        said |= {".".join(str(part) for part in key if part not in range(9)) for key in leaves(values)}
+    lists = {"model.tiny.format.transcripts"}
+    said = {key for key in said if not key.startswith(tuple(lists))} | lists
+    text = recipe_text("train-vlm/colors")
+    assert marked(text, "recipe") == said
+    assert "# revision: none" in text.splitlines() and "group_size = 8" in text.splitlines()
+
+
+def test_what_the_command_line_says_is_marked_as_such():
+    overrides = ["trainer.max_steps=50", "trainer.objective={name='ppo', clip_high=0.3}"]
+    text = recipe_text("train-vlm/molmo2-tiny", overrides)
+    assert marked(text, "--set") == {"trainer.max_steps", "trainer.objective.name", "trainer.objective.clip_high"}
+    assert "max_steps = 50  # --set" in text.splitlines() and "max_steps = 80" not in text
+    assert "noise = 1.0  # --set" in recipe_text("train-vlm/colors", ["environment.args.noise=1.0"]).splitlines()
+
+
+def test_descriptions_stand_above_what_they_describe():
+    lines = recipe_text("train-vlm/colors", describe=True).splitlines()
+    assert lines[lines.index("warmup_steps = 0") - 1] == "# Steps over which the learning rate rises linearly."
