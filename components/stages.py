@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,12 @@ class TerminalEvents:
 
     def message(self, text: str) -> None:
         tqdm.write(text)
+
+    def close(self) -> None:
+        """End all bars, so that what is printed next has a line of its own."""
+        for bar in self._bars.values():
+            bar.close()
+        self._bars.clear()
 
 
 class ThreadUnits:
@@ -138,8 +145,10 @@ def run_stage(
     Args:
         again: what was made before is set aside, and it is made again from its beginning.
     """
+    if events is None:
+        with closing(TerminalEvents()) as terminal:
+            return run_stage(name, settings, inputs, machine, terminal, units, again)
     stage: Stage[Any] = STAGES[name]
-    events = events or TerminalEvents()
     store, key = open_store(machine, events.message), fingerprint(stage, settings, inputs)
     with store.lock(name, key):
         if again:

@@ -92,6 +92,8 @@ class PrefectEvents:
     ) -> None:
         self._stop.set()
         self._thread.join()
+        if self._terminal:
+            self._terminal.close()
         if error is None:
             self._send()
             return
