@@ -7,15 +7,28 @@ released configuration classes: facts of the file format, not choices. They are 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    ValidationError,
+)
 
 from components.contracts.errors import DataError
 from components.contracts.names import bare_name
 
 if TYPE_CHECKING:
     from transformers import Molmo2Config
+
+
+Size = Annotated[int, Field(gt=0, le=2**20)]
+"""Products of three of them are still sizes of tensors."""
+Depth = Annotated[int, Field(gt=0, le=1024)]
 
 
 class _Section(BaseModel):
@@ -25,71 +38,71 @@ class _Section(BaseModel):
 
 
 class VitConfig(_Section):
-    hidden_size: int = 1152
-    intermediate_size: int = 4304
-    num_hidden_layers: int = 27
-    num_attention_heads: int = 16
-    num_key_value_heads: int = 16
-    head_dim: int = 72
+    hidden_size: Size = 1152
+    intermediate_size: Size = 4304
+    num_hidden_layers: Depth = 27
+    num_attention_heads: Size = 16
+    num_key_value_heads: Size = 16
+    head_dim: Size = 72
     hidden_act: str = "gelu_pytorch_tanh"
-    layer_norm_eps: float = 1e-6
-    image_default_input_size: tuple[int, int] = (378, 378)
-    image_patch_size: int = 14
-    image_num_pos: int = 577
-    attention_dropout: float = 0.0
-    initializer_range: float = 0.02
+    layer_norm_eps: PositiveFloat = 1e-6
+    image_default_input_size: tuple[Size, Size] = (378, 378)
+    image_patch_size: Size = 14
+    image_num_pos: Size = 577
+    attention_dropout: NonNegativeFloat = 0.0
+    initializer_range: PositiveFloat = 0.02
 
 
 class AdapterConfig(_Section):
-    vit_layers: tuple[int, ...] = (-3, -9)
+    vit_layers: Annotated[tuple[int, ...], Field(min_length=1)] = (-3, -9)
     pooling_attention_mask: bool = False
-    hidden_size: int = 1152
-    num_attention_heads: int = 16
-    num_key_value_heads: int = 16
-    head_dim: int = 72
-    attention_dropout: float = 0.0
+    hidden_size: Size = 1152
+    num_attention_heads: Size = 16
+    num_key_value_heads: Size = 16
+    head_dim: Size = 72
+    attention_dropout: NonNegativeFloat = 0.0
     hidden_act: str = "silu"
-    intermediate_size: int = 18944
-    text_hidden_size: int = 3584
-    initializer_range: float = 0.02
+    intermediate_size: Size = 18944
+    text_hidden_size: Size = 3584
+    initializer_range: PositiveFloat = 0.02
 
 
 class TextConfig(_Section):
-    hidden_size: int = 3584
-    num_attention_heads: int = 28
-    num_key_value_heads: int = 4
-    head_dim: int = 128
-    vocab_size: int = 152064
-    additional_vocab_size: int = 128
+    hidden_size: Size = 3584
+    num_attention_heads: Size = 28
+    num_key_value_heads: Size = 4
+    head_dim: Size = 128
+    vocab_size: Size = 152064
+    additional_vocab_size: NonNegativeInt = 128
     qkv_bias: bool = True
-    num_hidden_layers: int = 48
-    intermediate_size: int = 18944
+    num_hidden_layers: Depth = 48
+    intermediate_size: Size = 18944
     hidden_act: str = "silu"
-    attention_dropout: float = 0.0
-    residual_dropout: float = 0.0
-    max_position_embeddings: int = 4096
-    rope_theta: float = 1_000_000.0
+    attention_dropout: NonNegativeFloat = 0.0
+    residual_dropout: NonNegativeFloat = 0.0
+    max_position_embeddings: Size = 4096
+    rope_theta: PositiveFloat = 1_000_000.0
     rope_scaling: dict[str, Any] | None = None
     use_qk_norm: bool = False
     qk_norm_type: str = "olmo"
-    layer_norm_eps: float = 1e-6
+    layer_norm_eps: PositiveFloat = 1e-6
     norm_after: bool = False
-    initializer_range: float = 0.02
+    initializer_range: PositiveFloat = 0.02
     tie_word_embeddings: bool = False
 
 
 class ExpertConfig(_Section):
-    hidden_size: int = 1024
-    num_layers: int = 32
-    num_heads: int = 16
-    mlp_ratio: float = 8.0 / 3.0
-    ffn_multiple_of: int = 256
-    timestep_embed_dim: int = 256
-    dropout: float = 0.0
-    attn_dropout: float = 0.0
+    hidden_size: Size = 1024
+    num_layers: Depth = 32
+    num_heads: Size = 16
+    mlp_ratio: Annotated[float, Field(gt=0, le=1024)] = 8.0 / 3.0
+    ffn_multiple_of: Size = 256
+    timestep_embed_dim: Size = 256
+    dropout: NonNegativeFloat = 0.0
+    attn_dropout: NonNegativeFloat = 0.0
     context_layer_norm: bool = True
     qk_norm: bool = True
-    qk_norm_eps: float = 1e-6
+    qk_norm_eps: PositiveFloat = 1e-6
     rope: bool = True
     causal_attn: bool = False
 
@@ -119,20 +132,20 @@ class MolmoAct2Config(_Section):
     action_start_token_id: int
     action_end_token_id: int
     action_token_start_id: int
-    num_action_tokens: int = 0
+    num_action_tokens: NonNegativeInt = 0
     state_start_token_id: int | None = None
     state_end_token_id: int | None = None
     state_token_start_id: int | None = None
-    num_state_tokens: int = 0
+    num_state_tokens: NonNegativeInt = 0
     bos_token_id: int | None = None
     eos_token_id: int
     pad_token_id: int | None = None
-    max_action_dim: int = 32
-    max_action_horizon: int = 30
-    n_obs_steps: int = 30
+    max_action_dim: Size = 32
+    max_action_horizon: Size = 30
+    n_obs_steps: Size = 30
     action_mode: str = "both"
     state_format: str = "discrete"
-    flow_matching_num_steps: int = 10
+    flow_matching_num_steps: Size = 10
     flow_matching_cutoff: float = 1.0
     flow_matching_time_offset: float = 0.001
     flow_matching_time_scale: float = 0.999
