@@ -68,12 +68,17 @@ def document() -> dict[str, Any]:
                 "description": recipe.description,
                 "tags": [recipe.flow],
                 "entrypoint": entrypoint(name),
-                "parameters": recipe.dump(),
+                "parameters": {name: values for name, values in recipe.dump().items() if not _is_default(name, values)},
                 "work_pool": {"name": pool_of(recipe)},
             }
         )
     pull = [{"prefect.deployments.steps.set_working_directory": {"directory": "{{ $ARMATURE_HOME }}"}}]
     return {"name": "armature", "pull": pull, "deployments": deployments}
+
+
+def _is_default(section: str, values: Any) -> bool:
+    """Whether a flow takes the same without being told."""
+    return section == "machine" and values == Machine().model_dump(mode="json")
 
 
 def text() -> str:

@@ -11,7 +11,6 @@ import reprlib
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -21,61 +20,8 @@ from components.contracts.errors import ConfigurationError
 from components.contracts.secrets import PLAIN_SECRET
 from components.contracts.settings import FORMER_KEY, InvalidTable, Settings
 from components.installation import CONFIGS, DISTRIBUTION
+from components.recipes import RECIPES, Sections
 from components.registry import suggestion
-
-_TRAIN_VLM = {
-    "model": "components.models.settings:ModelSettings",
-    "environment": "components.environments.settings:EnvironmentSettings",
-    "inference": "components.inference.settings:ServerSettings",
-    "rollouts": "components.rollouts.settings:RolloutSettings",
-    "batches": "components.batches.settings:BatchSettings",
-    "trainer": "components.training.settings:TrainerSettings",
-    "preflight": "components.rl.settings:PreflightSettings",
-    "evaluation": "components.evaluation.settings:EvaluationSettings",
-    "warm_start": "components.sft.settings:WarmStartSettings",
-    "machine": "components.contracts.machine:Machine",
-}
-_TRAIN_VLA = {
-    "policy": "components.policies.settings:PolicySettings",
-    "statistics": "components.datasets.settings:QuantileStatsSettings",
-    "training": "components.vla.settings:VlaTrainerSettings",
-    "simulator": "components.environments.libero.settings:SimulatorSettings",
-    "evaluation": "components.evaluation.libero.settings:LiberoEvaluationSettings",
-    "machine": "components.contracts.machine:Machine",
-    "dataset": "components.datasets.settings:DatasetSettings",
-    "demonstrations": "components.datasets.demonstrations.settings:DemonstrationSettings",
-    "layout": "components.datasets.lerobot.writer:LayoutSettings",
-    "comparison": "components.evaluation.libero.settings:CompareLiberoSettings",
-}
-_EVALUATED = {name: _TRAIN_VLM[name] for name in ("model", "environment", "inference", "evaluation", "machine")}
-SECTIONS: dict[str, dict[str, str]] = {
-    "alfworld-games": {
-        "games": "components.environments.alfworld.stage:GamesStageSettings",
-        "machine": _TRAIN_VLM["machine"],
-    },
-    "quantile-stats": {
-        "dataset": "components.datasets.settings:DatasetSettings",
-        "statistics": "components.datasets.settings:QuantileStatsSettings",
-        "augment": "components.datasets.settings:AugmentSettings",
-        "machine": _TRAIN_VLM["machine"],
-    },
-    "train-vlm": _TRAIN_VLM,
-    "evaluate": {"subject": "components.evaluation.subjects:SubjectSettings", **_EVALUATED},
-    "evaluate/sweep": {"sweep": "components.evaluation.subjects:SweepSettings", **_EVALUATED},
-    "demonstrations": {name: _TRAIN_VLA[name] for name in ("simulator", "demonstrations", "layout", "machine")},
-    "train-vla": _TRAIN_VLA,
-    "evaluate/libero": {
-        **{name: _TRAIN_VLA[name] for name in ("policy", "simulator", "evaluation", "comparison", "machine")},
-        "against": _TRAIN_VLA["policy"],
-    },
-}
-"""The sections of a recipe: those of its whole name, else those of its flow."""
-OPTIONAL: dict[str, frozenset[str]] = {
-    "train-vlm": frozenset({"warm_start"}),
-    "train-vla": frozenset({"dataset", "demonstrations", "layout", "comparison"}),
-    "evaluate/libero": frozenset({"against"}),
-}
-"""Sections that a recipe may leave out, which means: without it. By the same names."""
 
 LARGEST_FILE, DEEPEST = 2**22, 32
 """Bytes of a TOML file, and parts of an override's dotted key."""
@@ -109,28 +55,17 @@ class Recipe:
         return settings.model_validate({name: self.sections[name] for name in settings.model_fields})
 
 
-def sections_of(name: str, where: str = "") -> dict[str, str]:
-    """The sections of a recipe, each with the "module:class" that validates it.
+def recipe_class(name: str, where: str = "") -> type[Sections]:
+    """The class whose fields are the sections of the recipe.
 
     Raises:
         ConfigurationError: there is no such flow.
     """
     flow = name.partition("/")[0]
-    known = SECTIONS.get(name) or SECTIONS.get(flow)
-    if known is None:
-        flows = sorted({each.partition("/")[0] for each in SECTIONS})
+    found = RECIPES.get(name) or RECIPES.get(flow)
+    if found is None:
+        flows = sorted({each.partition("/")[0] for each in RECIPES})
         raise ConfigurationError(f"no flow is called {flow!r}", where=where, remedy=suggestion(flow, flows))
-    return known
-
-
-def optional_sections(name: str) -> frozenset[str]:
-    """The sections that a recipe of this name may leave out."""
-    return OPTIONAL.get(name) or OPTIONAL.get(name.partition("/")[0], frozenset())
-
-
-def section_class(name: str, section: str) -> type[BaseModel]:
-    module, _, attribute = sections_of(name)[section].partition(":")
-    found: type[BaseModel] = getattr(import_module(module), attribute)
     return found
 
 
@@ -269,7 +204,8 @@ def build_recipe(name: str, values: Mapping[str, Any], where: str) -> Recipe:
     Raises:
         ConfigurationError: an unknown or missing section or key, or a value out of bounds.
     """
-    known = sections_of(name, where)
+    kind = recipe_class(name, where)
+    known = kind.model_fields
     values = dict(values)
     description = values.pop("description", "")
     if not isinstance(description, str):
@@ -278,9 +214,9 @@ def build_recipe(name: str, values: Mapping[str, Any], where: str) -> Recipe:
         raise ConfigurationError(f"unknown section {unknown[0]!r}", where=where, remedy=suggestion(unknown[0], known))
     sections = {}
     for section in known:
-        if section not in values and section in optional_sections(name):
+        if section not in values and section in kind.optional():
             continue
-        model = section_class(name, section)
+        (model,) = settings_in(known[section].annotation)
         try:
             sections[section] = model.model_validate(values.get(section, {}))
         except ValidationError as error:

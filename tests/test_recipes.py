@@ -12,17 +12,10 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from components.configuration import (
-    CONFIGS,
-    SECTIONS,
-    load_recipe,
-    recipe_from_file,
-    recipe_names,
-    section_class,
-    sections_of,
-)
+from components.configuration import CONFIGS, load_recipe, recipe_from_file, recipe_names
 from components.contracts.errors import ConfigurationError
 from components.environments import ENVIRONMENTS
+from components.recipes import RECIPES
 
 FILES = sorted(path.relative_to(CONFIGS) for path in CONFIGS.glob("*/*.toml"))
 FROZEN = Path(__file__).with_name("recipes.json")
@@ -115,9 +108,8 @@ def settings_classes(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def test_every_setting_says_what_it_is():
-    sections = [section_class(name, section) for name in SECTIONS for section in sections_of(name)]
     environments = [ENVIRONMENTS[name].Settings for name in ENVIRONMENTS]
-    classes = {each for section in (*sections, *environments) for each in settings_classes(section)}
+    classes = {each for kind in (*RECIPES.values(), *environments) for each in settings_classes(kind)}
     assert len(classes) > 40
     for each in classes:
         for name, field in each.model_fields.items():

@@ -11,7 +11,7 @@ from prefect.exceptions import ParameterTypeError
 from prefect.settings import get_current_settings
 
 from armature.deployments import flow_of
-from components.configuration import SECTIONS, optional_sections, section_class
+from components.recipes import RECIPES
 from components.sft.settings import WarmStartSettings
 from tests.sft.test_stage import VALUES as WARM_START
 
@@ -25,17 +25,18 @@ def artifacts_of(state) -> dict[str, str]:
     return {each["key"]: each["data"] for each in answer.raise_for_status().json()}
 
 
-@pytest.mark.parametrize("name", SECTIONS)
-def test_parameters_are_the_sections_of_the_recipe(name):
-    flow, optional = flow_of(name if "/" in name else f"{name}/any"), optional_sections(name)
-    parameters = inspect.signature(flow.fn, eval_str=True).parameters
-    sections = {key: section_class(name, key) for key in SECTIONS[name]}
-    assert {key: each.annotation for key, each in parameters.items()} == {
-        key: (section | None) if key in optional else section for key, section in sections.items()
-    }
-    assert {key for key, each in parameters.items() if each.default is None} == optional
-    required = [each for key, each in parameters.items() if key not in optional]
-    assert all(each.default is inspect.Parameter.empty for each in required)
+@pytest.mark.parametrize("name", RECIPES)
+def test_prefect_s_form_has_the_sections_of_the_recipe(name):
+    flow, fields = flow_of(name if "/" in name else f"{name}/any"), RECIPES[name].model_fields
+    form = flow.parameters
+    assert list(form.properties) == list(fields)
+    described = flow.description.partition("Args:")[2].split("\n")
+    assert [line.strip() for line in described if line] == [
+        f"{key}: {each.description}" for key, each in fields.items()
+    ]
+    assert set(form.required) == set(fields) - RECIPES[name].optional() - {"machine"}
+    annotations = {key: each.annotation for key, each in inspect.signature(flow.fn).parameters.items()}
+    assert annotations == {key: each.annotation for key, each in fields.items()}
 
 
 def test_training_ends_with_a_candidate_whose_evaluation_leads_back_to_everything(recipe):

@@ -14,8 +14,9 @@ import yaml
 from pydantic import BaseModel
 
 from armature import deployments
-from components.configuration import SECTIONS, load_recipe, recipe_names
+from components.configuration import load_recipe, recipe_names
 from components.contracts.errors import ConfigurationError
+from components.recipes import RECIPES
 from components.stages import STAGES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -176,6 +177,15 @@ def settings_files(annotation: Any) -> set[str]:
     return found.union(*map(settings_files, parts))
 
 
+def test_a_machine_that_is_all_defaults_is_not_written():
+    written = {
+        f"{each['tags'][0]}/{each['name']}": each["parameters"]
+        for each in yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["deployments"]
+    }
+    assert "machine" not in written["quantile-stats/folder"]
+    assert written["train-vlm/colors"]["machine"]["threads"] == 1
+
+
 def test_dvc_stages_are_registered_stages_and_know_all_that_decides_their_settings():
     """Values stand in the recipe, the files that it extends, and the settings classes."""
     stages = yaml.safe_load((REPOSITORY / "dvc.yaml").read_text())["stages"]
@@ -196,7 +206,7 @@ def test_unknown_keys_are_refused_with_the_nearest_known_one():
         load_recipe("train-vlm/colours")
 
 
-@pytest.mark.parametrize("name", sorted({*SECTIONS} - {"evaluate/libero"}))
+@pytest.mark.parametrize("name", sorted({*RECIPES} - {"evaluate/libero"}))
 def test_a_recipe_that_says_nothing_is_refused(name: str):
     from components.configuration import build_recipe
 

@@ -1,0 +1,46 @@
+"""A flow's parameters: the sections of its recipes, from which Prefect makes a typed form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import Parameter, Signature, cleandoc
+from typing import Any, TypeVar
+
+from components.recipes import Sections
+
+SectionsT = TypeVar("SectionsT", bound=Sections)
+Result = TypeVar("Result")
+
+
+def takes(
+    sections: type[SectionsT],
+) -> Callable[[Callable[[SectionsT], Result]], Callable[..., Result]]:
+    """Make a function of one recipe into one of its sections, each a keyword of its own, described as in the class.
+
+    Prefect merges a deployment's parameters with a run's at the top level alone, so a section is a parameter.
+    """
+
+    def of_recipe(function: Callable[[SectionsT], Result]) -> Callable[..., Result]:
+        def of_sections(**given: Any) -> Result:
+            return function(sections(**given))
+
+        arguments = [f"    {name}: {field.description}" for name, field in sections.model_fields.items()]
+        of_sections.__name__, of_sections.__qualname__ = function.__name__, function.__qualname__
+        of_sections.__module__ = function.__module__
+        of_sections.__doc__ = "\n".join([cleandoc(sections.__doc__ or ""), "", "Args:", *arguments])
+        of_sections.__signature__ = Signature(_parameters(sections))  # type: ignore[attr-defined]
+        return of_sections
+
+    return of_recipe
+
+
+def _parameters(sections: type[Sections]) -> list[Parameter]:
+    return [
+        Parameter(
+            name,
+            Parameter.KEYWORD_ONLY,
+            default=Parameter.empty if field.is_required() else field.default,
+            annotation=field.annotation,
+        )
+        for name, field in sections.model_fields.items()
+    ]
