@@ -144,13 +144,22 @@ def test_two_episodes_of_a_task_do_not_disturb_each_other(example: Named) -> Non
     assert one == other and one[1] == example[1].best
 
 
-def test_unknown_missing_and_impossible_args_are_refused(example: Named) -> None:
+def test_args_that_are_left_out_are_recorded_with_their_defaults_or_refused_by_name(example: Named) -> None:
+    name, known = example
+    for key in known.args:
+        less = {other: value for other, value in known.args.items() if other != key}
+        try:
+            settings = settings_of((name, Example(less, known.wins, known.loses, known.best)))
+        except ValidationError as error:
+            assert key in str(error)
+        else:
+            assert key in settings.args
+            make_environment(settings)
+
+
+def test_unknown_and_impossible_args_are_refused(example: Named) -> None:
     name, known = example
     with pytest.raises(ValidationError, match="colourz"):
         settings_of((name, Example({**known.args, "colourz": 1}, known.wins, known.loses, known.best)))
-    for key in known.args:
-        less = {other: value for other, value in known.args.items() if other != key}
-        with pytest.raises(ValidationError, match=key):
-            settings_of((name, Example(less, known.wins, known.loses, known.best)))
     with pytest.raises(ValidationError, match="image_size"):
         settings_of((name, Example({**known.args, "image_size": 0}, known.wins, known.loses, known.best)))
