@@ -53,7 +53,7 @@ def check_machine(machine: Machine, with_servers: bool) -> None:
     machine.server_variables(), machine.trainer_variables()
     if with_servers and not machine.endpoints and not machine.server_interpreter.exists():
         raise ConfigurationError(
-            "there is no interpreter with vLLM to start servers with",
+            "no Python interpreter with vLLM to start servers with",
             where=f"machine.server_python = {machine.server_interpreter}",
             remedy="`armature setup`, or join running servers with --machine 'endpoints=[\"http://...\"]'",
         )

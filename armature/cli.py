@@ -60,7 +60,7 @@ def run(name: Name, set_: Overrides = None, machine: MachineOverrides = None, fo
     try:
         lines = run_recipe(load_recipe(name, _overrides(set_, machine, force)))
     except KeyboardInterrupt:
-        print("armature: interrupted; run it again to go on from here", file=sys.stderr, flush=True)
+        print("armature: interrupted; run it again to resume from here", file=sys.stderr, flush=True)
         os._exit(130)  # threads that wait for a server that is gone must not hold the terminal
     for line in lines:
         print(line)

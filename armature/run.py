@@ -66,7 +66,7 @@ def check_api(url: str) -> None:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         refused = isinstance(error, httpx.HTTPStatusError) and error.response.status_code == httpx.codes.UNAUTHORIZED
         raise ServerError(
-            "Prefect's API wants another auth string" if refused else f"Prefect's API does not answer: {error}",
+            "Prefect's API rejects the auth string" if refused else f"Prefect's API does not answer: {error}",
             where=f"PREFECT_API_URL = {url}",
             remedy='eval "$(armature env)" where the platform is up, or unset PREFECT_API_URL',
         ) from error
@@ -109,7 +109,7 @@ def _flow_state(recipe: Recipe) -> State[Any]:
             raise ServerError(
                 f"Prefect's API no longer answers: {error!r:.300}",
                 where=os.environ.get("PREFECT_API_URL", ""),
-                remedy="start it, then run again: it goes on from what was finished",
+                remedy="start it, then run again: it resumes from what was finished",
             ) from error
     return state
 

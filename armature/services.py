@@ -183,7 +183,7 @@ def wait_until_ready(service: Service, running: Program, seconds: float) -> None
             raise ServerError(
                 f"{service.name} {state} {waited:.0f} s; its last lines:\n{running.tail(15)}",
                 where=str(service.log),
-                remedy="mend what the lines name, then start again",
+                remedy="fix what the lines name, then start again",
             )
         time.sleep(0.1)
 

@@ -81,7 +81,7 @@ def current() -> Platform | None:
         return TypeAdapter(Platform).validate_json(RECORD.read_bytes())
     except ValidationError as error:
         raise DataError(
-            f"the record of the platform that is up is damaged: {error.errors()[0]['msg']}",
+            f"the record of the running platform is corrupted: {error.errors()[0]['msg']}",
             where=str(RECORD),
             remedy="`armature down`, then `armature up`",
         ) from error
@@ -109,7 +109,7 @@ def _locked() -> Iterator[None]:
         if not _lock(file):
             running = current()
             raise ConfigurationError(
-                f"the platform is up already: {running.prefect if running else 'it is starting'}",
+                f"the platform is already running: {running.prefect if running else 'it is starting'}",
                 where=f"process {supervisor_pid()}",
                 remedy="armature down",
             )
@@ -231,7 +231,7 @@ def detach(arguments: list[str]) -> int:
 def down() -> int:
     """Stop the platform of this folder, and only that."""
     if (pid := supervisor_pid()) is None:
-        _say("nothing is up here")
+        _say("no platform is running here")
         if RECORD.exists():
             RECORD.unlink()
         return 0
@@ -253,7 +253,9 @@ def environment() -> dict[str, str]:
         ConfigurationError: it is not up.
     """
     if not (platform := current()):
-        raise ConfigurationError("nothing is up here", where=str(STATE.resolve()), remedy="armature up --detach")
+        raise ConfigurationError(
+            "no platform is running here", where=str(STATE.resolve()), remedy="armature up --detach"
+        )
     return {
         "PREFECT_API_URL": platform.api_url,
         "PREFECT_API_AUTH_STRING": auth_string(),
@@ -265,7 +267,7 @@ def status() -> int:
     """Print what is up; 1 when nothing is."""
     platform = current()
     if platform is None:
-        _say("nothing is up here; `armature up` starts it")
+        _say("no platform is running here; `armature up` starts it")
         return 1
     for name, url in (("flows", f"{platform.api_url}/health"), ("tracking", f"{platform.mlflow}/health")):
         _say(f"{name:<10} {url.removesuffix('/api/health').removesuffix('/health'):<28} "

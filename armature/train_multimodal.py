@@ -64,7 +64,7 @@ class TrainerTable(_Table):
     args: dict[str, Any] = Field(default_factory=dict)
 
 
-class Layout(_Table):
+class MultimodalFile(_Table):
     """The file. `revision` pins a `model` that is a hub name."""
 
     model: str
@@ -74,7 +74,7 @@ class Layout(_Table):
     trainer: TrainerTable = TrainerTable()
 
 
-def parse(arguments: Sequence[str]) -> Layout:
+def parse(arguments: Sequence[str]) -> MultimodalFile:
     """The file behind `@ FILE` (or `@FILE`).
 
     Raises:
@@ -84,9 +84,9 @@ def parse(arguments: Sequence[str]) -> Layout:
     if not arguments or not arguments[0].startswith("@") or not path:
         raise ConfigurationError(USAGE)
     try:
-        return Layout.model_validate(read_toml(Path(path)))
+        return MultimodalFile.model_validate(read_toml(Path(path)))
     except ValidationError as error:
-        raise ConfigurationError(explain(error, "file", Layout), where=path, remedy=USAGE) from error
+        raise ConfigurationError(explain(error, "file", MultimodalFile), where=path, remedy=USAGE) from error
 
 
 def train(arguments: Sequence[str]) -> dict[str, float]:
@@ -106,7 +106,7 @@ def train(arguments: Sequence[str]) -> dict[str, float]:
         return MultimodalGRPOTrainer(model, config=config).train()
 
 
-def divide_gpus(layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def divide_gpus(layout: MultimodalFile) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Devices of the server and of the trainer, one after the other; none of either without a GPU.
 
     Raises:

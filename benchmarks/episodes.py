@@ -16,14 +16,14 @@ from benchmarks.processor import CAMERAS, POLICY, ROBOT, TINY
 from benchmarks.table import Row, alternate
 from components.environments.libero.processes import SimulatorProcess
 from components.environments.libero.tasks import suite_tasks
-from components.evaluation.libero.journal import Journal
+from components.evaluation.libero.journal import EvaluationJournal
 from components.evaluation.libero.run import Evaluation
 from components.evaluation.libero.schedule import plan_episodes
 from components.evaluation.libero.settings import LiberoEvaluationSettings
 from components.policies.molmoact2.checkpoint import load_policy
 from components.policies.molmoact2.policy import MolmoAct2Policy
 from components.policies.molmoact2.tiny import make_tiny_policy
-from components.policies.settings import PolicySettings
+from components.policies.settings import RobotPolicySettings
 
 EPISODES, STEPS, BATCH, ROUNDS = 4, 40, 4, 3
 SUITE = "libero_spatial"
@@ -42,7 +42,7 @@ def measure() -> list[Row]:
         policy, journals = _policy(Path(scratch)), itertools.count()
 
         def rate(batch: int, arenas: Sequence[SimulatorProcess]) -> float:
-            journal = Journal(Path(scratch) / f"{next(journals)}.jsonl")
+            journal = EvaluationJournal(Path(scratch) / f"{next(journals)}.jsonl")
             settings = _settings(batch)
             planned = plan_episodes(settings, {SUITE: suite_tasks(SUITE)})
             began = time.perf_counter()
@@ -62,8 +62,8 @@ def measure() -> list[Row]:
 
 
 def _policy(scratch: Path) -> MolmoAct2Policy:
-    """Random weights and small pictures: it never succeeds, so that every episode is as long."""
-    settings = PolicySettings(**{**POLICY, "tiny": {**TINY, "image_side": 56}})
+    """Random weights and small images: it never succeeds, so that every episode is as long."""
+    settings = RobotPolicySettings(**{**POLICY, "tiny": {**TINY, "image_side": 56}})
     loaded = load_policy(make_tiny_policy(scratch / "policy", settings), settings, ROBOT)
     return MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows=1)
 

@@ -1,4 +1,4 @@
-"""Samples of a robot dataset read at random, as a policy's loader does: against opening what each one needs anew."""
+"""Samples of a robot dataset read at random, as a policy's loader does: against opening each one's files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from components.datasets.lerobot.video import VideoSettings
 from components.datasets.lerobot.writer import LayoutSettings, create_dataset
 from components.datasets.mixture import Mixture
 from components.datasets.settings import DatasetSettings
-from components.datasets.source import Source
+from components.datasets.source import DatasetSource
 
 CAMERAS = ("observation.images.image", "observation.images.image2")
 KINDS = {"image": "PNG in Parquet", "video": "H.264, a key frame in 2"}
@@ -34,23 +34,23 @@ def example_dataset(root: Path, stored: str, episodes: int, length: int) -> Data
     with create_dataset(root, fps=20, robot_type="panda", features=features, layout=layout) as writer:
         for episode in range(episodes):
             ground = 120 + 40 * np.sin(columns / 17 + episode) + 40 * np.cos(rows / 23) + rng.normal(0, 3, (SIDE, SIDE))
-            pictures = np.repeat((ground[..., None] + [0, 10, 30]).clip(0, 255).astype(np.uint8)[None], length, 0)
+            images = np.repeat((ground[..., None] + [0, 10, 30]).clip(0, 255).astype(np.uint8)[None], length, 0)
             for frame in range(length):
                 left = frame * (SIDE - 16) // length
-                pictures[frame, 20:40, left : left + 16] = [200, 30, 30]
+                images[frame, 20:40, left : left + 16] = [200, 30, 30]
             numbers = {"observation.state": rng.normal(size=(length, 8)), "action": rng.normal(size=(length, 7))}
-            writer.add_episode({CAMERAS[0]: pictures, CAMERAS[1]: pictures[:, ::-1], **numbers}, f"task {episode % 3}")
+            writer.add_episode({CAMERAS[0]: images, CAMERAS[1]: images[:, ::-1], **numbers}, f"task {episode % 3}")
     return open_dataset(root)
 
 
-def anew(dataset: Dataset, mixture: Mixture) -> None:
-    """The same samples' columns and pictures, each read from its files."""
+def reopened(dataset: Dataset, mixture: Mixture) -> None:
+    """The same samples' columns and images, each read from its files."""
     for position in range(SAMPLES // 10):
         sample = mixture.place(position)
         episode = dataset.episode_at(sample.frame)
         dataset.columns(["observation.state", "action", "task_index"], episode)
         for camera in CAMERAS:
-            next(iter(dataset.pictures(camera, episode, [sample.frame - episode.start])))
+            next(iter(dataset.images(camera, episode, [sample.frame - episode.start])))
 
 
 def measure() -> list[Row]:
@@ -62,13 +62,13 @@ def measure() -> list[Row]:
             (settings,) = DatasetSettings(path=str(dataset.root)).listed()
             cameras = {name: name for name in CAMERAS}
             episodes = tuple(range(len(dataset.episodes)))
-            source = Source(dataset, settings.tag, 1.0, None, "observation.state", "action", cameras, episodes)
+            source = DatasetSource(dataset, settings.tag, 1.0, None, "observation.state", "action", cameras, episodes)
             mixture = Mixture([source], CHUNK, 0)
             _ = mixture[0]  # the columns are written out when the first is asked for
             timed = alternate(
                 3,
                 lambda mixture=mixture: SAMPLES / seconds(lambda: [mixture[i] for i in range(SAMPLES)]),
-                lambda dataset=dataset, mixture=mixture: SAMPLES / 10 / seconds(lambda: anew(dataset, mixture)),
+                lambda dataset=dataset, mixture=mixture: SAMPLES / 10 / seconds(lambda: reopened(dataset, mixture)),
             )
             note = f"two cameras of {SIDE}x{SIDE}, {KINDS[stored]}; {CHUNK} actions; one process"
             found.append(
@@ -76,7 +76,7 @@ def measure() -> list[Row]:
                     f"samples at random, {stored}",
                     timed.ours,
                     timed.baseline,
-                    "files opened anew",
+                    "files opened again",
                     "samples/s",
                     "higher",
                     note,

@@ -1,4 +1,4 @@
-"""LIBERO's simulator: steps and pictures against its own environment, and what drawing costs."""
+"""LIBERO's simulator: steps and images against its own environment, and what drawing costs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _chunks(scene: str) -> Row:
     spent = alternate(ROUNDS, lambda: CHUNK / _core(ours_chunk), lambda: CHUNK / _core(their_chunk))
     ours.close()
     theirs.close()
-    note = f"chunks of {CHUNK} actions, two cameras of 128 pixels, the same pictures at a chunk's end, {scene}"
+    note = f"chunks of {CHUNK} actions, two cameras of 128 pixels, the same images at a chunk's end, {scene}"
     return Row(
         "simulated steps",
         spent.ours,
@@ -91,7 +91,7 @@ def _drawing(side: int, scene: str) -> Row:
     spent = alternate(ROUNDS, lambda: draw(made[0]), lambda: draw(made[1]))
     for simulator in made:
         simulator.close()
-    what = f"two pictures of {side} pixels without reflections"
+    what = f"two images of {side} pixels without reflections"
     return Row(what, spent.ours, spent.baseline, "with them", "ms of a core", "lower", scene, spent.spread)
 
 
@@ -110,7 +110,7 @@ def _processes() -> Row:
             lambda: 2 * STEPPED / _together([first, second], still),
             lambda: STEPPED / _together([first], still),
         )
-    note = f"chunks of {STEPPED} actions with a picture at the end, {os.cpu_count()} cores, wall time"
+    note = f"chunks of {STEPPED} actions with an image at the end, {os.cpu_count()} cores, wall time"
     return Row("steps of two processes", spent.ours, spent.baseline, "one process", "/s", "higher", note, spent.spread)
 
 

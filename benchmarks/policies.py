@@ -18,7 +18,7 @@ import torch
 from components.policies.molmoact2.batch import Example
 from components.policies.molmoact2.collate import collate, pack
 from components.policies.molmoact2.config import MolmoAct2Config
-from components.policies.molmoact2.flow import FlowDraws
+from components.policies.molmoact2.flow import FlowSamples
 from components.policies.molmoact2.losses import LossPlan
 from components.policies.molmoact2.model import MolmoAct2
 from components.policies.molmoact2.sampling import InferencePlan, Sampler
@@ -27,18 +27,18 @@ from components.training.metrics import peak_memory_gib
 from components.training.ranks import Ranks
 from components.vla.groups import prepare
 from components.vla.learner import PolicyLearner
-from components.vla.micro_batch import MicroBatch
-from components.vla.settings import LoraSettings, Mode, VlaTrainerSettings
+from components.vla.micro_batch import PolicyMicroBatch
+from components.vla.settings import Mode, PolicyLoraSettings, VLATrainerSettings
 
 ACTIONS, CHUNK, DRAWS = 7, 10, 8
-PICTURES, PROMPT = 2, 90
+IMAGES, PROMPT = 2, 90
 EOS, PAD, IM_START, IM_END, IM_PATCH, ACTION_START, ACTION_END, FIRST_ACTION = (
     151_645,
     151_643,
     *(154_624, 154_625, 154_626),
     *(151_932, 151_933, 151_934),
 )
-UPDATES = 3  # the first one makes the optimiser's state
+UPDATES = 3  # the first one makes the optimizer's state
 MODES: tuple[tuple[Mode, ActionMode], ...] = (("expert", "continuous"), ("lora", "both"), ("full", "both"))
 BATCHES = (8, 16, 32)
 RELEASED: dict[str, Any] = {
@@ -199,10 +199,10 @@ def _plan(action_mode: ActionMode) -> LossPlan:
     return LossPlan(action_mode, False, action_mode == "both", False, True, 1e-4, "root_subsegments_root_tokens")
 
 
-def _settings(mode: Mode, batch: int) -> VlaTrainerSettings:
-    return VlaTrainerSettings(
+def _settings(mode: Mode, batch: int) -> VLATrainerSettings:
+    return VLATrainerSettings(
         mode=mode,
-        lora=LoraSettings() if mode == "lora" else None,
+        lora=PolicyLoraSettings() if mode == "lora" else None,
         gradient_checkpointing=True,
         max_steps=UPDATES,
         batch_size=batch,
@@ -210,27 +210,27 @@ def _settings(mode: Mode, batch: int) -> VlaTrainerSettings:
     )
 
 
-def _micro_batch(config: MolmoAct2Config, batch: int, action_mode: ActionMode, packed: bool) -> MicroBatch:
+def _micro_batch(config: MolmoAct2Config, batch: int, action_mode: ActionMode, packed: bool) -> PolicyMicroBatch:
     examples = _examples(config, batch, action_mode, trained=True)
     rows = [list(range(start, min(start + 4, batch))) for start in range(0, batch, 4)]
     made = pack(examples, rows, 8, PAD) if packed else collate(examples, "left", 8, PAD)
-    draws = FlowDraws.per_example(range(batch), DRAWS, CHUNK, config)
-    return MicroBatch(made, draws, sum(one.length for one in examples))
+    draws = FlowSamples.per_example(range(batch), DRAWS, CHUNK, config)
+    return PolicyMicroBatch(made, draws, sum(one.length for one in examples))
 
 
 def _examples(config: MolmoAct2Config, count: int, action_mode: ActionMode, trained: bool) -> list[Example]:
-    """Two pictures and words, of lengths that differ as LIBERO's tasks do, and the answer where tokens are trained."""
+    """Two images and words, of lengths that differ as LIBERO's tasks do, and the answer where tokens are trained."""
     random = np.random.default_rng(0)
     side = config.vit_config.image_default_input_size[0] // 14
     pooled = -(-side // 2)
     grid = np.full((2 * pooled, 2 * pooled), -1)
     grid[:side, :side] = np.arange(side * side).reshape(side, side)
     windows = grid.reshape(pooled, 2, pooled, 2).transpose(0, 2, 1, 3).reshape(-1, 4)
-    picture = [IM_START, *[IM_PATCH] * pooled**2, IM_END]
+    image = [IM_START, *[IM_PATCH] * pooled**2, IM_END]
     found = []
     for _ in range(count):
         words = random.integers(0, 150_000, int(random.integers(PROMPT - 12, PROMPT + 12))).tolist()
-        prompt = [EOS, *picture * PICTURES, *words]
+        prompt = [EOS, *image * IMAGES, *words]
         bins = (FIRST_ACTION + random.integers(0, 1024, 40)).tolist()
         answer = [ACTION_START, *bins, ACTION_END, EOS] if trained and action_mode != "continuous" else []
         ids = np.array(prompt + answer)
@@ -240,8 +240,8 @@ def _examples(config: MolmoAct2Config, count: int, action_mode: ActionMode, trai
             Example(
                 input_ids=ids,
                 image_tokens=np.isin(ids, (IM_START, IM_END, IM_PATCH)),
-                pixel_values=random.uniform(-1, 1, (PICTURES, side * side, 588)).astype(np.float32),
-                pooling=np.concatenate([np.where(windows < 0, -1, windows + n * side**2) for n in range(PICTURES)]),
+                pixel_values=random.uniform(-1, 1, (IMAGES, side * side, 588)).astype(np.float32),
+                pooling=np.concatenate([np.where(windows < 0, -1, windows + n * side**2) for n in range(IMAGES)]),
                 labels=np.array([-100] * len(prompt) + answer) if answer else None,
                 actions=actions if trained else None,
                 horizon_padding=np.zeros(CHUNK, bool) if trained else None,

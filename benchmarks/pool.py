@@ -96,7 +96,7 @@ def _message(index: int) -> list[dict[str, Any]]:
 
     from components.artifacts.images import encode_png
 
-    picture = encode_png(Image.new("RGB", (56, 56), (index * 3 % 255, index * 7 % 255, 80)))
-    url = f"data:{picture.media_type};base64,{b64encode(picture.data).decode()}"
+    image = encode_png(Image.new("RGB", (56, 56), (index * 3 % 255, index * 7 % 255, 80)))
+    url = f"data:{image.media_type};base64,{b64encode(image.data).decode()}"
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What colour is this?"}]
     return [{"role": "user", "content": content}]

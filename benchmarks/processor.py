@@ -13,13 +13,13 @@ from torchvision.transforms import InterpolationMode, Resize
 from benchmarks.table import Row, alternate, seconds
 from components.contracts.robots import RobotObservation
 from components.policies.molmoact2.batch import Floats, Ints
-from components.policies.molmoact2.norm_stats import FeatureStats, RobotMetadata
+from components.policies.molmoact2.norm_stats import FeatureNormStats, RobotMetadata
 from components.policies.molmoact2.parts import load_parts
 from components.policies.molmoact2.processor import Processor
 from components.policies.molmoact2.prompts import instruction, wrap
 from components.policies.molmoact2.states import state_bins
 from components.policies.molmoact2.tiny import make_tiny_policy
-from components.policies.settings import PolicySettings
+from components.policies.settings import RobotPolicySettings
 
 EXAMPLES, ROUNDS = 20, 5
 CAMERA, SIDE, CHUNK, ACTIONS, STATES = 256, 378, 10, 7, 8
@@ -77,14 +77,14 @@ POLICY: dict[str, Any] = {
 
 
 ROBOT = RobotMetadata(
-    state_stats=FeatureStats(q01=(-1.0,) * STATES, q99=(1.0,) * STATES),
-    action_stats=FeatureStats(q01=(-1.0,) * ACTIONS, q99=(1.0,) * ACTIONS),
+    state_stats=FeatureNormStats(q01=(-1.0,) * STATES, q99=(1.0,) * STATES),
+    action_stats=FeatureNormStats(q01=(-1.0,) * ACTIONS, q99=(1.0,) * ACTIONS),
 )
 
 
 def processor() -> Processor:
-    """Of the released picture size; its tokenizer is small, which favours neither side."""
-    settings = PolicySettings(**POLICY)
+    """Of the released image size; its tokenizer is small, which favors neither side."""
+    settings = RobotPolicySettings(**POLICY)
     with tempfile.TemporaryDirectory() as folder:
         return load_parts(make_tiny_policy(Path(folder) / "policy", settings), settings, ROBOT).processor()
 
@@ -97,7 +97,7 @@ def frame(random: np.random.Generator) -> tuple[RobotObservation, Floats]:
 
 
 def by_libraries(encoder: Processor, observation: RobotObservation, actions: Floats) -> tuple[Ints, Floats]:
-    """The released code's steps: the whole text tokenised each time, torchvision's resize, patches by numpy."""
+    """The released code's steps: the whole text tokenized each time, torchvision's resize, patches by numpy."""
     side, patch = encoder.layout.side, encoder.layout.patch
     rows = side // patch
     resize, patches = Resize([side, side], InterpolationMode.BILINEAR, antialias=False), []
@@ -106,13 +106,13 @@ def by_libraries(encoder: Processor, observation: RobotObservation, actions: Flo
         levels = resized.astype(np.float32) / np.float32(255) * np.float32(2) - np.float32(1)
         grid = levels.reshape(rows, patch, rows, patch, 3).transpose(0, 2, 1, 3, 4)
         patches.append(grid.reshape(rows * rows, patch * patch * 3))
-    picture = "<im_start>" + "<im_patch>" * len(encoder.layout.pooling) + "<im_end>"
+    image = "<im_start>" + "<im_patch>" * len(encoder.layout.pooling) + "<im_end>"
     bins = state_bins(encoder.state.normalize(observation.state), encoder.config.num_state_tokens)
     before, after = instruction(TASK, wrap(SETUP, "setup", True), wrap(CONTROL, "control", True))
     state = "<state_start>" + "".join(f"<state_{one}>" for one in bins) + "<state_end>"
     assert encoder.action_tokens is not None
     said = "".join(f"<action_{one}>" for one in encoder.action_tokens.encode(encoder.action.normalize(actions)))
-    images = "".join(f"Image {number + 1}{picture}" for number in range(len(CAMERAS)))
+    images = "".join(f"Image {number + 1}{image}" for number in range(len(CAMERAS)))
     text = f"<|im_end|>{images}{before}{state}{after}<action_start>{said}<action_end><|im_end|>"
     return np.array(encoder.tokenizer(text, add_special_tokens=False)["input_ids"]), np.stack(patches)
 
@@ -139,5 +139,5 @@ def _rows(encoder: Processor) -> list[Row]:
         lambda: EXAMPLES / seconds(lambda: [encoder.encode(*each) for each in frames]),
         lambda: EXAMPLES / seconds(lambda: [by_libraries(encoder, *each) for each in frames]),
     )
-    shape = f"two {CAMERA} x {CAMERA} pictures to {SIDE}, chunk {CHUNK} x {ACTIONS}, both action modes, one core"
+    shape = f"two {CAMERA} x {CAMERA} images to {SIDE}, chunk {CHUNK} x {ACTIONS}, both action modes, one core"
     return [Row("encoding", encoded.ours, encoded.baseline, "libraries", "examples/s", "higher", shape, encoded.spread)]

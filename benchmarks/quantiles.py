@@ -1,6 +1,6 @@
 """Statistics of a dataset as large as LIBERO: time against numpy, and what an outlier does to a histogram's.
 
-Where `ARMATURE_LEROBOT_PYTHON` names an interpreter with lerobot, also of a dataset with pictures against its script.
+Where `ARMATURE_LEROBOT_PYTHON` names an interpreter with lerobot, also of a dataset with images against its script.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def example() -> tuple[Array, list[int]]:
     return np.random.default_rng(0).normal(size=(FRAMES, WIDTH)).astype(np.float32), lengths
 
 
-def with_pictures(stored: str, python: str) -> Row:
+def with_images(stored: str, python: str) -> Row:
     """All frames of all features, by ours and by lerobot's own script, in seconds of CPU."""
     with tempfile.TemporaryDirectory() as folder:
         dataset = example_dataset(Path(folder) / "dataset", stored, episodes=4, length=100)
@@ -73,14 +73,14 @@ def with_pictures(stored: str, python: str) -> Row:
     reading = theirs["reading_cpu_seconds"] / theirs["cpu_seconds"]
     note = (
         f"400 frames, two cameras of {SIDE}x{SIDE}; of ours {numbers / ours:.1%} is for state and action, the rest "
-        f"decodes and counts pictures; of theirs {reading:.0%} reads items"
+        f"decodes and counts images; of theirs {reading:.0%} reads items"
     )
-    name = f"statistics with pictures, {stored}"
+    name = f"statistics with images, {stored}"
     return Row(name, ours, theirs["cpu_seconds"], "lerobot's script", "s of CPU", "lower", note)
 
 
 def _cpu_seconds(dataset: Dataset, features: tuple[str, ...]) -> float:
-    settings = QuantileStatsSettings(features=features, pictures="all")
+    settings = QuantileStatsSettings(features=features, images="all")
     began = time.process_time()
     units = plan(dataset, settings, range(len(dataset.episodes)))
     measured = measure_dataset(dataset, units, Machine(), lambda done: None)
@@ -90,7 +90,7 @@ def _cpu_seconds(dataset: Dataset, features: tuple[str, ...]) -> float:
 
 def measure() -> list[Row]:
     python = os.environ.get("ARMATURE_LEROBOT_PYTHON")
-    pictures = [with_pictures("image", python), with_pictures("video", python)] if python else []
+    images = [with_images("image", python), with_images("video", python)] if python else []
     rows, lengths = example()
     assert np.array_equal(ours(rows, lengths), plain(rows, lengths)), "not the same quantiles"
     timed = alternate(7, lambda: seconds(lambda: ours(rows, lengths)), lambda: seconds(lambda: plain(rows, lengths)))
@@ -101,7 +101,7 @@ def measure() -> list[Row]:
     shape = f"{FRAMES:,} frames of {WIDTH}, {EPISODES:,} episodes; each episode's and all's, equal to the last bit"
     spoiled = "largest error of q01 to q99, in units of the data's std"
     return [
-        *pictures,
+        *images,
         Row("statistics", timed.ours, timed.baseline, "numpy", "s", "lower", shape, timed.spread),
         Row(
             "error with one value of 1e4",

@@ -49,9 +49,9 @@ def make_rollouts(
     random = np.random.default_rng(0)
     trajectories = []
     for group in range(groups):
-        picture = Image.fromarray(random.integers(0, 255, (side, side, 3), dtype=np.uint8))
-        ref = images.put(encode_png(picture))
-        runs = adapter.process_image(picture)["placeholder_runs"].tolist()
+        image = Image.fromarray(random.integers(0, 255, (side, side, 3), dtype=np.uint8))
+        ref = images.put(encode_png(image))
+        runs = adapter.process_image(image)["placeholder_runs"].tolist()
         text = [7] * (24 if prompt is None else prompt - runs[0])
         ids = np.array(text[:12] + [adapter.image_token_id] * runs[0] + text[12:], np.int32)
         for member in range(group_size):

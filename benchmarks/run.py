@@ -52,8 +52,8 @@ BENCHMARKS = {
     "frames": Benchmark(
         "frames",
         "Samples of robot datasets",
-        "How many frames, each with two pictures and a chunk of actions, are read at random per second, against "
-        "opening the files anew for each?",
+        "How many frames, each with two images and a chunk of actions, are read at random per second, against "
+        "opening the files again for each?",
     ),
     "episodes": Benchmark(
         "episodes",
@@ -70,7 +70,7 @@ BENCHMARKS = {
     "libero": Benchmark(
         "libero",
         "LIBERO",
-        "How fast does the simulator step and draw against LIBERO's own environment, with the same pictures, and what "
+        "How fast does the simulator step and draw against LIBERO's own environment, with the same images, and what "
         "do two processes gain over one?",
     ),
     "pool": Benchmark(
@@ -86,7 +86,7 @@ BENCHMARKS = {
     "trl": Benchmark(
         "trl_step",
         "Trainer step",
-        "How long does an optimiser step take against TRL's GRPOTrainer: same tiny model, images of the same size, as "
+        "How long does an optimizer step take against TRL's GRPOTrainer: same tiny model, images of the same size, as "
         "many sequences of as many tokens, fp32, generation not counted on either side?",
     ),
 }

@@ -1,9 +1,9 @@
 """TRL's half of the trainer benchmark; runs in `.venv-trl` and knows nothing of this project.
 
-Usage: trl_side.py CHECKPOINT ROWS SIDE TOKENS STEPS. Prints one JSON line: seconds per optimiser step and lengths.
+Usage: trl_side.py CHECKPOINT ROWS SIDE TOKENS STEPS. Prints one JSON line: seconds per optimizer step and lengths.
 
 With num_iterations = STEPS + 1 every generated batch is trained on that many times, so all steps but the first
-are optimiser steps without generation.
+are optimizer steps without generation.
 """
 
 import json
@@ -32,9 +32,9 @@ class Timed(GRPOTrainer):
 def main() -> None:
     checkpoint, rows, side, tokens, steps = Path(sys.argv[1]), *map(int, sys.argv[2:6])
     torch.set_num_threads(1)
-    picture = Image.new("RGB", (side, side), (200, 40, 40))
+    image = Image.new("RGB", (side, side), (200, 40, 40))
     prompt = [{"role": "user", "content": "What colour is this?"}]
-    data = Dataset.from_list([{"prompt": prompt, "image": picture} for _ in range(4)])
+    data = Dataset.from_list([{"prompt": prompt, "image": image} for _ in range(4)])
     with tempfile.TemporaryDirectory() as scratch:
         settings = GRPOConfig(
             output_dir=scratch,

@@ -1,4 +1,4 @@
-"""Seconds per optimiser step, ours and TRL's, on the same tiny model and equal shapes."""
+"""Seconds per optimizer step, ours and TRL's, on the same tiny model and equal shapes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def measure() -> list[Row]:
             loaded += ours[1]
     note = f"{ROWS} sequences of {prompt + tokens} tokens, {tokens} sampled, one image of {SIDE} x {SIDE} each"
     return [
-        _row("an optimiser step on ready tensors", ready, theirs, note),
+        _row("an optimizer step on ready tensors", ready, theirs, note),
         _row("the same from a batch table, images processed", loaded, theirs, "TRL's has its tensors ready"),
     ]
 

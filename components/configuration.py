@@ -145,7 +145,7 @@ def parse_override(text: str) -> dict[str, Any]:
     parts = [part.strip() for part in key.split(".")]
     broken = any(character == "\0" or "\ud800" <= character <= "\udfff" for character in text)
     if not separator or not all(parts) or len(parts) > DEEPEST or broken:
-        raise ConfigurationError(f"not an override: {_SHORT.repr(text)}", remedy="write --set section.key=value")
+        raise ConfigurationError(f"invalid override: {_SHORT.repr(text)}", remedy="write --set section.key=value")
     parsed: Any = TAKEN_AWAY
     if value.strip():
         try:
@@ -155,7 +155,7 @@ def parse_override(text: str) -> dict[str, Any]:
         except tomllib.TOMLDecodeError:
             parsed = value
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, or too deeply nested
-            raise ConfigurationError(f"not an override: {_SHORT.repr(text)}: {error}", where=key) from error
+            raise ConfigurationError(f"invalid override: {_SHORT.repr(text)}: {error}", where=key) from error
     for part in reversed(parts):
         parsed = {part: parsed}
     return dict(parsed)
@@ -209,7 +209,7 @@ def build_recipe(name: str, values: Mapping[str, Any], where: str) -> Recipe:
     values = dict(values)
     description = values.pop("description", "")
     if not isinstance(description, str):
-        raise ConfigurationError(f"description is no text: {_SHORT.repr(description)}", where=where)
+        raise ConfigurationError(f"description is not a string: {_SHORT.repr(description)}", where=where)
     if unknown := sorted(set(values) - set(known)):
         raise ConfigurationError(f"unknown section {unknown[0]!r}", where=where, remedy=suggestion(unknown[0], known))
     sections = {}

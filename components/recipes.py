@@ -15,7 +15,7 @@ from components.contracts.machine import Machine
 from components.contracts.settings import Settings
 from components.datasets.demonstrations.settings import DemonstrationSettings
 from components.datasets.lerobot.settings import LayoutSettings
-from components.datasets.settings import AugmentSettings, DatasetSettings, QuantileStatsSettings
+from components.datasets.settings import AugmentStatsSettings, DatasetSettings, QuantileStatsSettings
 from components.environments.alfworld.stage import GamesStageSettings
 from components.environments.libero.settings import SimulatorSettings
 from components.environments.settings import EnvironmentSettings
@@ -24,12 +24,12 @@ from components.evaluation.settings import EvaluationSettings
 from components.evaluation.subjects import SubjectSettings, SweepSettings
 from components.inference.settings import ServerSettings
 from components.models.settings import ModelSettings
-from components.policies.settings import PolicySettings
+from components.policies.settings import RobotPolicySettings
 from components.rl.settings import PreflightSettings
 from components.rollouts.settings import RolloutSettings
 from components.sft.settings import WarmStartSettings
 from components.training.settings import TrainerSettings
-from components.vla.settings import VlaTrainerSettings
+from components.vla.settings import VLATrainerSettings
 
 MachineSection = Annotated[Machine, Field(description="Facts of this machine; none changes the result.")]
 ModelSection = Annotated[ModelSettings, Field(description="Where the weights come from and what of them is trained.")]
@@ -43,7 +43,7 @@ LiberoEvaluationSection = Annotated[
     LiberoEvaluationSettings, Field(description="Which tasks are played, how often, and by which seeds.")
 ]
 StatisticsSection = Annotated[
-    QuantileStatsSettings, Field(description="Which features are measured, and which frames of pictures.")
+    QuantileStatsSettings, Field(description="Which features are measured, and which frames of images.")
 ]
 
 
@@ -72,7 +72,7 @@ class QuantileStats(Sections):
 
     dataset: DatasetSettings = Field(description="The dataset, or several. What is there now is what is measured.")
     statistics: StatisticsSection
-    augment: AugmentSettings = Field(description="Whether the dataset gets the statistics.")
+    augment: AugmentStatsSettings = Field(description="Whether the dataset gets the statistics.")
     machine: MachineSection = Machine()
 
 
@@ -88,7 +88,7 @@ class Demonstrations(Sections):
 class TrainVlm(Sections):
     """Tasks and a model, GRPO on rollouts from a pool of vLLM servers, and an evaluation of the result.
 
-    With a warm start the model is first trained on an expert's demonstrations.
+    With a warm start the model is first trained on demonstrations.
     """
 
     model: ModelSection
@@ -108,12 +108,14 @@ class TrainVlm(Sections):
 class TrainVla(Sections):
     """A dataset, its statistics and a policy, training, and an evaluation of the result in the simulator.
 
-    The data are a dataset, or demonstrations that a scripted expert gives in the simulator: one of the two.
+    The data are a dataset, or demonstrations that a scripted policy gives in the simulator: one of the two.
     """
 
-    policy: PolicySettings = Field(description="Where the weights come from, and what the policy is told of the robot.")
+    policy: RobotPolicySettings = Field(
+        description="Where the weights come from, and what the policy is told of the robot."
+    )
     statistics: StatisticsSection
-    training: VlaTrainerSettings = Field(description="What of the policy is trained, and how.")
+    training: VLATrainerSettings = Field(description="What of the policy is trained, and how.")
     simulator: SimulatorSection
     evaluation: LiberoEvaluationSection
     machine: MachineSection = Machine()
@@ -153,12 +155,12 @@ class Sweep(Sections):
 class EvaluateLibero(Sections):
     """Play every task of some suites in the simulator, and say how many were solved."""
 
-    policy: PolicySettings = Field(description="The policy.")
+    policy: RobotPolicySettings = Field(description="The policy.")
     simulator: SimulatorSection
     evaluation: LiberoEvaluationSection
     comparison: CompareLiberoSettings = Field(description="How the two are compared, where there is another.")
     machine: MachineSection = Machine()
-    against: PolicySettings | None = Field(
+    against: RobotPolicySettings | None = Field(
         None, description="Another policy, which plays the same episodes; leave it out for none."
     )
 

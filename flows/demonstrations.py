@@ -1,4 +1,4 @@
-"""Record demonstrations of a scripted expert."""
+"""Record demonstrations of a scripted policy."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from components.recipes import Evaluate
 from tasks.checkpoints import checkpoint_artifact
 from tasks.flow_run import tracked_flow
 from tasks.parameters import takes
-from tasks.reports import Finding, report
+from tasks.reports import CheckpointResult, report
 from tasks.run_stage import run
 
 
@@ -20,4 +20,4 @@ def evaluate(recipe: Evaluate) -> list[str]:
         tasks = run("tasks", sections, machine)
         checkpoint = checkpoint_artifact(recipe.subject.checkpoint, recipe.model, machine)
         result = run("evaluate", sections, machine, tasks=tasks, model=checkpoint)
-        return report(tracking, [Finding(recipe.subject.checkpoint, result)], {})
+        return report(tracking, [CheckpointResult(recipe.subject.checkpoint, result)], {})

@@ -8,7 +8,7 @@ from components.recipes import EvaluateLibero
 from tasks.checkpoints import policy_artifact
 from tasks.flow_run import tracked_flow
 from tasks.parameters import takes
-from tasks.reports import Finding, report
+from tasks.reports import CheckpointResult, report
 from tasks.run_stage import run
 
 
@@ -18,9 +18,9 @@ def evaluate_libero(recipe: EvaluateLibero) -> list[str]:
     sections, machine = recipe.given(), recipe.machine
     with tracked_flow(sections) as tracking:
         played = run("evaluate-libero", sections, machine, policy=policy_artifact(recipe.policy, machine))
-        findings, made = [Finding("policy", played)], {}
+        findings, made = [CheckpointResult("policy", played)], {}
         if recipe.against is not None:
             other = run("evaluate-libero", sections, machine, policy=policy_artifact(recipe.against, machine))
-            findings.append(Finding("against", other))
+            findings.append(CheckpointResult("against", other))
             made["comparison"] = run("compare-libero", sections, machine, first=other, second=played)
         return report(tracking, findings, made)

@@ -7,7 +7,7 @@ from prefect import flow
 from components.recipes import TrainVlm
 from tasks.flow_run import deployment_name, tracked_flow
 from tasks.parameters import takes
-from tasks.reports import Finding, promote_candidate, report
+from tasks.reports import CheckpointResult, promote_candidate, report
 from tasks.run_stage import run
 
 
@@ -26,5 +26,5 @@ def train_vlm(recipe: TrainVlm) -> list[str]:
         before = run("evaluate", sections, machine, tasks=tasks, model=start)
         after = run("evaluate", sections, machine, tasks=tasks, model=trained)
         candidate = promote_candidate(trained, f"train-vlm.{deployment_name()}")
-        findings = [Finding(stage, before), Finding("after training", after)]
+        findings = [CheckpointResult(stage, before), CheckpointResult("after training", after)]
         return report(tracking, findings, {**made, "training": trained}, candidate)

@@ -15,7 +15,7 @@ from components.evaluation.settings import EvaluationSettings
 from components.evaluation.subjects import SweepSettings
 from components.models.settings import ModelSettings
 from tasks.checkpoints import checkpoint_artifact
-from tasks.reports import Finding
+from tasks.reports import CheckpointResult
 from tasks.run_stage import run
 
 
@@ -31,12 +31,12 @@ def cell(checkpoint: str, seed: int, sections: Mapping[str, BaseModel], machine:
 
 def run_cells(
     sweep: SweepSettings, sections: Mapping[str, BaseModel], machine: Machine, tasks: Artifact
-) -> list[Finding]:
+) -> list[CheckpointResult]:
     """Every cell in turn (each takes the machine's servers for itself); a failed one is a finding too."""
     findings = []
     for checkpoint, seed in product(dict.fromkeys(sweep.checkpoints), dict.fromkeys(sweep.seeds)):
         name = f"{checkpoint}-seed{seed}"
         state = cell(checkpoint, seed, sections, machine, tasks, return_state=True)
         done = state.is_completed()
-        findings.append(Finding(name, state.result() if done else None, "" if done else str(state.message)))
+        findings.append(CheckpointResult(name, state.result() if done else None, "" if done else str(state.message)))
     return findings

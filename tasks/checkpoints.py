@@ -11,7 +11,7 @@ from components.contracts.errors import DataError
 from components.contracts.machine import Machine
 from components.contracts.stages import Artifact
 from components.models.settings import ModelSettings
-from components.policies.settings import PolicySettings
+from components.policies.settings import RobotPolicySettings
 from components.stages import open_store
 from tasks.mlflow_client import client
 from tasks.run_stage import run
@@ -35,7 +35,7 @@ def checkpoint_artifact(name: str, model: ModelSettings, machine: Machine) -> Ar
     return run("model", {"model": settings}, machine)
 
 
-def policy_artifact(policy: PolicySettings, machine: Machine) -> Artifact:
+def policy_artifact(policy: RobotPolicySettings, machine: Machine) -> Artifact:
     """The artifact of a policy; `checkpoint_path` may also be an MLflow alias, as `models:/train-vla.tiny@candidate`.
 
     What is behind an alias brings its own settings with it.

@@ -114,7 +114,7 @@ class PrefectEvents:
                 away = False
             except TrackingError as error:
                 if not away:
-                    self._log.warning("the run goes on, its numbers are kept until MLflow answers: %s", error)
+                    self._log.warning("the run continues, its numbers are kept until MLflow answers: %s", error)
                 away = True
 
     def _send(self) -> None:

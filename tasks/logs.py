@@ -9,7 +9,7 @@ from components.contracts.errors import ArmatureError
 _LOGGERS = ("prefect.flow_runs", "prefect.task_runs")
 
 
-class _Readable(logging.Filter):
+class _ReadableFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, ArmatureError):
@@ -24,5 +24,5 @@ def readable_errors() -> None:
     """Filter the loggers of flow and task runs; once is enough."""
     for name in _LOGGERS:
         logger = logging.getLogger(name)
-        if not any(isinstance(each, _Readable) for each in logger.filters):
-            logger.addFilter(_Readable())
+        if not any(isinstance(each, _ReadableFilter) for each in logger.filters):
+            logger.addFilter(_ReadableFilter())

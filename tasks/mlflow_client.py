@@ -55,7 +55,7 @@ def shown_uri() -> str:
     return without_passwords(tracking_uri())
 
 
-class _PatientClient:
+class _RetryingClient:
     """MLflow's client, whose methods wait for MLflow as `patiently` does."""
 
     def __init__(self, uri: str) -> None:
@@ -76,7 +76,7 @@ def _client(uri: str) -> MlflowClient:
                 f"not a number: {error}", where=variable.name, remedy="correct or unset it"
             ) from error
     try:
-        return cast(MlflowClient, patiently(shown_uri(), _PatientClient)(uri))
+        return cast(MlflowClient, patiently(shown_uri(), _RetryingClient)(uri))
     except MlflowException as error:
         raise ConfigurationError(
             without_passwords(f"MLflow cannot use this address: {error}"),

@@ -52,7 +52,7 @@ def numbers(artifact: Artifact) -> dict[str, float]:
 
 
 def pages(artifact: Artifact) -> list[Path]:
-    """Pages, pictures and small tables for people."""
+    """Pages, images and small tables for people."""
     files = sorted(artifact.path.iterdir())
     shown = [path for path in files if path.suffix in PAGE_SUFFIXES or path.name in TABLES]
     return [path for path in shown if path.stat().st_size <= MAX_PAGE_BYTES]

@@ -23,7 +23,7 @@ SHOWN = (
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckpointResult:
     """One evaluated checkpoint, or one that could not be evaluated."""
 
     name: str
@@ -41,7 +41,7 @@ class Finding:
 
 @task(name="report", task_run_name="report", cache_policy=NO_CACHE, persist_result=False)
 def report(
-    tracking: TrackedRun, findings: Sequence[Finding], made: Mapping[str, Artifact], promoted: str = ""
+    tracking: TrackedRun, findings: Sequence[CheckpointResult], made: Mapping[str, Artifact], promoted: str = ""
 ) -> list[str]:
     """Write the page's artifacts; returns the lines that say where everything is."""
     rows = [finding.row() for finding in findings]

@@ -11,7 +11,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-hypothesis.settings.register_profile("armature", deadline=None)  # a busy machine is no failure
+hypothesis.settings.register_profile("armature", deadline=None)  # a busy machine is not a failure
 hypothesis.settings.load_profile("armature")
 
 os.environ.update(

@@ -172,7 +172,7 @@ def refused_images() -> dict[str, tuple[EncodedImage, str]]:
         "truncated WEBP": (cut(encoded(rgb, "WEBP", lossless=False)), "damaged|not a readable"),
         "truncated JPEG": (cut(encoded(rgb, "JPEG")), "damaged|not a readable"),
         "truncated PNG": (cut(encoded(rgb, "PNG")), "damaged|not a readable"),
-        "no width": (raw_png(0, 2, 8, 2, b"\0\0"), "damaged|not a readable|nothing to see"),
+        "no width": (raw_png(0, 2, 8, 2, b"\0\0"), "damaged|not a readable|is empty"),
         "16-bit color with a transparent one": (
             raw_png(WIDTH, HEIGHT, 16, 2, np.repeat(scene()[..., :3], 2, -1).tobytes(), transparent),
             "16-bit color",

@@ -73,7 +73,7 @@ def test_merging_replaces_lists_and_scalars_whole():
 
 def test_unknown_names_suggest_the_nearest():
     with pytest.raises(ConfigurationError, match=r"did you mean 'train-vlm/colors'"):
-        load_recipe("train-vlm/colours")
+        load_recipe("train-vlm/colrs")
     with pytest.raises(ConfigurationError, match=r"no flow is called 'train'"):
         build_recipe("train/x", {}, where="test")
     with pytest.raises(ConfigurationError, match=r"unknown section 'trainr'(?s:.*)did you mean 'trainer'"):
@@ -235,14 +235,14 @@ def test_odd_values_in_free_tables_are_refused(value):
 def test_fingerprints_of_numbers_that_json_lacks_are_refused():
     from pydantic import BaseModel
 
-    from components.contracts.stages import Report, Stage
+    from components.contracts.stages import Stage, StageReport
     from components.stages import fingerprint
 
     class Plain(BaseModel):
         rate: float | None
         more: dict[str, object]
 
-    stage = Stage("plain", 1, Plain, (), lambda *arguments: Report())
+    stage = Stage("plain", 1, Plain, (), lambda *arguments: StageReport())
     kept = fingerprint(stage, Plain(rate=None, more={}), {})
     for settings in (Plain(rate=float("nan"), more={}), Plain(rate=None, more={"a": [float("inf")]})):
         with pytest.raises(ConfigurationError, match="not a finite number"):

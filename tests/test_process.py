@@ -167,7 +167,7 @@ print(tempfile.mkdtemp(prefix="torchelastic_"), flush=True)
 time.sleep(120)
 """
 
-KEEPER = f"""
+MONITOR = f"""
 import sys
 from pathlib import Path
 from components.process import Program
@@ -200,7 +200,7 @@ def test_temporary_files_go_with_the_program(tmp_path, monkeypatch, end):
         made = temporary_folder(tmp_path / "log")
         running.stop()
     else:
-        command = [sys.executable, "-c", KEEPER, str(tmp_path / "log")]
+        command = [sys.executable, "-c", MONITOR, str(tmp_path / "log")]
         with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)}) as parent:
             made = temporary_folder(tmp_path / "log")
             parent.kill()

@@ -133,5 +133,5 @@ def test_the_demo_s_checkpoint_is_evaluated_as_the_demo_does(name: str):
 
 def test_an_environment_s_defaults_are_part_of_the_settings_that_are_hashed():
     args = load_recipe("train-vlm/colors").dump()["environment"]["args"]
-    assert args["noise"] == 16.0 and args["colours"]["white"] == [235, 235, 235]
+    assert args["noise"] == 16.0 and args["colors"]["white"] == [235, 235, 235]
     assert load_recipe("train-vlm/colors", ["environment.args.noise=16"]) == load_recipe("train-vlm/colors")

@@ -80,7 +80,7 @@ def declare_torchvision_operators(python: Path) -> None:
 
 
 def install(folder: Path, *packages: str | Path) -> None:
-    """Compiled as well: a run starts many processes, and where none may write bytecode each would compile anew."""
+    """Compiled as well: a run starts many processes, and where none may write bytecode each would compile again."""
     options: list[str | Path] = ["--quiet", "--compile-bytecode", "--python", folder / "bin/python"]
     run(find_uv(folder), "pip", "install", *options, *packages)
 

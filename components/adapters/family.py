@@ -116,7 +116,7 @@ class FamilyAdapter(MultimodalAdapter):
     def _source(self) -> ImageSource:
         if self.images is None:
             raise ConfigurationError(
-                "the rollouts have images, and the adapter was not told where to find them",
+                "the rollouts have images, but the adapter has no image store",
                 where=type(self).__name__,
                 remedy="pass images=ImageStore(root).open to get_adapter",
             )

@@ -35,7 +35,7 @@ def infer_spec(processor: Any) -> FamilySpec:
     where = type(processor).__name__
     if not isinstance(getattr(processor, "image_token", None), str):
         raise ConfigurationError(
-            "the processor does not say which token stands for an image (image_token)", where=where, remedy=REMEDY
+            "the processor does not name its image token (image_token)", where=where, remedy=REMEDY
         )
     images = [Image.effect_noise(size, 64.0).convert("RGB") for size in SIZES]
     ids = processor(images=images[-1:], text=[processor.image_token], return_tensors="pt")["input_ids"][0]

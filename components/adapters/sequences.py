@@ -51,7 +51,7 @@ def runs_fit(ids: TokenIds, feature_token: int, runs: Sequence[int]) -> bool:
 
 
 @dataclass
-class _Open:
+class _OpenSequence:
     """A sequence that a later turn may extend: its ids so far, and the turns that it trains on."""
 
     ids: TokenIds
@@ -71,14 +71,14 @@ def merge_turns(turns: Sequence[Turn], merge: bool) -> list[list[Turn]]:
     """Groups of turns that share one sequence.
 
     A turn joins the newest sequence whose ids (prompt and completion) begin its prompt, and whose images begin its
-    images; else it starts its own. So no token is trained on twice and none is re-tokenised.
+    images; else it starts its own. So no token is trained on twice and none is re-tokenized.
     """
-    sequences: list[_Open] = []
+    sequences: list[_OpenSequence] = []
     for turn in turns:
         ids = np.concatenate([turn.prompt_token_ids, turn.completion_token_ids])
         earlier = next((one for one in reversed(sequences) if merge and one.is_extended_by(turn)), None)
         if earlier is None:
-            sequences.append(_Open(ids, turn.images, [turn]))
+            sequences.append(_OpenSequence(ids, turn.images, [turn]))
         else:
             earlier.ids, earlier.images = ids, turn.images
             earlier.turns.append(turn)

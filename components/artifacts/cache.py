@@ -14,7 +14,7 @@ from components.contracts.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
-class Cache:
+class DownloadCache:
     """Where fetched files and opened tables are kept, and how much one dataset may fetch.
 
     All of it can be deleted at any time that nothing uses it.
@@ -24,11 +24,11 @@ class Cache:
     limit_bytes: int
 
     @classmethod
-    def standard(cls) -> Cache:
+    def standard(cls) -> DownloadCache:
         """`ARMATURE_CACHE` or ~/.cache/armature, and 200 GB or `ARMATURE_FETCH_LIMIT_GB`.
 
         Raises:
-            ConfigurationError: the limit is no number.
+            ConfigurationError: the limit is not a number.
         """
         folder = os.environ.get("ARMATURE_CACHE") or Path.home() / ".cache/armature"
         limit = os.environ.get("ARMATURE_FETCH_LIMIT_GB", "200")
@@ -50,7 +50,7 @@ def file_sha256(path: Path) -> str:
         with path.open("rb") as file:
             target.write_text(hashlib.file_digest(file, "sha256").hexdigest())
 
-    return make_once(Cache.standard().folder / "digests" / key, write).read_text()
+    return make_once(DownloadCache.standard().folder / "digests" / key, write).read_text()
 
 
 def make_once(target: Path, write: Callable[[Path], None]) -> Path:

@@ -38,7 +38,7 @@ def rgb_and_plain(image: Image.Image) -> tuple[Image.Image, bool]:
         DataError: see `to_rgb`.
     """
     if not image.width or not image.height:
-        raise DataError(f"an image of {image.width}x{image.height} pixels has nothing to see")
+        raise DataError(f"an image of {image.width}x{image.height} pixels is empty")
     key = _transparent_value(image)
     image.load()
     orientation = _orientation(image)

@@ -23,7 +23,7 @@ SETTLED_NS = 2 * 10**9
 """A file that changed in the same tick of the clock as it was read looks unchanged: such a record is not trusted."""
 
 
-class State(NamedTuple):
+class FileState(NamedTuple):
     """How a file lies on the disk. The change time and the inode cannot be put back by who edits it."""
 
     size: int
@@ -32,7 +32,7 @@ class State(NamedTuple):
     inode: int
 
     @classmethod
-    def of(cls, path: Path) -> State:
+    def of(cls, path: Path) -> FileState:
         found = path.lstat()
         return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
 
@@ -44,7 +44,7 @@ class Record(BaseModel):
 
     record_version: Literal[1] = 1
     digest: str
-    files: dict[str, tuple[str, State]]
+    files: dict[str, tuple[str, FileState]]
     pushed: tuple[str, ...] = ()
 
     @property
@@ -93,7 +93,7 @@ def examine(folder: Path, known: Record | None = None, links: bool = False) -> R
     files = {}
     for name, path in _listed(folder, links).items():
         md5, before = known.files.get(name, ("", None)) if known else ("", None)
-        state = State.of(path)
+        state = FileState.of(path)
         trusted = state == before and state.ctime_ns < settled
         files[name] = (md5 if trusted else file_digest(path), state)
     return Record(digest=listing_digest({name: md5 for name, (md5, _) in files.items()}), files=files)

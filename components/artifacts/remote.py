@@ -36,7 +36,7 @@ class RemoteStore:
     A store that does not answer is asked again for half a minute; `say` is told of each attempt.
 
     Raises:
-        ConfigurationError: `url` is none, or needs a package that is not installed.
+        ConfigurationError: `url` is not one, or needs a package that is not installed.
     """
 
     def __init__(self, url: str, say: Callable[[str], None]) -> None:

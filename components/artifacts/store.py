@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from components.artifacts.disk import collect, replaced_folder, try_lock, usable, whole_folder
 from components.artifacts.manifest import MANIFEST, verified
-from components.artifacts.record import Record, State, read_record, record_path, write_record
+from components.artifacts.record import FileState, Record, read_record, record_path, write_record
 from components.artifacts.remote import RemoteStore
 from components.contracts.errors import DataError
 from components.contracts.stages import Artifact
@@ -198,7 +198,7 @@ class ArtifactStore:
 
     def _keep(self, home: Path, record: Record) -> None:
         """Record what was written, unless another writer was first: then its files are others."""
-        if State.of(home / MANIFEST) == record.files[MANIFEST][1]:
+        if FileState.of(home / MANIFEST) == record.files[MANIFEST][1]:
             write_record(home, record)
 
 

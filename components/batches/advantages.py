@@ -10,7 +10,7 @@ import numpy as np
 
 from components.batches.gigpo import gigpo
 from components.batches.groups import Group, Values, groups_of
-from components.batches.settings import BatchSettings, GroupMean, Rloo
+from components.batches.settings import RLOO, BatchSettings, GroupMean
 from components.contracts.batches import TurnAdvantages
 from components.contracts.rollouts import Trajectory, all_equal
 
@@ -57,22 +57,22 @@ def turn_advantages(trajectories: Sequence[Trajectory], settings: BatchSettings)
 
 def group_mean(groups: Sequence[Group], settings: GroupMean) -> tuple[list[Values], dict[str, float]]:
     """A = (S - mean_group S) / s, with s = std_group S + 1e-4 (GRPO, arXiv 2402.03300, eq. for outcome
-    supervision), std over the batch of all centred scores, or 1 (Dr. GRPO, arXiv 2503.20783).
+    supervision), std over the batch of all centered scores, or 1 (Dr. GRPO, arXiv 2503.20783).
 
     S is the trajectory's reward less the turn's penalty. Every trajectory counts once, and the standard deviation
     is the population's.
     """
-    centred = [_centred(group) for group in groups]
+    centered = [_centered(group) for group in groups]
     if settings.scale == "none":
-        return centred, {}
+        return centered, {}
     if settings.scale == "group_std":
-        pairs = zip(groups, centred, strict=True)
+        pairs = zip(groups, centered, strict=True)
         return [own / (_deviation([group], [own]) + EPSILON) for group, own in pairs], {}
-    deviation = _deviation(groups, centred)
-    return [own / (deviation + EPSILON) for own in centred], {}
+    deviation = _deviation(groups, centered)
+    return [own / (deviation + EPSILON) for own in centered], {}
 
 
-def rloo(groups: Sequence[Group], settings: Rloo) -> tuple[list[Values], dict[str, float]]:
+def rloo(groups: Sequence[Group], settings: RLOO) -> tuple[list[Values], dict[str, float]]:
     """A = S - the mean score of the group's other trajectories (arXiv 2402.14740, eq. 8)."""
     found = []
     for group in groups:
@@ -85,16 +85,16 @@ def rloo(groups: Sequence[Group], settings: Rloo) -> tuple[list[Values], dict[st
     return found, {}
 
 
-def _centred(group: Group) -> Values:
+def _centered(group: Group) -> Values:
     """(N,) exactly 0 where all scored the same, which sums of floats would not give."""
     if len(group.rewards) == 1 or all_equal(group.scores):
         return np.zeros(len(group.turns))
     return group.scores - group.trajectory_scores.mean()
 
 
-def _deviation(groups: Sequence[Group], centred: Sequence[Values]) -> float:
-    """The root of the mean square of `centred`, every trajectory counted once."""
-    squares = sum(float(group.weights @ own**2) for group, own in zip(groups, centred, strict=True))
+def _deviation(groups: Sequence[Group], centered: Sequence[Values]) -> float:
+    """The root of the mean square of `centered`, every trajectory counted once."""
+    squares = sum(float(group.weights @ own**2) for group, own in zip(groups, centered, strict=True))
     return float(np.sqrt(squares / max(1, sum(len(group.rewards) for group in groups))))
 
 

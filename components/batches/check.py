@@ -29,7 +29,7 @@ def sample_defect(sample: Sample, vocabulary: Vocabulary = (MOST_TOKENS, MOST_TO
     for bound, tokens in zip(vocabulary, (ids[mask], ids), strict=True):
         strange = tokens[(tokens < 0) | (tokens >= bound)]
         if len(strange):
-            return "input_ids", f"{int(strange[0])} is no token id from 0 to {bound - 1}"
+            return "input_ids", f"{int(strange[0])} is not a token id from 0 to {bound - 1}"
     if mask[0]:
         return "loss_mask", "is set on the first token, which nothing predicts"
     for name in ("behavior_logprobs", "advantages"):
@@ -38,7 +38,7 @@ def sample_defect(sample: Sample, vocabulary: Vocabulary = (MOST_TOKENS, MOST_TO
             return name, f"of {lost} trained tokens are not finite"
     highest = sample.behavior_logprobs[mask].max(initial=-np.inf)
     if highest > POSITIVE_LOGPROB:
-        return "behavior_logprobs", f"{highest:.4g} is no log-probability"
+        return "behavior_logprobs", f"{highest:.4g} is not a log-probability"
     return None if np.isfinite(sample.reward) else ("reward", f"is {sample.reward}")
 
 
@@ -59,5 +59,5 @@ def refusal(what: str, where: str, row: int, sample: Sample) -> DataError:
     return DataError(
         what,
         where=f"{where}, row {row}, sample {sample.sample_id}",
-        remedy="find out who wrote it; a run goes on without the batch of step N with machine.skip_batches = [N]",
+        remedy="find out who wrote it; a run continues without the batch of step N with machine.skip_batches = [N]",
     )

@@ -1,4 +1,4 @@
-"""Group-in-group policy optimisation (GiGPO, arXiv 2505.10978): trajectories in groups, and turns at one state."""
+"""Group-in-group policy optimization (GiGPO, arXiv 2505.10978): trajectories in groups, and turns at one state."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def episode_advantages(group: Group, settings: GiGPO) -> Values:
     if len(group.rewards) == 1:
         return np.zeros(len(group.turns))
     rows = settings.statistics == "rows"
-    return normalised(group.scores, np.ones(len(group.turns)) if rows else group.weights, settings.norm)
+    return normalized(group.scores, np.ones(len(group.turns)) if rows else group.weights, settings.norm)
 
 
 def step_advantages(group: Group, labels: Labels, settings: GiGPO) -> Values:
@@ -55,7 +55,7 @@ def step_advantages(group: Group, labels: Labels, settings: GiGPO) -> Values:
     advantages = np.zeros(len(returns))
     for label in np.flatnonzero(np.bincount(labels) > 1):
         there = labels == label
-        advantages[there] = normalised(returns[there], np.ones(int(there.sum())), settings.norm)
+        advantages[there] = normalized(returns[there], np.ones(int(there.sum())), settings.norm)
     return advantages
 
 
@@ -70,7 +70,7 @@ def discounted_returns(group: Group, gamma: float) -> Values:
     return returns
 
 
-def normalised(values: Values, weights: Values, norm: MeanNorm | MeanStdNorm) -> Values:
+def normalized(values: Values, weights: Values, norm: MeanNorm | MeanStdNorm) -> Values:
     """(N,) `values` less their weighted mean, over max(std, floor) + 1e-6 if `norm` says so.
 
     std^2 = sum w d^2 / (sum w - 1), unbiased: with weights of 1 over the rows, with weights that sum to 1 per
@@ -78,11 +78,11 @@ def normalised(values: Values, weights: Values, norm: MeanNorm | MeanStdNorm) ->
     """
     if all_equal(values):
         return np.zeros(len(values))
-    centred = values - np.average(values, weights=weights)
+    centered = values - np.average(values, weights=weights)
     if isinstance(norm, MeanNorm):
-        return centred
-    deviation = float(np.sqrt(weights @ centred**2 / (weights.sum() - 1.0)))
-    return centred / (max(deviation, norm.std_floor) + EPSILON)
+        return centered
+    deviation = float(np.sqrt(weights @ centered**2 / (weights.sum() - 1.0)))
+    return centered / (max(deviation, norm.std_floor) + EPSILON)
 
 
 def _metrics(episode: Sequence[Values], step: Sequence[Values], labels: Sequence[Labels]) -> dict[str, float]:

@@ -18,7 +18,7 @@ class GroupMean(Settings):
     )
 
 
-class Rloo(Settings):
+class RLOO(Settings):
     """A trajectory is as good as it is better than the mean of the others in its group."""
 
     name: Literal["rloo"] = Field(description="Which advantage: rloo.")
@@ -27,13 +27,13 @@ class Rloo(Settings):
 class MeanNorm(Settings):
     """Scores less their mean."""
 
-    name: Literal["mean_norm"] = Field(description="Which normalisation: mean_norm.")
+    name: Literal["mean_norm"] = Field(description="Which normalization: mean_norm.")
 
 
 class MeanStdNorm(Settings):
     """Scores less their mean, over their standard deviation."""
 
-    name: Literal["mean_std_norm"] = Field(description="Which normalisation: mean_std_norm.")
+    name: Literal["mean_std_norm"] = Field(description="Which normalization: mean_std_norm.")
     std_floor: NonNegativeFloat = Field(
         0.0,
         description="Standard deviations below this count as this, in units of reward: without a floor the small "
@@ -79,11 +79,11 @@ class GiGPO(Settings):
     )
 
 
-Advantage = Annotated[GroupMean | Rloo | GiGPO, Field(discriminator="name")]
+Advantage = Annotated[GroupMean | RLOO | GiGPO, Field(discriminator="name")]
 
 
 class PenaltySettings(Settings):
-    """What an answer that was no action costs its own turn. Rewards as they are reported stay as they are."""
+    """What an answer that was not an action costs its own turn. Rewards as they are reported stay as they are."""
 
     format: NonNegativeFloat = Field(0.0, description="Subtracted from a turn whose answer could not be read.")
     inadmissible: NonNegativeFloat = Field(0.0, description="Subtracted from a turn whose action was not possible.")
@@ -97,7 +97,7 @@ class BatchSettings(Settings):
     advantage: Advantage = Field(
         GroupMean(name="group_mean"), description="How the advantage of a turn is estimated, and its parameters."
     )
-    penalty: PenaltySettings = Field(PenaltySettings(), description="What answers that were no action cost.")
+    penalty: PenaltySettings = Field(PenaltySettings(), description="What answers that were not actions cost.")
     skip_zero_advantage: bool = Field(
         True, description="Leave out groups all of whose turns have advantage 0; they carry no gradient."
     )

@@ -111,7 +111,7 @@ def plain_text(what: str, value: object) -> str:
 
 
 @dataclass(frozen=True)
-class Facts:
+class EnvironmentInfo:
     """What an environment says of itself."""
 
     name: str
@@ -120,14 +120,14 @@ class Facts:
     max_turns: int
 
 
-def facts_of(environment: Environment) -> Facts:
+def environment_info(environment: Environment) -> EnvironmentInfo:
     """
     Raises:
-        ConfigurationError: what it says is of another type, or cannot be had.
+        ConfigurationError: what it says is of another type, or is unavailable.
     """
     try:
         prompt, turns = environment.system_prompt, environment.max_turns
-        facts = Facts(
+        facts = EnvironmentInfo(
             plain_text("name", environment.name),
             None if prompt is None else plain_text("system_prompt", prompt),
             environment.dialogue,
@@ -141,7 +141,7 @@ def facts_of(environment: Environment) -> Facts:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigurationError(
-            f"the environment does not say what it is: {said(error)}",
+            f"the environment lacks a required attribute: {said(error)}",
             where=f"{type(environment).__module__}.{type(environment).__qualname__}",
             remedy="give it the attributes of `components.contracts.episodes.Environment`",
         ) from error

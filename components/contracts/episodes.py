@@ -11,7 +11,7 @@ from components.contracts.images import EncodedImage
 
 Split = Literal["train", "heldout"]
 ActionDefect = Literal["format", "inadmissible"]
-"""Why an answer was no action: it could not be read, or it was read and is not possible here."""
+"""Why an answer was not an action: it could not be read, or it was read and is not possible here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Environment(Protocol):
         """End whatever the environment has started, such as processes that play."""
 
 
-class ExpertEnvironment(Environment, Protocol):
+class DemonstrationEnvironment(Environment, Protocol):
     """An environment that knows how its tasks are solved."""
 
     def demonstration(self, task: Task) -> Sequence[str]:

@@ -84,7 +84,7 @@ class Machine(Settings):
     lease_timeout: float = Field(
         0.0, ge=0, description="Seconds to wait for a server that another run has; 0 refuses at once."
     )
-    max_concurrent: PositiveInt = Field(128, description="Requests under way at once over the whole pool.")
+    max_concurrent: PositiveInt = Field(128, description="Concurrent requests over the whole pool.")
     ready_timeout: PositiveFloat = Field(600.0, description="Seconds for a server or the trainer to come up.")
     generation_timeout: PositiveFloat = Field(600.0, description="Seconds for one generation request.")
     environment_timeout: PositiveFloat = Field(

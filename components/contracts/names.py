@@ -11,7 +11,7 @@ def confined(name: object, where: str) -> PurePosixPath:
     """`name` as a path below a folder, whatever machine wrote it. Symbolic links are not looked at.
 
     Raises:
-        DataError: it is no name, is absolute, or climbs out of the folder.
+        DataError: it is not a name, is absolute, or climbs out of the folder.
     """
     text = name if isinstance(name, str) else ""
     path = PurePosixPath(text.replace("\\", "/"))
@@ -29,7 +29,7 @@ def bare_name(name: object, where: str) -> str:
     """`name` if it is that of a file in the folder itself.
 
     Raises:
-        DataError: it is none, or has folders in it.
+        DataError: it is not one, or has folders in it.
     """
     path = confined(name, where)
     if len(path.parts) != 1:

@@ -39,7 +39,7 @@ class Turn:
     finish_reason: str  # "stop", or "length" when max_tokens cut it
     policy_version: int
     images: tuple[ImageRef, ...]
-    messages: str  # JSON of the chat messages since the last turn, for people; never re-tokenised
+    messages: str  # JSON of the chat messages since the last turn, for people; never re-tokenized
     completion: str
     reward: float
     reward_parts: Mapping[str, float]

@@ -43,7 +43,7 @@ class Events(Protocol):
 
 
 @dataclass(frozen=True)
-class Report:
+class StageReport:
     """What a stage says about its output: rows per table, and how many were dropped for which reason."""
 
     rows: Mapping[str, int] = field(default_factory=dict)
@@ -97,5 +97,5 @@ class Stage(Generic[SettingsT]):
     version: int
     settings: type[SettingsT]
     inputs: tuple[str, ...]
-    run: Callable[[SettingsT, Mapping[str, Artifact], Path, StageContext], Report]
+    run: Callable[[SettingsT, Mapping[str, Artifact], Path, StageContext], StageReport]
     sources: Callable[[SettingsT, Mapping[str, Artifact]], Mapping[str, str]] = nothing_more

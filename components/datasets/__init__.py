@@ -1,1 +1,1 @@
-"""Robot demonstrations: LeRobot datasets read and written, and the statistics that normalise them."""
+"""Robot demonstrations: LeRobot datasets read and written, and the statistics that normalize them."""

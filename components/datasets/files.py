@@ -14,7 +14,7 @@ from components.contracts.errors import DataError
 from components.datasets.lerobot.layout import INFO, TASKS
 
 
-class Files(Protocol):
+class DatasetFiles(Protocol):
     """The files of one dataset, named by their paths in it. Pickles: other processes open the same files."""
 
     @property
@@ -60,7 +60,7 @@ def listing_digest(digests: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True)
-class Folder:
+class LocalFiles:
     """Files in a folder of this machine."""
 
     root: Path

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from components.datasets.statistics import Array, Statistics, between, ranks
+from components.datasets.statistics import Array, FeatureStatistics, between, ranks
 
 CHANNELS = 3
 
@@ -29,11 +29,11 @@ class Histogram:
         counts = np.array(image.convert("RGB").histogram(), np.int64).reshape(CHANNELS, 256)
         return Histogram(self.counts + counts, self.images + 1)
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> FeatureStatistics:
         """Of values in [0, 1], (3, 1, 1) each; `count` is images, as LeRobot counts. Moments are exact integers."""
         each = [_channel(counts) for counts in self.counts]
         low, high, mean, std, *quantiles = (np.array(column) for column in zip(*each, strict=True))
-        return Statistics(low, high, mean, std, self.images, np.stack(quantiles)).reshape((CHANNELS, 1, 1))
+        return FeatureStatistics(low, high, mean, std, self.images, np.stack(quantiles)).reshape((CHANNELS, 1, 1))
 
 
 def merge(shards: Sequence[Histogram]) -> Histogram:

@@ -14,53 +14,55 @@ from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.machine import Machine
 from components.datasets import histograms, quantiles
 from components.datasets.histograms import Histogram
-from components.datasets.lerobot.reader import Dataset, Episode
+from components.datasets.lerobot.reader import Dataset, EpisodeRange
 from components.datasets.lerobot.sampling import sampled
-from components.datasets.quantiles import Values
+from components.datasets.quantiles import FeatureValues
 from components.datasets.settings import QuantileStatsSettings
-from components.datasets.statistics import Statistics
+from components.datasets.statistics import FeatureStatistics
 from components.installation import install_command
 
-NUMBERS_AT_ONCE, PICTURES_AT_ONCE = 1024, 8
-"""Episodes of a unit, without and with pictures."""
+NUMBERS_AT_ONCE, IMAGES_AT_ONCE = 1024, 8
+"""Episodes of a unit, without and with images."""
 
 
 @dataclass(frozen=True)
-class Unit:
+class MeasurementUnit:
     """Episodes `first` to `last`, in one data file."""
 
     first: int
     last: int
     numbers: tuple[str, ...]
-    pictures: tuple[str, ...]
-    all_pictures: bool
+    images: tuple[str, ...]
+    all_images: bool
 
 
 @dataclass(frozen=True)
 class Measured:
     """Statistics of each episode, in order, and what those of all merge from."""
 
-    episodes: Sequence[dict[str, Statistics]]
-    values: dict[str, Values]
+    episodes: Sequence[dict[str, FeatureStatistics]]
+    values: dict[str, FeatureValues]
     histograms: dict[str, Histogram]
 
 
-def plan(dataset: Dataset, settings: QuantileStatsSettings, episodes: Sequence[int]) -> list[Unit]:
+def plan(dataset: Dataset, settings: QuantileStatsSettings, episodes: Sequence[int]) -> list[MeasurementUnit]:
     """The units of these episodes (ascending), the same on every machine.
 
     Raises:
-        ConfigurationError: a feature is unknown, or neither a number nor a picture.
+        ConfigurationError: a feature is unknown, or neither a number nor an image.
     """
     chosen = settings.features or tuple(
-        name for name, feature in dataset.info.features.items() if feature.is_number or feature.is_picture
+        name for name, feature in dataset.info.features.items() if feature.is_number or feature.is_visual
     )
     for name in chosen:
-        if not (dataset.feature(name).is_number or dataset.feature(name).is_picture):
-            raise ConfigurationError(f"feature {name!r} is {dataset.feature(name).dtype}, no number and no picture")
-    pictures = tuple(name for name in chosen if dataset.feature(name).is_picture)
-    numbers = tuple(name for name in chosen if name not in pictures)
-    most = PICTURES_AT_ONCE if pictures else NUMBERS_AT_ONCE
-    groups: list[list[Episode]] = []
+        if not (dataset.feature(name).is_number or dataset.feature(name).is_visual):
+            raise ConfigurationError(
+                f"feature {name!r} is {dataset.feature(name).dtype}, neither a number nor an image"
+            )
+    images = tuple(name for name in chosen if dataset.feature(name).is_visual)
+    numbers = tuple(name for name in chosen if name not in images)
+    most = IMAGES_AT_ONCE if images else NUMBERS_AT_ONCE
+    groups: list[list[EpisodeRange]] = []
     for episode in (dataset.episodes[index] for index in episodes):
         before = groups[-1] if groups else []
         follows = bool(before) and before[-1].index + 1 == episode.index
@@ -68,30 +70,30 @@ def plan(dataset: Dataset, settings: QuantileStatsSettings, episodes: Sequence[i
             before.append(episode)
         else:
             groups.append([episode])
-    every = settings.pictures == "all"
-    return [Unit(group[0].index, group[-1].index, numbers, pictures, every) for group in groups]
+    every = settings.images == "all"
+    return [MeasurementUnit(group[0].index, group[-1].index, numbers, images, every) for group in groups]
 
 
-def measure_unit(unit: Unit, dataset: Dataset) -> Measured:
+def measure_unit(unit: MeasurementUnit, dataset: Dataset) -> Measured:
     """
     Raises:
         DataError: a file is not what it should be, or a value is not finite.
     """
     episodes = dataset.episodes[unit.first : unit.last + 1]
-    found: list[dict[str, Statistics]] = [{} for _ in episodes]
+    found: list[dict[str, FeatureStatistics]] = [{} for _ in episodes]
     values, counted = {}, {}
     columns = dataset.columns(unit.numbers, episodes[0], episodes[-1]) if unit.numbers else {}
     for name, rows in columns.items():
         each, values[name] = quantiles.measure(rows, [episode.length for episode in episodes], name, unit.first)
         for place, statistics in zip(found, each, strict=True):
             place[name] = statistics.reshape(dataset.feature(name).shape)
-    for name in unit.pictures:
+    for name in unit.images:
         parts = []
         for place, episode in zip(found, episodes, strict=True):
-            frames = range(episode.length) if unit.all_pictures else sampled(episode.length)
+            frames = range(episode.length) if unit.all_images else sampled(episode.length)
             histogram = Histogram.empty()
-            for picture in dataset.pictures(name, episode, frames):
-                histogram = histogram.add(picture)
+            for image in dataset.images(name, episode, frames):
+                histogram = histogram.add(image)
             place[name] = histogram.statistics()
             parts.append(histogram)
         counted[name] = histograms.merge(parts)
@@ -99,7 +101,7 @@ def measure_unit(unit: Unit, dataset: Dataset) -> Measured:
 
 
 def measure_dataset(
-    dataset: Dataset, units: Sequence[Unit], machine: Machine, progress: Callable[[int], None]
+    dataset: Dataset, units: Sequence[MeasurementUnit], machine: Machine, progress: Callable[[int], None]
 ) -> Measured:
     """All units, merged in their order: who computes them changes nothing. `progress` is told how many are done."""
     measured: list[Measured] = []
@@ -117,8 +119,8 @@ def merge(parts: Sequence[Measured]) -> Measured:
         DataError: a feature has another width in another part, or they have none in common.
     """
     values = [name for name in parts[0].values if all(name in part.values for part in parts)]
-    pictures = [name for name in parts[0].histograms if all(name in part.histograms for part in parts)]
-    if not values and not pictures:
+    images = [name for name in parts[0].histograms if all(name in part.histograms for part in parts)]
+    if not values and not images:
         raise DataError(
             "they have no feature in common", where="datasets of the same tag", remedy="give them different tags"
         )
@@ -132,11 +134,11 @@ def merge(parts: Sequence[Measured]) -> Measured:
     return Measured(
         [each for part in parts for each in part.episodes],
         {name: quantiles.merge([part.values[name] for part in parts]) for name in values},
-        {name: histograms.merge([part.histograms[name] for part in parts]) for name in pictures},
+        {name: histograms.merge([part.histograms[name] for part in parts]) for name in images},
     )
 
 
-def overall(dataset: Dataset, measured: Measured, threads: int) -> dict[str, Statistics]:
+def overall(dataset: Dataset, measured: Measured, threads: int) -> dict[str, FeatureStatistics]:
     """Statistics of all frames, in the order of the dataset's features."""
     found = {name: each.statistics() for name, each in measured.histograms.items()}
     for name, values in measured.values.items():

@@ -8,17 +8,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from components.artifacts.cache import Cache
+from components.artifacts.cache import DownloadCache
 from components.contracts.errors import ConfigurationError
 from components.contracts.robots import RobotObservation
-from components.datasets.lerobot.frames import Frames
-from components.datasets.lerobot.reader import Episode, window
-from components.datasets.order import Schedule, mixed, permuted
+from components.datasets.lerobot.frames import FrameReader
+from components.datasets.lerobot.reader import EpisodeRange, window
+from components.datasets.order import MixtureSchedule, mixed, permuted
 from components.datasets.samples import RobotSample
-from components.datasets.source import Source
+from components.datasets.source import DatasetSource
 
 
-class Place(NamedTuple):
+class FrameIndex(NamedTuple):
     """A frame of a source, counted over the source's chosen episodes."""
 
     source: int
@@ -34,7 +34,7 @@ class Mixture:
     Pickles, for loader processes; threads may share it.
     """
 
-    def __init__(self, sources: Sequence[Source], horizon: int, seed: int) -> None:
+    def __init__(self, sources: Sequence[DatasetSource], horizon: int, seed: int) -> None:
         """
         Args:
             horizon: Actions of a sample, where a source has no horizon of its own.
@@ -46,13 +46,15 @@ class Mixture:
             raise ConfigurationError("a mixture needs at least one dataset")
         for source in sources:
             if not source.dataset.feature(source.action).is_number:
-                raise ConfigurationError(f"the action {source.action!r} is no number", where=str(source.dataset.files))
+                raise ConfigurationError(
+                    f"the action {source.action!r} is not numeric", where=str(source.dataset.files)
+                )
         self.sources = tuple(sources)
         self.horizons = tuple(source.horizon or horizon for source in sources)
         self._seed = seed
-        self._schedule = Schedule([source.weight for source in sources], seed)
-        cache = Cache.standard()
-        self._frames = [Frames(source.dataset, cache) for source in sources]
+        self._schedule = MixtureSchedule([source.weight for source in sources], seed)
+        cache = DownloadCache.standard()
+        self._frames = [FrameReader(source.dataset, cache) for source in sources]
         self._stops = [
             np.cumsum([source.dataset.episodes[index].length for index in source.episodes]) for source in sources
         ]
@@ -67,43 +69,43 @@ class Mixture:
         """Of all chosen episodes."""
         return sum(int(stops[-1]) for stops in self._stops)
 
-    def place(self, position: int) -> Place:
+    def place(self, position: int) -> FrameIndex:
         """What is at `position`, 0 or more."""
         source, taken = self._schedule.at(position)
         size = int(self._stops[source][-1])
         epoch, index = divmod(taken, size)
-        return Place(source, permuted(index, size, mixed(self._seed, source, epoch)))
+        return FrameIndex(source, permuted(index, size, mixed(self._seed, source, epoch)))
 
     def __getitem__(self, position: int) -> RobotSample:
         return self.sample(self.place(position))
 
-    def every(self) -> Iterator[Place]:
+    def every(self) -> Iterator[FrameIndex]:
         """Each frame once, in the datasets' order."""
         for source, stops in enumerate(self._stops):
-            yield from (Place(source, frame) for frame in range(int(stops[-1])))
+            yield from (FrameIndex(source, frame) for frame in range(int(stops[-1])))
 
-    def sample(self, place: Place) -> RobotSample:
+    def sample(self, place: FrameIndex) -> RobotSample:
         """
         Raises:
-            DataError: a data file, a video or a picture is missing or damaged.
+            DataError: a data file, a video or an image is missing or damaged.
         """
         source, frames = self.sources[place.source], self._frames[place.source]
         episode, frame = self._episode(place)
         state = np.zeros(0, np.float32)
         if source.state is not None:
             state = frames.numbers(source.state, episode, np.array([frame]))[0].astype(np.float32)
-        images = {key: frames.picture(feature, episode, frame) for key, feature in source.cameras.items()}
+        images = {key: frames.image(feature, episode, frame) for key, feature in source.cameras.items()}
         observation = RobotObservation(images, state, frames.task(episode, frame))
         return RobotSample(observation, *self.actions(place), source.tag, place.source, episode.index, frame)
 
-    def actions(self, place: Place) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-        """The sample's actions and padding alone; no picture is read."""
+    def actions(self, place: FrameIndex) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+        """The sample's actions and padding alone; no image is read."""
         episode, frame = self._episode(place)
         places, padding = window(frame, episode.length, range(self.horizons[place.source]))
         values = self._frames[place.source].numbers(self.sources[place.source].action, episode, places)
         return values.astype(np.float32), padding
 
-    def _episode(self, place: Place) -> tuple[Episode, int]:
+    def _episode(self, place: FrameIndex) -> tuple[EpisodeRange, int]:
         """The episode, and the frame in it."""
         source, stops = self.sources[place.source], self._stops[place.source]
         number = int(np.searchsorted(stops, place.frame, side="right"))

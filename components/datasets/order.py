@@ -12,7 +12,7 @@ _MASK = 2**64 - 1
 
 
 def mixed(*values: int) -> int:
-    """A number of 64 bits that depends on all of `values`: splitmix64's finaliser over each in turn."""
+    """A number of 64 bits that depends on all of `values`: splitmix64's finalizer over each in turn."""
     state = 0
     for value in values:
         state = (state ^ (value & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
@@ -37,7 +37,7 @@ def permuted(index: int, size: int, key: int) -> int:
             return index
 
 
-class Schedule:
+class MixtureSchedule:
     """Which source each position takes, and how many it has taken before.
 
     Of any `positions` first ones, source s gets its share to within the number of sources, plus what `BLOCK` holds:

@@ -11,10 +11,10 @@ import numpy as np
 from components.datasets.histograms import Histogram
 from components.datasets.lerobot.reader import Dataset
 from components.datasets.measure import Measured
-from components.datasets.quantiles import Values
-from components.datasets.statistics import QUANTILES, Array, Statistics
+from components.datasets.quantiles import FeatureValues
+from components.datasets.statistics import QUANTILES, Array, FeatureStatistics
 from components.reports.pages import data_uri
-from components.reports.report import Picture, Report, Table
+from components.reports.report import HtmlReport, ReportImage, Table
 
 COLUMNS, BINS = 4, 60
 SHOWN = 32
@@ -22,8 +22,8 @@ SHOWN = 32
 
 
 def statistics_report(
-    datasets: Sequence[Dataset], measured: Measured, whole: dict[str, Statistics], settings: dict[str, object]
-) -> Report:
+    datasets: Sequence[Dataset], measured: Measured, whole: dict[str, FeatureStatistics], settings: dict[str, object]
+) -> HtmlReport:
     figures = {
         "datasets": f"{len(datasets):,}",
         "episodes": f"{len(measured.episodes):,}",
@@ -31,21 +31,21 @@ def statistics_report(
         "frames per second": ", ".join(sorted({f"{dataset.info.fps:g}" for dataset in datasets})),
         "tasks": f"{len({task for dataset in datasets for task in dataset.tasks}):,}",
     }
-    drawn = [_picture(name, *_columns(measured.values[name])) for name in whole if name in measured.values]
-    drawn += [_picture(name, *_channels(measured.histograms[name])) for name in whole if name in measured.histograms]
+    drawn = [_image(name, *_columns(measured.values[name])) for name in whole if name in measured.values]
+    drawn += [_image(name, *_channels(measured.histograms[name])) for name in whole if name in measured.histograms]
     names = ["feature", "mean", "std", "min", *QUANTILES, "max"]
     rows = [row for name, each in whole.items() for row in _rows(name, each)]
-    return Report("Statistics", figures, {}, drawn, [Table("By feature", names, rows)], settings)
+    return HtmlReport("Statistics", figures, {}, drawn, [Table("By feature", names, rows)], settings)
 
 
-def _rows(name: str, statistics: Statistics) -> list[list[str]]:
+def _rows(name: str, statistics: FeatureStatistics) -> list[list[str]]:
     columns = [statistics.mean, statistics.std, statistics.min, *statistics.quantiles, statistics.max]
     flat = np.stack([np.ravel(column) for column in columns], axis=1)[:SHOWN]
     titles = [name] if len(flat) == 1 else [f"{name}[{i}]" for i in range(len(flat))]
     return [[title, *(f"{value:.5g}" for value in row)] for title, row in zip(titles, flat, strict=True)]
 
 
-def _columns(values: Values) -> tuple[list[Array], list[Array]]:
+def _columns(values: FeatureValues) -> tuple[list[Array], list[Array]]:
     """Counts and edges of each column."""
     counts, edges = [], []
     for row in range(min(SHOWN, len(values.mean))):
@@ -60,7 +60,7 @@ def _channels(histogram: Histogram) -> tuple[list[Array], list[Array]]:
     return list(histogram.counts), [edges] * len(histogram.counts)
 
 
-def _picture(name: str, counts: list[Array], edges: list[Array]) -> Picture:
+def _image(name: str, counts: list[Array], edges: list[Array]) -> ReportImage:
     """A panel per column; the same statistics give the same bytes."""
     from matplotlib.figure import Figure
 
@@ -78,4 +78,4 @@ def _picture(name: str, counts: list[Array], edges: list[Array]) -> Picture:
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=90, facecolor="white", metadata={"Software": None})
     spans = (f"[{i}] from {edge[0]:.4g} to {edge[-1]:.4g}" for i, edge in enumerate(edges))
-    return Picture(name, data_uri(out.getvalue(), "image/png"), "; ".join(spans))
+    return ReportImage(name, data_uri(out.getvalue(), "image/png"), "; ".join(spans))

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from components.contracts.errors import DataError
-from components.datasets.statistics import Array, Statistics, between, ranks
+from components.datasets.statistics import Array, FeatureStatistics, between, ranks
 
 
 @dataclass(frozen=True)
-class Values:
+class FeatureValues:
     """All values of a feature in some frames, and their moments.
 
     `parts` are (width, frames) each, in the type that they came in: a float32 takes 4 bytes, whatever its statistics
@@ -25,19 +25,19 @@ class Values:
     mean: Array
     squares: Array
 
-    def statistics(self, threads: int = 1) -> Statistics:
+    def statistics(self, threads: int = 1) -> FeatureStatistics:
         """Of all values, each array (width,)."""
         with ThreadPoolExecutor(threads) as executor:
             columns = executor.map(self._ordered, range(len(self.mean)))
             ordered = np.stack(list(columns), axis=1)
         std = np.sqrt(self.squares / self.count)
-        return Statistics(ordered[0], ordered[1], self.mean, std, self.count, ordered[2:])
+        return FeatureStatistics(ordered[0], ordered[1], self.mean, std, self.count, ordered[2:])
 
     def _ordered(self, row: int) -> Array:
         return _order(np.concatenate([part[row] for part in self.parts]))
 
 
-def merge(shards: Sequence[Values]) -> Values:
+def merge(shards: Sequence[FeatureValues]) -> FeatureValues:
     """All frames of all shards; their order does not matter.
 
     Moments by Chan, Golub and LeVeque (1979): no sum of squares is ever subtracted from another.
@@ -48,12 +48,12 @@ def merge(shards: Sequence[Values]) -> Values:
     mean = base + ((means - base) * counts).sum(0) / counts.sum()
     squares = np.sum([shard.squares for shard in shards], axis=0) + ((means - mean) ** 2 * counts).sum(0)
     parts = tuple(part for shard in shards for part in shard.parts)
-    return Values(parts, sum(shard.count for shard in shards), mean, squares)
+    return FeatureValues(parts, sum(shard.count for shard in shards), mean, squares)
 
 
 def measure(
     rows: Array, lengths: Sequence[int], feature: str, first_episode: int = 0
-) -> tuple[list[Statistics], Values]:
+) -> tuple[list[FeatureStatistics], FeatureValues]:
     """Statistics of each episode, and what all of them merge from.
 
     Args:
@@ -62,7 +62,7 @@ def measure(
         feature: Named in errors, as is the episode, counted from `first_episode`.
 
     Raises:
-        DataError: no frames, frames that do not add up, values that are not finite or no numbers.
+        DataError: no frames, frames that do not add up, values that are not finite or not numeric.
     """
     _check(rows, lengths, feature, first_episode)
     columns = np.ascontiguousarray(rows.T if rows.dtype.kind == "f" else rows.T.astype(np.float64))
@@ -78,15 +78,15 @@ def measure(
     ends = ordered[:, starts].astype(np.float64), ordered[:, starts + counts - 1].astype(np.float64)
     std = np.sqrt(squares / counts)
     episodes = [
-        Statistics(ends[0][:, i], ends[1][:, i], mean[:, i], std[:, i], int(count), quantiles[:, :, i].T)
+        FeatureStatistics(ends[0][:, i], ends[1][:, i], mean[:, i], std[:, i], int(count), quantiles[:, :, i].T)
         for i, count in enumerate(counts)
     ]
     each = [
-        Values((columns[:, start : start + count],), int(count), mean[:, i], squares[:, i])
+        FeatureValues((columns[:, start : start + count],), int(count), mean[:, i], squares[:, i])
         for i, (start, count) in enumerate(zip(starts, counts, strict=True))
     ]
     merged = merge(each)
-    return episodes, Values((columns,), merged.count, merged.mean, merged.squares)
+    return episodes, FeatureValues((columns,), merged.count, merged.mean, merged.squares)
 
 
 def _moments(columns: Array, starts: Array, counts: Array) -> tuple[Array, Array]:
@@ -109,7 +109,7 @@ def _order(values: Array) -> Array:
 
 def _check(rows: Array, lengths: Sequence[int], feature: str, first_episode: int) -> None:
     if rows.ndim != 2 or rows.dtype.kind not in "fiub":
-        raise DataError(f"{rows.dtype} of shape {rows.shape} are no rows of numbers", where=f"feature {feature!r}")
+        raise DataError(f"{rows.dtype} of shape {rows.shape} are not rows of numbers", where=f"feature {feature!r}")
     for number, length in enumerate(lengths, first_episode):
         if length <= 0:
             raise DataError("the episode is empty", where=f"episode {number}", remedy="remove it from the dataset")
@@ -121,5 +121,5 @@ def _check(rows: Array, lengths: Sequence[int], feature: str, first_episode: int
         raise DataError(
             f"value {column} of feature {feature!r} is {rows[row, column]}",
             where=f"episode {first_episode + episode}, frame {row - sum(lengths[:episode])}",
-            remedy="mend or remove the episode; statistics of such values would make every normalised value NaN",
+            remedy="fix or remove the episode; statistics of such values would make every normalized value NaN",
         )

@@ -15,10 +15,10 @@ from typing import IO, Any
 import fsspec
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
-from components.artifacts.cache import Cache, make_once
+from components.artifacts.cache import DownloadCache, make_once
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.names import confined
-from components.datasets.files import Files, Folder, belongs, listing_digest
+from components.datasets.files import DatasetFiles, LocalFiles, belongs, listing_digest
 from components.datasets.lerobot.layout import INFO, STATS
 from components.installation import install_command
 
@@ -30,7 +30,7 @@ VERSIONS = ("ETag", "etag", "sha256", "md5", "mtime", "LastModified", "last_modi
 """What filesystems call the thing that changes with a file's content, best first."""
 
 
-class Entry(BaseModel):
+class RemoteFile(BaseModel):
     """A file where it comes from; `version` changes with its content."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -39,20 +39,20 @@ class Entry(BaseModel):
     version: str
 
 
-class Listing(BaseModel):
+class FileListing(BaseModel):
     """All files of a dataset by name."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    files: dict[str, Entry]
+    files: dict[str, RemoteFile]
 
 
 @dataclass(frozen=True)
-class Remote:
+class RemoteFiles:
     """Files that `url` has; `listing` was read when it was opened, and what arrives is compared with it."""
 
     url: str
-    listing: Listing
+    listing: FileListing
     root: Path
     limit_bytes: int
 
@@ -99,7 +99,7 @@ class Remote:
     def version(self, name: str | PurePosixPath) -> str:
         return f"{self.url}\0{name}\0{self._entry(name)}"
 
-    def _entry(self, name: str | PurePosixPath) -> Entry:
+    def _entry(self, name: str | PurePosixPath) -> RemoteFile:
         entry = self.listing.files.get(str(name))
         if entry is None:
             raise DataError(f"the dataset has no file {str(name)!r}", where=self.url)
@@ -110,7 +110,7 @@ class Remote:
         files = self.listing.files.items()
         return sum(entry.size for name, entry in files if (self.root / name).is_file())
 
-    def _fetch(self, name: str, entry: Entry, target: Path) -> None:
+    def _fetch(self, name: str, entry: RemoteFile, target: Path) -> None:
         fetched = self.fetched_bytes()
         if fetched + entry.size > self.limit_bytes:
             raise DataError(
@@ -128,7 +128,7 @@ class Remote:
             raise DataError(f"{name!r} arrived with {size} bytes, not {entry.size}", where=self.url)
 
 
-def open_files(path: str, revision: str | None, cache: Cache) -> Files:
+def open_files(path: str, revision: str | None, cache: DownloadCache) -> DatasetFiles:
     """The files of a dataset in a folder, on the hub, or behind an fsspec URL.
 
     Args:
@@ -146,18 +146,18 @@ def open_files(path: str, revision: str | None, cache: Cache) -> Files:
     if Path(path).is_dir() or not HUB.fullmatch(path) or path.startswith("."):
         _no_revision(path, revision)
         folder, recorded = Path(path).absolute(), Path(path).absolute() / RECORDED
-        return Folder(folder if (folder / INFO).is_file() or not (recorded / INFO).is_file() else recorded)
+        return LocalFiles(folder if (folder / INFO).is_file() or not (recorded / INFO).is_file() else recorded)
     if revision is None:
         raise ConfigurationError(
             "a hub name needs a revision",
-            where=f"dataset {path!r}, which is no folder",
+            where=f"dataset {path!r}, which is not a folder",
             remedy="set revision to the commit that the dataset's page shows under its history",
         )
     commit = resolve(path, revision)
     url = f"hf://datasets/{path}@{commit}"
     kept = _home(url, cache) / "listing.json"  # a commit never changes, so it is listed once
     make_once(kept, lambda path: _keep(_list(url), path))
-    return _remote(url, Listing.model_validate_json(kept.read_bytes()), cache)
+    return _remote(url, FileListing.model_validate_json(kept.read_bytes()), cache)
 
 
 def resolve(name: str, revision: str) -> str:
@@ -189,7 +189,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
     return filesystem, base.rstrip("/")
 
 
-def _list(url: str) -> Listing:
+def _list(url: str) -> FileListing:
     filesystem, base = _filesystem(url)
     try:
         found: Mapping[str, Mapping[str, Any]] = filesystem.find(base, detail=True)
@@ -199,13 +199,13 @@ def _list(url: str) -> Listing:
     for full, facts in found.items():
         name = full[full.index(base) + len(base) :].lstrip("/")
         if belongs(name) or name == STATS:
-            files[str(confined(name, url))] = Entry(size=facts["size"], version=_version(facts))
+            files[str(confined(name, url))] = RemoteFile(size=facts["size"], version=_version(facts))
     if INFO not in files:
         raise DataError("not a LeRobot dataset: it has no meta/info.json", where=url)
-    return Listing(files=files)
+    return FileListing(files=files)
 
 
-def _keep(listing: Listing, path: Path) -> None:
+def _keep(listing: FileListing, path: Path) -> None:
     path.write_text(listing.model_dump_json())
 
 
@@ -216,15 +216,15 @@ def _version(facts: Mapping[str, Any]) -> str:
     return next((str(facts[key]) for key in VERSIONS if facts.get(key) is not None), "")
 
 
-def _home(url: str, cache: Cache) -> Path:
+def _home(url: str, cache: DownloadCache) -> Path:
     readable = re.sub(r"[^\w.-]+", "-", url)[-60:].strip("-")
     return cache.folder / "datasets" / f"{readable}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
 
 
-def _remote(url: str, listing: Listing, cache: Cache) -> Remote:
+def _remote(url: str, listing: FileListing, cache: DownloadCache) -> RemoteFiles:
     """Files of other content lie in another folder, so that a changed bucket is not taken for the old one."""
     content = listing_digest({name: entry.version for name, entry in listing.files.items()})
-    return Remote(url, listing, _home(url, cache) / content[:16], cache.limit_bytes)
+    return RemoteFiles(url, listing, _home(url, cache) / content[:16], cache.limit_bytes)
 
 
 def _no_revision(path: str, revision: str | None) -> None:

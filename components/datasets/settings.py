@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -67,15 +68,17 @@ class DatasetSettings(Settings):
 class QuantileStatsSettings(Settings):
     """What statistics are of."""
 
-    features: tuple[str, ...] = Field((), description="Names of features; empty for all that are numbers or pictures.")
-    pictures: Literal["sampled", "all"] = Field(
+    FORMER: ClassVar[Mapping[str, str]] = {"pictures": "write images"}
+
+    features: tuple[str, ...] = Field((), description="Names of features; empty for all that are numbers or images.")
+    images: Literal["sampled", "all"] = Field(
         "sampled",
-        description="Frames whose pictures are counted: sampled (LeRobot's length**0.75 of each episode, 100 to "
+        description="Frames whose images are counted: sampled (LeRobot's length**0.75 of each episode, 100 to "
         "10,000) or all.",
     )
 
 
-class AugmentSettings(Settings):
+class AugmentStatsSettings(Settings):
     """What becomes of the dataset."""
 
     in_place: bool = Field(False, description="Put the statistics into the dataset's meta/stats.json, in one step.")

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from components.artifacts.cache import Cache, make_once
+from components.artifacts.cache import DownloadCache, make_once
 from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.stages import Artifact, Report, Stage, StageContext
-from components.datasets.files import Files, Folder
+from components.contracts.stages import Artifact, Stage, StageContext, StageReport
+from components.datasets.files import DatasetFiles, LocalFiles
 from components.datasets.lerobot.layout import INFO
 from components.datasets.lerobot.reader import Dataset, open_dataset
 from components.datasets.remote import RECORDED, open_files, resolve
@@ -33,7 +33,7 @@ class DatasetReference(BaseModel):
 
 
 @dataclass(frozen=True)
-class Source:
+class DatasetSource:
     """A dataset, and how a policy is to see it: see `SourceSettings`. `cameras` are in the policy's order."""
 
     dataset: Dataset
@@ -46,13 +46,13 @@ class Source:
     episodes: tuple[int, ...]
 
 
-def content_digest(files: Files, cache: Cache) -> str:
+def content_digest(files: DatasetFiles, cache: DownloadCache) -> str:
     """The files' digest; that of a folder is kept for as long as names, sizes and times of its files stay.
 
     Raises:
         DataError: there is no dataset.
     """
-    if not isinstance(files, Folder):
+    if not isinstance(files, LocalFiles):
         return files.digest()
     versions = "\n".join(files.version(name) for name in files.names())
     key = hashlib.sha256(f"{files}\n{versions}".encode()).hexdigest()
@@ -88,7 +88,9 @@ def local_folder(settings: DatasetSettings) -> Path:
     return Path(settings.path)
 
 
-def refer(settings: DatasetSettings, inputs: Mapping[str, Artifact], folder: Path, context: StageContext) -> Report:
+def refer(
+    settings: DatasetSettings, inputs: Mapping[str, Artifact], folder: Path, context: StageContext
+) -> StageReport:
     """`dataset.json`: where each dataset is, the digest of its content, and how it is to be seen."""
     sources = [_pinned(source) for source in settings.listed()]
     found = [_absolute(source) for source in sources]
@@ -97,13 +99,13 @@ def refer(settings: DatasetSettings, inputs: Mapping[str, Artifact], folder: Pat
     for source in sources:
         context.events.message(f"dataset: refers to {source.path}, digest {source.digest}")
     lengths = [each.dataset.episodes[index].length for each in opened for index in each.episodes]
-    return Report(rows={"episodes": len(lengths), "frames": sum(lengths)})
+    return StageReport(rows={"episodes": len(lengths), "frames": sum(lengths)})
 
 
 DATASET_STAGE = Stage("dataset", 2, DatasetSettings, (), refer)
 
 
-def open_sources(artifact: Path) -> tuple[Source, ...]:
+def open_sources(artifact: Path) -> tuple[DatasetSource, ...]:
     """The datasets of an artifact: those that it refers to, or the one that was recorded into it.
 
     Raises:
@@ -118,7 +120,7 @@ def open_sources(artifact: Path) -> tuple[Source, ...]:
         reference = DatasetReference.model_validate_json(Path(path).read_bytes())
     except FileNotFoundError as error:
         raise DataError("not an artifact of a stage that gives a dataset", where=path) from error
-    cache = Cache.standard()
+    cache = DownloadCache.standard()
     return tuple(_source(_opened(source, path, cache), source) for source in reference.sources)
 
 
@@ -134,7 +136,9 @@ def open_source(artifact: Path) -> Dataset:
     return sources[0].dataset
 
 
-def split(sources: Sequence[Source], held_out: float, seed: int) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
+def split(
+    sources: Sequence[DatasetSource], held_out: float, seed: int
+) -> tuple[tuple[DatasetSource, ...], tuple[DatasetSource, ...]]:
     """The sources with the episodes to train on, and with those that are held out.
 
     Args:
@@ -163,7 +167,7 @@ def split(sources: Sequence[Source], held_out: float, seed: int) -> tuple[tuple[
 
 def _pinned(source: SourceSettings) -> SourceSettings:
     commit = resolve(source.path, source.revision) if source.revision is not None else None
-    cache = Cache.standard()
+    cache = DownloadCache.standard()
     digest = content_digest(open_files(source.path, commit, cache), cache)
     if source.digest not in (None, digest):
         raise ConfigurationError(
@@ -180,7 +184,7 @@ def _absolute(source: SourceSettings) -> SourceSettings:
     return source.model_copy(update={"path": str(Path(source.path).resolve())})
 
 
-def _opened(source: SourceSettings, reference: str, cache: Cache) -> Dataset:
+def _opened(source: SourceSettings, reference: str, cache: DownloadCache) -> Dataset:
     files = open_files(source.path, source.revision, cache)
     digest = content_digest(files, cache)
     if digest != source.digest:
@@ -192,15 +196,15 @@ def _opened(source: SourceSettings, reference: str, cache: Cache) -> Dataset:
     return open_dataset(files)
 
 
-def _source(dataset: Dataset, settings: SourceSettings) -> Source:
+def _source(dataset: Dataset, settings: SourceSettings) -> DatasetSource:
     features, count = dataset.info.features, len(dataset.episodes)
     state = settings.state or (STATE if STATE in features else None)
     action = settings.action or ACTION
-    pictures = {name: name for name, feature in features.items() if feature.is_picture}
-    cameras = pictures if settings.cameras is None else settings.cameras
+    images = {name: name for name, feature in features.items() if feature.is_visual}
+    cameras = images if settings.cameras is None else settings.cameras
     for name in cameras.values():
-        if not dataset.feature(name).is_picture:
-            raise ConfigurationError(f"feature {name!r} is no camera", where=str(dataset.files))
+        if not dataset.feature(name).is_visual:
+            raise ConfigurationError(f"feature {name!r} is not a camera", where=str(dataset.files))
     episodes = tuple(range(count)) if settings.episodes is None else tuple(sorted(set(settings.episodes)))
     if not episodes or episodes[-1] >= count:
         chosen = episodes[-1] if episodes else "no episode"
@@ -208,7 +212,7 @@ def _source(dataset: Dataset, settings: SourceSettings) -> Source:
     for name in filter(None, (state, settings.action)):  # a dataset without the usual names can still be measured
         if not dataset.feature(name).is_number:
             raise ConfigurationError(f"feature {name!r} is {dataset.feature(name).dtype}", where=str(dataset.files))
-    return Source(dataset, settings.tag, settings.weight, settings.horizon, state, action, cameras, episodes)
+    return DatasetSource(dataset, settings.tag, settings.weight, settings.horizon, state, action, cameras, episodes)
 
 
 def _put(text: str, path: Path) -> None:

@@ -14,20 +14,20 @@ import pyarrow.parquet as pq
 
 from components.artifacts.disk import write_file
 from components.contracts.errors import DataError
-from components.contracts.stages import Artifact, Report, Stage, StageContext
+from components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from components.datasets.lerobot.layout import STATS
 from components.datasets.measure import Measured, cores, measure_dataset, merge, overall, plan
 from components.datasets.page import statistics_report
 from components.datasets.settings import QuantileStatsSettings
-from components.datasets.source import Source, open_sources
+from components.datasets.source import DatasetSource, open_sources
 from components.datasets.statistics import document
-from components.reports.report import Report as Page
+from components.reports.report import HtmlReport as Page
 from components.reports.report import write_report
 
 
 def write_statistics(
     settings: QuantileStatsSettings, inputs: Mapping[str, Artifact], folder: Path, context: StageContext
-) -> Report:
+) -> StageReport:
     """`stats.json` as LeRobot has it, `episodes.parquet` with each episode's, and `report.html`.
 
     Where the datasets have several tags, each tag has these files in `tags/<tag>/`, and `report.html` leads there;
@@ -53,7 +53,7 @@ def write_statistics(
         links = {tag: f"{home.relative_to(folder).as_posix()}/report.html" for tag, home in homes.items()}
         write_report(folder / "report.html", Page("Statistics", {"datasets": f"{len(sources):,}"}, links))
     lengths = [source.dataset.episodes[index].length for source in sources for index in source.episodes]
-    return Report(rows={"episodes": len(lengths), "frames": sum(lengths)})
+    return StageReport(rows={"episodes": len(lengths), "frames": sum(lengths)})
 
 
 QUANTILE_STATS_STAGE = Stage("quantile-stats", 3, QuantileStatsSettings, ("dataset",), write_statistics)
@@ -78,7 +78,9 @@ def read_statistics(artifact: Path, tags: Sequence[str]) -> dict[str, dict[str, 
     return found
 
 
-def _measured(sources: Sequence[Source], settings: QuantileStatsSettings, context: StageContext) -> list[Measured]:
+def _measured(
+    sources: Sequence[DatasetSource], settings: QuantileStatsSettings, context: StageContext
+) -> list[Measured]:
     """Of each source; one bar for all."""
     plans = [plan(source.dataset, settings, source.episodes) for source in sources]
     ends = list(accumulate(len(units) for units in plans))

@@ -16,7 +16,7 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Statistics:
+class FeatureStatistics:
     """Of one feature over `count` frames. Arrays are float64 and of the feature's shape, (3, 1, 1) for images.
 
     `quantiles` has one more dimension in front, in the order of `QUANTILES`. `std` divides by the count.
@@ -35,9 +35,9 @@ class Statistics:
         entry |= dict(zip(QUANTILES, self.quantiles, strict=True))
         return {**{name: value.tolist() for name, value in entry.items()}, "count": [self.count]}
 
-    def reshape(self, shape: tuple[int, ...]) -> Statistics:
+    def reshape(self, shape: tuple[int, ...]) -> FeatureStatistics:
         """The same for a feature whose frames have `shape`."""
-        return Statistics(
+        return FeatureStatistics(
             self.min.reshape(shape),
             self.max.reshape(shape),
             self.mean.reshape(shape),
@@ -64,6 +64,6 @@ def between(low: Array, high: Array, weight: Array) -> Array:
     return np.where(weight >= 0.5, high - step * (1 - weight), low + step * weight)
 
 
-def document(statistics: Mapping[str, Statistics]) -> dict[str, dict[str, list[Any]]]:
+def document(statistics: Mapping[str, FeatureStatistics]) -> dict[str, dict[str, list[Any]]]:
     """stats.json for several features."""
     return {name: each.document() for name, each in statistics.items()}

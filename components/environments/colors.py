@@ -1,4 +1,4 @@
-"""Name the colour of a noisy picture: the smallest task that cannot be solved without looking."""
+"""Name the color of a noisy image: the smallest task that cannot be solved without looking."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pydantic import Field
 
 from components.contracts.episodes import Observation, Outcome, Task
 from components.contracts.images import EncodedImage
+from components.environments.color_images import ColorImageSettings, color_reward, painter
 from components.environments.generated import GeneratedEnvironment
-from components.environments.pictures import PictureSettings, colour_reward, painter
 
 
-class ColorsSettings(PictureSettings):
-    """One picture, one question, one answer."""
+class ColorsSettings(ColorImageSettings):
+    """One image, one question, one answer."""
 
-    question: str = Field("What colour is this?", min_length=1, description="What is asked below the picture.")
-    correct_weight: float = Field(1.0, description="Reward for answering with exactly the colour's name.")
-    format_weight: float = Field(0.0, description="Reward for answering with exactly one of the colours' names.")
+    question: str = Field("What colour is this?", min_length=1, description="What is asked below the image.")
+    correct_weight: float = Field(1.0, description="Reward for answering with exactly the color's name.")
+    format_weight: float = Field(0.0, description="Reward for answering with exactly one of the colors' names.")
 
 
 class Colors(GeneratedEnvironment[ColorsSettings]):
-    """Every colour comes equally often: a guess is right one time in `len(colours)`."""
+    """Every color comes equally often: a guess is right one time in `len(colors)`."""
 
     name = "colors"
     Settings = ColorsSettings
@@ -35,25 +35,25 @@ class Colors(GeneratedEnvironment[ColorsSettings]):
         self._paint = painter(settings)
 
     def payload(self, seed: int, index: int) -> dict[str, Any]:
-        return {"colour": self.settings.names[index % len(self.settings.names)], "seed": seed}
+        return {"color": self.settings.names[index % len(self.settings.names)], "seed": seed}
 
     def demonstration(self, task: Task) -> list[str]:
-        return [task.payload["colour"]]
+        return [task.payload["color"]]
 
     def episode(self, task: Task) -> ColorsEpisode:
-        picture = self._paint(task.payload["colour"], task.payload["seed"])
-        return ColorsEpisode(picture, task.payload["colour"], self.settings)
+        image = self._paint(task.payload["color"], task.payload["seed"])
+        return ColorsEpisode(image, task.payload["color"], self.settings)
 
 
 class ColorsEpisode:
-    def __init__(self, picture: EncodedImage, colour: str, settings: ColorsSettings) -> None:
-        self._picture, self._colour, self._settings = picture, colour, settings
+    def __init__(self, image: EncodedImage, color: str, settings: ColorsSettings) -> None:
+        self._image, self._color, self._settings = image, color, settings
 
     async def reset(self) -> Observation:
-        return Observation((self._picture, self._settings.question))
+        return Observation((self._image, self._settings.question))
 
     async def step(self, action: str) -> Outcome:
-        return Outcome(None, colour_reward(action, self._colour, self._settings))
+        return Outcome(None, color_reward(action, self._color, self._settings))
 
     async def close(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Say where a marked point is: a picture with a dot, answers in pixels, and a hint after each miss."""
+"""Say where a marked point is: an image with a dot, answers in pixels, and a hint after each miss."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 
 
 class CoordinatesSettings(Settings):
-    """A dot on a square picture."""
+    """A dot on a square image."""
 
-    image_size: int = Field(224, ge=16, le=2048, description="Width and height of the picture in pixels.")
+    image_size: int = Field(224, ge=16, le=2048, description="Width and height of the image in pixels.")
     dot_radius: PositiveInt = Field(8, description="Radius of the dot in pixels.")
     tolerance: PositiveFloat = Field(
-        16.0, description="Largest distance in pixels from the dot's centre that is a hit."
+        16.0, description="Largest distance in pixels from the dot's center that is a hit."
     )
     guesses: PositiveInt = Field(1, description="Guesses (turns) in an episode; each miss is answered with a hint.")
-    show_guess: bool = Field(False, description="Whether a hint comes with a picture that marks the guess.")
+    show_guess: bool = Field(False, description="Whether a hint comes with an image that marks the guess.")
     hit_weight: float = Field(1.0, description="Reward for a hit.")
     closeness_weight: float = Field(
-        0.0, description="Reward for the last guess's closeness: 1 at the centre, 0 a whole image_size away."
+        0.0, description="Reward for the last guess's closeness: 1 at the center, 0 a whole image_size away."
     )
     format_weight: float = Field(0.0, description="Reward for giving every answer as x,y.")
 
@@ -54,7 +54,7 @@ def parse_point(answer: str) -> Point | None:
 
 
 class Coordinates(GeneratedEnvironment[CoordinatesSettings]):
-    """Pixels are counted from the upper left corner, x to the right and y downwards, as in the picture's file.
+    """Pixels are counted from the upper left corner, x to the right and y downwards, as in the image's file.
 
     Every part of the reward is given once, at the end, and lies in [0, 1]. A random guess hits with a chance of
     about pi * tolerance^2 / image_size^2.
@@ -95,7 +95,7 @@ class CoordinatesEpisode:
             "Where is the centre of the dot? Count pixels from the upper left corner: x to the right, y downwards, "
             f"both from 0 to {edge}. Answer with x,y and nothing else."
         )
-        return Observation((self._picture(None), question))
+        return Observation((self._image(None), question))
 
     async def step(self, action: str) -> Outcome:
         guess = parse_point(action)
@@ -123,16 +123,16 @@ class CoordinatesEpisode:
         along = "up" if goal_y < y else "down"
         directions = [word for word, off in ((across, goal_x != x), (along, goal_y != y)) if off]
         text = f"Not there. The dot is further {' and '.join(directions)}. Try again with x,y."
-        return Observation((self._picture(guess), text) if self._settings.show_guess else (text,))
+        return Observation((self._image(guess), text) if self._settings.show_guess else (text,))
 
-    def _picture(self, guess: Point | None) -> EncodedImage:
+    def _image(self, guess: Point | None) -> EncodedImage:
         size, radius = self._settings.image_size, self._settings.dot_radius
-        picture = Image.new("RGB", (size, size), "white")
-        draw = ImageDraw.Draw(picture)
+        image = Image.new("RGB", (size, size), "white")
+        draw = ImageDraw.Draw(image)
         x, y = self._target
         draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill="red")
         if guess:
             x, y = guess
             draw.line((x - radius, y, x + radius, y), fill="blue")
             draw.line((x, y - radius, x, y + radius), fill="blue")
-        return encode_png(picture)
+        return encode_png(image)

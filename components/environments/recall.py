@@ -1,57 +1,55 @@
-"""Remember a picture that was shown some turns ago: the images of earlier turns must stay in the prompt."""
+"""Remember an image that was shown some turns ago: the images of earlier turns must stay in the prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, Self
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from components.contracts.episodes import Observation, Outcome, Task
 from components.contracts.images import EncodedImage
+from components.environments.color_images import ColorImageSettings, color_reward, painter
 from components.environments.generated import GeneratedEnvironment
-from components.environments.pictures import PictureSettings, colour_reward, painter
 
 NUMBER = "{number}"
 
 
-class RecallSettings(PictureSettings):
-    """Turns that show a picture, then turns that show none, then the question."""
+class RecallSettings(ColorImageSettings):
+    """Turns that show an image, then turns that show none, then the question."""
 
-    pictures: PositiveInt = Field(1, description="Turns that show a picture, each of another colour.")
-    filler_turns: NonNegativeInt = Field(
-        0, description="Turns without a picture between the last one and the question."
-    )
-    asked: Literal["first", "last", "random"] = Field("first", description="Which picture's colour is asked for.")
+    FORMER: ClassVar[Mapping[str, str]] = {**ColorImageSettings.FORMER, "pictures": "write images"}
+
+    images: PositiveInt = Field(1, description="Turns that show an image, each of another color.")
+    filler_turns: NonNegativeInt = Field(0, description="Turns without an image between the last one and the question.")
+    asked: Literal["first", "last", "random"] = Field("first", description="Which image's color is asked for.")
     remember: str = Field(
-        "Remember this picture.", min_length=1, description="Said below a picture; {number} is the picture's number."
+        "Remember this picture.", min_length=1, description="Said below an image; {number} is the image's number."
     )
-    filler: str = Field("Go on.", min_length=1, description="Said in a turn without a picture.")
+    filler: str = Field("Go on.", min_length=1, description="Said in a turn without an image.")
     question: str = Field(
         "Which colour was it?",
         min_length=1,
-        description="The last turn; {number} is the number of the picture asked for.",
+        description="The last turn; {number} is the number of the image asked for.",
     )
-    correct_weight: float = Field(1.0, description="Reward for answering with exactly the colour's name.")
-    format_weight: float = Field(0.0, description="Reward for answering with exactly one of the colours' names.")
+    correct_weight: float = Field(1.0, description="Reward for answering with exactly the color's name.")
+    format_weight: float = Field(0.0, description="Reward for answering with exactly one of the colors' names.")
 
     @model_validator(mode="after")
     def _can_be_answered(self) -> Self:
-        if self.pictures > len(self.colours):
-            raise ValueError(
-                f"{self.pictures} pictures of different colours need more than {len(self.colours)} colours"
-            )
-        if self.pictures > 1 and self.asked == "random" and NUMBER not in self.question:
-            raise ValueError(f"the question does not say which picture it asks for: put {NUMBER} into it")
+        if self.images > len(self.colors):
+            raise ValueError(f"{self.images} images of different colors need more than {len(self.colors)} colors")
+        if self.images > 1 and self.asked == "random" and NUMBER not in self.question:
+            raise ValueError(f"the question does not say which image it asks for: put {NUMBER} into it")
         return self
 
 
 class Recall(GeneratedEnvironment[RecallSettings]):
-    """The colour asked for is drawn evenly, the others without replacement; only the last turn is rewarded.
+    """The color asked for is drawn evenly, the others without replacement; only the last turn is rewarded.
 
-    A guess is right one time in `len(colours)`; who saw the pictures but not which one is asked for is right
-    one time in `pictures`.
+    A guess is right one time in `len(colors)`; who saw the images but not which one is asked for is right
+    one time in `images`.
     """
 
     name = "recall"
@@ -61,18 +59,18 @@ class Recall(GeneratedEnvironment[RecallSettings]):
         self, settings: RecallSettings, *, train_tasks: int, heldout_tasks: int, seed: int, processes: int
     ) -> None:
         super().__init__(settings, train_tasks=train_tasks, heldout_tasks=heldout_tasks, seed=seed, processes=processes)
-        self.max_turns = settings.pictures + settings.filler_turns + 1
+        self.max_turns = settings.images + settings.filler_turns + 1
         self.reward_weights = {"correct": settings.correct_weight, "format": settings.format_weight}
         self._paint = painter(settings)
 
     def payload(self, seed: int, index: int) -> dict[str, Any]:
         random = np.random.default_rng(seed)
-        names, pictures = self.settings.names, self.settings.pictures
-        choices = {"first": 0, "last": pictures - 1, "random": int(random.integers(pictures))}
+        names, images = self.settings.names, self.settings.images
+        choices = {"first": 0, "last": images - 1, "random": int(random.integers(images))}
         asked = choices[self.settings.asked]
         answer = names[index % len(names)]
-        colours = [str(name) for name in random.permutation([name for name in names if name != answer])]
-        return {"colours": [*colours[:asked], answer, *colours[asked : pictures - 1]], "asked": asked, "seed": seed}
+        colors = [str(name) for name in random.permutation([name for name in names if name != answer])]
+        return {"colors": [*colors[:asked], answer, *colors[asked : images - 1]], "asked": asked, "seed": seed}
 
     def episode(self, task: Task) -> RecallEpisode:
         return RecallEpisode(task, self.settings, self._paint)
@@ -80,7 +78,7 @@ class Recall(GeneratedEnvironment[RecallSettings]):
 
 class RecallEpisode:
     def __init__(self, task: Task, settings: RecallSettings, paint: Callable[[str, int], EncodedImage]) -> None:
-        self._colours: list[str] = task.payload["colours"]
+        self._colors: list[str] = task.payload["colors"]
         self._asked: int = task.payload["asked"]
         self._seed: int = task.payload["seed"]
         self._settings, self._paint = settings, paint
@@ -91,8 +89,8 @@ class RecallEpisode:
         return self._observation()
 
     async def step(self, action: str) -> Outcome:
-        if self._turn == self._settings.pictures + self._settings.filler_turns:
-            return Outcome(None, colour_reward(action, self._colours[self._asked], self._settings))
+        if self._turn == self._settings.images + self._settings.filler_turns:
+            return Outcome(None, color_reward(action, self._colors[self._asked], self._settings))
         self._turn += 1
         return Outcome(self._observation())
 
@@ -101,9 +99,9 @@ class RecallEpisode:
 
     def _observation(self) -> Observation:
         settings, turn = self._settings, self._turn
-        if turn < settings.pictures:
-            picture = self._paint(self._colours[turn], self._seed + turn * 2**64)
-            return Observation((picture, settings.remember.replace(NUMBER, str(turn + 1))))
-        if turn < settings.pictures + settings.filler_turns:
+        if turn < settings.images:
+            image = self._paint(self._colors[turn], self._seed + turn * 2**64)
+            return Observation((image, settings.remember.replace(NUMBER, str(turn + 1))))
+        if turn < settings.images + settings.filler_turns:
             return Observation((settings.filler,))
         return Observation((settings.question.replace(NUMBER, str(self._asked + 1)),))

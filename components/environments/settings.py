@@ -33,7 +33,7 @@ class EnvironmentSettings(Settings):
     evaluation_args: dict[str, Any] = Field(
         default_factory=dict,
         description="What of args is otherwise when an evaluation plays the tasks, so that success is measured in a "
-        "published setting, whatever helps training: {max_dead_ends = 0}.",
+        "published setting, whatever helps training: {max_invalid_actions = 0}.",
     )
 
     @field_validator("args")

@@ -18,10 +18,10 @@ from components.contracts.checks import MOST_CHARACTERS, plain_text
 from components.contracts.episodes import Environment, Observation, Split, Task
 from components.contracts.errors import ArmatureError, ConfigurationError, DataError
 from components.contracts.failures import RolloutFailed, said
-from components.contracts.stages import Artifact, Report, Stage, StageContext
+from components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from components.environments.guarded import GuardedEpisode
 from components.environments.make import make_environment
-from components.environments.preview import picture_grid
+from components.environments.preview import image_grid
 from components.environments.settings import EnvironmentSettings
 from components.environments.sources import environment_sources
 
@@ -33,7 +33,7 @@ ENVIRONMENT = "environment.json"
 
 def write_tasks(
     settings: EnvironmentSettings, inputs: Mapping[str, Artifact], folder: Path, context: StageContext
-) -> Report:
+) -> StageReport:
     """`train.parquet`, `heldout.parquet`, `environment.json` (the settings) and `preview.png`."""
     rows: dict[str, int] = {}
     with closing(make_environment(settings, context.machine.environment_processes)) as environment:
@@ -45,14 +45,14 @@ def write_tasks(
             context.events.progress("tasks", len(rows), len(SPLITS))
         (folder / ENVIRONMENT).write_text(settings.model_dump_json(indent=1) + "\n")
         shown = load_tasks(folder, "train")[:PREVIEWED]
-        picture_grid(asyncio.run(_first_observations(environment, shown, context.machine.environment_timeout))).save(
+        image_grid(asyncio.run(_first_observations(environment, shown, context.machine.environment_timeout))).save(
             folder / "preview.png"
         )
-    return Report(rows=rows)
+    return StageReport(rows=rows)
 
 
 TASKS_STAGE = Stage(
-    "tasks", 2, EnvironmentSettings, (), write_tasks, lambda settings, inputs: environment_sources(settings)
+    "tasks", 3, EnvironmentSettings, (), write_tasks, lambda settings, inputs: environment_sources(settings)
 )
 
 
@@ -79,7 +79,7 @@ def load_environment(folder: Path, processes: int = 0, *, evaluation: bool = Fal
 def sources_of_tasks(settings: object, inputs: Mapping[str, Artifact]) -> dict[str, str]:
     """What a stage depends on that plays the tasks of its input `tasks`, whatever its settings are.
 
-    Nothing where that is no artifact of the tasks stage: the stage says so when it runs.
+    Nothing where that is not an artifact of the tasks stage: the stage says so when it runs.
     """
     folder = inputs["tasks"].path
     if not (folder / ENVIRONMENT).is_file():
@@ -102,7 +102,7 @@ def read_environment(folder: Path) -> EnvironmentSettings:
         raise DataError("not an artifact of the tasks stage", where=str(path)) from error
     except ValidationError as error:
         raise DataError(
-            f"these are no settings of an environment: {error.errors()[0]['msg']}",
+            f"these are not settings of an environment: {error.errors()[0]['msg']}",
             where=str(path),
             remedy="make the tasks again with this version",
         ) from error
@@ -112,7 +112,7 @@ def _rows(environment: Environment, split: Split, most: int) -> list[dict[str, o
     """The tasks as rows.
 
     Raises:
-        ConfigurationError: there are none, more than `most`, two of one name, or one that is no task of `split`.
+        ConfigurationError: there are none, more than `most`, two of one name, or one that is not a task of `split`.
     """
     where = f"environment {environment.name!r}, split {split!r}"
     try:
@@ -123,7 +123,7 @@ def _rows(environment: Environment, split: Split, most: int) -> list[dict[str, o
         raise ConfigurationError(f"the tasks cannot be listed: {said(error)}", where=where) from error
     if not 0 < len(rows) <= most:
         count = "no" if not rows else f"more than {most}"
-        raise ConfigurationError(f"the environment lists {count} tasks, where {most} are asked for", where=where)
+        raise ConfigurationError(f"the environment lists {count} tasks, where {most} are requested", where=where)
     names = Counter(row["task_id"] for row in rows)
     (name, times), *_ = names.most_common(1)
     if times > 1:

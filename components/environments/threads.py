@@ -27,7 +27,7 @@ class LoopThread:
     """A daemon thread with an event loop of its own, for coroutines that were not written by us.
 
     Whatever they do stays there: they may block, raise what would end a loop, and ignore that they are cancelled.
-    `stuck`: a call was given up and goes on.
+    `stuck`: a call was given up and is still running.
     """
 
     def __init__(self, name: str) -> None:
@@ -110,7 +110,7 @@ class LoopThread:
         self._loop.close()
 
 
-class Together:
+class SharedThreadEpisode:
     """An episode in a thread that it shares, for episodes whose clients, locks or sessions belong to one event loop.
 
     One that blocks holds up the others of its thread.

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from components.evaluation.results import Result, accuracy, by_kind, mean_reward, of_split, split_metrics
+from components.evaluation.results import EpisodeResult, accuracy, by_kind, mean_reward, of_split, split_metrics
 from components.evaluation.wilson import Interval
-from components.reports.report import Report, Table
+from components.reports.report import HtmlReport, Table
 
 COLUMNS = ("episodes", "failed", "accuracy", "95 % interval", "mean reward", "mean turns")
 PER_EPISODE = {
@@ -22,11 +22,11 @@ PER_EPISODE = {
 
 def evaluation_report(
     title: str,
-    results: Sequence[Result],
+    results: Sequence[EpisodeResult],
     splits: Sequence[str],
     configuration: Mapping[str, Any],
     links: Mapping[str, str],
-) -> Report:
+) -> HtmlReport:
     """Accuracy and reward with 95 % intervals, by split, kind of task and reward part, and failures by reason.
 
     What has no split beside it is of the first of `splits`.
@@ -45,17 +45,17 @@ def evaluation_report(
     figures |= {label: f"{numbers[key]:.2f}" for key, label in PER_EPISODE.items() if numbers.get(key)}
     tables = [_splits(results, splits), *(_kinds(results, split, splits) for split in splits)]
     tables += [_parts(numbers["reward_parts"]), _failures(results)]
-    return Report(title, figures, links, tables=[table for table in tables if table], configuration=configuration)
+    return HtmlReport(title, figures, links, tables=[table for table in tables if table], configuration=configuration)
 
 
-def _splits(results: Sequence[Result], splits: Sequence[str]) -> Table | None:
+def _splits(results: Sequence[EpisodeResult], splits: Sequence[str]) -> Table | None:
     if len(splits) < 2:
         return None
     rows = [_row(split, of_split(results, split)) for split in splits]
     return Table("By split", ["split", *COLUMNS], rows)
 
 
-def _kinds(results: Sequence[Result], split: str, splits: Sequence[str]) -> Table | None:
+def _kinds(results: Sequence[EpisodeResult], split: str, splits: Sequence[str]) -> Table | None:
     kinds = by_kind(of_split(results, split))
     if len(kinds) < 2:
         return None
@@ -63,7 +63,7 @@ def _kinds(results: Sequence[Result], split: str, splits: Sequence[str]) -> Tabl
     return Table(title, ["kind", *COLUMNS], [_row(kind, group) for kind, group in sorted(kinds.items())])
 
 
-def _row(name: str, group: Sequence[Result]) -> list[str]:
+def _row(name: str, group: Sequence[EpisodeResult]) -> list[str]:
     """Cells under a name and `COLUMNS`."""
     done = [result.turns for result in group if result.failure is None]
     turns = f"{fmean(done):.1f}" if done else ""
@@ -80,7 +80,7 @@ def _parts(parts: Mapping[str, float]) -> Table | None:
     return Table("Reward by part", ["part", "mean"], rows) if rows else None
 
 
-def _failures(results: Sequence[Result]) -> Table | None:
+def _failures(results: Sequence[EpisodeResult]) -> Table | None:
     reasons = Counter(result.failure for result in results if result.failure)
     rows = [[reason, str(count)] for reason, count in reasons.most_common()]
     return Table("Episodes that could not be finished", ["reason", "count"], rows) if rows else None

@@ -45,7 +45,7 @@ RESULTS = TableSchema(
 
 
 @dataclass(frozen=True)
-class Result:
+class EpisodeResult:
     """One planned episode. A failed one has a `failure` and no reward, and is not solved."""
 
     trajectory_id: str
@@ -68,7 +68,7 @@ class Result:
 
 def collect_results(
     outputs: GenerateOutputs, tasks: Sequence[Task], success_reward: float, kind_field: str = ""
-) -> list[Result]:
+) -> list[EpisodeResult]:
     """One result per trajectory or failure, in the order of their ids.
 
     `kind_field` names the field of the tasks' payload that is their kind; without one all are of kind "all".
@@ -94,9 +94,9 @@ def _kind(task: Task, field: str) -> str:
     return str(task.payload[field])
 
 
-def _finished(trajectory: Trajectory, split: str, kind: str, success_reward: float) -> Result:
+def _finished(trajectory: Trajectory, split: str, kind: str, success_reward: float) -> EpisodeResult:
     defects = Counter(turn.action_defect for turn in trajectory.turns)
-    return Result(
+    return EpisodeResult(
         trajectory_id=trajectory.trajectory_id,
         task_id=trajectory.task_id,
         split=split,
@@ -113,8 +113,8 @@ def _finished(trajectory: Trajectory, split: str, kind: str, success_reward: flo
     )
 
 
-def _failed(failure: Failure, split: str, kind: str) -> Result:
-    return Result(
+def _failed(failure: Failure, split: str, kind: str) -> EpisodeResult:
+    return EpisodeResult(
         trajectory_id=failure.trajectory_id,
         task_id=failure.task_id,
         split=split,
@@ -131,28 +131,28 @@ def _failed(failure: Failure, split: str, kind: str) -> Result:
     )
 
 
-def write_results(folder: Path, results: Sequence[Result]) -> None:
+def write_results(folder: Path, results: Sequence[EpisodeResult]) -> None:
     write_table(folder / RESULTS_FILE, [result.row() for result in results], RESULTS)
 
 
-def accuracy(results: Sequence[Result]) -> Interval:
+def accuracy(results: Sequence[EpisodeResult]) -> Interval:
     """Solved of all planned episodes; a failed episode counts as not solved."""
     return clustered_wilson_interval(_by_task(results, lambda result: result.solved))
 
 
-def mean_reward(results: Sequence[Result]) -> Interval:
+def mean_reward(results: Sequence[EpisodeResult]) -> Interval:
     """Over the finished episodes."""
     done = [result for result in results if result.reward is not None]
     return mean_interval(_by_task(done, lambda result: float(result.reward or 0.0)))
 
 
-def metrics(results: Sequence[Result], splits: Sequence[str]) -> dict[str, Any]:
+def metrics(results: Sequence[EpisodeResult], splits: Sequence[str]) -> dict[str, Any]:
     """Numbers for `metrics.json`: those of the first split, and those of each further one under its name."""
     first, *more = (split_metrics(of_split(results, split)) for split in splits)
     return first | dict(zip(splits[1:], more, strict=True))
 
 
-def failures_said(results: Sequence[Result]) -> str:
+def failures_said(results: Sequence[EpisodeResult]) -> str:
     """What failed episodes did to the numbers, in a sentence; empty if none failed."""
     reasons = Counter(result.failure for result in results if result.failure)
     if not reasons:
@@ -166,11 +166,11 @@ def failures_said(results: Sequence[Result]) -> str:
     )
 
 
-def of_split(results: Sequence[Result], split: str) -> list[Result]:
+def of_split(results: Sequence[EpisodeResult], split: str) -> list[EpisodeResult]:
     return [result for result in results if result.split == split]
 
 
-def split_metrics(results: Sequence[Result]) -> dict[str, Any]:
+def split_metrics(results: Sequence[EpisodeResult]) -> dict[str, Any]:
     """Numbers over one split; a value that does not exist is left out. Means of turns are per finished episode.
 
     `accuracy` is over all planned episodes, of which those that failed are not solved; `accuracy_of_finished` is
@@ -202,7 +202,7 @@ def split_metrics(results: Sequence[Result]) -> dict[str, Any]:
     return numbers
 
 
-def _kind_metrics(group: Sequence[Result]) -> dict[str, float]:
+def _kind_metrics(group: Sequence[EpisodeResult]) -> dict[str, float]:
     done = [result.turns for result in group if result.failure is None]
     turns = {"turns": fmean(done)} if done else {}
     failed = sum(result.failure is not None for result in group)
@@ -214,20 +214,20 @@ def _interval(name: str, interval: Interval) -> dict[str, float]:
     return {key: value for key, value in values.items() if math.isfinite(value)}
 
 
-def _by_task(results: Sequence[Result], value: Callable[[Result], ValueT]) -> list[list[ValueT]]:
+def _by_task(results: Sequence[EpisodeResult], value: Callable[[EpisodeResult], ValueT]) -> list[list[ValueT]]:
     clusters: dict[str, list[ValueT]] = defaultdict(list)
     for result in results:
         clusters[result.task_id].append(value(result))
     return list(clusters.values())
 
 
-def by_kind(results: Sequence[Result]) -> dict[str, list[Result]]:
-    kinds: dict[str, list[Result]] = defaultdict(list)
+def by_kind(results: Sequence[EpisodeResult]) -> dict[str, list[EpisodeResult]]:
+    kinds: dict[str, list[EpisodeResult]] = defaultdict(list)
     for result in results:
         kinds[result.kind].append(result)
     return kinds
 
 
-def _part_means(done: Sequence[Result]) -> dict[str, float]:
+def _part_means(done: Sequence[EpisodeResult]) -> dict[str, float]:
     names = sorted({name for result in done for name in result.reward_parts})
     return {name: fmean(result.reward_parts.get(name, 0.0) for result in done) for name in names}

@@ -47,7 +47,7 @@ class EvaluationSettings(Settings):
         return self
 
 
-class EvaluateSettings(Settings):
+class EvaluateStageSettings(Settings):
     """The sections that an evaluation's result depends on."""
 
     evaluation: EvaluationSettings

@@ -12,11 +12,11 @@ from components.artifacts.images import ImageStore
 from components.contracts.episodes import Task
 from components.contracts.errors import DataError, ServerError
 from components.contracts.rollouts import GenerateOutputs
-from components.contracts.stages import Artifact, Report, Stage, StageContext
+from components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from components.environments.stage import load_environment, load_tasks, sources_of_tasks
 from components.evaluation.page import evaluation_report
 from components.evaluation.results import collect_results, failures_said, metrics, of_split, write_results
-from components.evaluation.settings import EvaluateSettings
+from components.evaluation.settings import EvaluateStageSettings
 from components.reports.report import write_report
 from components.reports.tokens import token_decoder
 from components.reports.viewer import Rollouts, write_viewer
@@ -41,7 +41,9 @@ def checkpoint_folder(model: Artifact) -> Path:
     return folder
 
 
-def evaluate(settings: EvaluateSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext) -> Report:
+def evaluate(
+    settings: EvaluateStageSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
+) -> StageReport:
     """Writes `results.parquet`, `metrics.json`, `report.html`, `rollouts.html` and the rollout table.
 
     Raises:
@@ -75,11 +77,11 @@ def evaluate(settings: EvaluateSettings, inputs: Mapping[str, Artifact], out: Pa
     page = evaluation_report(title, results, plan.splits, configuration, {"Rollouts": VIEWER_FILE})
     write_report(out / "report.html", page)
     context.events.metrics({name: value for name, value in numbers.items() if isinstance(value, int | float)}, 0)
-    return Report(rows={"tasks": len(tasks), "episodes": len(results)}, drops=outputs.drops)
+    return StageReport(rows={"tasks": len(tasks), "episodes": len(results)}, drops=outputs.drops)
 
 
 async def play(
-    settings: EvaluateSettings,
+    settings: EvaluateStageSettings,
     tasks: Sequence[Task],
     tasks_folder: Path,
     checkpoint: Path,
@@ -108,4 +110,4 @@ async def play(
             )
 
 
-EVALUATE_STAGE = Stage("evaluate", 4, EvaluateSettings, ("tasks", "model"), evaluate, sources_of_tasks)
+EVALUATE_STAGE = Stage("evaluate", 4, EvaluateStageSettings, ("tasks", "model"), evaluate, sources_of_tasks)

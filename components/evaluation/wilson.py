@@ -65,10 +65,10 @@ def wilson_interval(successes: float, trials: float, confidence: float = 0.95) -
     z = normal_quantile(confidence)
     p = successes / trials
     scale = 1 + z * z / trials
-    centre = (p + z * z / (2 * trials)) / scale
+    center = (p + z * z / (2 * trials)) / scale
     half = z * sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials)) / scale
     # At p = 0 and p = 1 one limit is exactly p; rounding must not move it past the estimate.
-    return Interval(p, max(0.0, min(centre - half, p)), min(1.0, max(centre + half, p)), trials)
+    return Interval(p, max(0.0, min(center - half, p)), min(1.0, max(center + half, p)), trials)
 
 
 def clustered_wilson_interval(outcomes: Sequence[Sequence[bool]], confidence: float = 0.95) -> Interval:

@@ -19,8 +19,8 @@ _PER_TOKEN, _PER_PROMPT_TOKEN, _BASE = 1024, 16, 2**16
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """What an honest server can answer with.
+class AnswerLimits:
+    """What a well-behaved server can answer with.
 
     Attributes:
         sampled: ids below it have a row in the output head.
@@ -44,7 +44,14 @@ class Bounds:
 
 
 def read_completions(
-    answer: Mapping[str, Any], bounds: Bounds, *, n: int, max_tokens: int, version: int, server: str, seconds: float
+    answer: Mapping[str, Any],
+    bounds: AnswerLimits,
+    *,
+    n: int,
+    max_tokens: int,
+    version: int,
+    server: str,
+    seconds: float,
 ) -> list[Completion | GenerationFailure]:
     """The n samples of an answer in order; a failure stands where one cannot be trusted.
 
@@ -56,8 +63,8 @@ def read_completions(
         choices = _in_order(answer.get("choices"), n)
         if not 0 < prompt.size < bounds.max_model_len:
             limit = f"server.max_model_len = {bounds.max_model_len}"
-            raise _Wrong("malformed_answer", f"the prompt has {prompt.size} tokens, {limit}")
-    except _Wrong as wrong:
+            raise _InvalidAnswer("malformed_answer", f"the prompt has {prompt.size} tokens, {limit}")
+    except _InvalidAnswer as wrong:
         raise GenerationFailure(
             f"prompt_token_ids or choices are malformed: {wrong.what}",
             reason="malformed_answer",
@@ -68,12 +75,12 @@ def read_completions(
     for index, choice in enumerate(choices):
         try:
             results.append(_completion(choice, prompt, bounds, max_tokens, version, server, seconds))
-        except _Wrong as wrong:
+        except _InvalidAnswer as wrong:
             results.append(GenerationFailure(wrong.what, reason=wrong.reason, where=f"{server}, choice {index}"))
     return results
 
 
-class _Wrong(Exception):
+class _InvalidAnswer(Exception):
     def __init__(self, reason: str, what: str) -> None:
         super().__init__(what)
         self.reason, self.what = reason, what
@@ -82,17 +89,19 @@ class _Wrong(Exception):
 def _in_order(choices: Any, n: int) -> list[dict[str, Any]]:
     """The choices by index, which are 0 to n - 1, each once."""
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
-        raise _Wrong("malformed_answer", f"choices are no list of objects: {_show(choices)}")
+        raise _InvalidAnswer("malformed_answer", f"choices are not a list of objects: {_show(choices)}")
     found = [choice.get("index") for choice in choices]
     if not all(type(index) is int for index in found) or sorted(found) != list(range(n)):
-        raise _Wrong("malformed_answer", f"{len(choices)} choices with the indices {_show(found)} instead of {n}")
+        raise _InvalidAnswer(
+            "malformed_answer", f"{len(choices)} choices with the indices {_show(found)} instead of {n}"
+        )
     return sorted(choices, key=lambda choice: int(choice["index"]))
 
 
 def _completion(
     choice: dict[str, Any],
     prompt: TokenIds,
-    bounds: Bounds,
+    bounds: AnswerLimits,
     max_tokens: int,
     version: int,
     server: str,
@@ -101,23 +110,23 @@ def _completion(
     tokens = _token_ids(choice.get("token_ids"), bounds.sampled)
     values = _logprobs(choice.get("logprobs"))
     if len(values) != tokens.size:
-        raise _Wrong("length_mismatch", f"{tokens.size} token ids but {len(values)} log-probs")
+        raise _InvalidAnswer("length_mismatch", f"{tokens.size} token ids but {len(values)} log-probs")
     if tokens.size == 0:
-        raise _Wrong("empty_completion", "no token was sampled")
+        raise _InvalidAnswer("empty_completion", "no token was sampled")
     if tokens.size > max_tokens or prompt.size + tokens.size > bounds.max_model_len:
-        raise _Wrong(
+        raise _InvalidAnswer(
             "length_mismatch",
             f"{tokens.size} tokens were sampled after {prompt.size}: max_tokens = {max_tokens}, "
             f"server.max_model_len = {bounds.max_model_len}",
         )
     if sampled := bounds.forbidden.intersection(tokens.tolist()):
-        raise _Wrong("placeholder_sampled", f"placeholder tokens {sorted(sampled)} were sampled")
+        raise _InvalidAnswer("placeholder_sampled", f"placeholder tokens {sorted(sampled)} were sampled")
     finish_reason = choice.get("finish_reason")
     if not isinstance(finish_reason, str) or finish_reason not in FINISHED:
-        raise _Wrong("not_finished", f"the sample is not whole: its finish reason is {_show(finish_reason)}")
+        raise _InvalidAnswer("not_finished", f"the sample is not whole: its finish reason is {_show(finish_reason)}")
     # -9999 is how vLLM writes minus infinity. The comparison is false for NaN.
     if bad := [value for value in values if not -9000 < value <= 1e-4]:
-        raise _Wrong("bad_logprobs", f"log-probs that are none: {_show(bad)}")
+        raise _InvalidAnswer("bad_logprobs", f"invalid log-probs: {_show(bad)}")
     logprobs = np.minimum(np.asarray(values, dtype=np.float32), np.float32(0.0))
     return Completion(prompt, tokens, logprobs, _text(choice), finish_reason, version, server, seconds)
 
@@ -125,19 +134,19 @@ def _completion(
 def _token_ids(values: Any, rows: int) -> TokenIds:
     """(T,) int32 of a list of integers in [0, rows). Nothing is rounded, wrapped or read as a number."""
     if not isinstance(values, list) or any(type(value) is not int for value in values):
-        raise _Wrong("malformed_tokens", f"token ids are no list of integers: {_show(values)}")
+        raise _InvalidAnswer("malformed_tokens", f"token ids are not a list of integers: {_show(values)}")
     if bad := [value for value in values if not 0 <= value < rows]:
-        raise _Wrong("unknown_token", f"token ids outside of the model's {rows}: {_show(bad)}")
+        raise _InvalidAnswer("unknown_token", f"token ids outside of the model's {rows}: {_show(bad)}")
     return np.asarray(values, dtype=np.int32)
 
 
 def _logprobs(logprobs: Any) -> list[int | float]:
     content = logprobs.get("content") if isinstance(logprobs, dict) else None
     if not isinstance(content, list) or not all(isinstance(entry, dict) for entry in content):
-        raise _Wrong("missing_logprobs", f"there are no log-probs: {_show(logprobs)}")
+        raise _InvalidAnswer("missing_logprobs", f"there are no log-probs: {_show(logprobs)}")
     values = [entry.get("logprob") for entry in content]
     if any(type(value) not in (int, float) for value in values):
-        raise _Wrong("bad_logprobs", f"log-probs that are none: {_show(values)}")
+        raise _InvalidAnswer("bad_logprobs", f"invalid log-probs: {_show(values)}")
     return values
 
 
@@ -148,11 +157,11 @@ def _text(choice: dict[str, Any]) -> str:
     if text is None:
         return ""
     if not isinstance(text, str):
-        raise _Wrong("malformed_text", f"there is no text: {_show(message)}")
+        raise _InvalidAnswer("malformed_text", f"there is no text: {_show(message)}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise _Wrong("malformed_text", f"the text is not valid Unicode: {error.reason}") from None
+        raise _InvalidAnswer("malformed_text", f"the text is not valid Unicode: {error.reason}") from None
     return text
 
 

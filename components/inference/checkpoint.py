@@ -72,5 +72,5 @@ def _rows(tensors: Tensors, name: str) -> int:
 
 
 def attends_both_ways(config: Mapping[str, object]) -> bool:
-    """Whether tokens of one image see each other in both directions, as vLLM reads it out of a `config.json`."""
+    """Whether tokens of one image attend to each other bidirectionally, as vLLM reads it out of a `config.json`."""
     return bool(config.get("is_mm_prefix_lm", config.get("model_type") in _PREFIX_TYPES))

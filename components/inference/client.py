@@ -11,14 +11,14 @@ import aiohttp
 from components.contracts.errors import ServerError
 from components.contracts.rollouts import LogProbs, TokenIds
 from components.inference.endpoint import Endpoint
-from components.inference.replies import PLAIN, WEIGHTS, BadReply, Collector, Reply
+from components.inference.replies import PLAIN, WEIGHTS, BadReply, Reply, ReplyReader
 from components.inference.settings import EvaluationSamplingSettings, SamplingSettings
 
 MODEL_NAME = "policy"
 Sampling = SamplingSettings | EvaluationSamplingSettings
 Message = Mapping[str, Any]
 
-# vLLM clamps smaller values to it; e^-100 of the mass is none in float32.
+# vLLM clamps smaller values to it; e^-100 of the mass is 0 in float32.
 _FORBIDDEN_BIAS = -100.0
 
 
@@ -41,7 +41,7 @@ def _rebuild(what: str, reason: str, where: str, remedy: str) -> GenerationFailu
     return GenerationFailure(what, reason=reason, where=where, remedy=remedy)
 
 
-class Transient(Exception):
+class TransientError(Exception):
     """This attempt failed but another may not: the server died, hung, or is overloaded. `reason` as above."""
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -83,7 +83,7 @@ def request_body(
             url = part.get("image_url", {}).get("url", "") if isinstance(part, Mapping) else ""
             if part.get("type") == "image_url" and not url.startswith("data:image/"):
                 raise GenerationFailure(
-                    f"an image is given by address, not by content: {url[:80]!r}",
+                    f"an image is passed by URL, not inline: {url[:80]!r}",
                     reason="image_not_inline",
                     remedy="send its bytes as data:image/...;base64,...",
                 )
@@ -108,7 +108,7 @@ def request_body(
 
 
 def open_session() -> aiohttp.ClientSession:
-    """For `ask`. It has no limit of its own: callers bound what is under way. Proxies of the surroundings are not used.
+    """For `ask`. It has no limit of its own: callers bound what is in flight. Proxies of the surroundings are not used.
 
     aiohttp and not httpx, which looks at each of its connections for each request: with 128 of them that took more
     time than all else that we do for a turn (`make bench NAMES=pool`).
@@ -135,7 +135,7 @@ async def ask(
         async with session.post(
             f"{url}/v1/chat/completions", json=body, headers=headers, timeout=whole, allow_redirects=False
         ) as response:
-            collector = Collector(url, response.headers, limit)
+            collector = ReplyReader(url, response.headers, limit)
             async for part in response.content.iter_any():
                 collector.add(part)
         reply = Reply(url, response.status, collector.content(), response.headers.get(WEIGHTS, ""))
@@ -143,11 +143,11 @@ async def ask(
             _ = reply.document  # is JSON, or another attempt is made
             return reply
     except TimeoutError as error:
-        raise Transient("generation_timeout", f"no answer from {url} in {timeout:g} s") from error
+        raise TransientError("generation_timeout", f"no answer from {url} in {timeout:g} s") from error
     except (aiohttp.ClientError, OSError) as error:
-        raise Transient("connection_lost", f"{url}: {type(error).__name__} {error}") from error
+        raise TransientError("connection_lost", f"{url}: {type(error).__name__} {error}") from error
     except BadReply as error:
-        raise Transient("broken_answer", f"{url}: {error.what}") from error
+        raise TransientError("broken_answer", f"{url}: {error.what}") from error
     status, text = reply.status, _error_text(reply)
     if status in (401, 403, 404):
         raise ServerError(
@@ -156,9 +156,9 @@ async def ask(
             remedy="give its key in VLLM_API_KEY, and serve the model with --served-model-name policy",
         )
     if status == 423:
-        raise Transient(OTHER_WEIGHTS, f"{url}: another run has it: {text}")
+        raise TransientError(OTHER_WEIGHTS, f"{url}: another run has it: {text}")
     if status in (408, 425, 429) or status >= 500:
-        raise Transient("server_error", f"{url}: {status} {text}")
+        raise TransientError("server_error", f"{url}: {status} {text}")
     too_long = "maximum context length" in text or "longer than the maximum model length" in text
     raise GenerationFailure(
         f"the server refuses the request: {status} {text}",

@@ -14,7 +14,7 @@ from components.inference.settings import ServerSettings
 from components.ports import loopback
 
 BOTH_WAYS = "TRITON_ATTN"
-"""The attention backend that lets the tokens of an image see each other in both directions, as trainers do.
+"""The attention backend that lets the tokens of an image attend to each other bidirectionally, as trainers do.
 
 vLLM says the same of FLEX_ATTENTION, whose log-probs were 0.1 nats away (0.26), and chooses others by itself (0.32).
 """
@@ -41,7 +41,7 @@ def server_command(
     """The command that serves `model` on 127.0.0.1:`port`.
 
     Raises:
-        DataError: `model` is no checkpoint.
+        DataError: `model` is not a checkpoint.
         ConfigurationError: `machine.server_arguments` names something that is set elsewhere, or vLLM would attend
             to images otherwise than the checkpoint.
     """
@@ -100,7 +100,7 @@ def _prefix_backend(model: Path, machine: Machine, gpus: tuple[int, ...]) -> str
     """The backend for a checkpoint whose images are attended to both ways: another one is silently causal."""
     if not gpus:
         raise ConfigurationError(
-            "the tokens of an image see each other in both directions in this checkpoint, but vLLM's attention on "
+            "the tokens of an image attend to each other bidirectionally in this checkpoint, but vLLM's attention on "
             "CPU is causal: its log-probs would not be the trainer's",
             where=str(model / "config.json"),
             remedy='train and serve it causal (model.image_attention = "causal"), serve it on a GPU '
@@ -110,7 +110,7 @@ def _prefix_backend(model: Path, machine: Machine, gpus: tuple[int, ...]) -> str
     backend = chosen.get("attention_backend", BOTH_WAYS)
     if backend != BOTH_WAYS:
         raise ConfigurationError(
-            "the tokens of an image see each other in both directions in this checkpoint, but not, or not as in the "
+            "the tokens of an image attend to each other bidirectionally in this checkpoint, but not, or not as in the "
             f"trainer, with {backend}",
             where="machine.server_arguments.attention_backend",
             remedy=f"leave it out: it is then {BOTH_WAYS}",

@@ -26,7 +26,7 @@ class _Prompt:
     waiting: list[tuple[int, asyncio.Future[Completion]]] = field(default_factory=list)
 
 
-class Merger:
+class RequestMerger:
     """Answers single requests through `sample(messages, sampling, seed, n)`.
 
     vLLM gives sample i of a request the seed `seed + i`, so requests whose seeds follow one another are answered

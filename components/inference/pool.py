@@ -17,7 +17,7 @@ import httpx
 
 from components.contracts.errors import ServerError, WeightSyncError
 from components.contracts.machine import Machine
-from components.inference.answers import Bounds, read_completions
+from components.inference.answers import AnswerLimits, read_completions
 from components.inference.checkpoint import placeholder_token_ids, sampled_token_ids, vocabulary
 from components.inference.client import (
     OTHER_WEIGHTS,
@@ -25,17 +25,17 @@ from components.inference.client import (
     GenerationFailure,
     Message,
     Sampling,
-    Transient,
+    TransientError,
     ask,
     open_session,
     request_body,
 )
 from components.inference.determinism import Repeatability
-from components.inference.keeper import Keeper
 from components.inference.lease import describe_run
-from components.inference.merge import Merger
+from components.inference.merge import RequestMerger
+from components.inference.monitor import ReplicaMonitor
 from components.inference.probe import ProbeAnswer, make_probe
-from components.inference.proof import Proof
+from components.inference.proof import SyncProof
 from components.inference.replica import Replica
 from components.inference.server import VllmServer
 from components.inference.settings import ServerSettings
@@ -54,7 +54,7 @@ class ServerPool:
 
     A request is answered exactly once or raises; what fails on one server is tried on another, up to
     `MAX_ATTEMPTS` times. A server that dies or hangs is taken out, started again with the current weights, and
-    put back. `sync` waits until no request is under way, so the `policy_version` of a completion is that of
+    put back. `sync` waits until no request is in flight, so the `policy_version` of a completion is that of
     every token in it. All calls have to come from the event loop that entered the pool.
 
     Args:
@@ -85,16 +85,18 @@ class ServerPool:
         self.repeatability = Repeatability(settings, machine, self.forbidden_token_ids)
         self.statistics = PoolStatistics()
         sampled, prompt = vocabulary(weights)
-        self._bounds = Bounds(sampled, prompt, frozenset(self.forbidden_token_ids), settings.max_model_len)
+        self._bounds = AnswerLimits(sampled, prompt, frozenset(self.forbidden_token_ids), settings.max_model_len)
         images = settings.max_images_per_prompt > 0
-        proof = Proof(make_probe(sampled, forbidden_token_ids, settings.max_model_len - 1, images), settings, machine)
+        proof = SyncProof(
+            make_probe(sampled, forbidden_token_ids, settings.max_model_len - 1, images), settings, machine
+        )
         self.weights = ServedWeights(weights, version, machine.weight_transfer, proof, load_on_join)
         self._api_key = os.environ.get("VLLM_API_KEY") or secrets.token_urlsafe(32)
-        self._merger = Merger(self.sample)
+        self._merger = RequestMerger(self.sample)
         self._slots = asyncio.Semaphore(machine.max_concurrent)
         self._changed = asyncio.Condition()
         self._syncing = False
-        self._under_way = 0
+        self._in_flight = 0
         self._broken: WeightSyncError | None = None
         self.lease, self.who = secrets.token_hex(16), describe_run(log_folder)
         self._watching: list[asyncio.Task[None]] = []
@@ -117,18 +119,18 @@ class ServerPool:
         """
         self.http = httpx.AsyncClient(timeout=self.machine.generation_timeout, trust_env=False)
         self._session = open_session()
-        self._keepers = [Keeper(self, replica) for replica in self.replicas]
+        self._monitors = [ReplicaMonitor(self, replica) for replica in self.replicas]
         try:
             async with asyncio.TaskGroup() as group:
-                for keeper in self._keepers:
-                    group.create_task(keeper.start())
+                for monitor in self._monitors:
+                    group.create_task(monitor.start())
         except BaseExceptionGroup as error:
             await self._close()
             raise error.exceptions[0] from None
         except BaseException:
             await self._close()
             raise
-        self._watching = [asyncio.create_task(keeper.run()) for keeper in self._keepers]
+        self._watching = [asyncio.create_task(monitor.run()) for monitor in self._monitors]
         return self
 
     async def __aexit__(
@@ -140,7 +142,7 @@ class ServerPool:
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
-        await asyncio.gather(*(keeper.close() for keeper in self._keepers))
+        await asyncio.gather(*(monitor.close() for monitor in self._monitors))
         await self._session.close()
         await self.http.aclose()
         await asyncio.gather(*(replica.server.stop() for replica in self.replicas if replica.server))
@@ -179,22 +181,22 @@ class ServerPool:
 
     @asynccontextmanager
     async def _admitted(self) -> AsyncIterator[None]:
-        """Counts a request as under way; waits while weights are being changed."""
+        """Counts a request as in flight; waits while weights are being changed."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._syncing or self._broken is not None)
             if self._broken is not None:
                 raise self._broken
-            self._under_way += 1
+            self._in_flight += 1
         try:
             yield
         finally:
-            self._under_way -= 1
+            self._in_flight -= 1
             await self.notify()
 
     async def _attempts(self, body: dict[str, object], n: int, max_tokens: int) -> list[Completion | GenerationFailure]:
         limit = self._bounds.answer_bytes(n, max_tokens)
         tried: set[str] = set()
-        last = Transient("no_attempt", "")
+        last = TransientError("no_attempt", "")
         for attempt in range(MAX_ATTEMPTS):
             if attempt:
                 self.statistics.retries += 1
@@ -204,7 +206,7 @@ class ServerPool:
             try:
                 answer = await ask(self._session, replica.endpoint, body, self.machine.generation_timeout, limit)
                 await self.weights.prove(self.http, replica, mark, answer.weights)
-            except Transient as error:
+            except TransientError as error:
                 last = error
                 tried.add(replica.name)
                 replica.failures += 1
@@ -251,7 +253,7 @@ class ServerPool:
                 await self._changed.wait()
 
     async def notify(self) -> None:
-        """Wake whatever waits for a change of the servers or of the requests under way."""
+        """Wake whatever waits for a change of the servers or of the requests in flight."""
         async with self._changed:
             self._changed.notify_all()
 
@@ -262,8 +264,8 @@ class ServerPool:
     ) -> None:
         """Give every server new weights; returns when all of them have proved to hold them.
 
-        New requests wait; those under way are finished first. All caches are reset. A server that dies
-        meanwhile is no failure: it is started again with the new weights. The folder, a new one for each
+        New requests wait; those in flight are finished first. All caches are reset. A server that dies
+        meanwhile is not a failure: it is started again with the new weights. The folder, a new one for each
         version, has to stay until the next call has returned, because a server may be started from it.
 
         Args:
@@ -294,7 +296,7 @@ class ServerPool:
         self._syncing = True
         try:
             async with self._changed:
-                await self._changed.wait_for(lambda: self._under_way == 0)
+                await self._changed.wait_for(lambda: self._in_flight == 0)
             yield
         finally:
             self._syncing = False

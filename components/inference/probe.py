@@ -40,7 +40,7 @@ class Probe:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", tuple(self.tokens))  # a list, where it came as JSON
 
-    def picture(self) -> Image.Image:
+    def pil_image(self) -> Image.Image:
         return Image.open(io.BytesIO(base64.b64decode(self.image))).convert("RGB")
 
 

@@ -18,7 +18,7 @@ CPU_FLOAT32, GPU_FLOAT32, SIXTEEN_BITS = 1e-4, 5e-3, 0.1
 FIRST = "the first server that was asked"
 
 
-class Proof:
+class SyncProof:
     """What the servers have to answer at the current version.
 
     That is the trainer's answer; of a version that no trainer sent, the answer of the first server that is asked.

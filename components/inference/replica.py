@@ -1,4 +1,4 @@
-"""One server as the pool sees it: how to reach it, what it holds, how it fares."""
+"""One server as the pool sees it: how to reach it, what it holds, its status."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Replica:
     mark: str = ""
     """What its answers bear while it holds them; "": it has no plug-in of ours that could say so."""
     lease: str = ""
-    """The id under which this pool has it; "": it cannot be had."""
+    """The id under which this pool has it; "": it is unavailable."""
     outstanding: int = 0
     failures: int = 0
     """Attempts in a row that failed."""
@@ -47,7 +47,7 @@ class Replica:
         return Endpoint(self.url, self.api_key, self.lease)
 
     def doubt(self) -> None:
-        """Send no more requests to it; its keeper sees to it, and gives it the current weights."""
+        """Send no more requests to it; its monitor sees to it, and gives it the current weights."""
         self.version, self.ready = -1, False
         self.suspect.set()
 

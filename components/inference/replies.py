@@ -25,7 +25,7 @@ SMALL = 2**20
 
 
 class BadReply(ServerError):
-    """A server answered, but with what no honest one sends."""
+    """A server sent an invalid reply."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Reply:
         return document
 
 
-class Collector:
+class ReplyReader:
     """Puts the parts of one answer together. Raises BadReply when it is compressed or has more than `limit` bytes."""
 
     def __init__(self, url: str, headers: Mapping[str, str], limit: int) -> None:
@@ -67,7 +67,7 @@ class Collector:
 
     def add(self, part: bytes) -> None:
         if len(self._content) + len(part) > self._limit:
-            raise BadReply(f"the answer has more than {self._limit} bytes, which no honest one has", where=self._url)
+            raise BadReply(f"the answer has more than {self._limit} bytes, which no valid answer has", where=self._url)
         self._content += part
 
     def content(self) -> bytes:
@@ -89,7 +89,7 @@ async def exchange(
             asyncio.timeout(http.timeout.read),
             http.stream(method, url, json=body, headers=given, follow_redirects=False) as response,
         ):
-            collector = Collector(url, response.headers, SMALL)
+            collector = ReplyReader(url, response.headers, SMALL)
             parts: AsyncIterator[bytes] = response.aiter_raw()
             async for part in parts:
                 collector.add(part)
@@ -105,7 +105,7 @@ def exchange_blocking(
     deadline = time.monotonic() + timeout
     given = {**headers, **PLAIN}
     with http.stream(method, url, json=body, headers=given, follow_redirects=False) as response:
-        collector = Collector(url, response.headers, SMALL)
+        collector = ReplyReader(url, response.headers, SMALL)
         parts: Iterator[bytes] = response.iter_raw()
         for part in parts:
             collector.add(part)

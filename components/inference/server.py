@@ -137,7 +137,7 @@ class VllmServer:
             free = psutil.virtual_memory().available / _GIB
             if asked + weights > free:
                 raise ServerError(
-                    f"no free memory: {asked:g} GiB of KV cache and {weights:.1f} GiB of weights are asked for, "
+                    f"no free memory: {asked:g} GiB of KV cache and {weights:.1f} GiB of weights are requested, "
                     f"{free:.1f} GiB are free",
                     where=self.name,
                     remedy="lower machine.server_environment.VLLM_CPU_KVCACHE_SPACE, or free memory",

@@ -11,10 +11,10 @@ import httpx
 
 from components.contracts.errors import ArmatureError, ServerError, WeightSyncError
 from components.inference.checkpoint import read_config
-from components.inference.client import OTHER_WEIGHTS, Transient
+from components.inference.client import OTHER_WEIGHTS, TransientError
 from components.inference.lease import weights_mark
 from components.inference.probe import Probe, ProbeAnswer
-from components.inference.proof import Proof
+from components.inference.proof import SyncProof
 from components.inference.replica import Replica, reset_caches
 from components.inference.weights import WEIGHT_TRANSFERS, Publish, WeightTransfer
 from components.models.tensors import read_tensors
@@ -33,7 +33,7 @@ class ServedWeights:
             newer ones from its GPUs.
     """
 
-    def __init__(self, weights: Path, version: int, transfer: str, proof: Proof, load_on_join: bool) -> None:
+    def __init__(self, weights: Path, version: int, transfer: str, proof: SyncProof, load_on_join: bool) -> None:
         self.folder, self.folder_version, self.version = weights.absolute(), version, version
         self._first_version, self._load_on_join = version, load_on_join
         self.changing = asyncio.Lock()
@@ -82,7 +82,7 @@ class ServedWeights:
             await asyncio.gather(*(self._verify(http, replica) for replica in ready))
         except httpx.TransportError as error:
             raise WeightSyncError(
-                f"a server went away: {error!r}", where=str(weights), remedy="resume from the last checkpoint"
+                f"a server disconnected: {error!r}", where=str(weights), remedy="resume from the last checkpoint"
             ) from error
 
     async def make_current(self, http: httpx.AsyncClient, replica: Replica) -> bool:
@@ -125,12 +125,12 @@ class ServedWeights:
         )
 
     async def _bring_up_to_date(self, http: httpx.AsyncClient, replica: Replica) -> bool:
-        """Load the current weights into one server and verify. False: it is gone, its keeper will see to it."""
+        """Load the current weights into one server and verify. False: it is gone, its monitor will see to it."""
         try:
             await self._transfer.transfer(http, [replica.endpoint], self.folder, None)
             await self._verify(http, replica)
         except httpx.TransportError as error:
-            log.warning("%s went away while it was given weights: %r", replica.name, error)
+            log.warning("%s disconnected while it received weights: %r", replica.name, error)
             replica.ready = False
             replica.suspect.set()
             return False
@@ -155,7 +155,7 @@ class ServedWeights:
             Transient: it is not, or the server is gone.
         """
         if answered != mark:
-            raise Transient(OTHER_WEIGHTS, f"{replica.name} was started again, or others changed its weights")
+            raise TransientError(OTHER_WEIGHTS, f"{replica.name} was started again, or others changed its weights")
         if mark or replica.server is not None:
             return
         before = replica.proofs
@@ -167,10 +167,12 @@ class ServedWeights:
             try:
                 await self.proof.check(http, replica, self.version)
             except httpx.TransportError as error:
-                raise Transient("connection_lost", f"{replica.name}: {error!r}") from error
+                raise TransientError("connection_lost", f"{replica.name}: {error!r}") from error
             except ServerError as error:
                 replica.given_up = replica.given_up or error
-                raise Transient(OTHER_WEIGHTS, f"{replica.name} does not have the weights that we gave it") from error
+                raise TransientError(
+                    OTHER_WEIGHTS, f"{replica.name} does not have the weights that we gave it"
+                ) from error
             replica.proved = number
 
 

@@ -1,6 +1,6 @@
-"""Which tokens of an image see one another: `is_mm_prefix_lm` in the configuration, for families with the choice.
+"""Which tokens of an image attend to one another: `is_mm_prefix_lm` in the configuration, for families with the choice.
 
-True or absent: every token of an image sees all of that image. False: only those before it. vLLM reads the same
+True or absent: every token of an image attends to all of that image. False: only those before it. vLLM reads the same
 attribute, so a checkpoint says it to trainer and server alike.
 """
 

@@ -57,7 +57,7 @@ def load_processor(source: str | Path, settings: ModelSettings) -> ProcessorMixi
     Its code is trusted exactly if the model's is.
 
     Raises:
-        DataError: it cannot be loaded, or is none that takes images, as a tokenizer alone.
+        DataError: it cannot be loaded, or takes no images, as a tokenizer alone.
     """
     options = local_code_options(settings.trust_remote_code)
     remedy = "complete the folder with the model's processor files; if they need code of their own, trust it by "

@@ -38,7 +38,7 @@ def target_modules(model: nn.Module, family: Family, settings: LoraSettings) -> 
     for target in settings.targets:
         if target not in lasts:
             raise ConfigurationError(
-                f"the adapter target {target!r} is no linear layer of the {settings.scope} scope",
+                f"the adapter target {target!r} is not a linear layer of the {settings.scope} scope",
                 where=f"model.lora.targets, family {family.name}",
                 remedy=f"choose from {', '.join(sorted(lasts))}",
             )

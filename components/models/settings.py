@@ -20,7 +20,7 @@ class Transcript(Settings):
     In `user`, `{image}` stands for an image; in `assistant`, `{answer}` for an answer drawn at random.
     """
 
-    user: tuple[str, ...] = Field(description="The user's turns, e.g. '{image}What colour is this?'.", min_length=1)
+    user: tuple[str, ...] = Field(description="The user's turns, e.g. '{image}What color is this?'.", min_length=1)
     assistant: tuple[str, ...] = Field(description="The assistant's turns, as many.", min_length=1)
 
     @model_validator(mode="after")
@@ -90,7 +90,7 @@ class TinySettings(Settings):
             if width % heads or width // heads not in (32, 64, 80, 96, 112, 128, 192, 256):
                 raise ValueError(f"{where} = {heads} over a width of {width} gives no head size that vLLM serves")
         if self.heads % self.key_value_heads:
-            raise ValueError(f"heads = {self.heads} is no multiple of key_value_heads = {self.key_value_heads}")
+            raise ValueError(f"heads = {self.heads} is not a multiple of key_value_heads = {self.key_value_heads}")
         return self
 
 

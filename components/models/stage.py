@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from components.contracts.stages import Artifact, Report, Stage, StageContext
+from components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from components.models.settings import ModelSettings
 
 
-def run_model(settings: ModelSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext) -> Report:
+def run_model(settings: ModelSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext) -> StageReport:
     """Write the checkpoint of a tiny/<family> source to `out`, or `source.json` for a folder or a hub name.
 
     The weights of a folder or a hub name are not copied; `load_model(out, ...)` follows the reference.
@@ -23,7 +23,7 @@ def run_model(settings: ModelSettings, inputs: Mapping[str, Artifact], out: Path
 
         make_tiny_checkpoint(settings.tiny_family, out, settings.tiny.seed, settings.tiny, settings.image_attention)
         context.events.message(f"model: made {settings.source} from seed {settings.tiny.seed}")
-        return Report()
+        return StageReport()
     from components.models.load import load_config, refuse_other_sizes
     from components.models.source import locate, make_reference
 
@@ -32,7 +32,7 @@ def run_model(settings: ModelSettings, inputs: Mapping[str, Artifact], out: Path
     refuse_other_sizes(load_config(out, settings), locate(out))
     commit = f" at {reference.commit}" if reference.commit else ""
     context.events.message(f"model: refers to {settings.source}{commit}")
-    return Report()
+    return StageReport()
 
 
 MODEL_STAGE = Stage(name="model", version=2, settings=ModelSettings, inputs=(), run=run_model)

@@ -10,7 +10,7 @@ from components.contracts.settings import Settings
 
 ActionMode = Literal["continuous", "discrete", "both"]
 Semantics = Literal["head", "0.6.1", "seed"]
-Normalisation = Literal["quantiles", "mean_std", "identity"]
+Normalization = Literal["quantiles", "mean_std", "identity"]
 
 
 class TinyPolicySettings(Settings):
@@ -40,7 +40,7 @@ class TinyPolicySettings(Settings):
     vision_initializer_range: float = Field(0.02, description="Standard deviation of the vision tower's weights.")
 
 
-class PolicySettings(Settings):
+class RobotPolicySettings(Settings):
     """Where a policy's weights come from, and what it is told of the robot. The defaults are LeRobot's."""
 
     checkpoint_path: str | None = Field(None, description="Released layout: hub name or folder (allenai/MolmoAct2).")
@@ -78,8 +78,8 @@ class PolicySettings(Settings):
     normalize_gripper: bool = Field(False, description="Whether the gripper's dimension is normalized as well.")
     add_setup_tokens: bool = Field(True, description="Whether setup_type stands between tokens of its own.")
     add_control_tokens: bool = Field(True, description="Whether control_mode stands between tokens of its own.")
-    state_normalization: Normalisation = Field("quantiles", description="How states are normalized.")
-    action_normalization: Normalisation = Field("quantiles", description="How actions are normalized.")
+    state_normalization: Normalization = Field("quantiles", description="How states are normalized.")
+    action_normalization: Normalization = Field("quantiles", description="How actions are normalized.")
     max_sequence_length: PositiveInt | None = Field(None, description="Tokens of an example; none: by its parts.")
     num_flow_timesteps: PositiveInt = Field(8, description="Flow-matching times drawn per example.")
     num_inference_steps: PositiveInt | None = Field(None, description="Euler steps; none: the checkpoint's own.")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from components.contracts.errors import ConfigurationError, DataError
 from components.models.source import CHECKPOINT, REFERENCE, SourceReference, checkpoint_sha256
-from components.policies.settings import PolicySettings
+from components.policies.settings import RobotPolicySettings
 
 POLICY_FILE = "policy.json"
 SMALL_FILES = ("*.json", "*.jinja", "*.txt")
@@ -59,14 +59,14 @@ def refer(source: str, revision: str | None) -> SourceReference:
     return SourceReference(source=name, revision=revision, commit=commit, checkpoint_sha256=digest)
 
 
-def write_settings(folder: Path, settings: PolicySettings) -> None:
+def write_settings(folder: Path, settings: RobotPolicySettings) -> None:
     (folder / POLICY_FILE).write_text(settings.model_dump_json(indent=2) + "\n")
 
 
-def read_settings(folder: Path) -> PolicySettings | None:
+def read_settings(folder: Path) -> RobotPolicySettings | None:
     """What `write_settings` wrote into `folder`, if it did."""
     file = folder / POLICY_FILE
-    return PolicySettings.model_validate_json(file.read_text()) if file.is_file() else None
+    return RobotPolicySettings.model_validate_json(file.read_text()) if file.is_file() else None
 
 
 def _fetch(name: str, revision: str | None, weights: bool) -> Path:

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from components.contracts.errors import ConfigurationError
-from components.contracts.stages import Artifact, Report, Stage, StageContext
-from components.policies.settings import PolicySettings
+from components.contracts.stages import Artifact, Stage, StageContext, StageReport
+from components.policies.settings import RobotPolicySettings
 
 
-def run_policy(settings: PolicySettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext) -> Report:
+def run_policy(
+    settings: RobotPolicySettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
+) -> StageReport:
     """Write `checkpoint/` of a tiny policy to `out`, or `source.json` and `policy.json` for a folder or a hub name.
 
     The weights of a folder or a hub name are not copied; `load_policy(out)` follows the reference, and takes the
@@ -26,7 +28,7 @@ def run_policy(settings: PolicySettings, inputs: Mapping[str, Artifact], out: Pa
 
         make_tiny_policy(out / "checkpoint", settings)
         context.events.message(f"policy: made a tiny MolmoAct2 from seed {settings.tiny.seed}")
-        return Report()
+        return StageReport()
     from components.policies.molmoact2.parts import load_parts
     from components.policies.source import refer, write_settings
 
@@ -41,10 +43,10 @@ def run_policy(settings: PolicySettings, inputs: Mapping[str, Artifact], out: Pa
     write_settings(out, parts.settings)
     commit = f" at {reference.commit}" if reference.commit else ""
     context.events.message(f"policy: refers to {source}{commit}")
-    return Report()
+    return StageReport()
 
 
-def _refuse_other_sources(settings: PolicySettings) -> None:
+def _refuse_other_sources(settings: RobotPolicySettings) -> None:
     named = [name for name in ("checkpoint_path", "path") if getattr(settings, name) is not None]
     if named:
         raise ConfigurationError(
@@ -52,4 +54,4 @@ def _refuse_other_sources(settings: PolicySettings) -> None:
         )
 
 
-POLICY_STAGE = Stage(name="policy", version=2, settings=PolicySettings, inputs=(), run=run_policy)
+POLICY_STAGE = Stage(name="policy", version=2, settings=RobotPolicySettings, inputs=(), run=run_policy)

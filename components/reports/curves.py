@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from components.reports.report import Picture
+from components.reports.report import ReportImage
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -124,16 +124,16 @@ def curves_png(history: History, title: str = "") -> bytes:
     return out.getvalue()
 
 
-def curve_pictures(history: History) -> list[Picture]:
-    """One picture per panel, as SVG that follows the reader's light or dark setting."""
+def curve_images(history: History) -> list[ReportImage]:
+    """One image per panel, as SVG that follows the reader's light or dark setting."""
     return [
-        Picture(panel.title, _svg_uri(panel, names, history), _describe(names, history))
+        ReportImage(panel.title, _svg_uri(panel, names, history), _describe(names, history))
         for panel, names in panels_of(history)
     ]
 
 
 def _describe(names: list[str], history: History) -> str:
-    """What a reader without the picture needs: first and last value of each series."""
+    """What a reader without the image needs: first and last value of each series."""
     parts = []
     for name in names:
         _, values = _points(history, name)
@@ -173,8 +173,8 @@ def _draw(axis: Axes, panel: Panel, names: list[str], history: History) -> None:
     else:
         for i, (name, steps, values) in enumerate(drawn):
             marker = "o" if len(values) < 25 else ""
-            colour = PALETTE[i % len(PALETTE)]
-            axis.plot(steps, values, color=colour, label=name.removeprefix(prefix), marker=marker, ms=3, lw=1.6)
+            color = PALETTE[i % len(PALETTE)]
+            axis.plot(steps, values, color=color, label=name.removeprefix(prefix), marker=marker, ms=3, lw=1.6)
         if panel.band:
             _draw_band(axis, panel.band, names[0], history)
     if panel.reference is not None:
@@ -232,7 +232,7 @@ def _figure(width: float, height: float, rows: int, columns: int, ink: str) -> I
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    coloured = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color")
+    colored = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color")
     style: dict[Any, Any] = {
         "svg.hashsalt": "armature",
         "font.family": ["DejaVu Sans"],
@@ -241,7 +241,7 @@ def _figure(width: float, height: float, rows: int, columns: int, ink: str) -> I
         "axes.spines.right": False,
         "axes.grid": True,
         "grid.alpha": 0.18,
-        **dict.fromkeys(coloured, ink),
+        **dict.fromkeys(colored, ink),
     }
     with mpl.rc_context(style):
         figure = Figure(figsize=(width, height), layout="constrained")

@@ -1,4 +1,4 @@
-"""A report: figures, pictures, tables and the configuration of one run, as one offline page."""
+"""A report: figures, images, tables and the configuration of one run, as one offline page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from components.reports.pages import write_page
 
 
 @dataclass(frozen=True)
-class Picture:
+class ReportImage:
     """`uri` is a data URI; `description` says in words what it shows."""
 
     title: str
@@ -32,18 +32,18 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Report:
+class HtmlReport:
     """What the page shows, from top to bottom. `links` maps labels to relative or web addresses."""
 
     title: str
     figures: Mapping[str, str] = field(default_factory=dict)
     links: Mapping[str, str] = field(default_factory=dict)
-    pictures: Sequence[Picture] = ()
+    images: Sequence[ReportImage] = ()
     tables: Sequence[Table] = ()
     configuration: Mapping[str, Any] = field(default_factory=dict)
 
 
-def write_report(path: Path, report: Report) -> None:
+def write_report(path: Path, report: HtmlReport) -> None:
     """Writes the page; the same report gives the same bytes.
 
     Raises:

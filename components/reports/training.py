@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from components.reports.curves import History, curve_pictures, curves_png
-from components.reports.report import Report, Table, write_report
+from components.reports.curves import History, curve_images, curves_png
+from components.reports.report import HtmlReport, Table, write_report
 
 REPORT_FILE = "report.html"
 CURVES_FILE = "curves.png"
@@ -30,11 +30,11 @@ def write_training_report(
         links: labels and addresses, relative to `folder` or on the web.
     """
     drops = drops_by_reason(history)
-    report = Report(
+    report = HtmlReport(
         title,
         {**(figures or {}), **last_figures(history)},
         links or {},
-        curve_pictures(history),
+        curve_images(history),
         [Table("Left out, by reason", ["reason", "count"], [[name, f"{n:,}"] for name, n in drops.items()])]
         if drops
         else [],

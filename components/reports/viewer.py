@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from components.contracts.rollouts import Failure, LogProbs, Trajectory, Turn
+from components.reports.embedded_images import EmbeddedImages, ImageReader
 from components.reports.pages import inline_json, write_page
-from components.reports.pictures import PictureBook, ReadsImages
 
 Decode = Callable[[int], str]
 _MAX_RATIO_LOG = 20.0
@@ -53,7 +53,7 @@ def write_viewer(
     path: Path,
     rollouts: Rollouts,
     *,
-    images: ReadsImages,
+    images: ImageReader,
     decode: Decode,
     title: str = "Rollouts",
     limits: Limits | None = None,
@@ -69,7 +69,7 @@ def write_viewer(
     """
     limits = limits or Limits()
     shown = _select(rollouts, limits)
-    book = PictureBook(images, side=limits.image_side, budget=limits.image_bytes)
+    book = EmbeddedImages(images, side=limits.image_side, budget=limits.image_bytes)
     pieces: dict[int, str] = {}
 
     def piece(token: int) -> str:
@@ -86,7 +86,7 @@ def write_viewer(
             for f in rollouts.failures
         ],
         "tokens": {str(token): text for token, text in sorted(pieces.items())},
-        "images": book.pictures,
+        "images": book.images,
         "omitted": {"trajectories": omitted, "images": book.omitted},
     }
     values = {"title": title, "data": inline_json(data), "summary": _summary(rollouts)}
@@ -125,7 +125,7 @@ def _length(trajectory: Trajectory) -> int:
     return sum(len(turn.completion_token_ids) for turn in trajectory.turns)
 
 
-def _record(trajectory: Trajectory, rollouts: Rollouts, book: PictureBook, piece: Decode) -> dict[str, Any]:
+def _record(trajectory: Trajectory, rollouts: Rollouts, book: EmbeddedImages, piece: Decode) -> dict[str, Any]:
     scores = rollouts.scores.get(trajectory.trajectory_id, ())
     padded = [*scores, *[TurnScores()] * (len(trajectory.turns) - len(scores))]
     return {
@@ -142,7 +142,7 @@ def _record(trajectory: Trajectory, rollouts: Rollouts, book: PictureBook, piece
     }
 
 
-def _turn(turn: Turn, scores: TurnScores, book: PictureBook, piece: Decode) -> dict[str, Any]:
+def _turn(turn: Turn, scores: TurnScores, book: EmbeddedImages, piece: Decode) -> dict[str, Any]:
     ids = [int(token) for token in turn.completion_token_ids]
     for token in ids:
         piece(token)

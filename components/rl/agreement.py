@@ -16,7 +16,7 @@ from components.installation import SERVED
 
 
 @dataclass(frozen=True)
-class Agreement:
+class LogprobAgreement:
     """Over all sampled tokens, with d = trainer's log-prob - server's and r = exp(d).
 
     `mismatch_kl` is the mean of (r - 1) - d, the k3 estimate of KL(server || trainer) in nats;
@@ -41,16 +41,16 @@ class Agreement:
         ]
 
 
-def compare(samples: Sequence[Sample], scores: Sequence[LogProbs]) -> Agreement:
+def compare(samples: Sequence[Sample], scores: Sequence[LogProbs]) -> LogprobAgreement:
     """`scores[i]` (L,) are the trainer's log-probs of `samples[i]`, valid where its loss_mask is True."""
     pairs = zip(samples, scores, strict=True)
     parts = [(score - sample.behavior_logprobs)[sample.loss_mask].astype(np.float64) for sample, score in pairs]
     difference = np.concatenate(parts) if parts else np.zeros(0)
     if difference.size == 0:
-        return Agreement(0, *[float("nan")] * 6)
+        return LogprobAgreement(0, *[float("nan")] * 6)
     ratio = np.exp(np.minimum(difference, 50.0))
     shown = [bool(sample.images) for sample in samples]
-    return Agreement(
+    return LogprobAgreement(
         tokens=int(difference.size),
         mismatch_kl=_mismatch_kl(difference),
         mean_ratio=float(np.mean(ratio)),
@@ -66,7 +66,7 @@ def _mismatch_kl(*parts: npt.NDArray[np.float64]) -> float:
     return float(np.mean(np.expm1(np.minimum(difference, 50.0)) - difference)) if difference.size else float("nan")
 
 
-def refuse_mismatch(agreement: Agreement, drops: Counter[str], max_kl: float) -> None:
+def refuse_mismatch(agreement: LogprobAgreement, drops: Counter[str], max_kl: float) -> None:
     """
     Raises:
         MismatchError: there is nothing to compare, or the two sides differ by more than `max_kl`.
@@ -110,8 +110,8 @@ def step_mismatch(metrics: Mapping[str, float], step: int, max_kl: float) -> Mis
     )
 
 
-def likely_reason(agreement: Agreement) -> str:
-    """A truncated sampler (top_p, top_k, min_p) renormalises, so the trainer's probability is never the larger."""
+def likely_reason(agreement: LogprobAgreement) -> str:
+    """A truncated sampler (top_p, top_k, min_p) renormalizes, so the trainer's probability is never the larger."""
     if agreement.fraction_lower > 0.2 and agreement.mean_ratio < 0.99 and agreement.max_difference < 8.0:
         share_not_lower = 1.0 - agreement.fraction_lower
         return (
@@ -121,7 +121,7 @@ def likely_reason(agreement: Agreement) -> str:
             "min_p, no penalties and the trainer's temperature"
         )
     images = (
-        "the server seems to attend to images otherwise than the trainer. If the tokens of an image see each other "
+        "the server seems to attend to images otherwise than the trainer. If image tokens attend to each other "
         "in both directions (molmo2, gemma3), a server needs --attention-backend TRITON_ATTN for it and vLLM on CPU "
         'cannot do it: set model.image_attention = "causal" there. A joined server for molmo2 needs our plug-in as '
         f"well: pip install --no-deps {SERVED}"

@@ -9,7 +9,7 @@ from typing import Protocol
 from components.contracts.stages import Artifact, Events, Units
 
 
-class Steps(Protocol):
+class StepUnits(Protocol):
     """The units of one step. Each can be asked again after a crash and returns what it made before."""
 
     def rollouts(self, step: int) -> Artifact: ...
@@ -25,7 +25,7 @@ class Steps(Protocol):
     def record(self, step: int, metrics: dict[str, float]) -> None: ...
 
 
-def run_loop(steps: Steps, first: int, last: int, max_staleness: int, units: Units, events: Events) -> None:
+def run_loop(steps: StepUnits, first: int, last: int, max_staleness: int, units: Units, events: Events) -> None:
     """Steps `first` to `last`, both included; the policy version is the number of steps applied.
 
     With `max_staleness` 0 the rollouts of a step are sampled by the weights of the step before (on-policy). With 1

@@ -21,7 +21,7 @@ from components.rl.run import RLRun
 from components.rl.settings import TrainVLMSettings
 from components.rl.skipped import skipped_batches
 from components.training.client import TrainerClient
-from components.training.service_settings import PolicySettings
+from components.training.service_settings import TrainerPolicySettings
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def open_run(
     Servers that somebody else started are given the run's weights, unless `load_on_join` is False.
     """
     weights = locate(inputs["model"].path, settings.model.revision)
-    policy = PolicySettings(
+    policy = TrainerPolicySettings(
         model_path=weights,
         model=settings.model,
         trainer=settings.trainer,

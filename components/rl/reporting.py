@@ -24,7 +24,7 @@ VIEWER_FILE = "rollouts.html"
 
 
 @dataclass
-class Gallery:
+class ViewerSteps:
     """Steps that were picked to look at, with what the trainer computed of their tokens."""
 
     steps: dict[str, tuple[Artifact, Artifact, Sequence[LogProbs]]] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Gallery:
 
 
 def write_pages(
-    folder: Path, settings: TrainVLMSettings, history: list[dict[str, float]], gallery: Gallery, images: Path
+    folder: Path, settings: TrainVLMSettings, history: list[dict[str, float]], gallery: ViewerSteps, images: Path
 ) -> None:
     """Writes `report.html`, `curves.png` and `rollouts.html`."""
     title = f"Training {settings.model.source} on {settings.environment.name}"

@@ -27,12 +27,12 @@ from components.environments.make import make_environment
 from components.environments.stage import load_tasks
 from components.inference.endpoint import Endpoint
 from components.inference.pool import ServerPool
-from components.rl.agreement import Agreement, compare, refuse_mismatch, step_mismatch
+from components.rl.agreement import LogprobAgreement, compare, refuse_mismatch, step_mismatch
 from components.rl.history import History
 from components.rl.metrics import rollout_metrics
-from components.rl.reporting import Gallery
+from components.rl.reporting import ViewerSteps
 from components.rl.settings import TrainVLMSettings
-from components.rl.texts import Overheard, refuse_other_texts
+from components.rl.texts import RecordingGenerator, refuse_other_texts
 from components.rollouts.collect import collect
 from components.rollouts.generator import Generator
 from components.rollouts.rounds import choose_groups, play_rounds
@@ -70,7 +70,7 @@ class RLRun:
         self.tasks: list[Task] = load_tasks(inputs["tasks"].path, "train")
         self.history = History(context.workspace / "history.jsonl")
         self.weights = context.workspace / "weights"
-        self.gallery = Gallery()
+        self.gallery = ViewerSteps()
         self.vocabulary: Vocabulary = (MOST_TOKENS, MOST_TOKENS)
         self.skipped: frozenset[int] = frozenset()
         self._step_metrics: dict[int, dict[str, float]] = {}
@@ -175,12 +175,12 @@ class RLRun:
             batch = self.batch(step, self.rollouts(step))
             self.record(step, self._of_trainer(done, partial(self.trainer.step, step, batch.path)))
 
-    def preflight(self) -> Agreement:
+    def preflight(self) -> LogprobAgreement:
         """
         Raises:
             MismatchError: trainer and server disagree, or no rollout becomes a sample.
         """
-        overheard = Overheard(self.pool)
+        overheard = RecordingGenerator(self.pool)
         outputs = self.portal.call(self._round, overheard, 0, self.settings.preflight.groups, 0)
         refuse_other_texts(overheard.completions, self.adapter.tokenizer.backend_tokenizer)
         samples, drops = self.adapter.samples(outputs)

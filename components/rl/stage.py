@@ -7,13 +7,15 @@ from math import isnan
 from pathlib import Path
 
 from components.contracts.numbers import write_json
-from components.contracts.stages import Artifact, Report, Stage, StageContext
+from components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from components.environments.sources import environment_sources
 from components.rl.agreement import FIRST_UPDATE
 from components.rl.settings import TrainVLMSettings
 
 
-def train_vlm(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext) -> Report:
+def train_vlm(
+    settings: TrainVLMSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
+) -> StageReport:
     """Writes `checkpoint/` (Hugging Face layout), `history.json`, `metrics.json`, `lineage.json` and the report."""
     from components.models.source import CHECKPOINT
     from components.rl.loop import run_loop
@@ -34,7 +36,7 @@ def train_vlm(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], out: P
     write_json(out / "metrics.json", summary(history))
     write_pages(out, settings, history, gallery, context.images)
     drops = _total(history, "failures/") | _total(history, "drops/")
-    return Report(rows={"steps": len(history), "rollouts": _total(history, "rollouts/")["planned"]}, drops=drops)
+    return StageReport(rows={"steps": len(history), "rollouts": _total(history, "rollouts/")["planned"]}, drops=drops)
 
 
 def summary(history: list[dict[str, float]]) -> dict[str, float]:

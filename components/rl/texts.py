@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from components.inference.settings import EvaluationSamplingSettings, SamplingSettings
 
 
-class Overheard:
+class RecordingGenerator:
     """Answers as `generator` does and keeps every completion in `completions`."""
 
     def __init__(self, generator: Generator) -> None:
@@ -67,7 +67,7 @@ def _is_part(theirs: str, own: str) -> bool:
 
 def _text(completion: Completion, tokenizer: Tokenizer) -> str | None:
     """What a vLLM server with `tokenizer` says: without the token that it stopped at, without a last character that
-    is not whole, special tokens included. None if bytes that are no text make that undefined.
+    is not whole, special tokens included. None if bytes that are not text make that undefined.
     """
     said = completion.token_ids.tolist()
     if completion.finish_reason == "stop":

@@ -15,7 +15,7 @@ from components.contracts.stages import Events
 from components.rollouts.conversation import SharedImages
 from components.rollouts.generator import Generator
 from components.rollouts.open_files import allow_episodes
-from components.rollouts.play import Place, Player
+from components.rollouts.play import EpisodeRunner, RolloutId
 
 if TYPE_CHECKING:
     from components.inference.settings import EvaluationSamplingSettings, SamplingSettings
@@ -37,7 +37,7 @@ async def collect(
 ) -> GenerateOutputs:
     """Play `group_size` rollouts of each task; `tasks[g]` becomes group `first_group + g` of step `step`.
 
-    At most `machine.max_concurrent` episodes are under way. A rollout that fails becomes a `Failure` and leaves
+    At most `machine.max_concurrent` episodes are in flight. A rollout that fails becomes a `Failure` and leaves
     the others alone. The result is in the order of the plan, whatever finished first.
 
     Raises:
@@ -46,11 +46,11 @@ async def collect(
         OSError: an image cannot be stored, as on a full disk.
     """
     allow_episodes(machine.max_concurrent)
-    player = Player(environment, pool, SharedImages(images), sampling, seed, machine.environment_timeout)
+    player = EpisodeRunner(environment, pool, SharedImages(images), sampling, seed, machine.environment_timeout)
     limit = asyncio.Semaphore(machine.max_concurrent)
-    finished = Tally(len(tasks) * group_size, events)
+    finished = CollectionProgress(len(tasks) * group_size, events)
 
-    async def play(task: Task, place: Place) -> Trajectory | Failure:
+    async def play(task: Task, place: RolloutId) -> Trajectory | Failure:
         async with limit:
             try:
                 result: Trajectory | Failure = await player.play(task, place)
@@ -62,7 +62,7 @@ async def collect(
     try:
         async with asyncio.TaskGroup() as episodes:
             running = [
-                episodes.create_task(play(task, Place(step, group, member)))
+                episodes.create_task(play(task, RolloutId(step, group, member)))
                 for group, task in enumerate(tasks, first_group)
                 for member in range(group_size)
             ]
@@ -78,7 +78,7 @@ async def collect(
     return outputs
 
 
-class Tally:
+class CollectionProgress:
     """Counts what is finished and shows it with the mean reward so far."""
 
     def __init__(self, planned: int, events: Events) -> None:

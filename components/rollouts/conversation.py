@@ -43,7 +43,7 @@ class SharedImages:
 class Conversation:
     """The chat of one episode. `messages` is for the server, `images` are its images in order.
 
-    Without `dialogue` every observation begins it anew.
+    Without `dialogue` every observation begins it again.
     """
 
     def __init__(self, system_prompt: str | None, shared: SharedImages, dialogue: bool) -> None:

@@ -12,7 +12,7 @@ OTHER_FILES = 512
 
 
 def allow_episodes(at_once: int) -> None:
-    """`allow_open_files` for as many episodes, each with a request under way."""
+    """`allow_open_files` for as many episodes, each with a request in flight."""
     allow_open_files(OTHER_FILES + (HANDLES + 1) * at_once)
 
 

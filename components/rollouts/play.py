@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from components.contracts.checks import Facts, facts_of, plain_text
+from components.contracts.checks import EnvironmentInfo, environment_info, plain_text
 from components.contracts.episodes import Environment, Outcome, Task
 from components.contracts.failures import RolloutFailed
 from components.contracts.rollouts import Trajectory, Turn
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RolloutId:
     """Which rollout of the run this is: member `member` of group `group` in step `step`."""
 
     step: int
@@ -52,7 +52,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Player:
+class EpisodeRunner:
     """Plays episodes of `environment` with `pool` as the policy; `seed` is the run's."""
 
     environment: Environment
@@ -62,7 +62,7 @@ class Player:
     seed: int
     environment_timeout: float
 
-    async def play(self, task: Task, place: Place) -> Trajectory:
+    async def play(self, task: Task, place: RolloutId) -> Trajectory:
         """
         Raises:
             RolloutFailed: whatever concerns this rollout alone.
@@ -86,11 +86,11 @@ class Player:
         )
 
     @cached_property
-    def facts(self) -> Facts:
-        """Raises ConfigurationError where the environment does not say what it is."""
-        return facts_of(self.environment)
+    def facts(self) -> EnvironmentInfo:
+        """Raises ConfigurationError where the environment lacks a required attribute."""
+        return environment_info(self.environment)
 
-    async def _turns(self, episode: GuardedEpisode, place: Place) -> tuple[list[Turn], bool]:
+    async def _turns(self, episode: GuardedEpisode, place: RolloutId) -> tuple[list[Turn], bool]:
         conversation = Conversation(self.facts.system_prompt, self.images, self.facts.dialogue)
         turns: list[Turn] = []
         clock = time.perf_counter()

@@ -36,7 +36,7 @@ def groups_that_differ(outputs: GenerateOutputs) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SelectedGroups:
     """The rollouts that a step trains on. `drops` counts the other rollouts by reason; `metrics` counts groups."""
 
     outputs: GenerateOutputs
@@ -44,10 +44,10 @@ class Chosen:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def choose_groups(outputs: GenerateOutputs, plan: RolloutSettings) -> Chosen:
+def choose_groups(outputs: GenerateOutputs, plan: RolloutSettings) -> SelectedGroups:
     """The first `groups_per_step` groups whose rewards differ; all groups where only one round may be played."""
     if plan.max_rounds == 1:
-        return Chosen(outputs)
+        return SelectedGroups(outputs)
     differing = groups_that_differ(outputs)
     chosen, surplus = set(differing[: plan.groups_per_step]), set(differing[plan.groups_per_step :])
     groups = {one.group_id for one in outputs.trajectories} | {one.group_id for one in outputs.failures}
@@ -61,4 +61,4 @@ def choose_groups(outputs: GenerateOutputs, plan: RolloutSettings) -> Chosen:
         "groups/surplus": float(len(surplus)),
     }
     found = {reason: count for reason, count in drops.items() if count}
-    return Chosen(replace(outputs, trajectories=kept), found, metrics)
+    return SelectedGroups(replace(outputs, trajectories=kept), found, metrics)

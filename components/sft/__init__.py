@@ -1,1 +1,1 @@
-"""Warm start: supervised training on an expert's demonstrations, before any reward."""
+"""Warm start: supervised training on demonstrations, before any reward."""

@@ -1,4 +1,4 @@
-"""Demonstrations: an expert's answers, played in the real environment like those of any policy."""
+"""Demonstrations: a demonstrator's answers, played in the real environment like those of any policy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from components.artifacts.images import ImageStore
-from components.contracts.episodes import Environment, ExpertEnvironment, Task
+from components.contracts.episodes import DemonstrationEnvironment, Environment, Task
 from components.contracts.errors import ConfigurationError
 from components.contracts.failures import RolloutFailed
 from components.contracts.machine import Machine
@@ -19,13 +19,13 @@ from components.inference.client import Completion, GenerationFailure
 from components.inference.settings import EvaluationSamplingSettings, SamplingSettings
 from components.rollouts.conversation import SharedImages
 from components.rollouts.open_files import allow_episodes
-from components.rollouts.play import Place, Player
+from components.rollouts.play import EpisodeRunner, RolloutId
 from components.sft.prompts import PromptWriter
 
 _NOTHING_IS_SAMPLED = EvaluationSamplingSettings(temperature=0.0, max_tokens=1)
 
 
-class Expert:
+class Demonstrator:
     """A policy that says prepared answers, one a turn, each token with probability 1."""
 
     def __init__(self, answers: Sequence[str], writer: PromptWriter) -> None:
@@ -39,7 +39,7 @@ class Expert:
     ) -> Completion:
         """
         Raises:
-            GenerationFailure: all answers are said, and the episode goes on.
+            GenerationFailure: all answers are said, and the episode continues.
         """
         if not self._answers:
             raise GenerationFailure("the answers end before the episode does", reason="goal_not_reached")
@@ -50,7 +50,7 @@ class Expert:
         return Completion(prompt, tokens, certain, text, "stop", 0, "expert", 0.0)
 
 
-def expert(environment: Environment) -> ExpertEnvironment:
+def expert(environment: Environment) -> DemonstrationEnvironment:
     """`environment` itself, if it knows how its tasks are solved.
 
     Raises:
@@ -66,7 +66,7 @@ def expert(environment: Environment) -> ExpertEnvironment:
 
 
 async def demonstrate(
-    environment: ExpertEnvironment,
+    environment: DemonstrationEnvironment,
     tasks: Sequence[Task],
     success_reward: float,
     writer: PromptWriter,
@@ -83,7 +83,7 @@ async def demonstrate(
     limit = asyncio.Semaphore(machine.max_concurrent)
     finished = 0
 
-    async def play(task: Task, place: Place) -> Trajectory | Failure:
+    async def play(task: Task, place: RolloutId) -> Trajectory | Failure:
         nonlocal finished
         async with limit:
             try:
@@ -94,15 +94,15 @@ async def demonstrate(
         report(finished)
         return result
 
-    async def _played(task: Task, place: Place) -> Trajectory | Failure:
+    async def _played(task: Task, place: RolloutId) -> Trajectory | Failure:
         try:
             answers = await asyncio.to_thread(environment.demonstration, task)
         except Exception as error:  # an environment is code that we did not write
             raise RolloutFailed("environment_error", f"demonstration: {type(error).__name__}: {error}") from error
         if not answers:
-            raise RolloutFailed("no_demonstration", "the expert knows no answers")
-        policy = Expert(answers, writer)
-        player = Player(environment, policy, shared, _NOTHING_IS_SAMPLED, 0, machine.environment_timeout)
+            raise RolloutFailed("no_demonstration", "the demonstrator knows no answers")
+        policy = Demonstrator(answers, writer)
+        player = EpisodeRunner(environment, policy, shared, _NOTHING_IS_SAMPLED, 0, machine.environment_timeout)
         trajectory = await player.play(task, place)
         if trajectory.truncated or not trajectory.earns(success_reward):
             ending = "ran out of turns" if trajectory.truncated else "ended"
@@ -111,7 +111,7 @@ async def demonstrate(
             )
         return trajectory
 
-    results = await asyncio.gather(*(play(task, Place(0, index, 0)) for index, task in enumerate(tasks)))
+    results = await asyncio.gather(*(play(task, RolloutId(0, index, 0)) for index, task in enumerate(tasks)))
     return GenerateOutputs(
         tuple(result for result in results if isinstance(result, Trajectory)),
         tuple(result for result in results if isinstance(result, Failure)),

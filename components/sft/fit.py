@@ -19,7 +19,7 @@ from components.training.restarts import with_restarts
 
 KEPT = {
     "loss": "loss",
-    "importance_ratio": "probability",  # of a demonstrated token: the expert's own is 1
+    "importance_ratio": "probability",  # of a demonstrated token: the demonstrator's own is 1
     "entropy": "entropy",
     "grad_norm": "grad_norm",
     "updates_skipped": "updates_skipped",
@@ -34,7 +34,7 @@ HELDOUT_LOSS = "heldout/loss"
 
 
 @dataclass(frozen=True)
-class Plan:
+class EpochSampler:
     """Which samples a step trains on. Every epoch goes through all of them in an order of its own."""
 
     samples: Sequence[Sample]
@@ -62,7 +62,7 @@ class Plan:
 
 def fit(
     trainer: TrainerClient,
-    plan: Plan,
+    plan: EpochSampler,
     heldout: Sequence[Sample],
     save_every: int,
     history: History,

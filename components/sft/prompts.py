@@ -43,7 +43,7 @@ class PromptWriter:
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> TokenIds:
         """(P,) the prompt of the next assistant message, image placeholders expanded."""
-        images = [_picture(part) for message in messages for part in _parts(message) if _is_image(part)]
+        images = [_image(part) for message in messages for part in _parts(message) if _is_image(part)]
         chat = [{**message, "content": [_for_template(part) for part in _parts(message)]} for message in messages]
         with self._lock:
             text = self._processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
@@ -74,5 +74,5 @@ def _for_template(part: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"type": "image"} if _is_image(part) else part
 
 
-def _picture(part: Mapping[str, Any]) -> Image.Image:
+def _image(part: Mapping[str, Any]) -> Image.Image:
     return decode(load_reference(part["image_url"]["url"]))

@@ -27,7 +27,7 @@ class WarmStartSettings(UpdateSettings):
     samples_per_step: PositiveInt = Field(32, description="Sequences of one step, which makes one update.")
 
     def trainer(self, max_steps: int) -> TrainerSettings:
-        """A trainer that minimises the cross-entropy of the answers' tokens, each counting alike.
+        """A trainer that minimizes the cross-entropy of the answers' tokens, each counting alike.
 
         Raises:
             ConfigurationError: the warm-up of the learning rate is longer than the training.
@@ -45,7 +45,7 @@ class WarmStartSettings(UpdateSettings):
         )
 
 
-class SftSettings(Settings):
+class SFTSettings(Settings):
     """The sections that a warm-started checkpoint depends on."""
 
     model: ModelSettings

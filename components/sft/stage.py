@@ -1,4 +1,4 @@
-"""The stage sft: a model and an environment's tasks in, a checkpoint trained on an expert's demonstrations out."""
+"""The stage sft: a model and an environment's tasks in, a checkpoint trained on demonstrations out."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 from components.contracts.errors import DataError
 from components.contracts.numbers import write_json
 from components.contracts.rollouts import GenerateOutputs
-from components.contracts.stages import Artifact, Report, Stage, StageContext
+from components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from components.environments.stage import sources_of_tasks
-from components.sft.settings import SftSettings, WarmStartSettings
+from components.sft.settings import SFTSettings, WarmStartSettings
 
 VIEWER_FILE = "demonstrations.html"
 KIND = "demonstrations"
 
 
-def warm_start(settings: SftSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext) -> Report:
+def warm_start(settings: SFTSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext) -> StageReport:
     """Writes `checkpoint/` (Hugging Face layout), `history.json`, `metrics.json`, `lineage.json` and the report.
 
     Raises:
-        ConfigurationError: the environment has no expert.
+        ConfigurationError: the environment has no demonstrator.
         DataError: no demonstration can be trained on.
     """
     from components.adapters import get_adapter
@@ -33,9 +33,9 @@ def warm_start(settings: SftSettings, inputs: Mapping[str, Artifact], out: Path,
     from components.models.source import CHECKPOINT, locate
     from components.rl.history import History
     from components.rollouts.table import read_rollouts
-    from components.sft.fit import Plan, fit
+    from components.sft.fit import EpochSampler, fit
     from components.training.client import TrainerClient
-    from components.training.service_settings import PolicySettings
+    from components.training.service_settings import TrainerPolicySettings
 
     plan = settings.warm_start
     weights = locate(inputs["model"].path, settings.model.revision)
@@ -52,8 +52,8 @@ def warm_start(settings: SftSettings, inputs: Mapping[str, Artifact], out: Path,
             where=str(played.path),
             remedy="look at the first failure's detail in failures.parquet there",
         )
-    steps = Plan(samples, plan.epochs, plan.samples_per_step, plan.seed)
-    policy = PolicySettings(
+    steps = EpochSampler(samples, plan.epochs, plan.samples_per_step, plan.seed)
+    policy = TrainerPolicySettings(
         model_path=weights,
         model=settings.model,
         trainer=plan.trainer(steps.steps),
@@ -69,13 +69,13 @@ def warm_start(settings: SftSettings, inputs: Mapping[str, Artifact], out: Path,
     write_json(out / "metrics.json", summary(rows))
     write_pages(out, settings, outputs, rows, context.images)
     counts = {KIND: len(outputs.trajectories), "samples": len(samples), "steps": steps.steps}
-    return Report(rows=counts, drops=dict(drops))
+    return StageReport(rows=counts, drops=dict(drops))
 
 
 def demonstrations(
     plan: WarmStartSettings, processor: Any, inputs: Mapping[str, Artifact], context: StageContext
 ) -> Artifact:
-    """The rollout tables of the expert, found or played; training tasks first."""
+    """The rollout tables of the demonstrator, found or played; training tasks first."""
     from components.artifacts.images import ImageStore
     from components.artifacts.manifest import write_manifest
     from components.environments.stage import load_environment, load_tasks
@@ -145,7 +145,7 @@ def summary(history: list[dict[str, float]]) -> dict[str, float]:
 
 
 def write_pages(
-    folder: Path, settings: SftSettings, outputs: GenerateOutputs, history: list[dict[str, float]], images: Path
+    folder: Path, settings: SFTSettings, outputs: GenerateOutputs, history: list[dict[str, float]], images: Path
 ) -> None:
     """Writes `report.html`, `curves.png` and `demonstrations.html`."""
     from components.artifacts.images import ImageStore
@@ -184,4 +184,4 @@ def _split(outputs: GenerateOutputs, split: str) -> GenerateOutputs:
     return GenerateOutputs([trajectory for trajectory in outputs.trajectories if trajectory.split == split])
 
 
-SFT_STAGE = Stage("sft", 2, SftSettings, ("tasks", "model"), warm_start, sources_of_tasks)
+SFT_STAGE = Stage("sft", 2, SFTSettings, ("tasks", "model"), warm_start, sources_of_tasks)

@@ -1,4 +1,4 @@
-"""Checkpoints to resume from: what is trained, the optimiser, random numbers and position, without pickle."""
+"""Checkpoints to resume from: what is trained, the optimizer, random numbers and position, without pickle."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from components.contracts.errors import DataError, TrainerError
 from components.contracts.numbers import dump_json
 from components.training.ranks import Ranks, like, whole
 from components.training.settings import TrainerSettings
-from components.training.skipped import Skipped
+from components.training.skipped import SkippedUpdates
 from components.training.tensors import checked_state, checked_weights, optimizer_tensors, restore_state
 
 FORMAT = 1
@@ -36,7 +36,7 @@ _NOT_COMPARED = {"save_every", "keep_checkpoints"}
 _SAMPLED = 64
 
 
-class Keeps(Protocol):
+class CheckpointPolicy(Protocol):
     """The setting that says how many checkpoints stay."""
 
     @property
@@ -47,7 +47,7 @@ class Resumable(Protocol):
     """What a checkpoint is of; what of `model` requires a gradient is trained."""
 
     steps_done: int
-    skipped: Skipped
+    skipped: SkippedUpdates
 
     @property
     def model(self) -> nn.Module: ...
@@ -56,7 +56,7 @@ class Resumable(Protocol):
     @property
     def ranks(self) -> Ranks: ...
     @property
-    def settings(self) -> Keeps: ...
+    def settings(self) -> CheckpointPolicy: ...
 
 
 def identity(model: nn.Module, settings: TrainerSettings, **more: Any) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def load(learner: Resumable, path: Path, who: Mapping[str, Any]) -> dict[str, An
             remedy="delete this folder: the one before it is used then",
         ) from error
     if not isinstance(document, dict) or not {"format", "step", "identity", "state"} <= document.keys():
-        raise DataError("this is no state of a training", where=str(path / STATE_FILE), remedy="delete this folder")
+        raise DataError("this is not a training state", where=str(path / STATE_FILE), remedy="delete this folder")
     if document["format"] != FORMAT:
         raise DataError(f"checkpoint format {document['format']}, this version reads {FORMAT}", where=str(path))
     differing = _differences(document["identity"], json.loads(json.dumps(who)))
@@ -166,7 +166,7 @@ def load(learner: Resumable, path: Path, who: Mapping[str, Any]) -> dict[str, An
     restore_state(learner.optimizer, trained, slots)
     _restore_rng({k.partition("/")[2]: v for k, v in rng.items() if k.startswith(f"{learner.ranks.rank}/")})
     learner.steps_done = int(document["step"])
-    learner.skipped = Skipped(**document.get("skipped", {}))
+    learner.skipped = SkippedUpdates(**document.get("skipped", {}))
     state: dict[str, Any] = document["state"]
     return state
 

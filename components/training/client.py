@@ -23,7 +23,7 @@ from components.inference.probe import Probe, ProbeAnswer
 from components.process import Program
 from components.training.errors import rebuild
 from components.training.processes import private_folder, start_ranks
-from components.training.service_settings import PolicySettings, service_settings
+from components.training.service_settings import TrainerPolicySettings, service_settings
 
 TOKEN = "ARMATURE_TRAINER_TOKEN"
 FATAL = 500
@@ -44,7 +44,7 @@ class TrainerClient:
     died. After that `alive` tells whether it still runs.
     """
 
-    def __init__(self, policy: PolicySettings, machine: Machine, workspace: Path) -> None:
+    def __init__(self, policy: TrainerPolicySettings, machine: Machine, workspace: Path) -> None:
         self.machine = machine
         self.settings = service_settings(policy, machine, workspace)
         self._token = secrets.token_hex(32)
@@ -123,7 +123,7 @@ class TrainerClient:
         return [np.array(score, dtype=np.float32) for score in scores]
 
     def publish(self, folder: Path, version: int) -> None:
-        """Write the weights after step `version` to `folder` in the Hugging Face layout, at once or not at all.
+        """Write the weights after step `version` to `folder` in the Hugging Face layout, atomically.
 
         Of sibling folders whose names are numbers, as this one's, the newest two stay.
 

@@ -46,7 +46,7 @@ class MultimodalRLConfig(BaseModel):
     temperature: PositiveFloat = Field(1.0, description="Of sampling, and of the trainer's log-probs.")
     max_tokens: PositiveInt = Field(512, description="Longest completion of one turn.")
 
-    batch_size: PositiveInt = Field(512, description="Samples per optimiser update.")
+    batch_size: PositiveInt = Field(512, description="Samples per optimizer update.")
     micro_batch_size: PositiveInt = Field(4, description="Most samples of one forward pass.")
     max_tokens_per_micro_batch: PositiveInt = Field(16384, description="Most padded tokens of one forward pass.")
     mask_ratio_low: NonNegativeFloat = Field(0.1, description="Tokens with a smaller importance ratio are dropped.")
@@ -70,7 +70,7 @@ class MultimodalRLConfig(BaseModel):
     vllm_server_port: int = Field(8000, gt=0, lt=65536, description="Port of the vLLM server.")
     vllm_server_timeout: PositiveFloat = Field(600.0, description="Seconds to wait for the server to be ready.")
     generation_timeout: PositiveFloat = Field(600.0, description="Seconds for one generation request.")
-    max_concurrent: PositiveInt = Field(128, description="Episodes under way at once.")
+    max_concurrent: PositiveInt = Field(128, description="Concurrent episodes.")
     sync_to_vllm_every: NonNegativeInt = Field(1, description="Steps between weight updates of the server; 0: never.")
     log_every_steps: PositiveInt = Field(10, description="Steps between lines of the progress bar.")
 
@@ -86,7 +86,7 @@ class MultimodalRLConfig(BaseModel):
         super().__init__(**options)
         if self.rollouts_per_step % self.group_size:
             raise ConfigurationError(
-                f"rollouts_per_step ({self.rollouts_per_step}) is no multiple of "
+                f"rollouts_per_step ({self.rollouts_per_step}) is not a multiple of "
                 f"rollouts_per_example ({self.group_size})",
                 remedy="change one of them",
             )

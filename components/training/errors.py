@@ -9,7 +9,7 @@ from components.contracts import errors
 from components.contracts.errors import ArmatureError, TrainerError
 
 
-class Fatal(Exception):
+class FatalServiceError(Exception):
     """Ends the service; its cause is what went wrong."""
 
 
@@ -28,7 +28,7 @@ def describe(error: BaseException) -> dict[str, str]:
 
 
 def rebuild(document: Mapping[str, str]) -> ArmatureError:
-    """The error that `describe` described; a TrainerError with the traceback if it was none of ours."""
+    """The error that `describe` described; a TrainerError with the traceback if it was not one of ours."""
     kind = getattr(errors, document["class"], None)
     if isinstance(kind, type) and issubclass(kind, ArmatureError):
         return kind(document["what"], where=document.get("where", ""), remedy=document.get("remedy", ""))

@@ -93,6 +93,6 @@ def _shard(policy: Policy, *, mesh: DeviceMesh, wrap_classes: frozenset[str], au
         if type(module).__name__ in wrap_classes:
             fully_shard(module, mesh=mesh, mp_policy=precision)
     # Resharded explicitly: by default the root stays whole after a forward pass without a backward, and then its
-    # parameters are not those that the optimiser knows.
+    # parameters are not those that the optimizer knows.
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     register_fsdp_forward_method(policy, "next_tokens")

@@ -23,23 +23,23 @@ from components.contracts.batches import MultimodalBatch, Sample
 from components.contracts.errors import ConfigurationError
 from components.training.logprobs import Policy, check_head
 from components.training.metrics import Meter, batch_report, peak_memory_gib
-from components.training.objectives import Tokens, loss_of, normaliser
+from components.training.objectives import Tokens, loss_of, normalizer
 from components.training.plan import MicroBatch, micro_batches, share, updates
 from components.training.ranks import Ranks, whole
 from components.training.schedule import learning_rate
 from components.training.settings import TrainerSettings
-from components.training.skipped import Skipped
+from components.training.skipped import SkippedUpdates
 
 Load = Callable[[Sequence[MicroBatch]], Iterator[tuple[MicroBatch, MultimodalBatch]]]
 """Gives each planned micro-batch its tensors, in order."""
 
 
 class Learner:
-    """The policy, its optimiser, and how a batch changes them.
+    """The policy, its optimizer, and how a batch changes them.
 
     Args:
         model: a vision-language model, with or without adapters; what requires a gradient is trained, in fp32.
-        settings: the objective and the optimiser.
+        settings: the objective and the optimizer.
         temperature: of the sampler.
         forbidden_token_ids: tokens that the sampler could not choose.
         ranks: the processes that train together.
@@ -61,7 +61,7 @@ class Learner:
         shard: Callable[[Policy], None] | None = None,
     ) -> None:
         self.settings, self.ranks = settings, ranks or Ranks()
-        self.steps_done, self.skipped = 0, Skipped()
+        self.steps_done, self.skipped = 0, SkippedUpdates()
         model.to(self.ranks.device)
         self._sharded = shard is not None
         self._make_policy = lambda inner: Policy(
@@ -152,7 +152,7 @@ class Learner:
         """Accumulate the gradient of all micro-batches, normalized by the counts of all ranks, and apply it."""
         if n_tokens == 0:
             return
-        scale = 1 / normaliser(self.settings, n_tokens, n_sequences)
+        scale = 1 / normalizer(self.settings, n_tokens, n_sequences)
         self.optimizer.zero_grad(set_to_none=True)
         for micro, batch in batches:
             batch = _to(batch, self.ranks.device)

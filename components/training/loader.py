@@ -48,7 +48,7 @@ class FeatureCache:
         new.rename(path)
 
 
-class Batches(Dataset[tuple[MicroBatch, MultimodalBatch]]):
+class BatchDataset(Dataset[tuple[MicroBatch, MultimodalBatch]]):
     """The "index" of an item is the whole job, so that workers outlive the batch they were started for."""
 
     def __init__(self, adapter: FamilyAdapter, images: ImageStore) -> None:
@@ -81,7 +81,7 @@ class MicroBatchLoader:
             context.set_forkserver_preload([__name__])
             options = {"multiprocessing_context": context, "persistent_workers": True, "prefetch_factor": 2}
         self._loader = DataLoader(
-            Batches(adapter, images), batch_size=None, sampler=_Jobs(self._jobs), num_workers=workers, **options
+            BatchDataset(adapter, images), batch_size=None, sampler=_Jobs(self._jobs), num_workers=workers, **options
         )
 
     @contextmanager

@@ -60,7 +60,7 @@ class Meter:
         self.log_ratios.append((tokens.logprobs - tokens.behavior).detach().float().cpu())
 
     def update(self, grad_norm: float, applied: bool) -> None:
-        """One optimiser update."""
+        """One optimizer update."""
         self.grad_norms.append(grad_norm)
         self.skipped += not applied
 

@@ -1,4 +1,4 @@
-"""The objectives of policy optimisation, as losses per token, and their sums over a micro-batch.
+"""The objectives of policy optimization, as losses per token, and their sums over a micro-batch.
 
 Symbols: lp = log-prob of a sampled token under the policy that is trained (with gradient); b = under the policy
 in the ratio's denominator; r = exp(lp - b); A = advantage; t runs over the trained tokens, i over sequences.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from components.registry import Registry
-from components.training.settings import Cispo, Gspo, ImportanceCorrection, Likelihood, MaskRatio, Ppo, TrainerSettings
+from components.training.settings import CISPO, GSPO, PPO, ImportanceCorrection, Likelihood, MaskRatio, TrainerSettings
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are held within ±20, so that exp stays finite and one token cannot poison a mean."""
@@ -75,7 +75,7 @@ def mask_ratio(tokens: Tokens, settings: MaskRatio) -> PerToken:
     return PerToken(loss, low, high)
 
 
-def ppo(tokens: Tokens, settings: Ppo) -> PerToken:
+def ppo(tokens: Tokens, settings: PPO) -> PerToken:
     """loss_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t).
 
     Schulman et al. 2017 (arXiv:1707.06347); the asymmetric clip is DAPO's (Yu et al. 2025, arXiv:2503.14476). With
@@ -89,7 +89,7 @@ def ppo(tokens: Tokens, settings: Ppo) -> PerToken:
     return replace(result, loss=torch.where(tokens.advantages < 0, bounded, result.loss))
 
 
-def gspo(tokens: Tokens, settings: Gspo) -> PerToken:
+def gspo(tokens: Tokens, settings: GSPO) -> PerToken:
     """loss_t = -min(s_i A_t, clip(s_i, 1 - clip_low, 1 + clip_high) A_t), s_i = exp(mean over i of (lp - b)).
 
     Zheng et al. 2025 (arXiv:2507.18071). With aggregation "sequence" and one advantage per sequence this is
@@ -101,7 +101,7 @@ def gspo(tokens: Tokens, settings: Gspo) -> PerToken:
     return _clipped(ratio, tokens.advantages, settings.clip_low, settings.clip_high)
 
 
-def cispo(tokens: Tokens, settings: Cispo) -> PerToken:
+def cispo(tokens: Tokens, settings: CISPO) -> PerToken:
     """loss_t = -stop_gradient(min(r_t, 1 + clip_high)) A_t lp_t.
 
     MiniMax 2025 (arXiv:2506.13585), with the upper clip only, as in its experiments.
@@ -160,7 +160,7 @@ def importance_weights(tokens: Tokens, start: Tensor, settings: ImportanceCorrec
 
 
 def aggregate(loss: Tensor, tokens: Tokens, settings: TrainerSettings) -> Tensor:
-    """Scalar: the sum over tokens, or over the sequences' means. Divide by `normaliser` of the whole update.
+    """Scalar: the sum over tokens, or over the sequences' means. Divide by `normalizer` of the whole update.
 
     Sums over micro-batches are exact, because a sequence is never split between two.
     """
@@ -169,7 +169,7 @@ def aggregate(loss: Tensor, tokens: Tokens, settings: TrainerSettings) -> Tensor
     return loss.sum()
 
 
-def normaliser(settings: TrainerSettings, n_tokens: int, n_sequences: int) -> float:
+def normalizer(settings: TrainerSettings, n_tokens: int, n_sequences: int) -> float:
     """What the sum over all micro-batches and ranks of one update is divided by (at least 1)."""
     divisors = {
         "sum": 1,
@@ -182,7 +182,7 @@ def normaliser(settings: TrainerSettings, n_tokens: int, n_sequences: int) -> fl
 
 @dataclass(frozen=True)
 class Loss:
-    """`total`: scalar with gradient, not yet normalised. `sums`: float64 scalars to add over micro-batches."""
+    """`total`: scalar with gradient, not yet normalized. `sums`: float64 scalars to add over micro-batches."""
 
     total: Tensor
     sums: dict[str, Tensor]

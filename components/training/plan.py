@@ -12,9 +12,9 @@ from components.contracts.batches import Sample
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The samples of one forward pass; `rows` are their positions in the step's batch, -1 for a filler.
+    """The samples of one forward pass; `rows` are their positions in the step's batch, -1 for a dummy.
 
-    A filler is a copy of a sample with nothing to train on. It keeps ranks in step that would otherwise have
+    A dummy is a copy of a sample with nothing to train on. It keeps ranks in step that would otherwise have
     fewer forward passes, or none through the vision tower, than the others.
     """
 
@@ -23,7 +23,7 @@ class MicroBatch:
 
 
 def updates(n_samples: int, samples_per_update: int) -> Iterator[range]:
-    """The positions of the samples of each optimiser update, in order; 0 means one update for all."""
+    """The positions of the samples of each optimizer update, in order; 0 means one update for all."""
     size = samples_per_update or max(n_samples, 1)
     for start in range(0, n_samples, size):
         yield range(start, min(start + size, n_samples))
@@ -65,5 +65,5 @@ def _has_images(batch: MicroBatch) -> bool:
 
 
 def _filled(batch: MicroBatch, sample: Sample) -> MicroBatch:
-    filler = replace(sample, loss_mask=np.zeros_like(sample.loss_mask))
-    return MicroBatch((*batch.samples, filler), (*batch.rows, -1))
+    dummy = replace(sample, loss_mask=np.zeros_like(sample.loss_mask))
+    return MicroBatch((*batch.samples, dummy), (*batch.rows, -1))

@@ -35,4 +35,4 @@ def _message(processor: Any, probe: Probe) -> dict[str, Tensor]:
     content = [{"type": "image"}, {"type": "text", "text": WORDS}]
     chat = [{"role": "user", "content": content}]
     text = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    return dict(processor(text=[text], images=[[probe.picture()]], add_special_tokens=False, return_tensors="pt"))
+    return dict(processor(text=[text], images=[[probe.pil_image()]], add_special_tokens=False, return_tensors="pt"))

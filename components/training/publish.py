@@ -41,7 +41,7 @@ class Publisher:
         return set(self._dtypes.values()) == {torch.float32}
 
     def publish(self, model: nn.Module, folder: Path, ranks: Ranks) -> None:
-        """Write `folder`, at once or not at all. Every rank calls it; rank 0 writes.
+        """Write `folder`, atomically. Every rank calls it; rank 0 writes.
 
         A folder whose name is a number is one version of a series: of its siblings the newest two stay.
         """
@@ -49,7 +49,7 @@ class Publisher:
         if ranks.first:
             if not self._processor_folder.exists():
                 self._processor.save_pretrained(self._processor_folder)
-            links = cast(Any, _Links(self._processor_folder))
+            links = cast(Any, _LinkedFiles(self._processor_folder))
             save_checkpoint(base_model(cast(Any, model)), links, folder, weights)
             if folder.name.isdecimal():
                 versions = sorted((p for p in folder.parent.iterdir() if p.name.isdecimal()), key=lambda p: int(p.name))
@@ -82,7 +82,7 @@ class Publisher:
         return weights
 
 
-class _Links:
+class _LinkedFiles:
     """Has the one method of a processor that writing a checkpoint needs."""
 
     def __init__(self, folder: Path) -> None:

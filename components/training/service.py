@@ -19,16 +19,16 @@ from typing import Any
 from components.artifacts.disk import write_file
 from components.contracts.batches import Sample
 from components.contracts.errors import ArmatureError
-from components.training.errors import Fatal, describe, rebuild
-from components.training.front import Front
+from components.training.errors import FatalServiceError, describe, rebuild
+from components.training.frontend import HttpFrontend
 from components.training.launch import joined
 from components.training.ranks import Ranks
 from components.training.service_settings import ServiceSettings
-from components.training.worker import Command, Worker
+from components.training.worker import Command, TrainerWorker
 
 TOKEN = "ARMATURE_TRAINER_TOKEN"
 KEEPS_STATE = ("score", "save", "publish", "send", "probe")
-"""Commands that change nothing in the trainer: when one fails on all ranks alike, the service goes on."""
+"""Commands that change nothing in the trainer: when one fails on all ranks alike, the service continues."""
 
 
 def main(settings_file: str) -> None:
@@ -37,16 +37,16 @@ def main(settings_file: str) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     with joined(settings) as ranks:
         try:
-            worker = Worker(settings, ranks)
+            worker = TrainerWorker(settings, ranks)
             serve(worker, settings, ranks)
         except BaseException as error:
             settings.error(ranks.rank).write_text(json.dumps(describe(error)))
             raise
 
 
-def serve(worker: Worker, settings: ServiceSettings, ranks: Ranks) -> None:
+def serve(worker: TrainerWorker, settings: ServiceSettings, ranks: Ranks) -> None:
     """Take commands, one at a time, until "stop"."""
-    front = Front(os.environ[TOKEN], worker.recorded) if ranks.first else None
+    front = HttpFrontend(os.environ[TOKEN], worker.recorded) if ranks.first else None
     if front is not None:
         write_file(settings.address, json.dumps({"url": front.start()}).encode())
     try:
@@ -63,7 +63,7 @@ def serve(worker: Worker, settings: ServiceSettings, ranks: Ranks) -> None:
             front.stop()
 
 
-def carry_out(worker: Worker, command: Command, answer: Future[Any] | None, ranks: Ranks) -> None:
+def carry_out(worker: TrainerWorker, command: Command, answer: Future[Any] | None, ranks: Ranks) -> None:
     """Check on all ranks, then run on all ranks; `answer` is rank 0's."""
     samples: list[Sample] = []
     refused: Exception | None = None
@@ -81,7 +81,7 @@ def carry_out(worker: Worker, command: Command, answer: Future[Any] | None, rank
     except BaseException as error:
         survives = ranks.size == 1 and command["name"] in KEEPS_STATE and isinstance(error, ArmatureError)
         if answer is not None:
-            answer.set_exception(error if survives else Fatal(error))
+            answer.set_exception(error if survives else FatalServiceError(error))
         if survives:
             return
         raise

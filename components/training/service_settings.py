@@ -15,7 +15,7 @@ from components.models.settings import ModelSettings
 from components.training.settings import TrainerSettings
 
 
-class PolicySettings(BaseModel):
+class TrainerPolicySettings(BaseModel):
     """What decides the results of a trainer service: which model, trained how, on which images."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -32,7 +32,7 @@ class ServiceSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    policy: PolicySettings
+    policy: TrainerPolicySettings
     workspace: Path = Field(description="Checkpoints, address, logs and errors of the service.")
     processes: PositiveInt
     gpus: tuple[int, ...] = Field(description="CUDA devices, one per process; empty on CPU.")
@@ -58,7 +58,7 @@ class ServiceSettings(BaseModel):
         return self.workspace / f"error-{rank}.json"
 
 
-def service_settings(policy: PolicySettings, machine: Machine, workspace: Path) -> ServiceSettings:
+def service_settings(policy: TrainerPolicySettings, machine: Machine, workspace: Path) -> ServiceSettings:
     """The service on `machine`: several GPUs share one model, several CPU processes have one each.
 
     Raises:

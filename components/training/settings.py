@@ -1,4 +1,4 @@
-"""What a training run is: the objective, the optimiser and the size of a micro-batch. Torch-free."""
+"""What a training run is: the objective, the optimizer and the size of a micro-batch. Torch-free."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MaskRatio(Settings):
         return self
 
 
-class Ppo(Settings):
+class PPO(Settings):
     """Clipped surrogate with separate lower and upper clip."""
 
     name: Literal["ppo"] = Field(description="Which objective: ppo.")
@@ -48,15 +48,15 @@ class Ppo(Settings):
     )
 
 
-class Gspo(Settings):
-    """Clipped surrogate on the length-normalised ratio of the whole sequence."""
+class GSPO(Settings):
+    """Clipped surrogate on the length-normalized ratio of the whole sequence."""
 
     name: Literal["gspo"] = Field(description="Which objective: gspo.")
     clip_low: float = Field(3e-4, gt=0, lt=1, description="The sequence ratio is clipped below at 1 - clip_low.")
     clip_high: PositiveFloat = Field(4e-4, description="The sequence ratio is clipped above at 1 + clip_high.")
 
 
-class Cispo(Settings):
+class CISPO(Settings):
     """REINFORCE weighted by a clipped importance weight without gradient: no token loses its gradient."""
 
     name: Literal["cispo"] = Field(description="Which objective: cispo.")
@@ -69,7 +69,7 @@ class Likelihood(Settings):
     name: Literal["likelihood"] = Field(description="Which objective: likelihood.")
 
 
-Objective = Annotated[MaskRatio | Ppo | Gspo | Cispo | Likelihood, Field(discriminator="name")]
+Objective = Annotated[MaskRatio | PPO | GSPO | CISPO | Likelihood, Field(discriminator="name")]
 
 
 class NoCorrection(Settings):
@@ -151,7 +151,7 @@ class UpdateSettings(Settings):
 class TrainerSettings(UpdateSettings):
     """How batches become updates. A step is one batch; it makes one update or several."""
 
-    objective: Objective = Field(Ppo(name="ppo"), description="The loss and its parameters.")
+    objective: Objective = Field(PPO(name="ppo"), description="The loss and its parameters.")
     aggregation: Aggregation = Field(
         "token",
         description="Tokens to one number: sum (mask_ratio as first published), token (mean over all tokens), "

@@ -16,20 +16,20 @@ Optimizer = torch.optim.Optimizer
 
 
 @dataclass(frozen=True)
-class Slot:
+class OptimizerStateSpec:
     """What an optimizer keeps under one name."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
-def slots_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Slot]:
+def slots_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, OptimizerStateSpec]:
     """What `optimizer`, torch's AdamW or one that says so itself, keeps for a parameter that it has updated."""
     if own := getattr(optimizer, "slots", None):
-        slots: dict[str, Slot] = own(parameter)
+        slots: dict[str, OptimizerStateSpec] = own(parameter)
         return slots
-    moment = Slot(parameter.shape, parameter.dtype)
-    return {"step": Slot(torch.Size(()), torch.float32), "exp_avg": moment, "exp_avg_sq": moment}
+    moment = OptimizerStateSpec(parameter.shape, parameter.dtype)
+    return {"step": OptimizerStateSpec(torch.Size(()), torch.float32), "exp_avg": moment, "exp_avg_sq": moment}
 
 
 def optimizer_tensors(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -48,7 +48,9 @@ def checked_weights(found: Mapping[str, Tensor], trained: Mapping[str, nn.Parame
         DataError: other names, shapes, types or values than weights can have.
     """
     _same_names("names of weights", set(trained), set(found), where)
-    return {name: _checked(found[name], Slot(p.shape, p.dtype), name, where) for name, p in trained.items()}
+    return {
+        name: _checked(found[name], OptimizerStateSpec(p.shape, p.dtype), name, where) for name, p in trained.items()
+    }
 
 
 def checked_state(
@@ -76,7 +78,7 @@ def checked_state(
         }
         count = checked[name]["step"].item()
         if count < 1 or count != int(count):
-            raise _refusal(f"{name}|step is {count}, no number of updates", where)
+            raise _refusal(f"{name}|step is {count}, not a number of updates", where)
     return checked
 
 
@@ -91,7 +93,7 @@ def restore_state(
         }
 
 
-def _checked(value: Tensor, wanted: Slot, name: str, where: Path) -> Tensor:
+def _checked(value: Tensor, wanted: OptimizerStateSpec, name: str, where: Path) -> Tensor:
     if value.shape != wanted.shape:
         raise _refusal(f"{name} has shape {list(value.shape)}, {list(wanted.shape)} is needed", where)
     if value.is_complex() or torch.promote_types(value.dtype, wanted.dtype) != wanted.dtype:

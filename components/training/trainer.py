@@ -39,9 +39,9 @@ from components.training import checkpoints
 from components.training.config import MultimodalRLConfig
 from components.training.learner import Learner
 from components.training.loader import MicroBatchLoader
+from components.training.null_events import NullEvents
 from components.training.probe import answer_probe
 from components.training.publish import Publisher
-from components.training.quiet import Quiet
 from components.training.ranks import Ranks
 
 SHOWN = {"loss": "loss", "ir": "importance_ratio", "ent": "entropy", "kl": "mismatch_kl", "rew": "reward/mean"}
@@ -208,7 +208,7 @@ class MultimodalGRPOTrainer:
             step=step,
             seed=config.seed,
             machine=self._machine(),
-            events=Quiet(),
+            events=NullEvents(),
         )
         return replace(outputs, trajectories=tuple(self._rewarded(one) for one in outputs.trajectories))
 

@@ -32,8 +32,8 @@ from components.training.service_settings import ServiceSettings
 Command = dict[str, Any]
 
 
-class Worker:
-    """One rank's model, optimiser and position. `results` are those of the steps that the weights contain."""
+class TrainerWorker:
+    """One rank's model, optimizer and position. `results` are those of the steps that the weights contain."""
 
     def __init__(self, settings: ServiceSettings, ranks: Ranks) -> None:
         policy = settings.policy
@@ -69,13 +69,13 @@ class Worker:
         """
         if command["name"] == "step" and command["step"] != self.learner.steps_done + 1:
             raise ConfigurationError(
-                f"step {command['step']} was asked for, but {self.learner.steps_done} steps are applied",
+                f"step {command['step']} was requested, but {self.learner.steps_done} steps are applied",
                 where="trainer service",
                 remedy=f"train step {self.learner.steps_done + 1} first",
             )
         if command["name"] in ("publish", "send", "probe") and command["version"] != self.learner.steps_done:
             raise ConfigurationError(
-                f"version {command['version']} was asked for, but the weights are of {self.learner.steps_done} steps",
+                f"version {command['version']} was requested, but the weights are of {self.learner.steps_done} steps",
                 where="trainer service",
                 remedy="publish right after the step",
             )
@@ -120,7 +120,7 @@ class Worker:
             raise ConfigurationError(
                 f"step {command['step']} was trained on another batch",
                 where=f"{known['batch']} and now {command['batch']}",
-                remedy="resume from a checkpoint before that step to train it anew",
+                remedy="resume from a checkpoint before that step to train it again",
             )
         metrics: dict[str, float] = known["metrics"]
         return metrics

@@ -1,4 +1,4 @@
-"""Random changes of training pictures."""
+"""Random changes of training images."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageEnhance, ImageFilter
 
-from components.vla.settings import AugmentationSettings
+from components.vla.settings import ImageAugmentationSettings
 
-Picture = NDArray[np.uint8]
+Pixels = NDArray[np.uint8]
 
 
-def augmented(picture: Picture, settings: AugmentationSettings, random: np.random.Generator) -> Picture:
-    """`picture`, uint8 RGB (height, width, 3), cropped, rotated, recoloured and blurred at random; same size.
+def augmented(pixels: Pixels, settings: ImageAugmentationSettings, random: np.random.Generator) -> Pixels:
+    """`pixels`, uint8 RGB (height, width, 3), cropped, rotated, recolored and blurred at random; same size.
 
     Corners that a rotation leaves empty are black.
     """
-    image = _moved(Image.fromarray(picture), settings, random)
+    image = _moved(Image.fromarray(pixels), settings, random)
     brightness, contrast, saturation = (
         random.uniform(1 - spread, 1 + spread)
         for spread in (settings.brightness, settings.contrast, settings.saturation)
@@ -38,7 +38,7 @@ def augmented(picture: Picture, settings: AugmentationSettings, random: np.rando
     return np.asarray(image)
 
 
-def _moved(image: Image.Image, settings: AugmentationSettings, random: np.random.Generator) -> Image.Image:
+def _moved(image: Image.Image, settings: ImageAugmentationSettings, random: np.random.Generator) -> Image.Image:
     """A crop from anywhere, resized to the whole, then rotated about the middle."""
     width, height = image.size
     kept_width, kept_height = round(width * settings.crop_side), round(height * settings.crop_side)

@@ -15,14 +15,14 @@ from components.datasets.samples import RobotSample
 from components.policies.molmoact2.batch import Example
 from components.policies.molmoact2.collate import collate, pack
 from components.policies.molmoact2.config import MolmoAct2Config
-from components.policies.molmoact2.flow import FlowDraws
+from components.policies.molmoact2.flow import FlowSamples
 from components.policies.molmoact2.processor import Processor
 from components.policies.molmoact2.semantics import SEMANTICS
-from components.policies.settings import PolicySettings
+from components.policies.settings import RobotPolicySettings
 from components.vla.augmentation import augmented
-from components.vla.micro_batch import MicroBatch
+from components.vla.micro_batch import PolicyMicroBatch
 from components.vla.packing import packed_rows
-from components.vla.settings import VlaTrainerSettings
+from components.vla.settings import VLATrainerSettings
 
 ROW_MULTIPLE = 8
 """Rows are padded to one more than a multiple of this."""
@@ -35,14 +35,14 @@ class Encoder:
 
     processors: Mapping[str, Processor]
     config: MolmoAct2Config
-    policy: PolicySettings
-    settings: VlaTrainerSettings
+    policy: RobotPolicySettings
+    settings: VLATrainerSettings
 
     def example(self, sample: RobotSample) -> Example:
         where = f"dataset {sample.source}, episode {sample.episode}, frame {sample.frame}"
         return self.processors[sample.tag].encode(sample.observation, sample.actions, sample.padding, where)
 
-    def micro_batch(self, examples: Sequence[Example], seeds: Sequence[int]) -> MicroBatch:
+    def micro_batch(self, examples: Sequence[Example], seeds: Sequence[int]) -> PolicyMicroBatch:
         """`seeds` are one per example: of its flow times and noise, whatever batch and row it comes to."""
         config, packing = self.config, self.settings.packing
         pad = next(iter(self.processors.values())).vocabulary.pad
@@ -58,11 +58,11 @@ class Encoder:
         if batch.actions is not None and self.policy.action_mode != "discrete":
             horizon = batch.actions.shape[1]
             chosen = [seeds[index] for index in order]
-            draws = FlowDraws.per_example(chosen, self.policy.num_flow_timesteps, horizon, config)
-        return MicroBatch(batch, draws, sum(example.length for example in examples))
+            draws = FlowSamples.per_example(chosen, self.policy.num_flow_timesteps, horizon, config)
+        return PolicyMicroBatch(batch, draws, sum(example.length for example in examples))
 
 
-class Updates(Dataset[list[MicroBatch]]):
+class UpdateDataset(Dataset[list[PolicyMicroBatch]]):
     """Item k = 1, 2, ...: the micro-batches of one rank in update k. All ranks have as many.
 
     The update has the positions (k - 1) * batch_size to k * batch_size - 1 of the mixture's order; what is random
@@ -72,14 +72,14 @@ class Updates(Dataset[list[MicroBatch]]):
     def __init__(self, mixture: Mixture, encoder: Encoder, rank: int, size: int) -> None:
         self.mixture, self.encoder, self.rank, self.size = mixture, encoder, rank, size
 
-    def __getitem__(self, update: int) -> list[MicroBatch]:
+    def __getitem__(self, update: int) -> list[PolicyMicroBatch]:
         settings = self.encoder.settings
         first = (update - 1) * settings.batch_size
         positions = range(first + self.rank, first + settings.batch_size, self.size)
         width = settings.micro_batch_size
         return [self._micro_batch(positions[start : start + width]) for start in range(0, len(positions), width)]
 
-    def _micro_batch(self, positions: Sequence[int]) -> MicroBatch:
+    def _micro_batch(self, positions: Sequence[int]) -> PolicyMicroBatch:
         seed = self.encoder.settings.seed
         examples = [self.encoder.example(self._sample(position)) for position in positions]
         return self.encoder.micro_batch(examples, [draw_seed(seed, position) for position in positions])
@@ -90,8 +90,8 @@ class Updates(Dataset[list[MicroBatch]]):
             return sample
         random = np.random.default_rng((settings.seed, _AUGMENTATION, position))
         images = {
-            name: augmented(picture, settings.augmentation, random)
-            for name, picture in sorted(sample.observation.images.items())
+            name: augmented(image, settings.augmentation, random)
+            for name, image in sorted(sample.observation.images.items())
         }
         return replace(sample, observation=replace(sample.observation, images=images))
 
@@ -102,7 +102,7 @@ def draw_seed(seed: int, position: int) -> int:
     return int(state[0] >> np.uint64(1))
 
 
-def load(updates: Updates, first: int, last: int, workers: int) -> Iterator[list[MicroBatch]]:
+def load(updates: UpdateDataset, first: int, last: int, workers: int) -> Iterator[list[PolicyMicroBatch]]:
     """Updates `first` to `last` in order, each built by one of `workers` processes; 0: in this one, when asked for."""
     options: dict[str, Any] = {}
     if workers:
@@ -114,5 +114,5 @@ def load(updates: Updates, first: int, last: int, workers: int) -> Iterator[list
     yield from DataLoader(updates, batch_size=None, sampler=order, num_workers=workers, collate_fn=_same, **options)
 
 
-def _same(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+def _same(micro_batches: list[PolicyMicroBatch]) -> list[PolicyMicroBatch]:
     return micro_batches

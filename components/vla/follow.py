@@ -11,8 +11,8 @@ from components.contracts.errors import ArmatureError, TrainerError
 from components.contracts.stages import Events
 from components.rl.history import History
 from components.training.errors import rebuild
-from components.vla.job import Job
-from components.vla.nodes import Attempt, Signs, start
+from components.vla.job import TrainingJob
+from components.vla.nodes import Attempt, NodeHeartbeats, start
 
 MAX_RESTARTS = 3
 POLL = 0.2
@@ -30,8 +30,8 @@ SHOWN = {
 """Keys of the history, and their names beside the progress bar."""
 
 
-def carry_out(job: Job, events: Events) -> None:
-    """Run `job` to its end; a program that dies is started again and goes on from its newest checkpoint.
+def carry_out(job: TrainingJob, events: Events) -> None:
+    """Run `job` to its end; a program that dies is started again and resumes from its newest checkpoint.
 
     On several nodes this is the first. When the program dies on one it is ended and started again on all.
 
@@ -52,7 +52,7 @@ def carry_out(job: Job, events: Events) -> None:
             Attempt(number=last.number, result=result).tell(job.workspace)
 
 
-def _run(job: Job, events: Events) -> None:
+def _run(job: TrainingJob, events: Events) -> None:
     follower, deaths, reached = _Follower(job, events), 0, -1
     log = job.workspace / "training.log"
     while True:
@@ -60,7 +60,7 @@ def _run(job: Job, events: Events) -> None:
             job.error(rank).unlink(missing_ok=True)
         before = Attempt.newest(job.workspace)
         attempt = Attempt(number=before.number + 1 if before else 1).open(job.workspace)
-        signs, lost = Signs(job, attempt), None
+        signs, lost = NodeHeartbeats(job, attempt), None
         program = start(job, attempt, 0, log=log)
         try:
             while program.returncode is None and lost is None:
@@ -81,12 +81,12 @@ def _run(job: Job, events: Events) -> None:
             raise error or TrainerError(
                 f"the training died {deaths} times after step {reached} ({end}); its log ends:\n{program.tail()}",
                 where=str(log),
-                remedy="run the same command again to go on from the last checkpoint",
+                remedy="run the same command again to resume from the last checkpoint",
             )
         events.message(f"the training died after step {reached} ({end}); starting it again")
 
 
-def _said(job: Job) -> ArmatureError | None:
+def _said(job: TrainingJob) -> ArmatureError | None:
     """What ended the training, if a process said so: its cause rather than what it did to the other processes."""
     files = [job.error(rank) for rank in range(job.ranks)]
     errors = [rebuild(json.loads(file.read_text())) for file in files if file.exists()]
@@ -96,7 +96,7 @@ def _said(job: Job) -> ArmatureError | None:
 class _Follower:
     """Reports steps that the history did not have before."""
 
-    def __init__(self, job: Job, events: Events) -> None:
+    def __init__(self, job: TrainingJob, events: Events) -> None:
         self._history, self._events = History(job.history), events
         self._total, self._size = job.settings.training.max_steps, -1
         self.step = -1

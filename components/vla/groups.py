@@ -8,7 +8,7 @@ from torch import nn
 
 from components.policies.settings import Semantics
 from components.vla.lora import add_adapters
-from components.vla.settings import LearningRates, VlaTrainerSettings
+from components.vla.settings import LearningRates, VLATrainerSettings
 
 EXPERT = "action_expert."
 VISION = "vlm.model.vision_tower."
@@ -17,7 +17,7 @@ EMBEDDING = "vlm.model.language_model.embed_tokens"
 GROUPS = ("vlm", "vit", "connector", "action_expert")
 
 
-def prepare(model: nn.Module, settings: VlaTrainerSettings, semantics: Semantics) -> None:
+def prepare(model: nn.Module, settings: VLATrainerSettings, semantics: Semantics) -> None:
     """Freeze and adapt `model` for `settings.mode`; what requires a gradient then is trained.
 
     Args:

@@ -12,7 +12,7 @@ from components.datasets.samples import RobotSample
 from components.policies.molmoact2.model import MolmoAct2
 from components.policies.molmoact2.norm_stats import RobotMetadata
 from components.policies.molmoact2.policy import InferenceMode, MolmoAct2Policy
-from components.policies.settings import PolicySettings
+from components.policies.settings import RobotPolicySettings
 from components.vla.data import Encoder, draw_seed
 from components.vla.learner import PolicyLearner
 from components.vla.sharding import whole_expert
@@ -28,13 +28,13 @@ def evenly_spread(mixture: Mixture, frames: int) -> list[RobotSample]:
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldoutEvaluator:
     """Samples to measure on. `robots` and `settings` are by tag; `robots` have the datasets' own statistics."""
 
     samples: Sequence[RobotSample]
     encoder: Encoder
     robots: Mapping[str, RobotMetadata]
-    settings: Mapping[str, PolicySettings]
+    settings: Mapping[str, RobotPolicySettings]
 
     def measure(self, learner: PolicyLearner) -> dict[str, float]:
         """Losses with the same times and noise every time, and the errors of predicted actions. Every rank calls it."""

@@ -8,10 +8,10 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, Posit
 
 from components.contracts.machine import Machine
 from components.contracts.secrets import Environment
-from components.vla.settings import TrainVlaSettings
+from components.vla.settings import TrainVLASettings
 
 
-class Job(BaseModel):
+class TrainingJob(BaseModel):
     """A training: its settings and inputs, where its state and its result go, and the machine's facts.
 
     fingerprint: names the training; its checkpoints are resumed by no other.
@@ -25,7 +25,7 @@ class Job(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    settings: TrainVlaSettings
+    settings: TrainVLASettings
     policy: Path
     dataset: Path
     statistics: Path
@@ -65,9 +65,9 @@ class Job(BaseModel):
         return self.workspace / f"error-{rank}.json"
 
 
-def job_on(machine: Machine, settings: TrainVlaSettings, inputs: dict[str, Path], **places: object) -> Job:
+def job_on(machine: Machine, settings: TrainVLASettings, inputs: dict[str, Path], **places: object) -> TrainingJob:
     """The training on `machine`: several GPUs share one model, several CPU processes have one each."""
-    return Job.model_validate(
+    return TrainingJob.model_validate(
         {
             "settings": settings,
             **inputs,

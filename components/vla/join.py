@@ -9,8 +9,8 @@ from pathlib import Path
 
 from components.contracts.errors import ConfigurationError, TrainerError
 from components.process import Program
-from components.vla.job import Job
-from components.vla.nodes import Attempt, Place, start
+from components.vla.job import TrainingJob
+from components.vla.nodes import Attempt, NodeRank, start
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +40,8 @@ def join(file: Path) -> None:
         _take_part(job, attempt)
 
 
-def _read(file: Path) -> Job:
-    job = Job.model_validate_json(file.read_text())
+def _read(file: Path) -> TrainingJob:
+    job = TrainingJob.model_validate_json(file.read_text())
     if job.nodes == 1:
         raise ConfigurationError(
             "this training has one node", where=str(file), remedy="start it with machine.trainer_nodes = 2 or more"
@@ -71,9 +71,9 @@ def _next(workspace: Path, joined: int) -> Attempt | None:
         time.sleep(POLL)
 
 
-def _take_part(job: Job, attempt: Attempt) -> None:
+def _take_part(job: TrainingJob, attempt: Attempt) -> None:
     """Until the first node ends `attempt`; if it ends here before, the first node is told."""
-    place, program, over = Place.take(job, attempt), None, False
+    place, program, over = NodeRank.take(job, attempt), None, False
     if place is None:
         log.warning("all %d nodes of this training are there; waiting for one that is lost", job.nodes)
         return
@@ -93,6 +93,6 @@ def _take_part(job: Job, attempt: Attempt) -> None:
             _say_lost(job, attempt, program)
 
 
-def _say_lost(job: Job, attempt: Attempt, program: Program | None) -> None:
+def _say_lost(job: TrainingJob, attempt: Attempt, program: Program | None) -> None:
     code = "not started" if program is None else f"exit code {program.returncode}"
     attempt.lost(job.workspace).write_text(f"node {socket.gethostname()}: {code}")

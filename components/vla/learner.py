@@ -10,23 +10,23 @@ import numpy as np
 import torch
 from torch.nn.utils import get_total_norm
 
-from components.policies.molmoact2.losses import Denominators, LossPlan, PolicyLosses
+from components.policies.molmoact2.losses import LossDenominators, LossPlan, PolicyLosses
 from components.policies.molmoact2.model import MolmoAct2
 from components.training.metrics import peak_memory_gib
 from components.training.ranks import Ranks, whole
-from components.training.skipped import Skipped
+from components.training.skipped import SkippedUpdates
 from components.vla.groups import parameter_groups
-from components.vla.micro_batch import MicroBatch
+from components.vla.micro_batch import PolicyMicroBatch
 from components.vla.optimizer import PolicyAdamW
 from components.vla.schedule import lr_factor
-from components.vla.settings import VlaTrainerSettings
+from components.vla.settings import VLATrainerSettings
 
 LOSSES = {"loss": "total", "loss/flow": "flow", "loss/cross_entropy": "cross_entropy", "loss/z": "z"}
 """Names in the history, and attributes of the model's losses."""
 
 
 class PolicyLearner:
-    """A policy, its optimiser, and how a batch changes them.
+    """A policy, its optimizer, and how a batch changes them.
 
     Args:
         model: what of it requires a gradient is trained.
@@ -37,13 +37,13 @@ class PolicyLearner:
     def __init__(
         self,
         model: MolmoAct2,
-        settings: VlaTrainerSettings,
+        settings: VLATrainerSettings,
         plan: LossPlan,
         ranks: Ranks | None = None,
         shard: Callable[[MolmoAct2], None] | None = None,
     ) -> None:
         self.model, self.settings, self.plan, self.ranks = model, settings, plan, ranks or Ranks()
-        self.steps_done, self.skipped = 0, Skipped()
+        self.steps_done, self.skipped = 0, SkippedUpdates()
         self._sharded = shard is not None
         model.to(self.ranks.device)
         model.checkpoint_gradients(settings.gradient_checkpointing)
@@ -57,11 +57,11 @@ class PolicyLearner:
             ema_decay=settings.ema_decay,
         )
 
-    def step(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+    def step(self, micro_batches: Sequence[PolicyMicroBatch]) -> dict[str, float]:
         """Make one update of the micro-batches of all ranks. Every rank calls it with as many.
 
         The loss is that of all examples at once, however they are spread over micro-batches and ranks. An update with
-        a gradient that is not finite is left out: weights and optimiser stay, and the step counts.
+        a gradient that is not finite is skipped: weights and optimizer stay, and the step counts.
 
         Returns:
             Losses, gradient norms, learning rates, padding and speed, over all ranks.
@@ -88,24 +88,24 @@ class PolicyLearner:
         return report | self._counts(micro_batches, perf_counter() - began)
 
     @torch.no_grad()
-    def score(self, micro_batches: Iterable[MicroBatch]) -> dict[str, float]:
+    def score(self, micro_batches: Iterable[PolicyMicroBatch]) -> dict[str, float]:
         """The losses of all these examples together, without dropout. Every rank calls it with the same."""
         self.model.eval()
-        sums, totals = dict.fromkeys(LOSSES, 0.0), Denominators(0.0, 0.0)
+        sums, totals = dict.fromkeys(LOSSES, 0.0), LossDenominators(0.0, 0.0)
         ready = [micro.to(self.ranks.device) for micro in micro_batches]
         for micro in ready:
-            totals = totals + Denominators.of(micro.batch, self.plan)
+            totals = totals + LossDenominators.of(micro.batch, self.plan)
         for micro in ready:
             losses = self.model(micro.batch, micro.draws, self.plan, totals)
             for name, attribute in LOSSES.items():
                 sums[name] += float(getattr(losses, attribute))
         return sums
 
-    def _denominators(self, micro_batches: Sequence[MicroBatch]) -> Denominators:
-        total = Denominators(0.0, 0.0)
+    def _denominators(self, micro_batches: Sequence[PolicyMicroBatch]) -> LossDenominators:
+        total = LossDenominators(0.0, 0.0)
         for micro in micro_batches:
-            total = total + Denominators.of(micro.batch, self.plan)
-        return Denominators(**self.ranks.sum({"examples": total.examples, "token_weight": total.token_weight}))
+            total = total + LossDenominators.of(micro.batch, self.plan)
+        return LossDenominators(**self.ranks.sum({"examples": total.examples, "token_weight": total.token_weight}))
 
     def _seed(self, update: int, number: int) -> int:
         """Of the dropout in a micro-batch of this rank, so that none of it has to be saved."""
@@ -144,7 +144,7 @@ class PolicyLearner:
         report |= {f"grad_norm/{name}": norm for name, norm in norms.items()}
         return report | {f"learning_rate/{name}": rate for name, rate in rates.items()}
 
-    def _counts(self, micro_batches: Sequence[MicroBatch], seconds: float) -> dict[str, float]:
+    def _counts(self, micro_batches: Sequence[PolicyMicroBatch], seconds: float) -> dict[str, float]:
         counts = {
             "tokens": float(sum(micro.tokens for micro in micro_batches)),
             "padding": float(sum(micro.padding for micro in micro_batches)),

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from components.contracts.errors import ConfigurationError
-from components.vla.settings import LoraSettings
+from components.vla.settings import PolicyLoraSettings
 
 
 class LoraLinear(nn.Linear):
@@ -19,7 +19,7 @@ class LoraLinear(nn.Linear):
     """
 
     @classmethod
-    def of(cls, linear: nn.Linear, settings: LoraSettings) -> LoraLinear:
+    def of(cls, linear: nn.Linear, settings: PolicyLoraSettings) -> LoraLinear:
         """With the weights of `linear`, not copies of them."""
         made = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         made.weight, made.bias = linear.weight, linear.bias
@@ -45,7 +45,7 @@ class LoraLinear(nn.Linear):
         return base + (added * self.scale).to(base.dtype)
 
 
-def add_adapters(model: nn.Module, chosen: Callable[[str], bool], settings: LoraSettings, seed: int) -> list[str]:
+def add_adapters(model: nn.Module, chosen: Callable[[str], bool], settings: PolicyLoraSettings, seed: int) -> list[str]:
     """Put an adapter into every linear layer whose full name is `chosen`; their names.
 
     Raises:

@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from components.policies.molmoact2.batch import PolicyBatch
-from components.policies.molmoact2.flow import FlowDraws
+from components.policies.molmoact2.flow import FlowSamples
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class PolicyMicroBatch:
     """A part of an update. `draws` is None where no flow is trained; `tokens` are without padding."""
 
     batch: PolicyBatch
-    draws: FlowDraws | None
+    draws: FlowSamples | None
     tokens: int
 
-    def to(self, device: torch.device) -> MicroBatch:
+    def to(self, device: torch.device) -> PolicyMicroBatch:
         draws = None if self.draws is None else self.draws.to(device)
         return replace(self, batch=self.batch.to(device), draws=draws)
 

@@ -1,7 +1,7 @@
 """How the processes of a training are started on each of its nodes, and what the first node tells the others.
 
 They speak over the workspace, which all of them see. The first node numbers the attempts and says how the last one
-ended; another node says when it lost the attempt that is under way. So an attempt that ends on one ends on all, also
+ended; another node says when it lost the attempt in progress. So an attempt that ends on one ends on all, also
 where a process would wait for ever for one that died elsewhere.
 """
 
@@ -21,7 +21,7 @@ from components.artifacts.disk import write_file
 from components.contracts.secrets import resolve
 from components.process import Program
 from components.training.processes import private_folder, start_ranks
-from components.vla.job import Job
+from components.vla.job import TrainingJob
 
 SILENCE = 120.0
 """Seconds after which a node without a sign of life is lost."""
@@ -62,14 +62,14 @@ class Attempt(BaseModel):
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeRank:
     """A node's place among those of an attempt, 1, 2, ...; the first node has 0."""
 
     number: int
     sign: Path
 
     @classmethod
-    def take(cls, job: Job, attempt: Attempt) -> Place | None:
+    def take(cls, job: TrainingJob, attempt: Attempt) -> NodeRank | None:
         """The next that is free; None if there is none."""
         for number in range(1, job.nodes):
             place = cls(number, attempt.folder(job.workspace) / f"node-{number}")
@@ -84,10 +84,10 @@ class Place:
             os.utime(self.sign)
 
 
-class Signs:
+class NodeHeartbeats:
     """What the first node sees of the others: a sign of life of each that came, in files, by no clock but its own."""
 
-    def __init__(self, job: Job, attempt: Attempt) -> None:
+    def __init__(self, job: TrainingJob, attempt: Attempt) -> None:
         self._folder, self._lost = attempt.folder(job.workspace), attempt.lost(job.workspace)
         self._seen: dict[str, tuple[int, float]] = {}
 
@@ -106,7 +106,7 @@ class Signs:
         return None
 
 
-def start(job: Job, attempt: Attempt, node: int, log: Path | None) -> Program:
+def start(job: TrainingJob, attempt: Attempt, node: int, log: Path | None) -> Program:
     """The processes of `attempt` on node 0 (the first), 1, ...
 
     Raises:

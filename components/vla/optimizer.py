@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from components.training.tensors import Slot
+from components.training.tensors import OptimizerStateSpec
 
 FIRST, SECOND, STEP, RESIDUAL, EMA = "exp_avg", "exp_avg_sq", "step", "residual", "ema"
 
@@ -53,10 +53,13 @@ class PolicyAdamW(torch.optim.Optimizer):
                 for parameter in trained:
                     self.state[parameter][EMA].lerp_(self._exact(parameter), 1 - self.ema_decay)
 
-    def slots(self, parameter: nn.Parameter) -> dict[str, Slot]:
+    def slots(self, parameter: nn.Parameter) -> dict[str, OptimizerStateSpec]:
         """What is kept for a parameter that was updated; see `components.training.tensors`."""
-        moment, average = Slot(parameter.shape, parameter.dtype), Slot(parameter.shape, torch.float32)
-        slots = {STEP: Slot(torch.Size(()), torch.float32), FIRST: moment, SECOND: moment}
+        moment, average = (
+            OptimizerStateSpec(parameter.shape, parameter.dtype),
+            OptimizerStateSpec(parameter.shape, torch.float32),
+        )
+        slots = {STEP: OptimizerStateSpec(torch.Size(()), torch.float32), FIRST: moment, SECOND: moment}
         if parameter.dtype != torch.float32:
             slots[RESIDUAL] = moment
         if self.ema_decay is not None:

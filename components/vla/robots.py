@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from components.contracts.errors import ConfigurationError, DataError
-from components.datasets.source import ACTION, STATE, Source
+from components.datasets.source import ACTION, STATE, DatasetSource
 from components.policies.molmoact2.norm_stats import NormStats, RobotMetadata, norm_stats, robot_metadata
 from components.policies.molmoact2.parts import PolicyParts, load_parts
 from components.policies.molmoact2.processor import Processor
-from components.policies.settings import PolicySettings
+from components.policies.settings import RobotPolicySettings
 
 
 @dataclass(frozen=True)
-class Robots:
+class RobotsByTag:
     """Per tag of the datasets.
 
-    measured: what the datasets' own statistics say. parts: a checkpoint's parts, settings and normalisation being the
+    measured: what the datasets' own statistics say. parts: a checkpoint's parts, settings and normalization being the
     tag's. horizon: actions of an example, the longest chunk of all.
     """
 
@@ -42,8 +42,11 @@ class Robots:
 
 
 def robots_of(
-    policy: Path, settings: PolicySettings, sources: Sequence[Source], statistics: Mapping[str, Mapping[str, Any]]
-) -> Robots:
+    policy: Path,
+    settings: RobotPolicySettings,
+    sources: Sequence[DatasetSource],
+    statistics: Mapping[str, Mapping[str, Any]],
+) -> RobotsByTag:
     """
     Args:
         policy: a checkpoint, or an artifact that has or names one.
@@ -87,12 +90,12 @@ def robots_of(
         else each
         for tag, each in parts.items()
     }
-    return Robots(measured, longest, horizon)
+    return RobotsByTag(measured, longest, horizon)
 
 
-def _by_tag(sources: Sequence[Source], chunk: int) -> dict[str, Source]:
+def _by_tag(sources: Sequence[DatasetSource], chunk: int) -> dict[str, DatasetSource]:
     """One source of each tag, all of whose sources have its horizon."""
-    found: dict[str, Source] = {}
+    found: dict[str, DatasetSource] = {}
     for source in sources:
         first = found.setdefault(source.tag, source)
         if (first.horizon or chunk) != (source.horizon or chunk):
@@ -104,7 +107,7 @@ def _by_tag(sources: Sequence[Source], chunk: int) -> dict[str, Source]:
     return found
 
 
-def _measured(source: Source, statistics: Mapping[str, Any], settings: PolicySettings) -> RobotMetadata:
+def _measured(source: DatasetSource, statistics: Mapping[str, Any], settings: RobotPolicySettings) -> RobotMetadata:
     """Under the names that a policy has for state and action, whatever the dataset calls them."""
     names = {ACTION: source.action} | ({STATE: source.state} if source.state else {})
     features = {name: source.dataset.feature(own) for name, own in names.items()}

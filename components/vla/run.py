@@ -9,13 +9,13 @@ from pathlib import Path
 
 from components.training.errors import describe
 from components.training.launch import joined_ranks
-from components.vla.job import Job
+from components.vla.job import TrainingJob
 from components.vla.train import train
 
 
 def main(job_file: str) -> None:
     """Train to the end. The exit code is 1 if an error ended it, which is then in the job's error file."""
-    job = Job.model_validate_json(Path(job_file).read_text())
+    job = TrainingJob.model_validate_json(Path(job_file).read_text())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     with joined_ranks(bool(job.gpus), job.threads, job.settings.training.seed, job.ready_timeout) as ranks:
         try:

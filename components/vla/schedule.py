@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from math import cos, pi
 
-from components.vla.settings import VlaTrainerSettings
+from components.vla.settings import VLATrainerSettings
 
 
-def lr_factor(update: int, settings: VlaTrainerSettings) -> float:
+def lr_factor(update: int, settings: VLATrainerSettings) -> float:
     """What all peak learning rates are multiplied by in update 1, 2, ...
 
     k / warmup while k < warmup, then alpha + (1 - alpha) / 2 * (1 + cos(pi * (k - warmup) / (decay - warmup))), and

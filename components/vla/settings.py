@@ -8,12 +8,12 @@ from typing import ClassVar, Literal, Self
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from components.contracts.settings import Settings
-from components.policies.settings import PolicySettings
+from components.policies.settings import RobotPolicySettings
 
 Mode = Literal["full", "lora", "lora_expert", "expert"]
 
 
-class LoraSettings(Settings):
+class PolicyLoraSettings(Settings):
     """Low-rank adapters: a layer's output gets alpha / rank * B A dropout(x), with B = 0 at first."""
 
     rank: PositiveInt = Field(64, description="Rank of each adapter.")
@@ -22,7 +22,7 @@ class LoraSettings(Settings):
 
 
 class PackingSettings(Settings):
-    """Several examples in one row, which cannot see one another."""
+    """Several examples in one row, which cannot attend to one another."""
 
     max_row_tokens: PositiveInt = Field(description="Tokens of a row; a longer example has a row of its own.")
     max_row_examples: PositiveInt = Field(description="Examples of a row.")
@@ -37,11 +37,11 @@ class LearningRates(Settings):
     action_expert: PositiveFloat = Field(5e-5, description="The action expert.")
 
 
-class AugmentationSettings(Settings):
-    """What happens to a training picture: crop, rotation, colours in a random order, blur; it keeps its size."""
+class ImageAugmentationSettings(Settings):
+    """What happens to a training image: crop, rotation, colors in a random order, blur; it keeps its size."""
 
     crop_side: float = Field(
-        0.95, gt=0.0, le=1.0, description="Side of the crop, of the picture's: 0.95 has 0.9025 of it."
+        0.95, gt=0.0, le=1.0, description="Side of the crop, of the image's: 0.95 has 0.9025 of it."
     )
     rotation_degrees: NonNegativeFloat = Field(5.0, description="Largest rotation in degrees, either way.")
     brightness: float = Field(0.2, ge=0.0, lt=1.0, description="The factor is drawn from 1 - this to 1 + this.")
@@ -59,8 +59,8 @@ class HeldoutSettings(Settings):
     every: PositiveInt = Field(2000, description="Updates between measurements.")
 
 
-class VlaTrainerSettings(Settings):
-    """The optimiser, what it may change, and what of it exists at once."""
+class VLATrainerSettings(Settings):
+    """The optimizer, what it may change, and what of it exists at once."""
 
     model_config = ConfigDict(title="Training")
 
@@ -74,7 +74,7 @@ class VlaTrainerSettings(Settings):
         description="full: all weights. lora: adapters on the VLM, all of the action expert. lora_expert: adapters on "
         "both. expert: the action expert alone.",
     )
-    lora: LoraSettings | None = Field(None, description="Adapters of the modes lora and lora_expert.")
+    lora: PolicyLoraSettings | None = Field(None, description="Adapters of the modes lora and lora_expert.")
     freeze_embedding: bool = Field(True, description="Leave the input embedding as it is, in full training.")
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass to save memory."
@@ -99,7 +99,7 @@ class VlaTrainerSettings(Settings):
     ema_decay: float | None = Field(
         None, gt=0, lt=1, description="Moving average of the trained weights, which is what is saved; none: no average."
     )
-    augmentation: AugmentationSettings | None = Field(None, description="Changes training pictures; none: nothing.")
+    augmentation: ImageAugmentationSettings | None = Field(None, description="Changes training images; none: nothing.")
     heldout: HeldoutSettings | None = Field(
         None, description="Measures on episodes that are not trained on; none: trains on all."
     )
@@ -120,11 +120,11 @@ class VlaTrainerSettings(Settings):
         return self
 
 
-class TrainVlaSettings(Settings):
+class TrainVLASettings(Settings):
     """The sections that a trained policy depends on."""
 
-    policy: PolicySettings
-    training: VlaTrainerSettings
+    policy: RobotPolicySettings
+    training: VLATrainerSettings
 
     @model_validator(mode="after")
     def _trains_something(self) -> Self:

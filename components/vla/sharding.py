@@ -27,7 +27,7 @@ def sharder(ranks: Ranks, precision: str) -> Callable[[MolmoAct2], None]:
         model.float()
         for module, dtype in units(model, lower):
             # Resharded explicitly: by default the root stays whole after a forward pass without a backward, and then
-            # its parameters are not those that the optimiser knows.
+            # its parameters are not those that the optimizer knows.
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
 

@@ -6,14 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from components.contracts.numbers import write_json
-from components.contracts.stages import Artifact, Report, Stage, StageContext
-from components.vla.settings import TrainVlaSettings
+from components.contracts.stages import Artifact, Stage, StageContext, StageReport
+from components.vla.settings import TrainVLASettings
 
 INPUTS = ("policy", "dataset", "statistics")
 History = Sequence[Mapping[str, float]]
 
 
-def train_vla(settings: TrainVlaSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext) -> Report:
+def train_vla(
+    settings: TrainVLASettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
+) -> StageReport:
     """Writes `checkpoint/` (released layout, needs nothing else), `history.json`, `metrics.json` and the report.
 
     Raises:
@@ -38,7 +40,7 @@ def train_vla(settings: TrainVlaSettings, inputs: Mapping[str, Artifact], out: P
     write_json(out / "history.json", history)
     write_json(out / "metrics.json", numbers)
     write_pages(out, settings, history, numbers)
-    return Report(rows={"steps": settings.training.max_steps})
+    return StageReport(rows={"steps": settings.training.max_steps})
 
 
 def summary(history: History) -> dict[str, float]:
@@ -69,7 +71,7 @@ def summary(history: History) -> dict[str, float]:
     return numbers
 
 
-def write_pages(folder: Path, settings: TrainVlaSettings, history: History, numbers: Mapping[str, float]) -> None:
+def write_pages(folder: Path, settings: TrainVLASettings, history: History, numbers: Mapping[str, float]) -> None:
     """Writes `report.html` and `curves.png`."""
     from components.reports.training import write_training_report
 
@@ -87,7 +89,7 @@ def write_pages(folder: Path, settings: TrainVlaSettings, history: History, numb
             ),
         }
     if numbers["updates_skipped"]:
-        figures["updates left out, gradient not finite"] = f"{numbers['updates_skipped']:.0f}"
+        figures["optimizer steps skipped, gradient not finite"] = f"{numbers['updates_skipped']:.0f}"
     policy = settings.policy
     source = policy.path or policy.checkpoint_path or "a tiny policy"
     write_training_report(
@@ -99,4 +101,4 @@ def write_pages(folder: Path, settings: TrainVlaSettings, history: History, numb
     )
 
 
-TRAIN_VLA_STAGE = Stage("train-vla", 2, TrainVlaSettings, INPUTS, train_vla)
+TRAIN_VLA_STAGE = Stage("train-vla", 2, TrainVLASettings, INPUTS, train_vla)

@@ -18,17 +18,17 @@ from components.policies.molmoact2.parts import PolicyParts
 from components.rl.history import History
 from components.training import checkpoints
 from components.training.ranks import Ranks, whole
-from components.vla.data import Encoder, Updates, load
+from components.vla.data import Encoder, UpdateDataset, load
 from components.vla.export import exported
 from components.vla.groups import prepare
-from components.vla.heldout import HeldOut, evenly_spread
-from components.vla.job import Job
+from components.vla.heldout import HeldoutEvaluator, evenly_spread
+from components.vla.job import TrainingJob
 from components.vla.learner import PolicyLearner
 from components.vla.robots import robots_of
 from components.vla.sharding import sharder
 
 
-def train(job: Job, ranks: Ranks) -> None:
+def train(job: TrainingJob, ranks: Ranks) -> None:
     """Train to `max_steps`, from the newest checkpoint if there is one, and write `job.out`/checkpoint.
 
     The history's step 0 is before any training. A step is recorded before it is saved, so the history never lacks one
@@ -51,7 +51,7 @@ def train(job: Job, ranks: Ranks) -> None:
     if held and kept:
         samples = evenly_spread(Mixture(kept, policy.chunk_size, settings.seed), held.frames)
         own = {tag: each.settings for tag, each in robots.parts.items()}
-        heldout = HeldOut(samples, encoder, robots.measured, own)
+        heldout = HeldoutEvaluator(samples, encoder, robots.measured, own)
 
     model = load_model(job.policy, parts)
     dtypes = {name: value.dtype for name, value in model.state_dict().items()}
@@ -72,7 +72,7 @@ def train(job: Job, ranks: Ranks) -> None:
 
     if heldout is not None and newest is None:
         record(0, heldout.measure(learner))
-    updates = Updates(mixture, encoder, ranks.rank, ranks.size)
+    updates = UpdateDataset(mixture, encoder, ranks.rank, ranks.size)
     waiting = perf_counter()
     for micro_batches in load(updates, learner.steps_done + 1, settings.max_steps, job.loader_workers):
         waited = perf_counter() - waiting
@@ -88,7 +88,7 @@ def train(job: Job, ranks: Ranks) -> None:
     _publish(job, learner, parts, dtypes)
 
 
-def _publish(job: Job, learner: PolicyLearner, parts: PolicyParts, dtypes: dict[str, torch.dtype]) -> None:
+def _publish(job: TrainingJob, learner: PolicyLearner, parts: PolicyParts, dtypes: dict[str, torch.dtype]) -> None:
     """Write the policy, adapters merged, in the dtypes that it was loaded in."""
     with learner.optimizer.averaged():
         weights = exported(learner.model, whole)  # on the CPU not copies, so that they are averages only in here
@@ -101,7 +101,7 @@ def _shapes(model: torch.nn.Module) -> dict[str, Any]:
     return {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _refuse(job: Job) -> None:
+def _refuse(job: TrainingJob) -> None:
     size = job.settings.training.batch_size
     if size % job.ranks:
         raise ConfigurationError(

@@ -46,19 +46,19 @@ Message = dict[str, Any]
 
 @dataclass
 class Tiny:
-    """A checkpoint, its adapter, and a camera that keeps its pictures."""
+    """A checkpoint, its adapter, and a camera that keeps its images."""
 
     family: str
     folder: Path
     processor: Any
     model: Any
     adapter: FamilyAdapter
-    pictures: dict[ImageRef, Image.Image] = field(default_factory=dict)
+    images: dict[ImageRef, Image.Image] = field(default_factory=dict)
 
-    def picture(self, width: int, height: int, seed: int = 0) -> ImageRef:
+    def image(self, width: int, height: int, seed: int = 0) -> ImageRef:
         pixels = np.random.default_rng((width, height, seed)).integers(0, 256, (height, width, 3), dtype=np.uint8)
         ref = ImageRef(sha256(pixels.tobytes()).hexdigest(), "image/png", width, height)
-        self.pictures[ref] = Image.fromarray(pixels)
+        self.images[ref] = Image.fromarray(pixels)
         return ref
 
     def processed(self, conversations: Sequence[list[Message]], images: Sequence[Sequence[ImageRef]]) -> Any:
@@ -66,7 +66,7 @@ class Tiny:
         texts = [
             self.processor.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in conversations
         ]
-        opened = [[self.pictures[ref] for ref in row] for row in images]
+        opened = [[self.images[ref] for ref in row] for row in images]
         return self.processor(
             text=texts,
             images=opened if any(opened) else None,
@@ -131,8 +131,8 @@ def build(family: str, folder: Path, image_attention: ImageAttention | None = No
     make_tiny_checkpoint(family, folder, seed=0, image_attention=image_attention)
     processor = AutoProcessor.from_pretrained(folder)
     model = load_model(folder, SETTINGS)
-    pictures: dict[ImageRef, Image.Image] = {}
-    return Tiny(family, folder, processor, model, get_adapter(folder, processor, pictures.__getitem__), pictures)
+    images: dict[ImageRef, Image.Image] = {}
+    return Tiny(family, folder, processor, model, get_adapter(folder, processor, images.__getitem__), images)
 
 
 @pytest.fixture(scope="session", params=FAMILIES)

@@ -18,8 +18,8 @@ TEXT_OUTPUTS = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_
 
 @pytest.fixture
 def rows(tiny: Any, says: Any) -> list[tuple[list[Any], list[Any]]]:
-    """Conversations with none, one, two and three images, one picture shared by two of them."""
-    a, b, c, d = (tiny.picture(*size) for size in SIZES)
+    """Conversations with none, one, two and three images, one image shared by two of them."""
+    a, b, c, d = (tiny.image(*size) for size in SIZES)
     return [
         ([says("Name a color.")], []),
         ([says(None, "What color is this?")], [a]),
@@ -74,8 +74,8 @@ def test_collated_inputs_equal_the_processors_batch(tiny: Any, rows: Any, output
 
 def test_the_number_of_tokens_is_what_the_processor_writes(tiny: Any, rows: Any, says: Any) -> None:
     for size in SIZES:
-        ref = tiny.picture(*size)
-        needed = tiny.adapter.n_image_tokens(tiny.adapter.process_image(tiny.pictures[ref]))
+        ref = tiny.image(*size)
+        needed = tiny.adapter.n_image_tokens(tiny.adapter.process_image(tiny.images[ref]))
         assert needed == (tiny.prompt([says(None)], [ref]) == tiny.adapter.image_token_id).sum() > 0
 
 
@@ -128,7 +128,7 @@ def test_left_padding_equals_right_padding(tiny: Any, outputs: Any) -> None:
 def test_a_turn_with_a_new_image_is_merged_and_does_not_change_the_past(
     tiny: Any, says: Any, turn_of: Any, outputs_of: Any
 ) -> None:
-    first, second = tiny.picture(100, 80), tiny.picture(64, 150)
+    first, second = tiny.image(100, 80), tiny.image(64, 150)
     opening = tiny.turn([says(None, "What color is this?")], [first], "red")
     more = tiny.prompt([says("And this?", None)], [second])
     later = turn_of(

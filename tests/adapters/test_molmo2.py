@@ -27,7 +27,7 @@ def molmo2(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture
 def outputs(molmo2: Any, says: Any, outputs_of: Any) -> Any:
     """Rows with no image, one and three."""
-    a, b, c = (molmo2.picture(*size) for size in SIZES)
+    a, b, c = (molmo2.image(*size) for size in SIZES)
     return outputs_of(
         [molmo2.turn([says("Name a color.")], [], "red")],
         [molmo2.turn([says(None, "What color is this?")], [a], "green it is")],
@@ -78,10 +78,10 @@ def _gradients(policy: Policy, batch: Any, collected: list[dict[str, torch.Tenso
 
 
 def test_pooling_indices_are_those_of_one_call_and_not_of_many(molmo2: Any) -> None:
-    refs = [molmo2.picture(*size) for size in (*SIZES, SIZES[0])]
-    features = [molmo2.adapter.process_image(molmo2.pictures[ref]) for ref in refs]
-    pictures = [molmo2.pictures[ref] for ref in refs]
-    at_once = molmo2.processor(images=pictures, text=["<|image|>" * len(refs)], return_tensors="pt")
+    refs = [molmo2.image(*size) for size in (*SIZES, SIZES[0])]
+    features = [molmo2.adapter.process_image(molmo2.images[ref]) for ref in refs]
+    images = [molmo2.images[ref] for ref in refs]
+    at_once = molmo2.processor(images=images, text=["<|image|>" * len(refs)], return_tensors="pt")
     joined = molmo2.adapter.join(features)
     assert joined.keys() == at_once.keys() - {"input_ids", "attention_mask", "mm_token_type_ids"}
     for name, value in joined.items():
@@ -91,11 +91,11 @@ def test_pooling_indices_are_those_of_one_call_and_not_of_many(molmo2: Any) -> N
     assert (naive < 0).sum() == (joined["image_token_pooling"] < 0).sum()
 
 
-def test_a_new_picture_changes_its_own_row_alone(molmo2: Any, outputs: Any) -> None:
+def test_a_new_image_changes_its_own_row_alone(molmo2: Any, outputs: Any) -> None:
     samples, _ = molmo2.adapter.samples(outputs)
     policy = _policy(molmo2)
-    red = molmo2.picture(*SIZES[0], seed=9)
-    molmo2.pictures[red] = Image.new("RGB", SIZES[0], "red")
+    red = molmo2.image(*SIZES[0], seed=9)
+    molmo2.images[red] = Image.new("RGB", SIZES[0], "red")
     other = replace(samples[1], images=(red,))
     with torch.no_grad():
         before = _logprobs(policy, molmo2.adapter.collate(samples))
@@ -107,7 +107,7 @@ def test_a_new_picture_changes_its_own_row_alone(molmo2: Any, outputs: Any) -> N
 
 def test_marks_lie_on_the_eight_image_tokens_under_either_padding(molmo2: Any, outputs: Any) -> None:
     """Given as the processor gives them, for whole sequences; a shift would be seen by the wrong tokens."""
-    adapter = get_adapter("molmo2", molmo2.processor, molmo2.pictures.__getitem__)  # of no particular checkpoint
+    adapter = get_adapter("molmo2", molmo2.processor, molmo2.images.__getitem__)  # of no particular checkpoint
     samples, _ = adapter.samples(outputs)
     batch = adapter.collate(samples)
     marks = batch.extra_model_kwargs["mm_token_type_ids"]
@@ -155,12 +155,12 @@ def test_a_row_that_is_too_long_is_dropped_and_never_cut(molmo2: Any, outputs: A
         for turn in trajectory.turns
     ]
     for limit in (lengths[0], lengths[1] - 1, lengths[1], lengths[2] - 1, lengths[2]):
-        adapter = get_adapter(molmo2.folder, molmo2.processor, molmo2.pictures.__getitem__, limit)
+        adapter = get_adapter(molmo2.folder, molmo2.processor, molmo2.images.__getitem__, limit)
         samples, drops = adapter.samples(outputs)
         assert [len(sample.input_ids) for sample in samples] == [length for length in lengths if length <= limit]
         assert drops["too_long"] == sum(length > limit for length in lengths)
         for sample in samples:
-            needed = sum(adapter.n_image_tokens(adapter.process_image(molmo2.pictures[ref])) for ref in sample.images)
+            needed = sum(adapter.n_image_tokens(adapter.process_image(molmo2.images[ref])) for ref in sample.images)
             assert (sample.input_ids == adapter.image_token_id).sum() == needed
 
 

@@ -60,14 +60,14 @@ def test_an_empty_prompt_is_dropped_for_nothing_predicts_its_first_token(
 
 
 def test_images_that_are_missing_damaged_or_refused(qwen: Any, turn_of: Any, outputs_of: Any, says: Any) -> None:
-    good = qwen.turn([says(None, "What color?")], [qwen.picture(100, 80)], "red")
-    thin = qwen.picture(1, 300)  # the family refuses more than 200 to 1
+    good = qwen.turn([says(None, "What color?")], [qwen.image(100, 80)], "red")
+    thin = qwen.image(1, 300)  # the family refuses more than 200 to 1
     damaged = ImageRef("d" * 64, "image/png", 100, 80)
 
     def source(ref: ImageRef) -> Image.Image:
         if ref == damaged:
             raise DataError("the image is damaged")
-        return qwen.pictures[ref]
+        return qwen.images[ref]
 
     bad = [
         turn_of(good.prompt_token_ids, ANSWER, images=(ref,))
@@ -80,7 +80,7 @@ def test_images_that_are_missing_damaged_or_refused(qwen: Any, turn_of: Any, out
 
 
 def test_images_in_another_order_are_a_mismatch(qwen: Any, turn_of: Any, outputs_of: Any, says: Any) -> None:
-    images = (qwen.picture(100, 80), qwen.picture(64, 150))
+    images = (qwen.image(100, 80), qwen.image(64, 150))
     good = qwen.turn([says(None, "or", None)], images, "red")
     swapped = turn_of(good.prompt_token_ids, ANSWER, images=images[::-1])
     samples, drops = qwen.adapter.samples(outputs_of([swapped], [good]))
@@ -89,8 +89,8 @@ def test_images_in_another_order_are_a_mismatch(qwen: Any, turn_of: Any, outputs
 
 
 def test_without_an_image_source_rollouts_with_images_are_refused(qwen: Any, outputs_of: Any, says: Any) -> None:
-    turn = qwen.turn([says(None, "What color?")], [qwen.picture(100, 80)], "red")
-    with pytest.raises(ConfigurationError, match="where to find them"):
+    turn = qwen.turn([says(None, "What color?")], [qwen.image(100, 80)], "red")
+    with pytest.raises(ConfigurationError, match="no image store"):
         get_adapter(qwen.folder, qwen.processor).samples(outputs_of([turn]))
 
 
@@ -230,14 +230,14 @@ def test_build_batch_leaves_advantages_to_the_trainer_and_says_what_was_dropped(
 
 
 def test_each_distinct_image_is_processed_once_per_batch(qwen: Any, outputs_of: Any, says: Any) -> None:
-    image, other = qwen.picture(100, 80), qwen.picture(64, 150)
+    image, other = qwen.image(100, 80), qwen.image(64, 150)
     turns = [qwen.turn([says(None, None, "?")], [image, other], "red"), qwen.turn([says(None)], [image], "red")]
     samples, _ = qwen.adapter.samples(outputs_of(*([turn] for turn in turns)))
     opened: list[ImageRef] = []
 
     def source(ref: ImageRef) -> Image.Image:
         opened.append(ref)
-        return qwen.pictures[ref]
+        return qwen.images[ref]
 
     qwen.adapter.collate(samples, source)
     assert opened == [image, other]

@@ -32,7 +32,7 @@ def test_a_model_artifact_that_refers_to_a_folder_is_followed(qwen: Any, tmp_pat
 
 
 def test_an_adapter_survives_the_way_to_a_worker(tiny: Any) -> None:
-    image = tiny.pictures[tiny.picture(64, 150)]
+    image = tiny.images[tiny.image(64, 150)]
     copy = pickle.loads(pickle.dumps(get_adapter(tiny.folder, tiny.processor, max_tokens=9)))
     for name, value in tiny.adapter.process_image(image).items():
         assert torch.equal(copy.process_image(image)[name], value)
@@ -52,7 +52,7 @@ def test_an_unknown_family_gets_an_entry_that_equals_the_one_written_by_hand(tin
     assert written.image_token_id in adapter.forbidden_token_ids
     assert tiny.processor.tokenizer.eos_token_id not in adapter.forbidden_token_ids
     assert not adapter.spec.merge_turns
-    features = [written.process_image(tiny.pictures[tiny.picture(*size)]) for size in ((90, 40), (300, 260), (50, 50))]
+    features = [written.process_image(tiny.images[tiny.image(*size)]) for size in ((90, 40), (300, 260), (50, 50))]
     for name, value in written.join(features).items():
         assert torch.equal(adapter.join(features)[name], value)
 
@@ -71,14 +71,14 @@ class Counting:
 def test_a_processor_that_no_join_reproduces_is_refused(qwen: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"image_number.*\n.*\n.*write a FamilySpec"):
         infer_spec(Counting(qwen.processor))
-    with pytest.raises(ConfigurationError, match="which token stands for an image"):
+    with pytest.raises(ConfigurationError, match="does not name its image token"):
         infer_spec(SimpleNamespace(tokenizer=qwen.processor.tokenizer))
 
 
 def test_a_processor_with_other_outputs_than_declared_is_refused(qwen: Any) -> None:
     adapter = FamilyAdapter(qwen.processor, ENTRIES["llava"])
     with pytest.raises(ConfigurationError, match=r"returns \['image_grid_thw', 'pixel_values'\]"):
-        adapter.process_image(qwen.pictures[qwen.picture(100, 80)])
+        adapter.process_image(qwen.images[qwen.image(100, 80)])
 
 
 def test_a_tokenizer_is_not_enough(qwen: Any) -> None:

@@ -190,7 +190,7 @@ def test_a_folder_that_cannot_be_made_is_said(words, tmp_path, armature):
     (tmp_path / ".armature").write_text("in the way")
     done = armature(*words)
     assert done.code != 0 or words == ("down",)
-    assert done.stderr.startswith("armature: ") or "nothing is up" in done.stdout
+    assert done.stderr.startswith("armature: ") or "no platform is running" in done.stdout
 
 
 @pytest.mark.parametrize("damaged", [b"", b"{", b"[]", b"\xff\xfe", b'{"pid": 1}', b"null"])
@@ -199,7 +199,7 @@ def test_a_damaged_record_of_a_platform_that_is_gone_is_no_matter(damaged, tmp_p
     for name in ("platform.json", "platform.lock"):
         (tmp_path / ".armature" / name).write_bytes(damaged)
     assert armature("status").code == 1
-    assert "nothing is up" in armature("env").stderr
+    assert "no platform is running" in armature("env").stderr
     assert armature("down").code == 0 and not (tmp_path / ".armature/platform.json").exists()
 
 

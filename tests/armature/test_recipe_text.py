@@ -1,4 +1,4 @@
-"""`armature show <recipe>`: all values as TOML, and where those are from that are no defaults."""
+"""`armature show <recipe>`: all values as TOML, and where those are from that are not defaults."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from components.contracts.images import EncodedImage, ImageRef
 
 
 @pytest.fixture
-def picture() -> Image.Image:
+def image() -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 255, (20, 30, 3), dtype=np.uint8))
 
 
@@ -37,13 +37,13 @@ def png_bomb(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
-def test_bytes_come_back_and_are_stored_once(store, picture):
-    encoded = encode_png(picture)
+def test_bytes_come_back_and_are_stored_once(store, image):
+    encoded = encode_png(image)
     ref = store.put(encoded)
     assert store.put(encoded) == ref
     assert (ref.width, ref.height) == (30, 20)
     assert store.read(ref) == encoded.data
-    assert np.array_equal(np.asarray(store.open(ref)), np.asarray(picture))
+    assert np.array_equal(np.asarray(store.open(ref)), np.asarray(image))
     assert sum(path.is_file() for path in store.root.rglob("*")) == 1
 
 
@@ -63,8 +63,8 @@ def test_hostile_images_are_refused(store, data, media_type, reason):
     assert not store.root.exists()
 
 
-def test_truncated_and_mislabelled_images_are_refused(store, picture):
-    data = encode_png(picture).data
+def test_truncated_and_mislabeled_images_are_refused(store, image):
+    data = encode_png(image).data
     with pytest.raises(DataError, match=r"damaged|not a readable"):
         store.put(EncodedImage(data[: len(data) // 2], "image/png"))
     with pytest.raises(DataError, match="bytes are PNG"):
@@ -76,8 +76,8 @@ def test_a_reference_cannot_leave_the_root(store):
         store.read(ImageRef("../" * 20 + "etc/passwd", "image/png", 1, 1))
 
 
-def test_missing_and_changed_images_are_said(store, picture):
-    ref = store.put(encode_png(picture))
+def test_missing_and_changed_images_are_said(store, image):
+    ref = store.put(encode_png(image))
     store.path(ref).write_bytes(b"other")
     with pytest.raises(DataError, match="has changed"):
         store.read(ref)
@@ -86,11 +86,11 @@ def test_missing_and_changed_images_are_said(store, picture):
         store.read(ref)
 
 
-def test_files_stay_under_their_root(tmp_path, picture):
+def test_files_stay_under_their_root(tmp_path, image):
     root = tmp_path / "root"
     root.mkdir()
-    picture.save(root / "in.png")
-    picture.save(tmp_path / "out.png")
+    image.save(root / "in.png")
+    image.save(tmp_path / "out.png")
     (root / "link.png").symlink_to(tmp_path / "out.png")
     assert load_reference("in.png", root).data == (root / "in.png").read_bytes()
     for outside in ("../out.png", str(tmp_path / "out.png"), "link.png"):
@@ -100,9 +100,9 @@ def test_files_stay_under_their_root(tmp_path, picture):
         load_reference("in.png")
 
 
-def test_data_urls(picture):
+def test_data_urls(image):
     buffer = io.BytesIO()
-    picture.save(buffer, "JPEG")
+    image.save(buffer, "JPEG")
     url = "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
     assert load_reference(url) == EncodedImage(buffer.getvalue(), "image/jpeg")
     with pytest.raises(DataError, match="damaged"):

@@ -39,7 +39,7 @@ with store.lock("outer", sys.argv[3]):
 
 @contextmanager
 def writer(root: Path, stage: str, fingerprint: str) -> Iterator[subprocess.Popen[str]]:
-    """A process in the middle of writing an artifact; it goes on when it reads a line."""
+    """A process in the middle of writing an artifact; it continues when it reads a line."""
     command = [sys.executable, "-c", WRITER, str(root), stage, fingerprint]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:

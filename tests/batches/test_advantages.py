@@ -53,7 +53,7 @@ def test_group_std_by_hand() -> None:
 
 def test_unscaled_and_batch_scaled_by_hand() -> None:
     assert of(GROUPS, group_mean("none")) == expect(a=[0], b=[-1], c=[1, 1], d=[0], e=[0], f=[0])
-    std = math.sqrt(2 / 6)  # centred rewards 0, -1, 1, 0, 0, 0
+    std = math.sqrt(2 / 6)  # centered rewards 0, -1, 1, 0, 0, 0
     assert of(GROUPS, group_mean("batch_std"))["c"] == pytest.approx([1 / (std + 1e-4)] * 2)
 
 

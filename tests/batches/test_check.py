@@ -47,10 +47,10 @@ SOUND = {
     "nothing trained": {"loss_mask": np.zeros(4, bool)},
 }
 POISONED = {
-    "negative id": (changed("input_ids", 2, -1), "input_ids -1 is no token id from 0 to 9"),
-    "negative id in the prompt": (changed("input_ids", 0, -2), "input_ids -2 is no token id from 0 to 11"),
-    "sampled beyond the head": (changed("input_ids", 3, 10), "input_ids 10 is no token id from 0 to 9"),
-    "prompt beyond the embedding": (changed("input_ids", 0, 12), "input_ids 12 is no token id from 0 to 11"),
+    "negative id": (changed("input_ids", 2, -1), "input_ids -1 is not a token id from 0 to 9"),
+    "negative id in the prompt": (changed("input_ids", 0, -2), "input_ids -2 is not a token id from 0 to 11"),
+    "sampled beyond the head": (changed("input_ids", 3, 10), "input_ids 10 is not a token id from 0 to 9"),
+    "prompt beyond the embedding": (changed("input_ids", 0, 12), "input_ids 12 is not a token id from 0 to 11"),
     "ids that are not integers": ({"input_ids": np.array(IDS, np.float32)}, "input_ids holds float32"),
     "ids in two dimensions": ({"input_ids": np.array([IDS])}, "input_ids has shape"),
     "no ids": ({"input_ids": np.array([], np.int32)}, "input_ids has shape"),
@@ -61,7 +61,10 @@ POISONED = {
     "long log-probs": ({"behavior_logprobs": np.zeros(5, np.float32)}, "behavior_logprobs has shape"),
     "NaN": (changed("behavior_logprobs", 3, np.nan), "behavior_logprobs of 1 trained tokens are not finite"),
     "impossible": (changed("behavior_logprobs", 3, -np.inf), "behavior_logprobs of 1 trained tokens are not finite"),
-    "a probability above one": (changed("behavior_logprobs", 3, 0.25), "behavior_logprobs 0.25 is no log-probability"),
+    "a probability above one": (
+        changed("behavior_logprobs", 3, 0.25),
+        "behavior_logprobs 0.25 is not a log-probability",
+    ),
     "versions missing": ({"policy_versions": np.array([], np.int32)}, "policy_versions has shape"),
     "endless advantage": (changed("advantages", 2, np.inf), "advantages of 1 trained tokens are not finite"),
     "endless reward": ({"reward": float("-inf")}, "reward is -inf"),

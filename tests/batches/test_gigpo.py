@@ -55,8 +55,8 @@ AT_STATE = [0.68, 0, 0, 0.28, 0, -0.32, 0, -0.32, -0.32]
     ("count", "episode", "variance"), [("trajectories", BY_TRAJECTORY, 4.134583), ("rows", BY_ROW, 3.531111)]
 )
 def test_by_hand(count: str, episode: list[float], variance: float) -> None:
-    centred = [first + 3 * second for first, second in zip(episode, AT_STATE, strict=True)]
-    assert of(GROUP, gigpo(MEAN, count)) == pytest.approx(centred, abs=2e-6)
+    centered = [first + 3 * second for first, second in zip(episode, AT_STATE, strict=True)]
+    assert of(GROUP, gigpo(MEAN, count)) == pytest.approx(centered, abs=2e-6)
     scales = math.sqrt(variance) + 1e-6, math.sqrt(0.212) + 1e-6
     scaled = [first / scales[0] + 3 * second / scales[1] for first, second in zip(episode, AT_STATE, strict=True)]
     assert of(GROUP, gigpo(std(), count)) == pytest.approx(scaled, abs=2e-6)

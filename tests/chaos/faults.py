@@ -57,7 +57,7 @@ def choose(rng: random.Random, joined: bool) -> list[Fault]:
 
 
 def wait(seconds: float, process: subprocess.Popen[bytes], condition: Callable[[], bool] = lambda: False) -> bool:
-    """Sleep until the condition holds or the run has ended; whether the run goes on."""
+    """Sleep until the condition holds or the run has ended; whether the run continues."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and not condition() and process.poll() is None:
         time.sleep(0.05)

@@ -82,17 +82,17 @@ def test_a_variable_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_policys_job_on_disk_has_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from components.contracts.secrets import resolve
-    from components.vla.job import Job, job_on
-    from components.vla.settings import TrainVlaSettings
+    from components.vla.job import TrainingJob, job_on
+    from components.vla.settings import TrainVLASettings
 
     monkeypatch.setenv("MY_TOKEN", VALUE)
     recipe = load_recipe("train-vla/tiny", ['machine.trainer_environment={HF_TOKEN={env="MY_TOKEN"}}'])
-    machine, settings = recipe.sections["machine"], recipe.settings_for(TrainVlaSettings)
-    assert isinstance(machine, Machine) and isinstance(settings, TrainVlaSettings)
+    machine, settings = recipe.sections["machine"], recipe.settings_for(TrainVLASettings)
+    assert isinstance(machine, Machine) and isinstance(settings, TrainVLASettings)
     inputs = dict.fromkeys(("policy", "dataset", "statistics"), tmp_path)
     written = job_on(machine, settings, inputs, workspace=tmp_path, out=tmp_path, fingerprint="f").model_dump_json()
     assert VALUE not in written
-    assert resolve(Job.model_validate_json(written).environment, "a job")["HF_TOKEN"] == VALUE
+    assert resolve(TrainingJob.model_validate_json(written).environment, "a job")["HF_TOKEN"] == VALUE
 
 
 @pytest.mark.parametrize(

@@ -24,17 +24,17 @@ def layout(**changes: Any) -> LayoutSettings:
 
 
 def frames_of(length: int, seed: int) -> dict[str, Any]:
-    """Pictures are smooth and brighten with time, so that a codec can keep them."""
+    """Images are smooth and brighten with time, so that a codec can keep them."""
     rng = np.random.default_rng(seed)
     bright = 20 + 15 * np.arange(length)[:, None, None, None] + 5 * seed
     tint = np.array([0, 20, 40])
-    pictures = np.broadcast_to(bright + tint, (length, SIDE, SIDE, 3)).astype(np.uint8)
+    images = np.broadcast_to(bright + tint, (length, SIDE, SIDE, 3)).astype(np.uint8)
     return {
         "observation.state": rng.normal(size=(length, 8)).astype(np.float32),
         "action": rng.normal(size=(length, 7)).astype(np.float32),
         "next.reward": rng.normal(size=length).astype(np.float32),
         "observation.images.front": rng.integers(0, 256, (length, SIDE, SIDE, 3), dtype=np.uint8),
-        "observation.images.wrist": pictures,
+        "observation.images.wrist": images,
     }
 
 

@@ -14,13 +14,13 @@ from components.artifacts.digests import folder_digest
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
 from components.contracts.robots import RobotObservation
-from components.contracts.stages import Report, StageContext
-from components.datasets.demonstrations.episodes import Journal, jobs_of
+from components.contracts.stages import StageContext, StageReport
+from components.datasets.demonstrations.episodes import DemonstrationJournal, jobs_of
 from components.datasets.demonstrations.page import Preview, demonstrations_report
-from components.datasets.demonstrations.settings import DemonstrationSettings, DemonstrationsSettings
+from components.datasets.demonstrations.settings import DemonstrationSettings, DemonstrationsStageSettings
 from components.datasets.demonstrations.stage import record
 from components.datasets.source import open_source
-from components.environments.libero.outcome import Outcome
+from components.environments.libero.outcome import DemonstrationOutcome
 from components.environments.libero.processes import Demonstration
 from components.environments.libero.simulator import LiberoSimulator
 from components.environments.libero.tasks import ACTION_NAMES, STATE_NAMES
@@ -45,11 +45,11 @@ def plan(**changes: Any) -> DemonstrationSettings:
     return DemonstrationSettings.model_validate(values | changes)
 
 
-def settings(**changes: Any) -> DemonstrationsSettings:
+def settings(**changes: Any) -> DemonstrationsStageSettings:
     video = {"codec": "libx264", "pixel_format": "yuv420p", "quality": 20, "keyframe_every": 10}
     layout = {"chunks_size": 1000, "data_files_size_in_mb": 100, "video_files_size_in_mb": 200, "video": video}
     one_camera = simulator(camera_name_mapping={"agentview": "image"}).model_dump()
-    return DemonstrationsSettings.model_validate(
+    return DemonstrationsStageSettings.model_validate(
         {"simulator": one_camera, "demonstrations": plan(**changes).model_dump(), "layout": layout}
     )
 
@@ -63,7 +63,7 @@ class Counted(TerminalEvents):
         self.done.append(done)
 
 
-def run(root: Path, chosen: DemonstrationsSettings, processes: int = 1) -> tuple[Report, Path, list[int]]:
+def run(root: Path, chosen: DemonstrationsStageSettings, processes: int = 1) -> tuple[StageReport, Path, list[int]]:
     events = Counted()
     machine = Machine(environment_processes=processes, environment_timeout=300)
     context = StageContext(machine, events, ThreadUnits(), root / "workspace", root / "images", "f")
@@ -90,9 +90,9 @@ def test_the_dataset_s_actions_reach_the_goal_and_a_crash_costs_one_episode(tmp_
     made.reset(job.initial_state, job.seed)
     first = made.observe()
     assert np.array_equal(first.state, columns["observation.state"][0])
-    for name, picture in first.images.items():
-        (stored,) = dataset.pictures(name, dataset.episodes[1], [0])
-        assert np.array_equal(np.asarray(stored), picture)
+    for name, image in first.images.items():
+        (stored,) = dataset.images(name, dataset.episodes[1], [0])
+        assert np.array_equal(np.asarray(stored), image)
     reached = [made.step(action) for action in columns["action"]]
     made.close()
     assert reached[-1] and not reached[0]
@@ -128,23 +128,23 @@ def test_videos_need_their_settings() -> None:
     values = settings(storage="video").model_dump()
     values["layout"]["video"] = None
     with pytest.raises(ValidationError, match=r"layout\.video"):
-        DemonstrationsSettings.model_validate(values)
+        DemonstrationsStageSettings.model_validate(values)
 
 
-def shown(length: int, outcome: Outcome) -> Demonstration:
+def shown(length: int, outcome: DemonstrationOutcome) -> Demonstration:
     rng = np.random.default_rng(length)
-    pictures = rng.integers(0, 256, (length, 8, 8, 3), dtype=np.uint8)
+    images = rng.integers(0, 256, (length, 8, 8, 3), dtype=np.uint8)
     states = rng.normal(size=(length, 8)).astype(np.float32)
     observations = [
-        RobotObservation({"observation.images.image": picture}, state, TASK)
-        for picture, state in zip(pictures, states, strict=True)
+        RobotObservation({"observation.images.image": image}, state, TASK)
+        for image, state in zip(images, states, strict=True)
     ]
     return Demonstration([(each, each.state[:7]) for each in observations], outcome)
 
 
 def test_of_a_failure_only_how_it_ended_is_kept(tmp_path: Path) -> None:
-    journal, (first, second) = Journal(tmp_path / "episodes"), jobs_of(plan())
-    good, bad = Outcome(True, 5, "done", 0), Outcome(False, 7, "failed", 3)
+    journal, (first, second) = DemonstrationJournal(tmp_path / "episodes"), jobs_of(plan())
+    good, bad = DemonstrationOutcome(True, 5, "done", 0), DemonstrationOutcome(False, 7, "failed", 3)
     kept = shown(5, good)
     assert not journal.has(first)
     journal.write(first, kept)

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from components.artifacts.cache import Cache
+from components.artifacts.cache import DownloadCache
 from components.contracts.errors import ConfigurationError, DataError
 from components.datasets.lerobot.columns import to_numpy
-from components.datasets.lerobot.frames import Frames
+from components.datasets.lerobot.frames import FrameReader
 from components.datasets.lerobot.layout import Feature
 from components.datasets.lerobot.reader import open_dataset
 from components.datasets.lerobot.sampling import sampled
@@ -52,9 +52,9 @@ def assert_same(root, episodes):
         np.testing.assert_array_equal(columns["next.reward"][:, 0], frames["next.reward"])
         assert {dataset.tasks[i] for i in columns["task_index"][:, 0]} == set(episode.tasks)
         every = range(episode.length)
-        front = np.stack(list(dataset.pictures("observation.images.front", episode, every)))
+        front = np.stack(list(dataset.images("observation.images.front", episode, every)))
         np.testing.assert_array_equal(front, frames["observation.images.front"])
-        wrist = np.stack(list(dataset.pictures("observation.images.wrist", episode, every)))
+        wrist = np.stack(list(dataset.images("observation.images.wrist", episode, every)))
         assert np.abs(wrist.astype(int) - frames["observation.images.wrist"]).max() <= 6  # a step of time is 15
     return dataset
 
@@ -117,7 +117,7 @@ def test_action_chunks_stop_at_the_episodes_end(written):
 def test_an_item_has_windows_both_ways_and_its_task(written):
     root, episodes = written
     windows = {"action": [0.0, 0.1, 0.2], "observation.state": [-0.1, 0.0], "observation.images.front": [-0.1, 0.0]}
-    frames = Frames(open_dataset(root), Cache.standard())
+    frames = FrameReader(open_dataset(root), DownloadCache.standard())
     item = frames.item(8, windows)  # the first frame of the third episode
     assert item["task"] == "task 0" and item["frame_index"] == 0 and item["timestamp"].shape == (1,)
     assert item["observation.state_is_pad"].tolist() == [True, False]
@@ -125,7 +125,7 @@ def test_an_item_has_windows_both_ways_and_its_task(written):
     np.testing.assert_array_equal(item["action"], episodes[2]["action"][:3])
     np.testing.assert_array_equal(item["observation.images.front"], episodes[2]["observation.images.front"][[0, 0]])
     assert item["observation.images.wrist"].shape == (32, 32, 3)
-    with pytest.raises(ConfigurationError, match="no whole number of frames"):
+    with pytest.raises(ConfigurationError, match="not a whole number of frames"):
         frames.item(8, {"action": [0.0, 0.05]})
     with pytest.raises(IndexError):
         frames.item(20, {})
@@ -134,7 +134,7 @@ def test_an_item_has_windows_both_ways_and_its_task(written):
 @pytest.mark.parametrize(
     ("length", "count"), [(1, 1), (99, 99), (100, 100), (161, 100), (10_000, 1000), (10**7, 10_000)]
 )
-def test_pictures_are_sampled_as_lerobot_does(length, count):
+def test_images_are_sampled_as_lerobot_does(length, count):
     frames = sampled(length)
     assert len(frames) == count == len(set(frames)) and (frames[0], frames[-1]) == (0, length - 1)
 
@@ -230,7 +230,7 @@ def test_values_of_another_kind_are_refused(values, dtype):
 @pytest.mark.parametrize("number", [-1, 2, 10**6])
 def test_a_task_that_is_not_listed_is_refused(copied, number):
     dataset = rewrite(copied, lambda columns: columns["task_index"].__setitem__(9, number))
-    frames = Frames(dataset, Cache.standard())
+    frames = FrameReader(dataset, DownloadCache.standard())
     assert frames.task(dataset.episodes[2], 0) == "task 0"
     with pytest.raises(DataError, match=f"task_index {number}") as caught:
         frames.task(dataset.episodes[2], 1)
@@ -264,18 +264,18 @@ def test_episodes_that_leave_a_gap_or_are_empty_are_refused(copied):
         open_dataset(copied)
 
 
-def test_a_damaged_picture_is_named_by_episode_and_frame(copied):
+def test_a_damaged_image_is_named_by_episode_and_frame(copied):
     path = copied / "data/chunk-000/file-000.parquet"
     table = pd.read_parquet(path)
     table.at[10, "observation.images.front"] = {"bytes": b"\x89PNG no", "path": None}
     table.to_parquet(path)
     dataset = open_dataset(copied)
-    with pytest.raises(DataError, match="not a readable picture") as caught:
-        list(dataset.pictures("observation.images.front", dataset.episodes[2], range(12)))
+    with pytest.raises(DataError, match="not a readable image") as caught:
+        list(dataset.images("observation.images.front", dataset.episodes[2], range(12)))
     assert "episode 2, frame 2" in caught.value.where
 
 
-def test_pictures_of_a_data_file_are_upright_and_on_white(copied):
+def test_images_of_a_data_file_are_upright_and_on_white(copied):
     path = copied / "data/chunk-000/file-000.parquet"
     table = pd.read_parquet(path)
     upright = Image.fromarray(scene()[..., :3])
@@ -285,11 +285,12 @@ def test_pictures_of_a_data_file_are_upright_and_on_white(copied):
         table.at[frame, "observation.images.front"] = {"bytes": image.data, "path": None}
     table.to_parquet(path)
     dataset = open_dataset(copied)
-    shown, white = dataset.pictures("observation.images.front", dataset.episodes[2], range(2))
+    shown, white = dataset.images("observation.images.front", dataset.episodes[2], range(2))
     assert np.array_equal(shown, upright)
     assert white.getcolors() == [(white.width * white.height, (255, 255, 255))]
     assert np.array_equal(
-        Frames(dataset, Cache.standard()).picture("observation.images.front", dataset.episodes[2], 0), upright
+        FrameReader(dataset, DownloadCache.standard()).image("observation.images.front", dataset.episodes[2], 0),
+        upright,
     )
 
 
@@ -298,11 +299,11 @@ def test_a_video_that_is_cut_short_is_named(copied):
     change(copied, "meta/info.json", lambda info: info.update(fps=5))
     dataset = open_dataset(copied)
     with pytest.raises(DataError, match="no frame at") as caught:
-        list(dataset.pictures("observation.images.wrist", dataset.episodes[2], range(12)))
+        list(dataset.images("observation.images.wrist", dataset.episodes[2], range(12)))
     assert str(path) in caught.value.where and "episode 2" in caught.value.where
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(DataError, match="cannot be decoded"):
-        list(dataset.pictures("observation.images.wrist", dataset.episodes[2], [0]))
+        list(dataset.images("observation.images.wrist", dataset.episodes[2], [0]))
 
 
 def test_a_dataset_appears_whole_or_not_at_all(tmp_path):

@@ -16,7 +16,7 @@ from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.machine import Machine
 from components.datasets.lerobot.layout import Feature
 from components.datasets.lerobot.writer import create_dataset
-from components.datasets.mixture import Mixture, Place
+from components.datasets.mixture import FrameIndex, Mixture
 from components.datasets.settings import DatasetSettings, QuantileStatsSettings
 from components.datasets.source import local_folder, open_source, open_sources, pinned, split
 from components.datasets.stage import read_statistics
@@ -38,8 +38,8 @@ def other(tmp_path_factory):
     with create_dataset(root, fps=5, robot_type=None, features=OTHER, layout=layout()) as writer:
         for number, length in enumerate((4, 6)):
             values = 100 * number + np.arange(length)[:, None]
-            pictures = np.broadcast_to((values % 256)[:, :, None, None], (length, 8, 8, 3)).astype(np.uint8)
-            frames = {"state": np.tile(values, 3) / 3, "joints": np.tile(values, 2), "top": pictures}
+            images = np.broadcast_to((values % 256)[:, :, None, None], (length, 8, 8, 3)).astype(np.uint8)
+            frames = {"state": np.tile(values, 3) / 3, "joints": np.tile(values, 2), "top": images}
             writer.add_episode(frames, f"other {number}")
     return root
 
@@ -68,7 +68,7 @@ def test_a_sample_is_what_the_dataset_has(mixed_sources, written):
     mixture = Mixture(mixed_sources, horizon=5, seed=0)
     assert mixture.horizons == (5, 2) and mixture.horizon == 5 and mixture.frames == sum(LENGTHS) + 10
     frames = written[1][2]
-    sample = mixture.sample(Place(0, 7 + 1 + 9))
+    sample = mixture.sample(FrameIndex(0, 7 + 1 + 9))
     assert (sample.episode, sample.frame, sample.tag, sample.source) == (2, 9, "small", 0)
     assert sample.observation.task == "task 0" and list(sample.observation.images) == ["front", "wrist"]
     np.testing.assert_array_equal(sample.observation.state, frames["observation.state"][9])
@@ -80,7 +80,7 @@ def test_a_sample_is_what_the_dataset_has(mixed_sources, written):
 
 
 def test_each_source_has_its_own_names_horizon_and_types(mixed_sources):
-    sample = Mixture(mixed_sources, horizon=5, seed=0).sample(Place(1, 4 + 5))
+    sample = Mixture(mixed_sources, horizon=5, seed=0).sample(FrameIndex(1, 4 + 5))
     assert (sample.episode, sample.frame, sample.tag, sample.observation.task) == (1, 5, "other", "other 1")
     assert sample.observation.state.tolist() == pytest.approx([35.0] * 3) and sample.observation.state.dtype == "f4"
     assert sample.actions.tolist() == [[105, 105]] * 2 and sample.padding.tolist() == [False, True]
@@ -141,7 +141,7 @@ def test_statistics_are_by_tag_and_exact_over_datasets_of_one_tag(written, other
         named(other, "other"),
         named(written[0], "small", episodes=[1]),
     )
-    settings = QuantileStatsSettings(features=("timestamp",), pictures="all")
+    settings = QuantileStatsSettings(features=("timestamp",), images="all")
     measured = run_stage("quantile-stats", settings, {"dataset": found}, Machine(store=str(tmp_path)))
     stats = read_statistics(measured.path, [source.tag for source in open_sources(found.path)])
     assert list(stats) == ["small", "other"]
@@ -164,7 +164,7 @@ def test_robots_that_differ_cannot_share_a_tag(other, tmp_path):
         frames = {"state": np.zeros((2, 3)), "joints": np.zeros((2, 4)), "top": np.zeros((2, 8, 8, 3), np.uint8)}
         writer.add_episode(frames, "task")
     found = artifact(tmp_path / "store", named(other), named(copy))
-    settings = QuantileStatsSettings(features=("joints",), pictures="all")
+    settings = QuantileStatsSettings(features=("joints",), images="all")
     with pytest.raises(DataError, match=r"'joints' has \[2, 4\] values a frame"):
         run_stage("quantile-stats", settings, {"dataset": found}, Machine(store=str(tmp_path / "store")))
 
@@ -184,7 +184,7 @@ def test_a_recorded_dataset_is_a_source(written, tmp_path):
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        ({"cameras": {"front": "action"}}, "'action' is no camera"),
+        ({"cameras": {"front": "action"}}, "'action' is not a camera"),
         ({"cameras": {"front": "top"}}, "no feature is called 'top'"),
         ({"state": "observation.images.front"}, "is image"),
         ({"action": "actions"}, "no feature is called 'actions'"),
@@ -211,11 +211,11 @@ def test_settings_name_one_dataset_or_several(written):
         DatasetSettings.model_validate({"sources": [named("b", tag="../b")]})
 
 
-def test_a_changed_file_is_read_anew(written, tmp_path):
+def test_a_changed_file_is_read_again(written, tmp_path):
     root = tmp_path / "copy"
     shutil.copytree(written[0], root)
     first = open_sources(artifact(tmp_path, named(root)).path)
-    before = Mixture(first, 1, 0).actions(Place(0, 0))[0]
+    before = Mixture(first, 1, 0).actions(FrameIndex(0, 0))[0]
     features = json.loads((root / "meta/info.json").read_text())["features"]
     shutil.rmtree(root)
     names = {"action", "observation.state"}
@@ -223,5 +223,5 @@ def test_a_changed_file_is_read_anew(written, tmp_path):
     with create_dataset(root, fps=10, robot_type=None, features=chosen, layout=layout()) as writer:
         writer.add_episode({"action": np.full((3, 7), 9.0), "observation.state": np.zeros((3, 8))}, "task")
     again = open_sources(artifact(tmp_path, named(root)).path)
-    assert Mixture(again, 1, 0).actions(Place(0, 0))[0].tolist() == [[9.0] * 7] != before.tolist()
-    assert list(islice(Mixture(again, 1, 0).every(), 9)) == [Place(0, frame) for frame in range(3)]
+    assert Mixture(again, 1, 0).actions(FrameIndex(0, 0))[0].tolist() == [[9.0] * 7] != before.tolist()
+    assert list(islice(Mixture(again, 1, 0).every(), 9)) == [FrameIndex(0, frame) for frame in range(3)]

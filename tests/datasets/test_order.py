@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.datasets.order import BLOCK, Schedule, mixed, permuted
+from components.datasets.order import BLOCK, MixtureSchedule, mixed, permuted
 
 
 @settings(max_examples=60)
@@ -44,7 +44,7 @@ def test_a_large_shuffle_has_no_trend():
 @settings(max_examples=40)
 @given(weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=5), blocks=st.integers(1, 4), seed=st.integers(0, 9))
 def test_every_source_gets_its_share_and_counts_without_gaps(weights, blocks, seed):
-    schedule = Schedule(weights, seed)
+    schedule = MixtureSchedule(weights, seed)
     taken: list[list[int]] = [[] for _ in weights]
     for position in range(blocks * BLOCK):
         source, before = schedule.at(position)
@@ -55,7 +55,7 @@ def test_every_source_gets_its_share_and_counts_without_gaps(weights, blocks, se
 
 
 def test_a_far_position_costs_no_more_and_rounds_nothing():
-    schedule = Schedule([0.1, 0.2, 0.7], 3)
+    schedule = MixtureSchedule([0.1, 0.2, 0.7], 3)
     start = 10**15 // BLOCK * BLOCK
     counts = Counter(schedule.at(start + offset)[0] for offset in range(10 * BLOCK))
     assert [counts[source] for source in range(3)] == pytest.approx([256, 512, 1792], abs=3)
@@ -63,6 +63,6 @@ def test_a_far_position_costs_no_more_and_rounds_nothing():
 
 def test_no_rank_meets_one_source_alone():
     """Two sources of the same weight would alternate, and each of two ranks see one of them."""
-    schedule = Schedule([1, 1], 0)
+    schedule = MixtureSchedule([1, 1], 0)
     even = [schedule.at(position)[0] for position in range(0, 4 * BLOCK, 2)]
     assert 0.4 < np.mean(even) < 0.6

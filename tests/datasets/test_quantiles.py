@@ -127,8 +127,8 @@ def test_a_value_that_is_not_finite_is_named_by_episode_and_frame(bad):
         (np.zeros((3, 1)), [3, 0], "episode is empty"),
         (np.zeros((3, 1)), [], "3 frames for episodes of 0"),
         (np.zeros((3, 1)), [2], "3 frames for episodes of 2"),
-        (np.zeros((3, 1, 2)), [3], "no rows of numbers"),
-        (np.array([["a"]]), [1], "no rows of numbers"),
+        (np.zeros((3, 1, 2)), [3], "not rows of numbers"),
+        (np.array([["a"]]), [1], "not rows of numbers"),
     ],
 )
 def test_what_is_no_data_is_refused(rows, lengths, message):

@@ -16,12 +16,12 @@ import fsspec
 import numpy as np
 import pytest
 
-from components.artifacts.cache import Cache
+from components.artifacts.cache import DownloadCache
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.machine import Machine
-from components.datasets.files import Folder
+from components.datasets.files import LocalFiles
 from components.datasets.lerobot.reader import open_dataset
-from components.datasets.mixture import Mixture, Place
+from components.datasets.mixture import FrameIndex, Mixture
 from components.datasets.remote import open_files
 from components.datasets.settings import DatasetSettings, QuantileStatsSettings
 from components.datasets.source import open_sources, pinned
@@ -52,7 +52,7 @@ def bucket(many, request) -> Iterator[str]:
 
 @pytest.fixture
 def cache(tmp_path):
-    return Cache(tmp_path / "cache", 10**9)
+    return DownloadCache(tmp_path / "cache", 10**9)
 
 
 def fetched(root: Path) -> list[str]:
@@ -70,11 +70,11 @@ def test_only_the_files_that_are_needed_are_fetched(bucket, many, cache):
     folder = open_dataset(many)
     (values,) = dataset.columns(["action"], dataset.episodes[2]).values()
     np.testing.assert_array_equal(values, folder.columns(["action"], folder.episodes[2])["action"])
-    assert len(fetched(dataset.root)) == 3  # columns beside pictures are read where they lie
-    assert len(list(dataset.pictures("observation.images.front", dataset.episodes[2], [0, 4]))) == 2
+    assert len(fetched(dataset.root)) == 3  # columns beside images are read where they lie
+    assert len(list(dataset.images("observation.images.front", dataset.episodes[2], [0, 4]))) == 2
     assert "data/chunk-000/file-002.parquet" in fetched(dataset.root) and len(fetched(dataset.root)) == 4
-    shown = list(dataset.pictures("observation.images.wrist", dataset.episodes[1], [0]))
-    expected = list(folder.pictures("observation.images.wrist", folder.episodes[1], [0]))
+    shown = list(dataset.images("observation.images.wrist", dataset.episodes[1], [0]))
+    expected = list(folder.images("observation.images.wrist", folder.episodes[1], [0]))
     np.testing.assert_array_equal(np.asarray(shown[0]), np.asarray(expected[0]))
     assert "videos/observation.images.wrist/chunk-000/file-001.mp4" in fetched(dataset.root)
     assert dataset.stats == folder.stats
@@ -82,15 +82,15 @@ def test_only_the_files_that_are_needed_are_fetched(bucket, many, cache):
 
 def test_stages_take_a_url(bucket, many, tmp_path):
     facts = Machine(store=str(tmp_path))
-    settings = QuantileStatsSettings(features=("next.reward",), pictures="sampled")
+    settings = QuantileStatsSettings(features=("next.reward",), images="sampled")
     source = run_stage("dataset", pinned(DatasetSettings(path=bucket)), {}, facts)
     made = run_stage("quantile-stats", settings, {"dataset": source}, facts)
     stats = json.loads((made.path / "stats.json").read_text())
     assert stats["next.reward"]["q99"] == open_dataset(many).stats["next.reward"]["q99"]
-    assert Mixture(open_sources(source.path), 3, 0).sample(Place(0, 9)).observation.task == "task 0"
+    assert Mixture(open_sources(source.path), 3, 0).sample(FrameIndex(0, 9)).observation.task == "task 0"
 
 
-def test_a_bucket_that_changed_is_refused_and_taken_anew(bucket, many, tmp_path):
+def test_a_bucket_that_changed_is_refused_and_taken_again(bucket, many, tmp_path):
     facts = Machine(store=str(tmp_path))
     source = run_stage("dataset", pinned(DatasetSettings(path=bucket)), {}, facts)
     info = json.loads((many / "meta/info.json").read_text()) | {"robot_type": "other"}
@@ -103,10 +103,10 @@ def test_a_bucket_that_changed_is_refused_and_taken_anew(bucket, many, tmp_path)
 
 
 def test_a_dataset_fetches_no_more_than_it_may(bucket, many, tmp_path):
-    meta = sum((many / name).stat().st_size for name in Folder(many).names() if name.startswith("meta/"))
-    dataset = open_dataset(open_files(bucket, None, Cache(tmp_path, meta + 1000)))
+    meta = sum((many / name).stat().st_size for name in LocalFiles(many).names() if name.startswith("meta/"))
+    dataset = open_dataset(open_files(bucket, None, DownloadCache(tmp_path, meta + 1000)))
     with pytest.raises(DataError, match="more than") as caught:
-        list(dataset.pictures("observation.images.front", dataset.episodes[0], [0]))
+        list(dataset.images("observation.images.front", dataset.episodes[0], [0]))
     assert "ARMATURE_FETCH_LIMIT_GB" in caught.value.remedy
     assert not list(dataset.root.rglob("data/*/*.parquet"))
 
@@ -116,13 +116,13 @@ def test_a_file_that_arrives_short_is_not_kept(bucket, cache):
     with fsspec.open(f"{bucket}/data/chunk-000/file-000.parquet", "wb") as file:
         file.write(b"short")
     with pytest.raises(DataError, match="arrived with 5 bytes, not"):
-        list(dataset.pictures("observation.images.front", dataset.episodes[0], [0]))
+        list(dataset.images("observation.images.front", dataset.episodes[0], [0]))
     with pytest.raises(DataError, match="has 5 bytes, not"):
         dataset.columns(["action"], dataset.episodes[0])
     assert not list(dataset.root.rglob("data/*/*.parquet"))
     fsspec.filesystem("memory").rm(f"{bucket}/data/chunk-000/file-000.parquet")
     with pytest.raises(DataError, match="cannot be fetched"):
-        list(dataset.pictures("observation.images.front", dataset.episodes[0], [0]))
+        list(dataset.images("observation.images.front", dataset.episodes[0], [0]))
     with pytest.raises(DataError, match="cannot be read"):
         dataset.columns(["action"], dataset.episodes[0])
 
@@ -208,11 +208,11 @@ def test_a_hub_name_is_read_at_its_commit(hub, many, tmp_path, monkeypatch):
     artifact = run_stage("dataset", settings, {}, Machine(store=str(tmp_path)))
     (source,) = open_sources(artifact.path)
     folder = open_dataset(many)
-    sample = Mixture((source,), 3, 0).sample(Place(0, 8))
+    sample = Mixture((source,), 3, 0).sample(FrameIndex(0, 8))
     np.testing.assert_array_equal(sample.actions, folder.columns(["action"], folder.episodes[2])["action"][:3])
     np.testing.assert_array_equal(
         sample.observation.images["observation.images.front"],
-        np.asarray(next(iter(folder.pictures("observation.images.front", folder.episodes[2], [0])))),
+        np.asarray(next(iter(folder.images("observation.images.front", folder.episodes[2], [0])))),
     )
     assert "data/chunk-000/file-002.parquet" in fetched(source.dataset.root)
     assert "data/chunk-000/file-000.parquet" not in fetched(source.dataset.root)
@@ -226,5 +226,5 @@ def test_a_hub_name_is_read_at_its_commit(hub, many, tmp_path, monkeypatch):
 def test_a_folder_of_two_names_is_a_folder(many, tmp_path, monkeypatch):
     shutil.copytree(many, tmp_path / "someone/small")
     monkeypatch.chdir(tmp_path)
-    files = open_files("someone/small", None, Cache(tmp_path / "cache", 0))
-    assert isinstance(files, Folder) and files.digest() == Folder(many).digest()
+    files = open_files("someone/small", None, DownloadCache(tmp_path / "cache", 0))
+    assert isinstance(files, LocalFiles) and files.digest() == LocalFiles(many).digest()

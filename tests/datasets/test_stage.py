@@ -16,7 +16,7 @@ import pytest
 from components.configuration import load_recipe
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.machine import Machine
-from components.datasets.files import Folder
+from components.datasets.files import LocalFiles
 from components.datasets.lerobot.reader import open_dataset
 from components.datasets.settings import DatasetSettings, QuantileStatsSettings
 from components.datasets.source import pinned
@@ -25,8 +25,8 @@ from components.stages import run_stage
 
 from .conftest import LENGTHS
 
-SETTINGS = QuantileStatsSettings(features=("action", "observation.images.front"), pictures="all")
-EVERYTHING = QuantileStatsSettings(features=(), pictures="all")
+SETTINGS = QuantileStatsSettings(features=("action", "observation.images.front"), images="all")
+EVERYTHING = QuantileStatsSettings(features=(), images="all")
 
 
 @pytest.fixture
@@ -72,16 +72,16 @@ def test_a_dataset_that_we_write_has_the_same_statistics_already(written, tmp_pa
             np.testing.assert_allclose(stored[name][key], value, rtol=1e-14, atol=1e-16)
 
 
-def test_some_features_alone_without_opening_the_pictures(copied, tmp_path):
+def test_some_features_alone_without_opening_the_images(copied, tmp_path):
     for path in copied.glob("videos/*/*/*.mp4"):
         path.write_bytes(b"")
-    artifact = run(copied, tmp_path, QuantileStatsSettings(features=("action",), pictures="sampled"))
+    artifact = run(copied, tmp_path, QuantileStatsSettings(features=("action",), images="sampled"))
     assert list(json.loads((artifact.path / "stats.json").read_text())) == ["action"]
     with pytest.raises(ConfigurationError, match="no feature is called 'actions'"):
-        run(copied, tmp_path, QuantileStatsSettings(features=("actions",), pictures="sampled"))
+        run(copied, tmp_path, QuantileStatsSettings(features=("actions",), images="sampled"))
 
 
-def test_the_same_content_is_measured_once_and_other_content_anew(copied, tmp_path):
+def test_the_same_content_is_measured_once_and_other_content_again(copied, tmp_path):
     first = run(copied, tmp_path)
     assert run(copied, tmp_path).path == first.path
     augment(copied, first.path)
@@ -108,9 +108,9 @@ def test_a_dataset_that_changed_since_it_was_named_is_refused(copied, tmp_path):
 
 
 def test_the_name_of_a_dataset_does_not_count(written, copied):
-    assert Folder(written[0]).digest() == Folder(copied).digest()
+    assert LocalFiles(written[0]).digest() == LocalFiles(copied).digest()
     with pytest.raises(DataError, match=r"no meta/info\.json"):
-        Folder(copied / "meta").digest()
+        LocalFiles(copied / "meta").digest()
 
 
 def test_a_local_dask_cluster_gives_the_same_bytes(written, tmp_path):
@@ -131,7 +131,7 @@ def test_a_value_that_is_not_finite_is_named(copied, tmp_path):
 
 def test_augmenting_keeps_what_was_not_measured(copied, tmp_path):
     before = open_dataset(copied).stats
-    artifact = run(copied, tmp_path, QuantileStatsSettings(features=("action",), pictures="sampled"))
+    artifact = run(copied, tmp_path, QuantileStatsSettings(features=("action",), images="sampled"))
     (copied / "meta/stats.json").write_text(json.dumps({**before, "action": {"mean": [0.0]}, "custom": {"max": [1]}}))
     augment(copied, artifact.path)
     after = open_dataset(copied).stats
@@ -172,4 +172,4 @@ def test_a_kill_while_augmenting_leaves_the_old_statistics(copied, tmp_path, ste
 def test_the_recipe_needs_a_path_alone(written):
     recipe = load_recipe("quantile-stats/folder", [f"dataset.path={written[0]}", "augment.in_place=true"])
     assert recipe.settings_for(DatasetSettings).path == str(written[0])
-    assert recipe.settings_for(QuantileStatsSettings).pictures == "sampled"
+    assert recipe.settings_for(QuantileStatsSettings).images == "sampled"

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from components.artifacts.cache import Cache
+from components.artifacts.cache import DownloadCache
 from components.contracts.machine import Machine
-from components.datasets.lerobot.frames import Frames
+from components.datasets.lerobot.frames import FrameReader
 from components.datasets.lerobot.reader import open_dataset
 from components.datasets.settings import DatasetSettings, QuantileStatsSettings
 from components.datasets.source import pinned
@@ -36,15 +36,15 @@ def theirs(command: str, root: Path, out: Path) -> Path:
     return out
 
 
-def channels_last(pictures: np.ndarray) -> np.ndarray:
+def channels_last(images: np.ndarray) -> np.ndarray:
     """lerobot gives floats in [0, 1] (..., 3, height, width)."""
-    return np.rint(np.moveaxis(pictures, -3, -1) * 255).astype(np.uint8)
+    return np.rint(np.moveaxis(images, -3, -1) * 255).astype(np.uint8)
 
 
 def test_lerobot_reads_what_we_write(written, tmp_path):
     found = np.load(theirs("read", written[0], tmp_path / "read.npz"))
     windows = {"action": [0.0, 0.1, 0.2], "observation.state": [-0.1, 0.0], "observation.images.wrist": [-0.1, 0.0]}
-    frames = Frames(open_dataset(written[0]), Cache.standard())
+    frames = FrameReader(open_dataset(written[0]), DownloadCache.standard())
     items = [frames.item(index, windows) for index in range(sum(LENGTHS))]
     assert found["episodes"].tolist() == list(LENGTHS)
     assert found["task"].tolist() == [item["task"] for item in items]
@@ -62,7 +62,7 @@ def test_we_read_what_lerobot_writes(tmp_path):
     kept = np.load(theirs("write", root, tmp_path / "written.npz"))
     dataset = open_dataset(root)
     assert [episode.length for episode in dataset.episodes] == [6, 9] and dataset.tasks == ("task 0", "task 1")
-    frames = Frames(dataset, Cache.standard())
+    frames = FrameReader(dataset, DownloadCache.standard())
     for index in range(15):
         item = frames.item(index, {})
         for name in ("observation.state", "action", "observation.images.front"):
@@ -76,7 +76,7 @@ def test_our_statistics_are_near_theirs_where_theirs_are_right(written, tmp_path
     """Theirs average the episodes' quantiles, and are right for what does not depend on the episode."""
     facts = Machine(store=str(tmp_path))
     source = run_stage("dataset", pinned(DatasetSettings(path=str(written[0]))), {}, facts)
-    settings = QuantileStatsSettings(features=(), pictures="all")
+    settings = QuantileStatsSettings(features=(), images="all")
     ours = json.loads(
         (run_stage("quantile-stats", settings, {"dataset": source}, facts).path / "stats.json").read_text()
     )

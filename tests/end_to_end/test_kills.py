@@ -23,7 +23,7 @@ from components.models.settings import ModelSettings
 from components.rollouts.table import read_rollouts
 from components.stages import STAGES, run_stage
 from components.training.client import TrainerClient
-from components.training.service_settings import PolicySettings
+from components.training.service_settings import TrainerPolicySettings
 from components.training.settings import TrainerSettings
 from tests.chaos.training import children, is_server, is_trainer
 from tests.conftest import SharedServer
@@ -139,7 +139,7 @@ def test_the_weights_are_those_of_a_run_that_was_never_stopped(killed_run, tmp_p
     sections = load_recipe("train-vlm/colors", killed_run.overrides).sections
     machine, model, trainer = sections["machine"], sections["model"], sections["trainer"]
     assert isinstance(machine, Machine) and isinstance(model, ModelSettings) and isinstance(trainer, TrainerSettings)
-    policy = PolicySettings(
+    policy = TrainerPolicySettings(
         model_path=killed_run.inputs["model"],
         model=model,
         trainer=trainer,

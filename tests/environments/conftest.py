@@ -15,7 +15,7 @@ from components.environments.settings import EnvironmentSettings
 
 from .alfworld.games_of import TEXT
 
-COLOURS = {
+COLORS = {
     "red": [220, 40, 40],
     "green": [40, 170, 60],
     "blue": [40, 70, 220],
@@ -25,8 +25,8 @@ COLOURS = {
     "white": [235, 235, 235],
     "black": [20, 20, 20],
 }
-PICTURE: dict[str, Any] = {
-    "colours": COLOURS,
+IMAGE: dict[str, Any] = {
+    "colors": COLORS,
     "image_size": 56,
     "noise": 16.0,
     "tint_jitter": 12.0,
@@ -47,24 +47,24 @@ class Example:
 
 EXAMPLES = {
     "colors": Example(
-        {**PICTURE, **WEIGHTS, "question": "What colour is this?"},
-        lambda task, turn: f" {task.payload['colour'].title()}.\n",
-        "a picture",
+        {**IMAGE, **WEIGHTS, "question": "What colour is this?"},
+        lambda task, turn: f" {task.payload['color'].title()}.\n",
+        "an image",
         1.0,
     ),
     "recall": Example(
         {
-            **PICTURE,
+            **IMAGE,
             **WEIGHTS,
-            "pictures": 2,
+            "images": 2,
             "filler_turns": 1,
             "asked": "random",
-            "remember": "Remember picture {number}.",
+            "remember": "Remember image {number}.",
             "filler": "Go on.",
-            "question": "What colour was picture {number}?",
+            "question": "What colour was image {number}?",
         },
-        lambda task, turn: task.payload["colours"][task.payload["asked"]] if turn == 3 else "ok",
-        "a picture",
+        lambda task, turn: task.payload["colors"][task.payload["asked"]] if turn == 3 else "ok",
+        "an image",
         1.0,
     ),
     "coordinates": Example(

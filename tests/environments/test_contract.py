@@ -159,7 +159,7 @@ def test_args_that_are_left_out_are_recorded_with_their_defaults_or_refused_by_n
 
 def test_unknown_and_impossible_args_are_refused(example: Named) -> None:
     name, known = example
-    with pytest.raises(ValidationError, match="colourz"):
-        settings_of((name, Example({**known.args, "colourz": 1}, known.wins, known.loses, known.best)))
+    with pytest.raises(ValidationError, match="colorz"):
+        settings_of((name, Example({**known.args, "colorz": 1}, known.wins, known.loses, known.best)))
     with pytest.raises(ValidationError, match="image_size"):
         settings_of((name, Example({**known.args, "image_size": 0}, known.wins, known.loses, known.best)))

@@ -13,13 +13,13 @@ from pydantic import ValidationError
 
 from components.contracts.episodes import Task
 from components.contracts.images import EncodedImage
+from components.environments.color_images import ColorImageSettings, color_image, color_reward
 from components.environments.coordinates import Coordinates, CoordinatesSettings, parse_point
-from components.environments.pictures import PictureSettings, colour_picture, colour_reward
 from components.environments.recall import Recall, RecallSettings
 
-from .conftest import COLOURS, EXAMPLES, PICTURE
+from .conftest import COLORS, EXAMPLES, IMAGE
 
-LOOKS = PictureSettings.model_validate(PICTURE)
+LOOKS = ColorImageSettings.model_validate(IMAGE)
 
 
 def pixels(image: EncodedImage) -> np.ndarray:
@@ -27,19 +27,19 @@ def pixels(image: EncodedImage) -> np.ndarray:
         return np.asarray(opened.convert("RGB"), dtype=float)
 
 
-@pytest.mark.parametrize("colour", COLOURS)
-def test_a_picture_is_nearest_to_its_own_colour_and_noisy(colour: str) -> None:
+@pytest.mark.parametrize("color", COLORS)
+def test_an_image_is_nearest_to_its_own_color_and_noisy(color: str) -> None:
     for seed in range(20):
-        picture = pixels(colour_picture(colour, seed, LOOKS))
-        assert picture.shape == (56, 56, 3)
-        mean = picture.mean(axis=(0, 1))
-        assert min(COLOURS, key=lambda name: float(np.linalg.norm(mean - COLOURS[name]))) == colour
-        assert picture.std(axis=(0, 1)).max() > 8
+        image = pixels(color_image(color, seed, LOOKS))
+        assert image.shape == (56, 56, 3)
+        mean = image.mean(axis=(0, 1))
+        assert min(COLORS, key=lambda name: float(np.linalg.norm(mean - COLORS[name]))) == color
+        assert image.std(axis=(0, 1)).max() > 8
 
 
-def test_without_noise_and_jitter_a_picture_is_its_colour() -> None:
+def test_without_noise_and_jitter_an_image_is_its_color() -> None:
     still = LOOKS.model_copy(update={"noise": 0.0, "tint_jitter": 0.0, "brightness_jitter": 0.0})
-    assert (pixels(colour_picture("orange", 3, still)) == COLOURS["orange"]).all()
+    assert (pixels(color_image("orange", 3, still)) == COLORS["orange"]).all()
 
 
 @pytest.mark.parametrize(
@@ -56,14 +56,14 @@ def test_without_noise_and_jitter_a_picture_is_its_colour() -> None:
         ("rot", 0, 0),
     ],
 )
-def test_colour_rewards(answer: str, correct: float, format: float) -> None:
-    assert colour_reward(answer, "red", LOOKS) == {"correct": correct, "format": format}
+def test_color_rewards(answer: str, correct: float, format: float) -> None:
+    assert color_reward(answer, "red", LOOKS) == {"correct": correct, "format": format}
 
 
 @pytest.mark.parametrize("name", ["Red", "red.", "", " red", "_red"])
-def test_a_colour_that_no_answer_can_name_is_refused(name: str) -> None:
+def test_a_color_that_no_answer_can_name_is_refused(name: str) -> None:
     with pytest.raises(ValidationError, match="cannot be an answer"):
-        PictureSettings.model_validate({**PICTURE, "colours": {name: [1, 2, 3], "blue": [4, 5, 6]}})
+        ColorImageSettings.model_validate({**IMAGE, "colors": {name: [1, 2, 3], "blue": [4, 5, 6]}})
 
 
 def recall(**changes: object) -> Recall:
@@ -81,29 +81,29 @@ async def observe(environment: Recall, task: Task) -> list[tuple[str | EncodedIm
 
 
 @pytest.mark.parametrize("asked", ["first", "last", "random"])
-def test_recall_shows_pictures_then_none_and_asks_for_one_of_them(asked: str) -> None:
-    environment = recall(pictures=3, filler_turns=2, asked=asked)
+def test_recall_shows_images_then_none_and_asks_for_one_of_them(asked: str) -> None:
+    environment = recall(images=3, filler_turns=2, asked=asked)
     assert environment.max_turns == 6
     for task in environment.tasks("train"):
         shown = asyncio.run(observe(environment, task))
         for number, content in enumerate(shown[:3]):
-            expected = colour_picture(task.payload["colours"][number], task.payload["seed"] + number * 2**64, LOOKS)
-            assert content == (expected, f"Remember picture {number + 1}.")
+            expected = color_image(task.payload["colors"][number], task.payload["seed"] + number * 2**64, LOOKS)
+            assert content == (expected, f"Remember image {number + 1}.")
         assert shown[3:5] == [("Go on.",), ("Go on.",)]
-        assert shown[5] == (f"What colour was picture {task.payload['asked'] + 1}?",)
+        assert shown[5] == (f"What colour was image {task.payload['asked'] + 1}?",)
         assert task.payload["asked"] in {"first": [0], "last": [2], "random": [0, 1, 2]}[asked]
-        assert len(set(task.payload["colours"])) == 3
+        assert len(set(task.payload["colors"])) == 3
 
 
 def test_no_constant_answer_to_recall_beats_chance() -> None:
-    environment = recall(pictures=2, asked="random")
-    answers = Counter(task.payload["colours"][task.payload["asked"]] for task in environment.tasks("train"))
+    environment = recall(images=2, asked="random")
+    answers = Counter(task.payload["colors"][task.payload["asked"]] for task in environment.tasks("train"))
     assert set(answers.values()) == {160 // 8}
     assert {task.payload["asked"] for task in environment.tasks("train")} == {0, 1}
 
 
-def test_recall_with_one_picture_asks_at_once_without_fillers() -> None:
-    environment = recall(pictures=1, filler_turns=0, asked="first", question="What colour was it?")
+def test_recall_with_one_image_asks_at_once_without_fillers() -> None:
+    environment = recall(images=1, filler_turns=0, asked="first", question="What colour was it?")
     shown = asyncio.run(observe(environment, next(iter(environment.tasks("train")))))
     assert len(shown) == 2 and shown[1] == ("What colour was it?",)
 
@@ -111,8 +111,8 @@ def test_recall_with_one_picture_asks_at_once_without_fillers() -> None:
 def test_recall_that_cannot_be_answered_is_refused() -> None:
     with pytest.raises(ValidationError, match="number"):
         recall(question="What colour was it?")
-    with pytest.raises(ValidationError, match="9 pictures of different colours need more than 8 colours"):
-        recall(pictures=9)
+    with pytest.raises(ValidationError, match="9 images of different colors need more than 8 colors"):
+        recall(images=9)
 
 
 @pytest.mark.parametrize(

@@ -89,9 +89,9 @@ recipe = load_recipe("train-vlm/colors", overrides)
 (root / "tasks").mkdir(exist_ok=True)
 (root / "tasks/environment.json").write_text(recipe.sections["environment"].model_dump_json())
 inputs = {name: Artifact(kind=name, path=root / name, digest=name) for name in ("tasks", "model")}
-from components.sft.settings import SftSettings, WarmStartSettings
+from components.sft.settings import SFTSettings, WarmStartSettings
 settings = {name: recipe.settings_for(STAGES[name].settings) for name in ("tasks", "train-vlm", "evaluate")}
-settings["sft"] = SftSettings(
+settings["sft"] = SFTSettings(
     model=recipe.sections["model"], warm_start=WarmStartSettings.model_validate(json.loads(warm_start))
 )
 found = {name: fingerprint(STAGES[name], each, {key: inputs[key] for key in STAGES[name].inputs})

@@ -63,7 +63,7 @@ def test_a_folder_that_is_no_tasks_artifact_is_refused(tmp_path: Path) -> None:
 
 def test_an_unknown_environment_suggests_a_known_one() -> None:
     with pytest.raises(ConfigurationError, match="did you mean 'colors'"):
-        EnvironmentSettings(name="colours", args={}, train_tasks=1, heldout_tasks=1, seed=0)
+        EnvironmentSettings(name="colrs", args={}, train_tasks=1, heldout_tasks=1, seed=0)
 
 
 def test_settings_import_quickly_and_without_torch() -> None:

@@ -69,7 +69,7 @@ def run(bridge: VerifiersEnvironment, task: Task, answer: Callable[[int, Observa
     return asyncio.run(asyncio.wait_for(play(bridge, task, answer), 60))
 
 
-def colour_of(observation: Observation) -> str:
+def color_of(observation: Observation) -> str:
     from io import BytesIO
 
     from PIL import Image
@@ -86,13 +86,13 @@ def colour_of(observation: Observation) -> str:
 
 @legacy
 def test_a_single_turn_environment_is_played_and_scored_by_its_rubric() -> None:
-    bridge = environment("sample-colours")
+    bridge = environment("sample-colors")
     assert bridge.max_turns == 1 and bridge.system_prompt == "One word."
     for task in bridge.tasks("train"):
-        observations, parts, done = run(bridge, task, lambda turn, observation: colour_of(observation))
+        observations, parts, done = run(bridge, task, lambda turn, observation: color_of(observation))
         (shown,) = observations
         assert isinstance(shown.content[0], EncodedImage) and str(shown.content[1]).startswith("What colour is")
-        assert done and parts["correct"] == 1.0 and parts["length"] == len(colour_of(shown))
+        assert done and parts["correct"] == 1.0 and parts["length"] == len(color_of(shown))
         assert parts["reward"] == pytest.approx(1.0 + 0.1 * parts["length"])
         assert bridge.reward_weights["reward"] == 1.0
         assert {name: bridge.reward_weights[name] for name in parts if name != "reward"} == dict.fromkeys(
@@ -103,29 +103,29 @@ def test_a_single_turn_environment_is_played_and_scored_by_its_rubric() -> None:
 
 @legacy
 def test_splits_of_one_data_set_are_disjoint_and_repeat() -> None:
-    bridge = environment("sample-colours")
+    bridge = environment("sample-colors")
     rows = [task.payload["row"] for split in ("train", "heldout") for task in bridge.tasks(split)]  # type: ignore[arg-type]
     assert len(rows) == 9 == len(set(rows))
-    assert [list(bridge.tasks("train"))] == [list(environment("sample-colours").tasks("train"))]
-    assert list(bridge.tasks("train")) != list(environment("sample-colours", seed=6).tasks("train"))
+    assert [list(bridge.tasks("train"))] == [list(environment("sample-colors").tasks("train"))]
+    assert list(bridge.tasks("train")) != list(environment("sample-colors", seed=6).tasks("train"))
 
 
 @legacy
 def test_an_environment_with_a_data_set_for_evaluation_keeps_it_for_that() -> None:
-    bridge = environment("sample-colours", args={"heldout": 3})
+    bridge = environment("sample-colors", args={"heldout": 3})
     identities = {split: {task.payload["identity"] for task in bridge.tasks(split)} for split in ("train", "heldout")}  # type: ignore[arg-type]
     assert len(identities["heldout"]) == 3 and not identities["train"] & identities["heldout"]
-    with pytest.raises(ConfigurationError, match="10 rows are asked for and the environment has 3"):
-        list(environment("sample-colours", args={"heldout": 3}, heldout_tasks=10).tasks("heldout"))
-    with pytest.raises(ConfigurationError, match="13 rows are asked for and the environment has 12"):
-        list(environment("sample-colours", train_tasks=10).tasks("train"))
+    with pytest.raises(ConfigurationError, match="10 rows are requested and the environment has 3"):
+        list(environment("sample-colors", args={"heldout": 3}, heldout_tasks=10).tasks("heldout"))
+    with pytest.raises(ConfigurationError, match="13 rows are requested and the environment has 12"):
+        list(environment("sample-colors", train_tasks=10).tasks("train"))
 
 
 @legacy
 def test_rows_that_changed_are_noticed() -> None:
-    task = next(iter(environment("sample-colours").tasks("train")))
+    task = next(iter(environment("sample-colors").tasks("train")))
     with pytest.raises(DataError, match="not the one that the task was made from"):
-        environment("sample-colours", args={"size": 20}).episode(task)
+        environment("sample-colors", args={"size": 20}).episode(task)
 
 
 @legacy
@@ -137,7 +137,7 @@ def test_a_multi_turn_environment_is_played_turn_by_turn() -> None:
     def bisect(turn: int, observation: Observation) -> str:
         guess = (low[-1] + high[-1]) // 2
         if turn:
-            assert colour_of(observation) == {"more": "red", "less": "blue"}[str(observation.content[0])]
+            assert color_of(observation) == {"more": "red", "less": "blue"}[str(observation.content[0])]
             if observation.content[0] == "more":
                 low.append(previous[-1] + 1)
             else:
@@ -165,11 +165,11 @@ def test_the_turn_limit_ends_and_scores_the_episode() -> None:
 
 @legacy
 def test_many_episodes_at_once_do_not_mix() -> None:
-    bridge = environment("sample-colours")
+    bridge = environment("sample-colors")
 
     async def all_at_once() -> list[Any]:
         tasks = [task for task in bridge.tasks("train") for _ in range(8)]
-        return await asyncio.gather(*(play(bridge, task, lambda turn, o: colour_of(o)) for task in tasks))
+        return await asyncio.gather(*(play(bridge, task, lambda turn, o: color_of(o)) for task in tasks))
 
     assert all(parts["correct"] == 1.0 for _, parts, _ in asyncio.run(all_at_once()))
 
@@ -180,7 +180,7 @@ def test_an_environment_can_be_made_in_any_thread_and_leaves_signals_alone() -> 
 
     before = (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
     made: list[VerifiersEnvironment] = []
-    thread = threading.Thread(target=lambda: made.append(environment("sample-colours")))
+    thread = threading.Thread(target=lambda: made.append(environment("sample-colors")))
     thread.start()
     thread.join()
     assert made and (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
@@ -200,7 +200,7 @@ def test_what_the_environment_gets_wrong_ends_its_episode() -> None:
 @legacy
 @pytest.mark.parametrize("silence", ["", " ", "\n"])
 def test_to_say_nothing_is_an_answer_that_the_environment_scores(silence: str) -> None:
-    bridge = environment("sample-colours")
+    bridge = environment("sample-colors")
     task = next(iter(bridge.tasks("train")))
     _, parts, done = run(bridge, task, lambda *_: silence)
     assert done and parts["correct"] == 0.0 and parts["length"] == 0.0 and parts["reward"] == 0.0
@@ -226,18 +226,18 @@ def test_an_episode_given_up_leaves_nothing_running() -> None:
 def test_contents_that_can_be_read_once_are_made_lists() -> None:
     from collections.abc import Iterable
 
-    from components.environments.verifiers.legacy import materialised
+    from components.environments.verifiers.legacy import materialized
 
     class Message(BaseModel):
         content: Iterable[dict[str, str]]
 
     once = Message(content=[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]).content
     assert not isinstance(once, list)
-    kept = materialised({"prompt": [{"content": once}]})
+    kept = materialized({"prompt": [{"content": once}]})
     assert [list(kept["prompt"][0]["content"]) for _ in range(2)] == [
         [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     ] * 2
-    assert materialised({"a": "text", "b": b"bytes", "c": (1, 2)}) == {"a": "text", "b": b"bytes", "c": [1, 2]}
+    assert materialized({"a": "text", "b": b"bytes", "c": (1, 2)}) == {"a": "text", "b": b"bytes", "c": [1, 2]}
 
 
 # --- v1 ---------------------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def test_a_taskset_is_played_through_its_harness() -> None:
 
         def look(turn: int, observation: Observation, shown: list[Observation] = shown) -> str:
             shown.append(observation)
-            return colour_of(shown[0])
+            return color_of(shown[0])
 
         observations, parts, done = run(bridge, task, look)
         assert done and [observation.content[-1] for observation in observations][1:] == ["Sure? 0"]
@@ -280,14 +280,14 @@ def test_a_tasksets_tasks_are_split() -> None:
 @pytest.mark.skipif(HAS_VERIFIERS, reason="verifiers is installed")
 def test_without_the_package_the_error_names_the_command() -> None:
     with pytest.raises(ConfigurationError, match=r"pip install 'armature-vla\[verifiers\]'"):
-        environment("sample-colours")
+        environment("sample-colors")
 
 
 @pytest.mark.skipif(not HAS_VERIFIERS, reason=INSTALL)
 def test_an_interface_that_the_installed_version_lacks_names_the_other() -> None:
     missing = "v1" if HAS_LEGACY else "legacy"
     with pytest.raises(ConfigurationError, match=f'interface = "{"legacy" if HAS_LEGACY else "v1"}"'):
-        environment("sample-colours", missing)
+        environment("sample-colors", missing)
 
 
 def chat(port: int, path: str, body: bytes) -> bytes:
@@ -331,8 +331,8 @@ def test_the_endpoint_answers_its_own_path_only() -> None:
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ([{"type": "image_url", "image_url": {"url": "http://169.254.169.254/x.png"}}], "by address"),
-        ([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], "by address"),
+        ([{"type": "image_url", "image_url": {"url": "http://169.254.169.254/x.png"}}], "by URL"),
+        ([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], "by URL"),
         ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,@@"}}], "damaged"),
         ([{"type": "input_audio", "input_audio": {}}], "input_audio"),
     ],

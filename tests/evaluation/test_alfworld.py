@@ -20,10 +20,10 @@ from components.environments.alfworld.games import KINDS
 from components.environments.settings import EnvironmentSettings
 from components.environments.stage import load_tasks
 from components.evaluation.results import RESULTS, RESULTS_FILE
-from components.evaluation.settings import EvaluateSettings
+from components.evaluation.settings import EvaluateStageSettings
 from components.evaluation.wilson import wilson_interval
 from components.inference.client import Completion
-from components.rollouts.play import Place
+from components.rollouts.play import RolloutId
 from components.stages import run_stage
 from tests.evaluation.test_results import VALUES
 from tests.rollouts.conftest import reply
@@ -52,15 +52,15 @@ ENVIRONMENT = {
             "action": "{action}",
             "action_separator": ", ",
             "history_length": 1,
-            "dead_ends": "shown",
+            "invalid_actions": "shown",
             "thinking": False,
             "answer": "<action>{action}</action>",
         },
-        "picture": {"form": "schematic", "image_size": 56},
+        "image": {"form": "schematic", "image_size": 56},
         "max_turns": TURNS,
         "won_weight": 10.0,
         "detours": 0,
-        "max_dead_ends": 0,
+        "max_invalid_actions": 0,
     },
 }
 
@@ -74,7 +74,7 @@ class ScriptedServers:
         self._answers = {}
         for index, task in enumerate(self.tasks):
             for turn in range(TURNS):
-                seed = Place(0, index, 0).request_seed(VALUES["seed"], turn)
+                seed = RolloutId(0, index, 0).request_seed(VALUES["seed"], turn)
                 self._answers[seed] = self._answer(index, task.payload["plan"], turn)
 
     @staticmethod
@@ -107,7 +107,7 @@ def evaluated(tasks: Artifact, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("components.inference.pool.ServerPool", ScriptedServers)
     evaluation = VALUES | {"splits": ["heldout", "train"], "kind_field": "kind", "success_reward": 10.0}
     inference = {"max_model_len": 512, "max_images_per_prompt": 1, "dtype": "float32"}
-    settings = EvaluateSettings.model_validate({"evaluation": evaluation, "inference": inference})
+    settings = EvaluateStageSettings.model_validate({"evaluation": evaluation, "inference": inference})
     model = Artifact(kind="model", path=folder, digest="0")
     machine = Machine(store=str(folder / "store"), environment_processes=1)
     return run_stage("evaluate", settings, {"tasks": tasks, "model": model}, machine).path

@@ -12,7 +12,7 @@ from components.contracts.machine import Machine
 from components.contracts.stages import StageContext
 from components.environments.settings import EnvironmentSettings
 from components.environments.stage import load_tasks
-from components.evaluation.settings import EvaluateSettings
+from components.evaluation.settings import EvaluateStageSettings
 from components.evaluation.stage import play
 from components.stages import TerminalEvents, ThreadUnits, run_stage
 from tests.evaluation.test_results import VALUES
@@ -27,7 +27,7 @@ ARGS = {
     "noise": 16.0,
     "tint_jitter": 12.0,
     "brightness_jitter": 0.12,
-    "colours": {"red": [220, 40, 40], "blue": [40, 70, 220]},
+    "colors": {"red": [220, 40, 40], "blue": [40, 70, 220]},
 }
 
 
@@ -35,7 +35,7 @@ def test_an_evaluation_asks_as_its_own_arguments_say(tmp_path: Path, monkeypatch
     monkeypatch.setenv("VLLM_API_KEY", "key")
     environment = {"name": "colors", "args": ARGS, "train_tasks": 2, "heldout_tasks": 3, "seed": 0}
     described = EnvironmentSettings.model_validate(environment | {"evaluation_args": {"question": "Which one?"}})
-    settings = EvaluateSettings.model_validate(
+    settings = EvaluateStageSettings.model_validate(
         {"evaluation": VALUES, "inference": {"max_model_len": 512, "max_images_per_prompt": 1, "dtype": "float32"}}
     )
     with run_stand_in("key") as server:

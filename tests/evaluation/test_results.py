@@ -17,7 +17,7 @@ from components.evaluation.settings import EvaluationSettings
 from components.evaluation.wilson import wilson_interval
 from tests.reports.conftest import make_trajectory
 
-TASKS = [Task(f"colors/t{i}", "heldout", {"colour": "red" if i < 2 else "blue", "seed": i}) for i in range(4)]
+TASKS = [Task(f"colors/t{i}", "heldout", {"color": "red" if i < 2 else "blue", "seed": i}) for i in range(4)]
 OUTPUTS = GenerateOutputs(
     [make_trajectory("t0", reward=1.0), make_trajectory("t1", reward=0.0), make_trajectory("t2", reward=1.0)],
     [Failure("t3", "g3", "colors/t3", "generation_timeout", "late")],
@@ -27,14 +27,14 @@ VALUES = {
     "max_tasks": 0,
     "samples_per_task": 1,
     "success_reward": 1.0,
-    "kind_field": "colour",
+    "kind_field": "color",
     "sampling": {"temperature": 0.0, "max_tokens": 8, "top_p": 1.0, "top_k": 0},
     "seed": 0,
 }
 
 
 def test_counted_by_hand():
-    numbers = metrics(collect_results(OUTPUTS, TASKS, 1.0, "colour"), ["heldout"])
+    numbers = metrics(collect_results(OUTPUTS, TASKS, 1.0, "color"), ["heldout"])
     expected = wilson_interval(2, 4)  # the failed episode is not solved, and is not left out
     assert (numbers["accuracy"], numbers["accuracy_low"]) == (0.5, expected.low)
     assert numbers["reward"] == pytest.approx(2 / 3)
@@ -48,7 +48,7 @@ def test_counted_by_hand():
 
 
 def test_failed_episodes_are_said_with_their_reasons_and_what_they_did_to_the_numbers():
-    results = collect_results(OUTPUTS, TASKS, 1.0, "colour")
+    results = collect_results(OUTPUTS, TASKS, 1.0, "color")
     assert failures_said(results) == (
         "1 of 4 episodes failed (1 generation_timeout) and count as not solved: accuracy 0.500, of finished ones "
         "0.667; mean rewards are of finished ones"
@@ -71,7 +71,7 @@ def test_float_parts_that_fall_an_ulp_short_still_solve():
 
 
 def test_every_planned_episode_is_one_row(tmp_path):
-    results = collect_results(OUTPUTS, TASKS, 1.0, "colour")
+    results = collect_results(OUTPUTS, TASKS, 1.0, "color")
     write_results(tmp_path, results)
     rows = read_table(tmp_path / RESULTS_FILE, RESULTS).to_pylist()
     assert [row["trajectory_id"] for row in rows] == ["t0", "t1", "t2", "t3"]
@@ -80,8 +80,8 @@ def test_every_planned_episode_is_one_row(tmp_path):
 
 
 def test_unknown_kind_field():
-    with pytest.raises(ConfigurationError, match="color"):
-        collect_results(OUTPUTS, TASKS, 1.0, "color")
+    with pytest.raises(ConfigurationError, match="hue"):
+        collect_results(OUTPUTS, TASKS, 1.0, "hue")
 
 
 def test_greedy_samples_of_a_task_would_be_copies():
@@ -91,7 +91,7 @@ def test_greedy_samples_of_a_task_would_be_copies():
 
 
 def test_page_names_kinds_parts_and_failures():
-    report = evaluation_report("t", collect_results(OUTPUTS, TASKS, 1.0, "colour"), ["heldout"], VALUES, {})
+    report = evaluation_report("t", collect_results(OUTPUTS, TASKS, 1.0, "color"), ["heldout"], VALUES, {})
     assert report.figures["accuracy, 95 % interval"] == "0.500 [0.150, 0.850]"
     assert report.figures["failed, counted as not solved"] == "1"
     assert report.figures["accuracy of finished episodes"] == "0.667"

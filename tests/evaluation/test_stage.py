@@ -13,13 +13,13 @@ from components.contracts.machine import Machine
 from components.contracts.stages import Artifact
 from components.environments.settings import EnvironmentSettings
 from components.evaluation.results import RESULTS, RESULTS_FILE
-from components.evaluation.settings import EvaluateSettings
+from components.evaluation.settings import EvaluateStageSettings
 from components.evaluation.stage import checkpoint_folder
 from components.rollouts.table import read_rollouts
 from components.stages import run_stage
 from tests.evaluation.test_results import VALUES
 
-COLOURS = {"red": [220, 40, 40], "blue": [40, 70, 220]}
+COLORS = {"red": [220, 40, 40], "blue": [40, 70, 220]}
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def tasks(machine) -> Artifact:
             "noise": 16.0,
             "tint_jitter": 12.0,
             "brightness_jitter": 0.12,
-            "colours": COLOURS,
+            "colors": COLORS,
         },
     }
     return run_stage("tasks", EnvironmentSettings.model_validate(settings), {}, machine)
@@ -52,7 +52,7 @@ def tasks(machine) -> Artifact:
 def test_every_task_is_played_once(machine, tasks, shared_server, joined_url):
     model = Artifact(kind="model", path=shared_server.checkpoint, digest="0")
     machine = machine.model_copy(update={"endpoints": (joined_url,)})
-    settings = EvaluateSettings.model_validate(
+    settings = EvaluateStageSettings.model_validate(
         {
             "evaluation": VALUES | {"max_tasks": 8},
             "inference": {"max_model_len": 512, "max_images_per_prompt": 1, "dtype": "float32"},

@@ -11,18 +11,18 @@ import pytest
 
 from components.configuration import Recipe, load_recipe
 from components.contracts.errors import DataError
-from components.contracts.stages import Report
+from components.contracts.stages import StageReport
 from components.stages import STAGES
 
 
 def small_tasks(settings, inputs, folder, context):
     (folder / "environment.json").write_text(settings.model_dump_json())
-    return Report(rows={"heldout": 4})
+    return StageReport(rows={"heldout": 4})
 
 
 def small_model(settings, inputs, folder, context):
     (folder / "weights.txt").write_text(settings.source)
-    return Report()
+    return StageReport()
 
 
 def small_warm_start(settings, inputs, folder, context):
@@ -31,7 +31,7 @@ def small_warm_start(settings, inputs, folder, context):
     (folder / "history.json").write_text(json.dumps([{"step": step, "loss": 1 / step} for step in (1, 2)]))
     (folder / "metrics.json").write_text(json.dumps({"loss": 0.5}))
     (folder / "report.html").write_text("<title>warm start</title>")
-    return Report(rows={"demonstrations": 4})
+    return StageReport(rows={"demonstrations": 4})
 
 
 def small_training(settings, inputs, folder, context):
@@ -43,7 +43,7 @@ def small_training(settings, inputs, folder, context):
     (folder / "history.json").write_text(json.dumps(history))
     (folder / "metrics.json").write_text(json.dumps({"reward": 1.0}))
     (folder / "report.html").write_text("<title>report</title>")
-    return Report(rows={"steps": 4})
+    return StageReport(rows={"steps": 4})
 
 
 def small_evaluation(settings, inputs, folder, context):
@@ -53,24 +53,24 @@ def small_evaluation(settings, inputs, folder, context):
     accuracy = 0.25 if warm else 0.5 + settings.evaluation.seed / 100
     (folder / "metrics.json").write_text(json.dumps({"accuracy": accuracy}))
     (folder / "rollouts.html").write_text("<title>rollouts</title>")
-    return Report(rows={"episodes": 4})
+    return StageReport(rows={"episodes": 4})
 
 
 def small_data(settings, inputs, folder, context):
     (folder / "report.html").write_text("<title>data</title>")
-    return Report(rows={"episodes": 4})
+    return StageReport(rows={"episodes": 4})
 
 
 def small_policy(settings, inputs, folder, context):
     (folder / "checkpoint").mkdir()
     (folder / "checkpoint/weights.txt").write_text("random")
-    return Report()
+    return StageReport()
 
 
 def small_play(settings, inputs, folder, context):
     trained = inputs["policy"].kind == "train-vla"
     (folder / "metrics.json").write_text(json.dumps({"success": 0.75 if trained else 0.0, "episodes": 4}))
-    return Report(rows={"episodes": 4})
+    return StageReport(rows={"episodes": 4})
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ class Asked:
     def __init__(self, pool: ServerPool, portal: BlockingPortal, sampling: SamplingSettings) -> None:
         self.pool, self.portal, self.sampling = pool, portal, sampling
         choose, images = Random(0), [image(seed) for seed in range(5)]
-        words = ("go", "to", "the", "desk", "what", "colour", "is", "it")
+        words = ("go", "to", "the", "desk", "what", "color", "is", "it")
         self.messages = []
         for _ in range(REQUESTS):
             text = " ".join(choose.choices(words, k=choose.randint(2, 40)))

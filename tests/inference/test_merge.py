@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from components.inference.client import Completion, GenerationFailure
-from components.inference.merge import Merger
+from components.inference.merge import RequestMerger
 from components.inference.settings import SamplingSettings
 
 
@@ -51,7 +51,7 @@ def ask(*jobs: tuple[str, int], temperatures: tuple[float, ...] = (1.0,)) -> tup
     recorder = Recorder()
 
     async def run() -> list[Any]:
-        merger = Merger(recorder.sample)
+        merger = RequestMerger(recorder.sample)
         temperature = itertools.cycle(temperatures)
         calls = [
             merger.complete(message(prompt), SamplingSettings(temperature=next(temperature), max_tokens=3), seed)
@@ -93,7 +93,7 @@ def test_a_request_is_given_up_when_nobody_waits_for_it(
     recorder = Recorder()
 
     async def run() -> None:
-        merger = Merger(recorder.sample)
+        merger = RequestMerger(recorder.sample)
         tasks = [asyncio.create_task(merger.complete(message("slow"), sampling_factory(), seed)) for seed in range(3)]
         await asyncio.sleep(0.1)
         for task in tasks[keep:]:

@@ -1,4 +1,4 @@
-"""Molmo2 on a GPU, whose server lets the tokens of an image see each other both ways. Needs CUDA and vLLM >= 0.26."""
+"""Molmo2 on a GPU, whose server has bidirectional attention inside images. Needs CUDA and vLLM >= 0.26."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_images_are_never_fetched_by_the_server(
     (server,) = stand_ins(1)
     part = {"type": "image_url", "image_url": {"url": "http://example.org/a.png"}}
     pool = make_pool([server], checkpoint("a"))
-    with pytest.raises(GenerationFailure, match="by address") as caught:
+    with pytest.raises(GenerationFailure, match="by URL") as caught:
         run(pool, lambda pool: pool.complete([{"role": "user", "content": [part]}], sampling, 0))
     assert caught.value.reason == "image_not_inline"
     assert server.seen == 0

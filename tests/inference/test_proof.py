@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from components.contracts.errors import WeightSyncError
-from components.inference.keeper import EJECT_AFTER
+from components.inference.monitor import EJECT_AFTER
 from components.inference.pool import ServerPool
 from components.inference.probe import LIKELIEST, ProbeAnswer, make_probe
 
@@ -137,6 +137,6 @@ def test_the_probe_is_many_tokens_that_may_be_sampled(vocabulary: int) -> None:
     assert probe == make_probe(vocabulary, (3, 5), 511, images=True)
     assert len(set(probe.tokens)) == len(probe.tokens) == 128 and not {3, 5} & set(probe.tokens)
     assert max(probe.tokens) < vocabulary
-    assert probe.picture().size == (64, 48)
+    assert probe.pil_image().size == (64, 48)
     assert len(make_probe(vocabulary, (), 15, images=False).tokens) == 15
     assert len(make_probe(20, (3, 5), 511, images=False).tokens) == 18

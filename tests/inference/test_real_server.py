@@ -46,8 +46,8 @@ class Running:
         """With what a trainer answers that has the weights of `answers_of`, by default those that it sends."""
         self.call(self.pool.sync, checkpoint, version, None, trainers_answer(self.pool, answers_of or checkpoint))
 
-    def complete(self, picture: Image.Image, sampling: Any = GREEDY, seed: int = 0) -> Completion:
-        return self.call(self.pool.complete, ask(picture), sampling, seed)
+    def complete(self, image: Image.Image, sampling: Any = GREEDY, seed: int = 0) -> Completion:
+        return self.call(self.pool.complete, ask(image), sampling, seed)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def trainers_answer(pool: ServerPool, checkpoint: Path) -> ProbeAnswer:
     return ProbeAnswer(answer_probe(policy, AutoProcessor.from_pretrained(checkpoint), pool.weights.probe), "float32")
 
 
-def picture(seed: int) -> Image.Image:
+def random_image(seed: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (56, 56, 3), dtype=np.uint8))
 
 
@@ -121,7 +121,7 @@ def reference_logprobs(
 def test_logprobs_are_those_of_the_model(
     running: Running, sampling_factory: Callable[..., SamplingSettings], temperature: float
 ) -> None:
-    pool, image = running.pool, picture(1)
+    pool, image = running.pool, random_image(1)
     sampling = sampling_factory(temperature=temperature, max_tokens=12)
     completion = running.complete(image, sampling, seed=5)
     assert (completion.prompt_token_ids == 6).sum() >= 4 or completion.prompt_token_ids.size > 20
@@ -136,7 +136,7 @@ def test_members_of_a_group_get_what_single_requests_get(
     running: Running, sampling_factory: Callable[..., SamplingSettings]
 ) -> None:
     sampling = sampling_factory(max_tokens=6)
-    messages = ask(picture(2))
+    messages = ask(random_image(2))
 
     async def group() -> list[Completion]:
         jobs = (running.pool.complete(messages, sampling, 100 + member) for member in range(6))
@@ -145,7 +145,7 @@ def test_members_of_a_group_get_what_single_requests_get(
     requests = running.pool.statistics.requests
     together = running.call(group)
     assert running.pool.statistics.requests == requests + 1
-    alone = [running.complete(picture(2), sampling, seed=100 + member) for member in range(6)]
+    alone = [running.complete(random_image(2), sampling, seed=100 + member) for member in range(6)]
     for one, other in zip(together, alone, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
@@ -157,7 +157,7 @@ def test_forbidden_tokens_are_never_sampled(
 ) -> None:
     # At temperature 2 an untrained model takes every token about as often: some 40 of 3,200 would be placeholders.
     results = running.call(
-        running.pool.sample, ask(picture(3)), sampling_factory(temperature=2.0, max_tokens=100), 0, 32
+        running.pool.sample, ask(random_image(3)), sampling_factory(temperature=2.0, max_tokens=100), 0, 32
     )
     sampled = {int(token) for result in results for token in result.token_ids}
     assert len(sampled) > 200
@@ -174,7 +174,7 @@ def test_no_route_is_open_without_the_key(running: Running) -> None:
 
 
 def test_sync_changes_weights_and_forgets_what_the_old_ones_computed(running: Running) -> None:
-    pool, image = running.pool, picture(4)
+    pool, image = running.pool, random_image(4)
     before = running.complete(image)
     assert running.complete(image).token_ids.tolist() == before.token_ids.tolist()  # now everything is cached
     running.sync(running.checkpoints[1], 1)
@@ -194,13 +194,13 @@ def test_a_killed_server_comes_back_with_the_current_weights_and_no_request_is_l
     version = pool.weights.version + 1
     checkpoint = running.checkpoints[2 if victim == "front" else 1]
     running.sync(checkpoint, version)
-    image, sampling = picture(5), sampling_factory(max_tokens=64)
+    image, sampling = random_image(5), sampling_factory(max_tokens=64)
     count, before, restarts = 24, pool.statistics.completions, pool.statistics.restarts
 
     async def work() -> list[Completion]:
         # Seeds that do not follow one another: each is a request of its own.
-        jobs = [asyncio.create_task(pool.complete(ask(picture(9 + i)), sampling, 3 * i)) for i in range(count)]
-        while pool.statistics.completions == before:  # the first are done, the others are under way
+        jobs = [asyncio.create_task(pool.complete(ask(random_image(9 + i)), sampling, 3 * i)) for i in range(count)]
+        while pool.statistics.completions == before:  # the first are done, the others are in flight
             await asyncio.sleep(0.01)
         assert pool.replicas[0].server is not None
         family = pool.replicas[0].server.family()

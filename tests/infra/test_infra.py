@@ -40,7 +40,7 @@ def test_kustomization_is_valid(folder, tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_the_validator_sees_a_misspelt_field(tmp_path):
+def test_the_validator_sees_a_misspelled_field(tmp_path):
     container = {"name": "a", "image": "a", "readinesProbe": {}}
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": {"containers": [container]}}
     (tmp_path / "pod.yaml").write_text(yaml.safe_dump(pod))

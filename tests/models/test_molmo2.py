@@ -206,7 +206,7 @@ def test_a_tokenizer_in_place_of_a_processor_is_refused(
         load_processor(folder, SETTINGS)
 
 
-def test_another_picture_changes_the_answer_and_no_grid_key_is_needed(
+def test_another_image_changes_the_answer_and_no_grid_key_is_needed(
     checkpoint: Callable[[str], Path], images: list[Image.Image]
 ) -> None:
     processor, model = load_processor(checkpoint("molmo2"), SETTINGS), load_model(checkpoint("molmo2"), SETTINGS)

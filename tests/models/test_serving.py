@@ -45,7 +45,7 @@ CPU = {
 }
 
 
-def _picture(image: Image.Image) -> dict[str, Any]:
+def _image(image: Image.Image) -> dict[str, Any]:
     stream = io.BytesIO()
     image.save(stream, "PNG")
     data = base64.b64encode(stream.getvalue()).decode()
@@ -57,7 +57,7 @@ def _text(text: str) -> dict[str, Any]:
 
 
 def _conversations(images: list[Image.Image]) -> list[tuple[list[dict[str, Any]], list[Image.Image]]]:
-    first, second = map(_picture, images)
+    first, second = map(_image, images)
     turns = [
         {"role": "user", "content": [_text("look "), first, _text("here")]},
         {"role": "assistant", "content": "red"},

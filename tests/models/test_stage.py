@@ -33,7 +33,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(store=str(tmp_path / "store"))
 
 
-def test_a_tiny_model_is_made_once_and_anew_with_the_same_digest(machine: Machine, tmp_path: Path) -> None:
+def test_a_tiny_model_is_made_once_and_again_with_the_same_digest(machine: Machine, tmp_path: Path) -> None:
     settings = ModelSettings(source="tiny/qwen2-vl", tiny=SMALL, **BASE)
     made = run_stage("model", settings, {}, machine)
     assert run_stage("model", settings, {}, machine) == made
@@ -72,7 +72,7 @@ def test_a_missing_folder_is_named(machine: Machine, tmp_path: Path) -> None:
 
 def test_a_hub_name_without_a_revision_is_refused(machine: Machine) -> None:
     with pytest.raises(ConfigurationError, match="needs a revision"):
-        run_stage("model", ModelSettings(source="organisation/model", **BASE), {}, machine)
+        run_stage("model", ModelSettings(source="organization/model", **BASE), {}, machine)
 
 
 def test_a_folder_of_pickled_weights_is_refused(machine: Machine, tmp_path: Path) -> None:

@@ -32,9 +32,9 @@ from components.models.families import FAMILIES
 from components.models.load import load_processor
 from components.models.tiny import SMALL, make_tiny_checkpoint
 from components.training.ranks import Ranks
-from components.training.service_settings import PolicySettings, service_settings
+from components.training.service_settings import TrainerPolicySettings, service_settings
 from components.training.settings import TrainerSettings
-from components.training.worker import Worker
+from components.training.worker import TrainerWorker
 
 from .test_serving import CPU, PYTHON, SETTINGS
 
@@ -108,7 +108,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     made.close()
 
 
-def pictures() -> list[EncodedImage]:
+def image_files() -> list[EncodedImage]:
     """Files in every mode, turned and not, of different sizes."""
     random = np.random.default_rng(0)
     made = []
@@ -160,9 +160,9 @@ class Loop:
         store = ImageStore(folder / "images")
         self.processor = load_processor(self.start, SETTINGS)
         self.adapter = get_adapter(self.start, self.processor, store.open)
-        self.images = [store.put(image) for image in pictures()]
+        self.images = [store.put(image) for image in image_files()]
         self.parts = [self._part(store, ref) for ref in self.images]
-        policy = PolicySettings(
+        policy = TrainerPolicySettings(
             model_path=self.start,
             model=SETTINGS,
             trainer=TRAINER,
@@ -170,7 +170,7 @@ class Loop:
             images=store.root,
         )
         (folder / "work").mkdir()
-        self.worker = Worker(service_settings(policy, Machine(loader_workers=0), folder / "work"), Ranks())
+        self.worker = TrainerWorker(service_settings(policy, Machine(loader_workers=0), folder / "work"), Ranks())
 
     def do(self, **command: Any) -> Any:
         return self.worker.run(command, self.worker.check(command))

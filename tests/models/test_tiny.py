@@ -23,7 +23,7 @@ from components.models.families import FAMILIES, image_token_ids
 from components.models.settings import FormatSettings, TinySettings, Transcript
 from components.models.tiny import SMALL, make_tiny_checkpoint
 
-COLOURS = ("red", "green", "blue", "yellow")
+COLORS = ("red", "green", "blue", "yellow")
 QUICK = ("qwen2-vl", "pixtral", "gemma3")
 FORMAT = FormatSettings(
     system="",
@@ -31,7 +31,7 @@ FORMAT = FormatSettings(
         Transcript(user=("{image}What colour is this?",), assistant=("{answer}",)),
         Transcript(user=("{image}Remember this image.", "What colour was it?"), assistant=("ok", "{answer}")),
     ),
-    answers=COLOURS,
+    answers=COLORS,
     image_side=56,
     steps=80,
     batch_size=16,
@@ -147,14 +147,14 @@ def test_template_marks_every_image_and_grows_by_its_end(family: str, checkpoint
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_another_picture_gives_other_logits(family: str, checkpoint: Callable[[str], Path]) -> None:
+def test_another_image_gives_other_logits(family: str, checkpoint: Callable[[str], Path]) -> None:
     processor = AutoProcessor.from_pretrained(checkpoint(family))
     model = AutoModelForImageTextToText.from_pretrained(checkpoint(family))
     message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}
     prompt = processor.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
     logits = []
-    for colour in ("red", "blue"):
-        inputs = processor(text=[prompt], images=[[Image.new("RGB", (56, 56), colour)]], return_tensors="pt")
+    for color in ("red", "blue"):
+        inputs = processor(text=[prompt], images=[[Image.new("RGB", (56, 56), color)]], return_tensors="pt")
         with torch.no_grad():
             logits.append(model(**inputs).logits[0, -1])
     assert (logits[0] - logits[1]).abs().max() > 0.01
@@ -169,16 +169,16 @@ def test_formed_model_answers_well_formed_at_chance(family: str, tmp_path: Path)
     processor = AutoProcessor.from_pretrained(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder)
     tokenizer = processor.tokenizer
-    answers = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in COLOURS]
-    assert [len(ids) for ids in answers] == [1] * len(COLOURS)
+    answers = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in COLORS]
+    assert [len(ids) for ids in answers] == [1] * len(COLORS)
     prompt = processor.apply_chat_template(
         [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What colour is this?"}]}],
         add_generation_prompt=True,
         tokenize=False,
     )
     masses, shares = [], []
-    for colour in ((128, 128, 128), (220, 40, 40), (40, 170, 60), (40, 70, 220), (235, 215, 50)):
-        images = [Image.new("RGB", (56, 56), colour)]
+    for color in ((128, 128, 128), (220, 40, 40), (40, 170, 60), (40, 70, 220), (235, 215, 50)):
+        images = [Image.new("RGB", (56, 56), color)]
         inputs = processor(text=[prompt], images=[images], add_special_tokens=False, return_tensors="pt")
         with torch.no_grad():
             p = model(**inputs).logits[0, -1].softmax(-1)
@@ -187,7 +187,7 @@ def test_formed_model_answers_well_formed_at_chance(family: str, tmp_path: Path)
         shares.append(share)
     assert min(masses) > 0.95
     right = float(torch.stack(shares[1:]).diagonal().mean())
-    assert right == pytest.approx(1 / len(COLOURS), abs=0.1)
+    assert right == pytest.approx(1 / len(COLORS), abs=0.1)
     forbidden = [token for token in image_token_ids(FAMILIES[family], tokenizer) if token < len(p)]
     assert float(p[forbidden].sum()) < 0.01
 

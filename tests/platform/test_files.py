@@ -203,7 +203,7 @@ def test_unknown_keys_are_refused_with_the_nearest_known_one():
     with pytest.raises(ConfigurationError, match="learning_rat is not a setting; did you mean 'learning_rate'"):
         load_recipe("train-vlm/colors", ["trainer.learning_rat=1.0"])
     with pytest.raises(ConfigurationError, match="train-vlm/colors"):
-        load_recipe("train-vlm/colours")
+        load_recipe("train-vlm/colrs")
 
 
 @pytest.mark.parametrize("name", sorted({*RECIPES} - {"evaluate/libero"}))

@@ -10,7 +10,7 @@ import pytest
 
 from components.contracts.machine import Machine
 from components.training.client import TrainerClient
-from components.training.service_settings import PolicySettings
+from components.training.service_settings import TrainerPolicySettings
 from tests.conftest import SharedServer
 from tests.platform.conftest import assert_closed, reachable
 from tests.training.conftest import model_settings, trainer_settings
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def trainer_of(checkpoint: Path, folder: Path) -> TrainerClient:
-    policy = PolicySettings(
+    policy = TrainerPolicySettings(
         model_path=checkpoint,
         model=model_settings(),
         trainer=trainer_settings(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from components.policies.settings import PolicySettings
+from components.policies.settings import RobotPolicySettings
 
 _PLAIN: dict[str, Any] = {
     "semantics": "head",
@@ -31,6 +31,6 @@ _PLAIN: dict[str, Any] = {
 }
 
 
-def policy_settings(**changes: Any) -> PolicySettings:
+def policy_settings(**changes: Any) -> RobotPolicySettings:
     """The plain settings with `changes`."""
-    return PolicySettings.model_validate(_PLAIN | changes)
+    return RobotPolicySettings.model_validate(_PLAIN | changes)

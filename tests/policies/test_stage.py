@@ -22,7 +22,7 @@ from components.contracts.stages import StageContext
 from components.policies.molmoact2.batch import Example
 from components.policies.molmoact2.checkpoint import load_policy
 from components.policies.molmoact2.norm_stats import RobotMetadata
-from components.policies.settings import PolicySettings, TinyPolicySettings
+from components.policies.settings import RobotPolicySettings, TinyPolicySettings
 from components.policies.source import locate_policy
 from components.policies.stage import POLICY_STAGE
 from components.stages import TerminalEvents, ThreadUnits
@@ -115,8 +115,8 @@ def test_a_tiny_policy_takes_a_robot_and_answers_every_chunk_in_tokens(run: Call
     assert example.labels is not None
     said = processor.decode_tokens([number for number in example.labels.tolist() if number >= 0])
     assert said.actions is not None
-    normalised = processor.action.normalize(actions.astype(np.float32), "")
-    assert np.abs(said.actions - normalised).max() < 0.12  # half a step of each of 6 coefficients, at scale 10
+    normalized = processor.action.normalize(actions.astype(np.float32), "")
+    assert np.abs(said.actions - normalized).max() < 0.12  # half a step of each of 6 coefficients, at scale 10
 
 
 def test_a_folder_is_referred_to_and_its_tag_written_down(run: Callable[..., Path], folder: Path) -> None:
@@ -197,4 +197,4 @@ def test_settings_need_no_torch() -> None:
 
 def test_settings_survive_the_file() -> None:
     settings = SETTINGS.model_copy(update={"tiny": TINY})
-    assert PolicySettings.model_validate_json(settings.model_dump_json()) == settings
+    assert RobotPolicySettings.model_validate_json(settings.model_dump_json()) == settings

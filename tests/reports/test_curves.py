@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from components.contracts.errors import DataError
-from components.reports.curves import curve_pictures, curves_png, panels_of
-from components.reports.report import Report, Table, flatten, write_report
+from components.reports.curves import curve_images, curves_png, panels_of
+from components.reports.report import HtmlReport, Table, flatten, write_report
 
 HISTORY = [
     {
@@ -47,13 +47,13 @@ def test_the_png_repeats_byte_for_byte():
     assert Image.open(io.BytesIO(first)).size[0] > 800
 
 
-def test_pictures_are_svg_in_the_readers_ink():
-    pictures = curve_pictures(HISTORY)
-    assert pictures == curve_pictures(HISTORY)
-    svg = base64.b64decode(pictures[0].uri.partition(",")[2]).decode()
+def test_images_are_svg_in_the_readers_ink():
+    images = curve_images(HISTORY)
+    assert images == curve_images(HISTORY)
+    svg = base64.b64decode(images[0].uri.partition(",")[2]).decode()
     ElementTree.fromstring(svg)
     assert "currentColor" in svg and "#010203" not in svg
-    assert pictures[0].description == "reward from 0 to 0.7"
+    assert images[0].description == "reward from 0 to 0.7"
 
 
 @pytest.mark.parametrize(
@@ -67,16 +67,16 @@ def test_pictures_are_svg_in_the_readers_ink():
 )
 def test_thin_histories_are_drawn(history):
     assert curves_png(history).startswith(b"\x89PNG")
-    curve_pictures(history)
+    curve_images(history)
 
 
 def test_report_escapes_and_repeats(page):
     hostile = "<script>alert(1)</script>"
-    report = Report(
+    report = HtmlReport(
         hostile,
         {hostile: hostile},
         {hostile: "rollouts.html"},
-        curve_pictures(HISTORY[:2]),
+        curve_images(HISTORY[:2]),
         [Table(hostile, [hostile], [[hostile]])],
         {"trainer": {"objective": {"name": hostile}}},
     )
@@ -90,7 +90,7 @@ def test_report_escapes_and_repeats(page):
 
 def test_links_that_run_code_are_refused(page):
     with pytest.raises(DataError, match="not a link"):
-        write_report(page, Report("t", links={"x": "javascript:alert(1)"}))
+        write_report(page, HtmlReport("t", links={"x": "javascript:alert(1)"}))
 
 
 def test_flatten():

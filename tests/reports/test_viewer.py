@@ -120,9 +120,9 @@ def test_an_image_is_read_and_embedded_once(page, images):
 
 def test_large_images_are_scaled_down(page, images):
     data = write(page, [make_trajectory("t", (images.put(900, 300, 0),))], images).data
-    (picture,) = data["images"].values()
-    assert picture["uri"].startswith("data:image/webp;base64,") and (picture["width"], picture["height"]) == (900, 300)
-    assert len(picture["uri"]) < 900 * 300
+    (image,) = data["images"].values()
+    assert image["uri"].startswith("data:image/webp;base64,") and (image["width"], image["height"]) == (900, 300)
+    assert len(image["uri"]) < 900 * 300
 
 
 def test_images_past_the_budget_are_counted(page, images):

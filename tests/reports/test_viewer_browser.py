@@ -50,7 +50,7 @@ def rows(tab) -> list[str]:
 def test_browsing(browser_page):
     tab = browser_page
     assert rows(tab) == ["first", "second", "third"]
-    assert tab.evaluate("document.querySelector('.pictures img').naturalWidth") == 24
+    assert tab.evaluate("document.querySelector('.images img').naturalWidth") == 24
     assert not tab.is_visible("#step")  # nothing to choose from
     tab.keyboard.press("ArrowRight")
     assert tab.inner_text("#detail .id") == "colors/second"

@@ -20,8 +20,8 @@ TOKENS, VOCABULARY = 40_000, 50
 IMAGE = ImageRef(sha256="0" * 64, media_type="image/png", width=1, height=1)
 
 
-def sample_of(behaviour: np.ndarray, images: tuple[ImageRef, ...] = ()) -> Sample:
-    length = len(behaviour) + 1
+def sample_of(behavior: np.ndarray, images: tuple[ImageRef, ...] = ()) -> Sample:
+    length = len(behavior) + 1
     mask = np.ones(length, dtype=np.bool_)
     mask[0] = False
     return Sample(
@@ -30,7 +30,7 @@ def sample_of(behaviour: np.ndarray, images: tuple[ImageRef, ...] = ()) -> Sampl
         trajectory_id="t",
         input_ids=np.zeros(length, dtype=np.int32),
         loss_mask=mask,
-        behavior_logprobs=np.concatenate([[0.0], behaviour]).astype(np.float32),
+        behavior_logprobs=np.concatenate([[0.0], behavior]).astype(np.float32),
         policy_versions=np.zeros(length, dtype=np.int32),
         advantages=np.zeros(length, dtype=np.float32),
         reward=0.0,

@@ -26,7 +26,7 @@ from components.rl.settings import TrainVLMSettings
 from components.rl.texts import refuse_other_texts
 from components.stages import STAGES, TerminalEvents, ThreadUnits, open_store, run_stage
 from components.training.client import TrainerClient
-from components.training.service_settings import PolicySettings
+from components.training.service_settings import TrainerPolicySettings
 from tests.inference.conftest import stand_ins
 
 __all__ = ["stand_ins"]  # a fixture
@@ -46,7 +46,7 @@ def byte_tokenizer(first: str) -> Tokenizer:
 
 
 def sentence_tokenizer() -> Tokenizer:
-    """Words begin with a mark that is a space except in front; bytes that are no word are tokens of their own."""
+    """Words begin with a mark that is a space except in front; bytes that are not word are tokens of their own."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁it", "▁is", "▁red", "▁"]
     made = Tokenizer(
         models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
@@ -130,7 +130,7 @@ def test_the_preflight_refuses_a_joined_server_before_it_asks_the_trainer(
     context = StageContext(machine, TerminalEvents(), ThreadUnits(), tmp_path / "work", tmp_path / "images", "0")
     weights = locate(inputs["model"].path)
     adapter = get_adapter(weights, load_processor(weights, settings.model))
-    policy = PolicySettings(
+    policy = TrainerPolicySettings(
         model_path=weights, model=settings.model, trainer=settings.trainer, temperature=1.0, images=tmp_path / "images"
     )
     trainer = TrainerClient(policy, machine, tmp_path / "trainer")  # never started

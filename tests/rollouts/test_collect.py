@@ -43,7 +43,7 @@ Step = Callable[[int, str], Outcome]
 
 
 class Counting:
-    """Shows picture `payload["shade"]`, asks for `turns` answers; each "yes" is worth 1."""
+    """Shows image `payload["shade"]`, asks for `turns` answers; each "yes" is worth 1."""
 
     name = "counting"
     system_prompt: str | None = "Be brief."
@@ -78,8 +78,8 @@ class CountingEpisode:
 
     async def reset(self) -> Observation:
         shown = await self.fault("reset")
-        picture = EncodedImage(png(self.task.payload["shade"]), "image/png")
-        return shown or Observation(("Look: ", picture, "Yes?"), anchor_key=f"{self.task.task_id}/0")
+        image = EncodedImage(png(self.task.payload["shade"]), "image/png")
+        return shown or Observation(("Look: ", image, "Yes?"), anchor_key=f"{self.task.task_id}/0")
 
     async def step(self, action: str) -> Outcome:
         self.turn += 1
@@ -238,22 +238,22 @@ def test_seeds_of_a_group_follow_one_another(store: ImageStore, events: Recorded
         assert turn == list(range(turn[0], turn[0] + 4))
 
 
-def test_no_more_episodes_are_under_way_than_allowed(store: ImageStore, events: RecordedEvents) -> None:
-    under_way, most = 0, 0
+def test_no_more_episodes_are_in_flight_than_allowed(store: ImageStore, events: RecordedEvents) -> None:
+    in_flight, most = 0, 0
 
     async def enter(episode: CountingEpisode) -> None:
-        nonlocal under_way, most
-        under_way += 1
-        most = max(most, under_way)
+        nonlocal in_flight, most
+        in_flight += 1
+        most = max(most, in_flight)
 
     async def leave(episode: CountingEpisode) -> None:
-        nonlocal under_way
-        under_way -= 1
+        nonlocal in_flight
+        in_flight -= 1
 
     machine = Machine.model_validate({"max_concurrent": 3})
     policy = ScriptedPolicy(says("yes"), shuffle=True)
     play(Counting(reset=enter, close=leave), policy, store, events, tasks=5, group_size=4, machine=machine)
-    assert most == 3 and under_way == 0
+    assert most == 3 and in_flight == 0
 
 
 # --- faults -----------------------------------------------------------------------------------------------------
@@ -407,7 +407,7 @@ def test_hostile_text_is_only_text(text: str, store: ImageStore, events: Recorde
 
 
 def picky(failure: BaseException) -> Script:
-    """Fails whenever it is shown picture 1."""
+    """Fails whenever it is shown image 1."""
 
     def script(messages: Any, seed: int) -> str:
         if base64.b64encode(png(1)).decode() in json.dumps(messages):

@@ -431,7 +431,7 @@ def test_an_environment_that_does_not_say_what_it_is_ends_the_call(
 ) -> None:
     environment = Counting()
     setattr(environment, name, value)
-    with pytest.raises(ConfigurationError, match="does not say what it is"):
+    with pytest.raises(ConfigurationError, match="lacks a required attribute"):
         play(environment, says("yes"), store, events)
 
 

@@ -1,4 +1,4 @@
-"""Episodes take file handles: as many as may be under way are allowed before they are taken."""
+"""Episodes take file handles: as many as may be in flight are allowed before they are taken."""
 
 from __future__ import annotations
 

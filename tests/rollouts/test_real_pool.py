@@ -23,8 +23,8 @@ from tests.conftest import SharedServer
 
 from .conftest import SAMPLING, RecordedEvents
 
-PICTURE = {
-    "colours": {"red": [220, 40, 40], "green": [40, 170, 60], "blue": [40, 70, 220]},
+IMAGE = {
+    "colors": {"red": [220, 40, 40], "green": [40, 170, 60], "blue": [40, 70, 220]},
     "image_size": 56,
     "noise": 16.0,
     "tint_jitter": 12.0,
@@ -33,15 +33,15 @@ PICTURE = {
     "format_weight": 0.1,
 }
 ENVIRONMENTS: dict[str, dict[str, Any]] = {
-    "colors": {**PICTURE, "question": "What colour is this?"},
+    "colors": {**IMAGE, "question": "What colour is this?"},
     "recall": {
-        **PICTURE,
-        "pictures": 2,
+        **IMAGE,
+        "images": 2,
         "filler_turns": 1,
         "asked": "random",
-        "remember": "Picture {number}.",
+        "remember": "Image {number}.",
         "filler": "Go on.",
-        "question": "What colour was picture {number}?",
+        "question": "What colour was image {number}?",
     },
 }
 

@@ -14,7 +14,7 @@ from components.batches.table import read_batch
 from components.contracts.batches import Sample
 from components.contracts.errors import ConfigurationError, TrainerError
 from components.rl.history import History
-from components.sft.fit import Plan, fit, mean_loss
+from components.sft.fit import EpochSampler, fit, mean_loss
 from components.sft.settings import WarmStartSettings
 from components.stages import TerminalEvents
 from tests.sft.test_stage import VALUES
@@ -78,7 +78,7 @@ class CountingTrainer:
         self.published = list(self.weights)
 
 
-PLAN = Plan([sample(f"s{index}") for index in range(5)], epochs=3, samples_per_step=2, seed=0)
+PLAN = EpochSampler([sample(f"s{index}") for index in range(5)], epochs=3, samples_per_step=2, seed=0)
 
 
 def run(trainer: CountingTrainer, folder: Path, save_every: int = 2) -> list[dict[str, float]]:
@@ -89,7 +89,7 @@ def run(trainer: CountingTrainer, folder: Path, save_every: int = 2) -> list[dic
 
 @given(samples=st.integers(1, 30), epochs=st.integers(1, 4), size=st.integers(1, 9), seed=st.integers(0, 9))
 def test_every_epoch_takes_every_sample_once(samples, epochs, size, seed):
-    plan = Plan([sample(str(index)) for index in range(samples)], epochs, size, seed)
+    plan = EpochSampler([sample(str(index)) for index in range(samples)], epochs, size, seed)
     steps = [[each.sample_id for each in plan.of(step)] for step in range(1, plan.steps + 1)]
     assert all(1 <= len(step) <= size for step in steps)
     per_epoch = plan.steps_per_epoch
@@ -126,7 +126,7 @@ def test_held_out_loss_is_the_mean_over_tokens():
     assert mean_loss([sample("a"), sample("b", 3)], scores) == pytest.approx(3.0)
 
 
-def test_the_trainer_minimises_cross_entropy_of_tokens_that_count_alike():
+def test_the_trainer_minimizes_cross_entropy_of_tokens_that_count_alike():
     settings = WarmStartSettings.model_validate(VALUES)
     trainer = settings.trainer(8)
     assert (trainer.objective.name, trainer.aggregation, trainer.kl_coefficient) == ("likelihood", "token", 0.0)

@@ -18,7 +18,7 @@ from components.sft.prompts import PromptWriter
 from tests.training.conftest import model_settings
 
 
-def picture(side: int) -> dict[str, Any]:
+def image_part(side: int) -> dict[str, Any]:
     buffer = io.BytesIO()
     Image.new("RGB", (side, 56), (side, 9, 9)).save(buffer, "PNG")
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{b64encode(buffer.getvalue()).decode()}"}}
@@ -37,7 +37,7 @@ def processor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def test_a_prompt_begins_once_and_has_room_for_every_image(processor):
     processor, folder = processor
     adapter = get_adapter(folder, processor)
-    shown = [picture(56), picture(84)]
+    shown = [image_part(56), image_part(84)]
     ids = PromptWriter(processor).prompt([{"role": "user", "content": [shown[0], text("or"), shown[1], text("?")]}])
     sizes = [Image.new("RGB", (side, 56)) for side in (56, 84)]
     needed = sum(adapter.n_image_tokens(adapter.process_image(image)) for image in sizes)
@@ -52,7 +52,7 @@ def test_a_later_prompt_begins_with_the_earlier_one_and_the_answer(processor):
     writer = PromptWriter(processor)
     chat: list[dict[str, Any]] = [
         {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": [picture(56), text("What now?")]},
+        {"role": "user", "content": [image_part(56), text("What now?")]},
     ]
     first, answer = writer.prompt(chat), writer.answer("go to desk 1")
     assert processor.tokenizer.decode(answer[:-1]) == "go to desk 1" and answer[-1] == processor.tokenizer.eos_token_id

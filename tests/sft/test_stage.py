@@ -14,7 +14,7 @@ from components.environments.settings import EnvironmentSettings
 from components.models.settings import ModelSettings
 from components.models.source import locate
 from components.rollouts.table import read_rollouts
-from components.sft.settings import SftSettings
+from components.sft.settings import SFTSettings
 from components.stages import open_store, run_stage
 
 VALUES: dict[str, Any] = {
@@ -51,7 +51,7 @@ def test_demonstrations_make_a_checkpoint_that_says_them_with_more_certainty(tmp
     machine = Machine(store=str(tmp_path / "store"), threads=1)
     tasks = run_stage("tasks", environment, {}, machine)
     model = run_stage("model", model_settings, {}, machine)
-    settings = SftSettings.model_validate({"model": values["model"], "warm_start": VALUES})
+    settings = SFTSettings.model_validate({"model": values["model"], "warm_start": VALUES})
     made = run_stage("sft", settings, {"tasks": tasks, "model": model}, machine)
 
     manifest = read_manifest(open_artifact(made.path, "sft").path)
@@ -66,7 +66,7 @@ def test_demonstrations_make_a_checkpoint_that_says_them_with_more_certainty(tmp
     ((played,),) = [[each for each in open_store(machine) if each.kind == "demonstrations"]]
     assert json.loads((made.path / "lineage.json").read_text()) == [{"demonstrations": played.digest, "step": 0}]
     assert {turn.completion for t in read_rollouts(played.path).trajectories for turn in t.turns} <= set(
-        environment.args["colours"]
+        environment.args["colors"]
     )
     assert "Demonstrations" in (made.path / "report.html").read_text()
     assert run_stage("sft", settings, {"tasks": tasks, "model": model}, machine).digest == made.digest

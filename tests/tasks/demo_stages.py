@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from components.artifacts.disk import whole_folder
 from components.artifacts.manifest import open_artifact, write_manifest
 from components.contracts.errors import DataError, ServerError
-from components.contracts.stages import Artifact, Report, Stage
+from components.contracts.stages import Artifact, Stage, StageReport
 
 
 class TasksSettings(BaseModel):
@@ -36,7 +36,7 @@ class EvaluateSettings(BaseModel):
 
 def make_tasks(settings, inputs, folder, context):
     (folder / "tasks.json").write_text(json.dumps(list(range(settings.count))))
-    return Report(rows={"tasks": settings.count})
+    return StageReport(rows={"tasks": settings.count})
 
 
 def _step_artifact(kind: str, step: int, inputs: dict[str, Artifact], root: Path) -> Artifact:
@@ -51,7 +51,7 @@ def _step_artifact(kind: str, step: int, inputs: dict[str, Artifact], root: Path
 
 def train(settings, inputs, folder, context):
     if settings.refuse:
-        raise DataError("the data is bad", where="row 7", remedy="mend it")
+        raise DataError("the data is bad", where="row 7", remedy="fix it")
     if settings.fail_once and not Path(settings.fail_once).exists():
         Path(settings.fail_once).touch()
         raise ServerError("the server died")
@@ -70,7 +70,7 @@ def train(settings, inputs, folder, context):
         context.events.progress("train", step + 1, settings.steps, loss=loss)
     context.events.message(f"trained with {os.getpid()}")
     (folder / "weights.txt").write_text(f"{settings.steps} {settings.rate}")
-    return Report(rows={"steps": settings.steps})
+    return StageReport(rows={"steps": settings.steps})
 
 
 def evaluate(settings, inputs, folder, context):
@@ -79,7 +79,7 @@ def evaluate(settings, inputs, folder, context):
     weights = (inputs["model"].path / "weights.txt").read_text()
     value = (hash_number(weights) + settings.seed) % 100 / 100
     (folder / "metrics.json").write_text(json.dumps({"accuracy": value}))
-    return Report(rows={"samples": 10})
+    return StageReport(rows={"samples": 10})
 
 
 def hash_number(text: str) -> int:

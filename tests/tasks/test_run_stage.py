@@ -94,7 +94,7 @@ def test_dead_server_is_tried_again_and_bad_data_is_not(chain, demo_stages, tmp_
     tasks = demo_stages.TasksSettings(count=5)
     _, _, trained = chain(tasks, demo_stages.TrainSettings(steps=1, rate=0.2, fail_once=str(tmp_path / "failed")))
     assert (trained.path / "weights.txt").read_text() == "1 0.2"
-    with pytest.raises(DataError, match="mend it"):
+    with pytest.raises(DataError, match="fix it"):
         chain(tasks, demo_stages.TrainSettings(steps=1, rate=0.2, refuse=True))
 
 
@@ -102,7 +102,7 @@ def test_dead_server_is_tried_again_and_bad_data_is_not(chain, demo_stages, tmp_
 def evaluated(demo_stages, machine):
     """The flow tasks -> train -> evaluate with a report; returns its lines and its artifacts."""
     from tasks.flow_run import tracked_flow
-    from tasks.reports import Finding, report
+    from tasks.reports import CheckpointResult, report
     from tasks.run_stage import run
 
     @flow(name="demo-evaluated")
@@ -115,7 +115,7 @@ def evaluated(demo_stages, machine):
             result = run("demo-evaluate", sections, here, tasks=tasks, model=model)
             twice = run("demo-evaluate", sections, here, tasks=tasks, model=model)
             assert twice == result
-            return report(tracking, [Finding("after training", result)], {}), (tasks, model, result)
+            return report(tracking, [CheckpointResult("after training", result)], {}), (tasks, model, result)
 
     return lambda *force: demo_evaluated(
         demo_stages.TrainSettings(steps=2, rate=0.3), demo_stages.EvaluateSettings(seed=5), force

@@ -61,7 +61,7 @@ def test_groups_divide_the_step(rollouts: int, group: int) -> None:
         ({"learning_rte": 1e-5}, "did you mean 'learning_rate'"),
         ({"report_to": "wandb"}, "no effect"),
         ({"vllm_server_group_port": 51216}, "no effect"),
-        ({"rollouts_per_step": 10, "rollouts_per_example": 4}, "no multiple"),
+        ({"rollouts_per_step": 10, "rollouts_per_example": 4}, "not a multiple"),
         ({"mask_ratio_low": 2.0, "mask_ratio_high": 1.0}, "must be below"),
         ({"warmup_steps": 600}, "exceeds max_steps"),
     ],

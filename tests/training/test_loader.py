@@ -50,8 +50,8 @@ def test_plans_lose_nothing_and_keep_to_the_budget(
     for one_round in zip(*shares, strict=True):
         assert len({any(s.images for s in micro.samples) for micro in one_round}) == 1
         for micro in one_round:
-            fillers = [s for s, row in zip(micro.samples, micro.rows, strict=True) if row < 0]
-            assert not any(s.loss_mask.any() for s in fillers)
+            dummies = [s for s, row in zip(micro.samples, micro.rows, strict=True) if row < 0]
+            assert not any(s.loss_mask.any() for s in dummies)
 
 
 def test_updates_cover_the_batch() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from components.contracts.errors import ConfigurationError
-from components.training.objectives import OBJECTIVES, Loss, Tokens, importance_weights, k3, loss_of, normaliser
+from components.training.objectives import OBJECTIVES, Loss, Tokens, importance_weights, k3, loss_of, normalizer
 from components.training.settings import TrainerSettings
 
 from .conftest import trainer_settings
@@ -98,10 +98,10 @@ def test_on_policy_the_gradient_is_the_policy_gradient(objective: dict[str, Any]
     np.testing.assert_allclose(tokens.logprobs.grad, -advantages, atol=1e-12)
 
 
-def test_normalisers() -> None:
+def test_normalizers() -> None:
     counts = {"sum": 1, "token": 9, "sequence": 3, "dr_grpo": 3 * 8}
-    assert {name: normaliser(trainer_settings(aggregation=name), 9, 3) for name in counts} == counts
-    assert normaliser(trainer_settings(aggregation="token"), 0, 0) == 1.0
+    assert {name: normalizer(trainer_settings(aggregation=name), 9, 3) for name in counts} == counts
+    assert normalizer(trainer_settings(aggregation="token"), 0, 0) == 1.0
 
 
 @given(st.integers(0, 1000), st.lists(st.booleans(), min_size=4, max_size=4), st.sampled_from(ALL))
@@ -224,7 +224,7 @@ def test_k3_is_not_negative_and_zero_at_the_reference() -> None:
     assert not k3(lp, lp).any()
 
 
-def test_the_kl_term_pulls_towards_the_reference() -> None:
+def test_the_kl_term_pulls_toward_the_reference() -> None:
     tokens = make_tokens([-1.0, -2.0], [-1.0, -2.0], [0.0, 0.0], rows=np.array([0, 1]))
     reference = torch.tensor([-0.5, -2.5], dtype=torch.float64)
     loss = run(tokens, trainer_settings(kl_coefficient=0.1), reference)
@@ -241,10 +241,10 @@ def test_likelihood_is_cross_entropy_and_ignores_advantages_and_the_sampler():
     logits = torch.from_numpy(np.random.default_rng(3).normal(size=(len(ROWS), 11))).requires_grad_()
     targets = torch.arange(len(ROWS)) % 11
     logprobs = logits.log_softmax(-1)[torch.arange(len(ROWS)), targets]
-    behaviour = torch.zeros(len(ROWS), dtype=torch.float64)
-    tokens = Tokens(logprobs, behaviour, behaviour, torch.zeros_like(behaviour), torch.as_tensor(ROWS), 4)
+    behavior = torch.zeros(len(ROWS), dtype=torch.float64)
+    tokens = Tokens(logprobs, behavior, behavior, torch.zeros_like(behavior), torch.as_tensor(ROWS), 4)
     values = trainer_settings(objective={"name": "likelihood"}, aggregation="token")
-    loss = run(tokens, values).total / normaliser(values, len(ROWS), 3)
+    loss = run(tokens, values).total / normalizer(values, len(ROWS), 3)
     expected = torch.nn.functional.cross_entropy(logits, targets)
     assert loss.item() == pytest.approx(expected.item())
     (ours,), (theirs,) = torch.autograd.grad(loss, logits, retain_graph=True), torch.autograd.grad(expected, logits)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from components.contracts.errors import DataError
 from components.training import checkpoints
 from components.training.ranks import Ranks
-from components.training.skipped import Skipped
+from components.training.skipped import SkippedUpdates
 from components.vla.optimizer import PolicyAdamW
 
 Tensors = dict[str, Tensor]
@@ -43,7 +43,7 @@ def small(make: Callable[[nn.Module], torch.optim.Optimizer], dtype: torch.dtype
         optimizer=make(model),
         ranks=Ranks(),
         steps_done=0,
-        skipped=Skipped(),
+        skipped=SkippedUpdates(),
         settings=SimpleNamespace(keep_checkpoints=2),
     )
 
@@ -110,9 +110,9 @@ DAMAGES: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "complex": (put(WEIGHT, lambda t: t[WEIGHT].to(torch.complex64)), "complex64, which does not fit"),
     "NaN": (put(WEIGHT, lambda t: t[WEIGHT] * float("nan")), "values that are not finite"),
     "endless": (put("a.bias|exp_avg_sq", lambda t: t[BIAS] / 0), "values that are not finite"),
-    "negative count": (put("a.weight|step", lambda t: torch.tensor(-1.0)), "no number of updates"),
-    "count of nothing": (put("a.weight|step", lambda t: torch.tensor(0.0)), "no number of updates"),
-    "count between": (put("a.weight|step", lambda t: torch.tensor(1.5)), "no number of updates"),
+    "negative count": (put("a.weight|step", lambda t: torch.tensor(-1.0)), "not a number of updates"),
+    "count of nothing": (put("a.weight|step", lambda t: torch.tensor(0.0)), "not a number of updates"),
+    "count between": (put("a.weight|step", lambda t: torch.tensor(1.5)), "not a number of updates"),
     "count for each": (put("a.weight|step", lambda t: torch.ones(2, 3)), "has shape"),
 }
 
@@ -156,9 +156,9 @@ def test_weights_that_do_not_fit_are_refused_too(tmp_path: Path, damage: str) ->
 
 def test_a_checkpoint_before_the_first_update_is_resumed(tmp_path: Path) -> None:
     first, second = small(policy_adamw), small(policy_adamw)
-    first.steps_done, first.skipped = 2, Skipped(total=2, in_a_row=2)
+    first.steps_done, first.skipped = 2, SkippedUpdates(total=2, in_a_row=2)
     checkpoints.load(second, checkpoints.save(first, tmp_path, {}, WHO), WHO)
-    assert (second.steps_done, second.skipped) == (2, Skipped(total=2, in_a_row=2))
+    assert (second.steps_done, second.skipped) == (2, SkippedUpdates(total=2, in_a_row=2))
     for learner in (first, second):
         update(learner, 3)
     assert all(torch.equal(*pair) for pair in zip(first.model.parameters(), second.model.parameters(), strict=True))

@@ -18,8 +18,8 @@ from components.contracts.machine import Machine
 from components.inference.checkpoint import vocabulary
 from components.inference.probe import LIKELIEST, WORDS, Probe, make_probe
 from components.training.ranks import Ranks
-from components.training.service_settings import PolicySettings, service_settings
-from components.training.worker import Worker
+from components.training.service_settings import TrainerPolicySettings, service_settings
+from components.training.worker import TrainerWorker
 
 from .conftest import LORA, Tiny, model_settings, trainer_settings
 
@@ -32,7 +32,7 @@ def of_transformers(folder: Path, probe: Probe) -> np.ndarray[Any, Any]:
     text = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": WORDS}]}]
     prompt = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    inputs = processor(text=[prompt], images=[[probe.picture()]], add_special_tokens=False, return_tensors="pt")
+    inputs = processor(text=[prompt], images=[[probe.pil_image()]], add_special_tokens=False, return_tensors="pt")
     after = model(**inputs).logits[0, -1].log_softmax(-1)
     return torch.cat([text, after.sort(descending=True).values[:LIKELIEST]]).numpy()
 
@@ -55,7 +55,7 @@ def test_it_is_that_of_what_is_published(
     training: dict[str, Any],
 ) -> None:
     tiny = make_tiny(family, tied)
-    policy = PolicySettings(
+    policy = TrainerPolicySettings(
         model_path=tiny.folder,
         model=model_settings(**changes),
         trainer=trainer_settings(learning_rate=0.01, **training),
@@ -63,7 +63,7 @@ def test_it_is_that_of_what_is_published(
         images=tiny.images.root,
     )
     (tmp_path / "work").mkdir()
-    worker = Worker(service_settings(policy, Machine(loader_workers=0), tmp_path / "work"), Ranks())
+    worker = TrainerWorker(service_settings(policy, Machine(loader_workers=0), tmp_path / "work"), Ranks())
     forbidden = sorted(tiny.adapter.forbidden_token_ids)
     probe = make_probe(vocabulary(tiny.folder)[0], forbidden, 511, images=True)
 
@@ -74,7 +74,7 @@ def test_it_is_that_of_what_is_published(
     (tmp_path / "batch").mkdir()
     write_batch(tmp_path / "batch", tiny.samples(4, seed=1))
     ask(name="step", step=1, batch=str(tmp_path / "batch"))
-    with pytest.raises(ConfigurationError, match="version 0 was asked for"):
+    with pytest.raises(ConfigurationError, match="version 0 was requested"):
         ask(name="probe", version=0, probe=asdict(probe))
     ask(name="publish", version=1, folder=str(tmp_path / "out"))
     after = ask(name="probe", version=1, probe=asdict(probe))
@@ -87,14 +87,14 @@ def test_it_is_that_of_what_is_published(
 
 @pytest.mark.parametrize(("dtype", "autocast"), [("bfloat16", "bf16"), ("float32", "bf16")])
 def test_it_says_when_it_is_not_exact(tiny: Tiny, tmp_path: Path, dtype: str, autocast: str) -> None:
-    policy = PolicySettings(
+    policy = TrainerPolicySettings(
         model_path=tiny.folder,
         model=model_settings(dtype=dtype),
         trainer=trainer_settings(autocast=autocast),
         temperature=1.0,
         images=tiny.images.root,
     )
-    worker = Worker(service_settings(policy, Machine(loader_workers=0), tmp_path), Ranks())
+    worker = TrainerWorker(service_settings(policy, Machine(loader_workers=0), tmp_path), Ranks())
     probe = make_probe(200, (), 511, images=True)
     answer = worker.run({"name": "probe", "version": 0, "probe": asdict(probe)}, [])
     assert answer["dtype"] == "bfloat16"

@@ -18,8 +18,8 @@ from components.inference.endpoint import Endpoint
 from components.models.molmo2 import is_hub, to_hub
 from components.training import worker as worker_module
 from components.training.ranks import Ranks
-from components.training.service_settings import PolicySettings, service_settings
-from components.training.worker import Worker
+from components.training.service_settings import TrainerPolicySettings, service_settings
+from components.training.worker import TrainerWorker
 
 from .conftest import LORA, Tiny, model_settings, trainer_settings
 
@@ -49,8 +49,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def make_worker(tiny: Tiny, folder: Path, way: str = "ipc", **model: Any) -> Worker:
-    policy = PolicySettings(
+def make_worker(tiny: Tiny, folder: Path, way: str = "ipc", **model: Any) -> TrainerWorker:
+    policy = TrainerPolicySettings(
         model_path=tiny.folder,
         model=model_settings(**model),
         trainer=trainer_settings(learning_rate=0.01, autocast="none" if model.get("dtype") is None else "bf16"),
@@ -58,14 +58,14 @@ def make_worker(tiny: Tiny, folder: Path, way: str = "ipc", **model: Any) -> Wor
         images=tiny.images.root,
     )
     folder.mkdir()
-    return Worker(service_settings(policy, Machine(loader_workers=0, weight_transfer=way), folder), Ranks())
+    return TrainerWorker(service_settings(policy, Machine(loader_workers=0, weight_transfer=way), folder), Ranks())
 
 
-def ask(worker: Worker, **command: Any) -> Any:
+def ask(worker: TrainerWorker, **command: Any) -> Any:
     return worker.run(command, worker.check(command))
 
 
-def send(worker: Worker, version: int, servers: list[Endpoint] = SERVERS) -> None:
+def send(worker: TrainerWorker, version: int, servers: list[Endpoint] = SERVERS) -> None:
     ask(worker, name="send", version=version, endpoints=[asdict(server) for server in servers])
 
 
@@ -113,7 +113,7 @@ def test_versions_are_sent_in_order_over_connections_that_last(tiny: Tiny, tmp_p
     batch = tmp_path / "batch"
     batch.mkdir()
     write_batch(batch, tiny.samples(4, seed=1))
-    with pytest.raises(ConfigurationError, match="version 1 was asked for"):
+    with pytest.raises(ConfigurationError, match="version 1 was requested"):
         send(worker, 1)
     ask(worker, name="step", step=1, batch=str(batch))
     with pytest.raises(ConfigurationError, match="weights are of 1 steps"):

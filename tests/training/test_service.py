@@ -20,7 +20,7 @@ from components.contracts.errors import ConfigurationError, DataError, TrainerEr
 from components.contracts.machine import Machine
 from components.rl.history import History
 from components.training.client import TrainerClient
-from components.training.service_settings import PolicySettings, service_settings
+from components.training.service_settings import TrainerPolicySettings, service_settings
 from tests.listeners import beyond_loopback
 
 from .conftest import Tiny, model_settings, trainer_settings
@@ -33,7 +33,7 @@ def start(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Start:
     root = tmp_path_factory.mktemp("services")
 
     def make(name: str, processes: int = 1, workers: int = 0) -> TrainerClient:
-        policy = PolicySettings(
+        policy = TrainerPolicySettings(
             model_path=tiny.folder,
             model=model_settings(),
             trainer=trainer_settings(adam_epsilon=1e-3),
@@ -61,7 +61,7 @@ def batches(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def test_several_nodes_are_refused(tiny: Tiny, tmp_path: Path) -> None:
-    policy = PolicySettings(
+    policy = TrainerPolicySettings(
         model_path=tiny.folder,
         model=model_settings(),
         trainer=trainer_settings(),
@@ -74,7 +74,7 @@ def test_several_nodes_are_refused(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_nccl_to_servers_elsewhere_needs_a_network_that_is_named(tiny: Tiny, tmp_path: Path) -> None:
-    policy = PolicySettings(
+    policy = TrainerPolicySettings(
         model_path=tiny.folder,
         model=model_settings(),
         trainer=trainer_settings(),
@@ -91,7 +91,7 @@ def test_nccl_to_servers_elsewhere_needs_a_network_that_is_named(tiny: Tiny, tmp
 
 
 def test_an_address_that_is_not_whole_yet_is_none(tmp_path: Path) -> None:
-    policy = PolicySettings(
+    policy = TrainerPolicySettings(
         model_path=tmp_path, model=model_settings(), trainer=trainer_settings(), temperature=1.0, images=tmp_path
     )
     trainer = TrainerClient(policy, Machine(ready_timeout=0.5), tmp_path)
@@ -265,7 +265,7 @@ def test_an_error_in_a_rank_reaches_the_client(two_ranks: Trained, tiny: Tiny, t
     samples[shown].input_ids[-1] = -1
     write_batch(tmp_path / "poisoned", samples)
     trainer = two_ranks.trainer
-    with pytest.raises(DataError, match=f"-1 is no token id(?s:.*)poisoned, row {shown}, sample s{shown}"):
+    with pytest.raises(DataError, match=f"-1 is not a token id(?s:.*)poisoned, row {shown}, sample s{shown}"):
         trainer.step(3, tmp_path / "poisoned")
     with pytest.raises(DataError, match=f"not in the image store(?s:.*)gone, row {shown}"):
         trainer.step(3, tmp_path / "gone")

@@ -18,7 +18,7 @@ from components.contracts.machine import Machine
 from components.models.settings import LoraSettings
 from components.training.client import TrainerClient
 from components.training.processes import private_folder, start_ranks
-from components.training.service_settings import PolicySettings, service_settings
+from components.training.service_settings import TrainerPolicySettings, service_settings
 
 from .conftest import LORA, Tiny, model_settings, trainer_settings
 
@@ -28,13 +28,13 @@ from pathlib import Path
 import torch
 from components.training.launch import joined
 from components.training.service_settings import ServiceSettings
-from components.training.worker import Worker
+from components.training.worker import TrainerWorker
 
 cases = [(ServiceSettings.model_validate(settings), batches) for settings, batches in json.load(open(sys.argv[1]))]
 with joined(cases[0][0]) as ranks:
     for settings, batches in cases:
         torch.manual_seed(settings.policy.trainer.seed)
-        worker = Worker(settings, ranks)
+        worker = TrainerWorker(settings, ranks)
         done = worker.run({"name": "resume"}, [])
         results = []
         for step, batch in enumerate(batches, 1):
@@ -88,7 +88,7 @@ class Runs:
         folders = {name: self.root / f"{name} on {processes}" for name in names}
         cases = []
         for name, folder in folders.items():
-            policy = PolicySettings(
+            policy = TrainerPolicySettings(
                 model_path=self.tiny.folder,
                 model=model_settings(lora=CASES[name].lora),
                 trainer=trainer_settings(adam_epsilon=1e-3, **CASES[name].trainer),
@@ -143,7 +143,7 @@ def two_ranks(runs: Runs) -> dict[str, Result]:
 
 @pytest.fixture(scope="module")
 def resumed(runs: Runs, two_ranks: dict[str, Result]) -> dict[str, Result]:
-    """Other processes that went on from step 2."""
+    """Other processes that resumed from step 2."""
     return runs.run(RESUMED, processes=2)
 
 
@@ -186,7 +186,7 @@ def test_two_gpus_make_the_step_of_one(tiny: Tiny, tmp_path: Path, lora: Any, au
     """In fp32 up to the order of sums; in bf16 up to its eight bits. The second half is resumed."""
     batches = batch_folders(tiny, tmp_path)
     dtype = "float32" if autocast == "none" else "bfloat16"
-    policy = PolicySettings(
+    policy = TrainerPolicySettings(
         model_path=tiny.folder,
         model=model_settings(lora=lora, dtype=dtype, gradient_checkpointing=True),
         trainer=trainer_settings(adam_epsilon=1e-3, autocast=autocast),

@@ -114,7 +114,7 @@ def run(folder: Path) -> list[dict[str, float]]:
 
 
 def reward(trainer: MultimodalGRPOTrainer) -> None:
-    """Colours that an untrained model cannot name give no signal; what it says a lot of does."""
+    """Colors that an untrained model cannot name give no signal; what it says a lot of does."""
     assert trainer.environment is not None
     played = trainer.environment.episode
 

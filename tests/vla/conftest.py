@@ -11,9 +11,9 @@ import pytest
 
 from components.datasets.lerobot.layout import Feature
 from components.datasets.lerobot.writer import LayoutSettings, create_dataset
-from components.policies.settings import PolicySettings
-from components.vla.job import Job
-from components.vla.settings import TrainVlaSettings
+from components.policies.settings import RobotPolicySettings
+from components.vla.job import TrainingJob
+from components.vla.settings import TrainVLASettings
 from tests.policies import plain
 
 from .settings import training_settings
@@ -55,7 +55,7 @@ POLICY: dict[str, Any] = {
 }
 
 
-def policy_settings(**changes: Any) -> PolicySettings:
+def policy_settings(**changes: Any) -> RobotPolicySettings:
     return plain.policy_settings(**(POLICY | changes))
 
 
@@ -101,9 +101,9 @@ def make_job(
     shard: bool = False,
     interface: str | None = None,
     **training: Any,
-) -> Job:
-    return Job(
-        settings=TrainVlaSettings(policy=policy_settings(**(policy or {})), training=training_settings(**training)),
+) -> TrainingJob:
+    return TrainingJob(
+        settings=TrainVLASettings(policy=policy_settings(**(policy or {})), training=training_settings(**training)),
         **inputs,
         workspace=folder / "work",
         out=folder / "out",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from components.vla.settings import VlaTrainerSettings
+from components.vla.settings import VLATrainerSettings
 
 TRAINING: dict[str, Any] = {
     "mode": "full",
@@ -38,5 +38,5 @@ AUGMENTATION = {
 }
 
 
-def training_settings(**changes: Any) -> VlaTrainerSettings:
-    return VlaTrainerSettings.model_validate(TRAINING | changes)
+def training_settings(**changes: Any) -> VLATrainerSettings:
+    return VLATrainerSettings.model_validate(TRAINING | changes)

@@ -15,15 +15,15 @@ from components.datasets.source import open_sources
 from components.datasets.stage import read_statistics
 from components.policies.molmoact2.checkpoint import load_model
 from components.policies.molmoact2.losses import LossPlan
-from components.vla.data import Encoder, Updates
+from components.vla.data import Encoder, UpdateDataset
 from components.vla.groups import prepare
 from components.vla.learner import PolicyLearner
-from components.vla.robots import Robots, robots_of
+from components.vla.robots import RobotsByTag, robots_of
 
 from .conftest import CHUNK, policy_settings
 from .settings import LORA, training_settings
 
-Make = Callable[..., tuple[PolicyLearner, Updates]]
+Make = Callable[..., tuple[PolicyLearner, UpdateDataset]]
 
 
 @pytest.fixture
@@ -31,9 +31,9 @@ def make(inputs: dict[str, Path]) -> Make:
     sources = open_sources(inputs["dataset"])
     statistics = read_statistics(inputs["statistics"], [source.tag for source in sources])
 
-    def build(policy: dict[str, Any] | None = None, **training: Any) -> tuple[PolicyLearner, Updates]:
+    def build(policy: dict[str, Any] | None = None, **training: Any) -> tuple[PolicyLearner, UpdateDataset]:
         chosen, settings = policy_settings(**(policy or {})), training_settings(**training)
-        robots: Robots = robots_of(inputs["policy"], chosen, sources, statistics)
+        robots: RobotsByTag = robots_of(inputs["policy"], chosen, sources, statistics)
         parts = robots.saved()
         model = load_model(inputs["policy"], parts)
         with torch.no_grad():  # the expert begins as zero where it modulates, and then nothing else gets a gradient
@@ -44,7 +44,9 @@ def make(inputs: dict[str, Path]) -> Make:
                     )
         prepare(model, settings, chosen.semantics)
         encoder = Encoder(robots.processors(), parts.config, chosen, settings)
-        return PolicyLearner(model, settings, LossPlan.of(chosen)), Updates(Mixture(sources, CHUNK, 0), encoder, 0, 1)
+        return PolicyLearner(model, settings, LossPlan.of(chosen)), UpdateDataset(
+            Mixture(sources, CHUNK, 0), encoder, 0, 1
+        )
 
     return build
 
@@ -89,7 +91,7 @@ def test_packing_needs_fewer_rows_and_pads_less(make: Make) -> None:
 def test_ranks_share_an_update_and_have_as_many_forward_passes(make: Make) -> None:
     _, updates = make(batch_size=6, micro_batch_size=2)
     whole = [ids for micro in updates[3] for ids in actions_of(micro)]
-    shares = [Updates(updates.mixture, updates.encoder, rank, 2)[3] for rank in (0, 1)]
+    shares = [UpdateDataset(updates.mixture, updates.encoder, rank, 2)[3] for rank in (0, 1)]
     assert [len(share) for share in shares] == [2, 2]
     assert sorted(actions for share in shares for micro in share for actions in actions_of(micro)) == sorted(whole)
 

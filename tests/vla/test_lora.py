@@ -7,9 +7,9 @@ from torch import nn
 from components.contracts.errors import ConfigurationError
 from components.vla.export import exported
 from components.vla.lora import add_adapters
-from components.vla.settings import LoraSettings
+from components.vla.settings import PolicyLoraSettings
 
-SETTINGS = LoraSettings(rank=3, alpha=12.0, dropout=0.0)
+SETTINGS = PolicyLoraSettings(rank=3, alpha=12.0, dropout=0.0)
 
 
 class Net(nn.Module):
@@ -62,7 +62,7 @@ def test_adapters_stay_fp32_in_a_bf16_layer(net: Net) -> None:
 
 def test_down_begins_with_a_spread_of_one_over_the_rank() -> None:
     net = nn.Sequential(nn.Linear(4000, 2))
-    add_adapters(net, lambda name: True, LoraSettings(rank=8, alpha=1.0, dropout=0.0), seed=0)
+    add_adapters(net, lambda name: True, PolicyLoraSettings(rank=8, alpha=1.0, dropout=0.0), seed=0)
     down = net[0].lora_down.detach()
     assert float(down.std()) == pytest.approx(1 / 8, rel=0.02)
 

@@ -22,9 +22,9 @@ from components.process import Program
 from components.training.ranks import Ranks
 from components.vla import join as joining
 from components.vla.follow import carry_out
-from components.vla.job import Job, job_on
-from components.vla.nodes import SILENCE, Attempt, Place, Signs, start
-from components.vla.settings import TrainVlaSettings
+from components.vla.job import TrainingJob, job_on
+from components.vla.nodes import SILENCE, Attempt, NodeHeartbeats, NodeRank, start
+from components.vla.settings import TrainVLASettings
 from components.vla.train import train
 from tests.listeners import beyond_loopback
 
@@ -96,14 +96,14 @@ def test_two_nodes_of_which_one_loses_its_processes_make_the_training_of_one(
 
 
 @pytest.fixture
-def job(inputs: dict[str, Path], tmp_path: Path) -> Job:
+def job(inputs: dict[str, Path], tmp_path: Path) -> TrainingJob:
     made = make_job(inputs, tmp_path, interface="lo")
     made.workspace.mkdir()
     made.file.write_text(made.model_dump_json())
     return made
 
 
-def test_a_node_that_joins_ends_as_the_training_did(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_joins_ends_as_the_training_did(job: TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
     Attempt(number=3, result="done").tell(job.workspace)
     joining.join(job.file)
     Attempt(number=3, result="failed").tell(job.workspace)
@@ -113,7 +113,7 @@ def test_a_node_that_joins_ends_as_the_training_did(job: Job, monkeypatch: pytes
         joining.join(job.file)
 
 
-def test_what_cannot_be_joined_is_refused(job: Job, tmp_path: Path) -> None:
+def test_what_cannot_be_joined_is_refused(job: TrainingJob, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="there is no such job"):
         joining.join(tmp_path / "job.json")
     job.file.write_text(job.model_copy(update={"nodes": 1}).model_dump_json())
@@ -121,23 +121,23 @@ def test_what_cannot_be_joined_is_refused(job: Job, tmp_path: Path) -> None:
         joining.join(job.file)
 
 
-def test_a_node_too_many_waits_for_a_place(job: Job) -> None:
+def test_a_node_too_many_waits_for_a_place(job: TrainingJob) -> None:
     attempt = Attempt(number=1).open(job.workspace)
     assert attempt.folder(job.workspace).stat().st_mode & 0o777 == 0o700
-    assert (place := Place.take(job, attempt)) is not None and place.number == 1
-    assert Place.take(job, attempt) is None
+    assert (place := NodeRank.take(job, attempt)) is not None and place.number == 1
+    assert NodeRank.take(job, attempt) is None
     again = Attempt(number=2).open(job.workspace)
-    assert Place.take(job, again) is not None
+    assert NodeRank.take(job, again) is not None
 
 
-def test_a_node_without_a_sign_of_life_is_lost(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_without_a_sign_of_life_is_lost(job: TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("components.vla.nodes.time.monotonic", lambda: now)
     attempt = Attempt(number=1).open(job.workspace)
-    signs = Signs(job, attempt)
+    signs = NodeHeartbeats(job, attempt)
     now = 1000.0  # nobody has come yet: that is the processes' matter
     assert signs.lost() is None
-    place = Place.take(job, attempt)
+    place = NodeRank.take(job, attempt)
     assert place is not None and signs.lost() is None
     now += SILENCE - 1
     place.live()
@@ -146,7 +146,7 @@ def test_a_node_without_a_sign_of_life_is_lost(job: Job, monkeypatch: pytest.Mon
     assert signs.lost() == f"node-1 has given no sign of life for {SILENCE:g} s"
 
 
-def test_an_interface_that_the_node_lacks_is_refused(job: Job, tmp_path: Path) -> None:
+def test_an_interface_that_the_node_lacks_is_refused(job: TrainingJob, tmp_path: Path) -> None:
     attempt = Attempt(number=1).open(job.workspace)
     with pytest.raises(ConfigurationError, match=r"no network interface 'eth99'(?s:.*)lo"):
         start(job.model_copy(update={"interface": "eth99"}), attempt, 0, log=tmp_path / "log")
@@ -154,7 +154,7 @@ def test_an_interface_that_the_node_lacks_is_refused(job: Job, tmp_path: Path) -
 
 def test_several_nodes_of_one_gpu_share_one_model(inputs: dict[str, Path], tmp_path: Path) -> None:
     machine = Machine(trainer_nodes=2, trainer_interface="eth1", trainer_gpus=(0,))
-    settings = TrainVlaSettings(policy=policy_settings(), training=training_settings(batch_size=3))
+    settings = TrainVLASettings(policy=policy_settings(), training=training_settings(batch_size=3))
     job = job_on(machine, settings, inputs, workspace=tmp_path, out=tmp_path / "out", fingerprint="test")
     assert (job.ranks, job.shard) == (2, True)
     with pytest.raises(ConfigurationError, match="batch_size 3 cannot be shared evenly among 2 processes"):

@@ -39,9 +39,9 @@ def test_bf16_follows_the_fp32_updates_that_plain_rounding_loses() -> None:
     plain = torch.optim.AdamW([rounded], lr=1e-4, **HYPER)
     one_way = torch.ones(7, 5)
     for _ in range(200):
-        for parameter, optimiser in ((reference, stock), (kept, optimizer), (rounded, plain)):
+        for parameter, each in ((reference, stock), (kept, optimizer), (rounded, plain)):
             parameter.grad = one_way.to(parameter.dtype)
-            optimiser.step()
+            each.step()
     state = optimizer.state[kept]
     moved = kept.float() + state["residual"].float() - exact
     expected = reference.detach() - exact

@@ -22,7 +22,7 @@ SCRIPT = """
 import os, sys
 from pathlib import Path
 from components.training.launch import joined_ranks
-from components.vla.job import Job
+from components.vla.job import TrainingJob
 from components.vla.train import train
 
 os.environ.update(ARMATURE_RENDEZVOUS=sys.argv[1] + ".store", WORLD_SIZE="2")
@@ -30,7 +30,7 @@ other = os.fork()  # as the real parent would have started it, but with what is 
 os.environ.update(RANK="1" if other == 0 else "0", LOCAL_RANK="1" if other == 0 else "0")
 with joined_ranks(gpus=False, threads=1, seed=0) as ranks:
     for file in sys.argv[1:]:
-        train(Job.model_validate_json(Path(file).read_text()), ranks)
+        train(TrainingJob.model_validate_json(Path(file).read_text()), ranks)
 if other:
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
 """

@@ -12,7 +12,7 @@ import torch
 
 from components.contracts.errors import ConfigurationError, DataError
 from components.datasets.mixture import Mixture
-from components.datasets.source import Source, open_sources
+from components.datasets.source import DatasetSource, open_sources
 from components.policies.molmoact2.checkpoint import load_model, load_policy, save_policy
 from components.policies.molmoact2.losses import LossPlan
 from components.vla.data import Encoder
@@ -24,7 +24,7 @@ from .settings import training_settings
 
 
 @pytest.fixture
-def sources(inputs: dict[str, Path]) -> tuple[Source, Source]:
+def sources(inputs: dict[str, Path]) -> tuple[DatasetSource, DatasetSource]:
     (only,) = open_sources(inputs["dataset"])
     return replace(only, tag="arm"), replace(only, tag="slow", horizon=2, action="observation.state")
 
@@ -36,7 +36,7 @@ def statistics(inputs: dict[str, Path]) -> dict[str, dict[str, object]]:
 
 
 def test_mixed_robots_have_the_losses_that_they_have_alone(
-    inputs: dict[str, Path], sources: tuple[Source, Source], statistics: dict[str, dict[str, object]]
+    inputs: dict[str, Path], sources: tuple[DatasetSource, DatasetSource], statistics: dict[str, dict[str, object]]
 ) -> None:
     policy, training = policy_settings(), training_settings()
     robots = robots_of(inputs["policy"], policy, sources, statistics)
@@ -58,12 +58,15 @@ def test_mixed_robots_have_the_losses_that_they_have_alone(
 
 
 def test_a_policy_of_several_robots_asks_which(
-    inputs: dict[str, Path], sources: tuple[Source, Source], statistics: dict[str, dict[str, object]], tmp_path: Path
+    inputs: dict[str, Path],
+    sources: tuple[DatasetSource, DatasetSource],
+    statistics: dict[str, dict[str, object]],
+    tmp_path: Path,
 ) -> None:
     robots = robots_of(inputs["policy"], policy_settings(), sources, statistics)
     parts = robots.saved()
     save_policy(tmp_path / "saved", parts, load_model(inputs["policy"], parts).state_dict())
-    with pytest.raises(ConfigurationError, match="statistics to normalise by"):
+    with pytest.raises(ConfigurationError, match="statistics to normalize by"):
         load_policy(tmp_path / "saved").processor()
     loaded = load_policy(tmp_path / "saved", policy_settings(tiny=None, norm_tag="slow"))
     assert (loaded.settings.chunk_size, loaded.processor().action_dimensions) == (2, 2)
@@ -71,7 +74,7 @@ def test_a_policy_of_several_robots_asks_which(
 
 
 def test_tags_that_do_not_fit_are_refused(
-    inputs: dict[str, Path], sources: tuple[Source, Source], statistics: dict[str, dict[str, object]]
+    inputs: dict[str, Path], sources: tuple[DatasetSource, DatasetSource], statistics: dict[str, dict[str, object]]
 ) -> None:
     first, second = sources
     with pytest.raises(DataError, match="no statistics for the tag 'slow'"):
@@ -81,7 +84,10 @@ def test_tags_that_do_not_fit_are_refused(
 
 
 def test_a_norm_tag_with_another_horizon_than_the_windows_is_refused(
-    inputs: dict[str, Path], sources: tuple[Source, Source], statistics: dict[str, dict[str, object]], tmp_path: Path
+    inputs: dict[str, Path],
+    sources: tuple[DatasetSource, DatasetSource],
+    statistics: dict[str, dict[str, object]],
+    tmp_path: Path,
 ) -> None:
     parts = robots_of(inputs["policy"], policy_settings(), sources, statistics).saved()
     save_policy(tmp_path / "saved", parts, load_model(inputs["policy"], parts).state_dict())
@@ -94,7 +100,10 @@ def test_a_norm_tag_with_another_horizon_than_the_windows_is_refused(
 
 
 def test_cameras_of_a_norm_tag_that_the_dataset_lacks_give_way_to_its_own(
-    inputs: dict[str, Path], sources: tuple[Source, Source], statistics: dict[str, dict[str, object]], tmp_path: Path
+    inputs: dict[str, Path],
+    sources: tuple[DatasetSource, DatasetSource],
+    statistics: dict[str, dict[str, object]],
+    tmp_path: Path,
 ) -> None:
     parts = robots_of(inputs["policy"], policy_settings(), sources[:1], statistics).saved()
     other = parts.robot.model_copy(update={"camera_keys": ("observation.images.elsewhere",)})

@@ -11,7 +11,7 @@ from components.contracts.machine import Machine
 from components.contracts.stages import Artifact
 from components.policies.molmoact2.checkpoint import load_policy
 from components.stages import ThreadUnits
-from components.vla.settings import TrainVlaSettings
+from components.vla.settings import TrainVLASettings
 from components.vla.stage import TRAIN_VLA_STAGE, StageContext, summary
 
 from .conftest import policy_settings
@@ -38,7 +38,7 @@ class Told:
 
 @pytest.mark.slow
 def test_the_stage_trains_reports_and_leaves_a_policy(inputs: dict[str, Path], tmp_path: Path) -> None:
-    settings = TrainVlaSettings(policy=policy_settings(), training=training_settings(max_steps=3))
+    settings = TrainVLASettings(policy=policy_settings(), training=training_settings(max_steps=3))
     out, told = tmp_path / "out", Told()
     out.mkdir()
     context = StageContext(

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from components.contracts.errors import ConfigurationError, DataError
 from components.policies.molmoact2.checkpoint import load_policy
 from components.training.ranks import Ranks
-from components.vla.job import Job
+from components.vla.job import TrainingJob
 from components.vla.train import train
 
 from .conftest import make_job
@@ -23,13 +23,13 @@ from .settings import AUGMENTATION, LORA
 SPEED = ("samples_per_second", "memory/peak_gib")
 
 
-def rows_of(job: Job) -> list[dict[str, float]]:
+def rows_of(job: TrainingJob) -> list[dict[str, float]]:
     """The history without what depends on the machine."""
     rows = [json.loads(line) for line in job.history.read_text().splitlines()]
     return [{k: v for k, v in row.items() if k not in SPEED and not k.startswith("timing/")} for row in rows]
 
 
-def weights_of(job: Job) -> dict[str, torch.Tensor]:
+def weights_of(job: TrainingJob) -> dict[str, torch.Tensor]:
     return load_file(job.out / "checkpoint" / "model.safetensors")
 
 

@@ -1,1 +1,1 @@
-"""Demonstrations by the scripted expert in LIBERO, recorded as a LeRobot dataset."""
+"""Demonstrations by the scripted policy in LIBERO, recorded as a LeRobot dataset."""

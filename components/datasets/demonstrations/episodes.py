@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from components.artifacts.disk import write_file
 from components.contracts.errors import ConfigurationError
 from components.datasets.demonstrations.settings import DemonstrationSettings
-from components.environments.libero.outcome import Outcome
-from components.environments.libero.plans import EXPERT_TASKS
+from components.environments.libero.outcome import DemonstrationOutcome
+from components.environments.libero.plans import SCRIPTED_TASKS
 from components.environments.libero.processes import Demonstration
 from components.environments.libero.tasks import LiberoTask, suite_tasks
 
 
 @dataclass(frozen=True)
-class Job:
+class DemonstrationJob:
     """Episode `number` of a task."""
 
     task: LiberoTask
@@ -36,41 +36,41 @@ class Job:
         return f"{self.task.suite}-{self.task.index:02d}-{self.number:05d}"
 
 
-def jobs_of(settings: DemonstrationSettings) -> list[Job]:
+def jobs_of(settings: DemonstrationSettings) -> list[DemonstrationJob]:
     """In the dataset's order.
 
     Raises:
-        ConfigurationError: the expert cannot do one of the tasks.
+        ConfigurationError: the scripted policy cannot do one of the tasks.
     """
-    able = EXPERT_TASKS.get(settings.suite, ())
+    able = SCRIPTED_TASKS.get(settings.suite, ())
     chosen = settings.tasks or able
     if unable := sorted(set(chosen) - set(able)):
         raise ConfigurationError(
-            f"the scripted expert cannot do task {unable[0]} of {settings.suite}",
+            f"the scripted policy cannot do task {unable[0]} of {settings.suite}",
             where="demonstrations.tasks",
-            remedy=f"choose among {list(able)}" if able else f"choose a suite among {', '.join(EXPERT_TASKS)}",
+            remedy=f"choose among {list(able)}" if able else f"choose a suite among {', '.join(SCRIPTED_TASKS)}",
         )
     if not chosen:
         raise ConfigurationError(
-            f"the scripted expert can do no task of {settings.suite}",
+            f"the scripted policy can do no task of {settings.suite}",
             where="demonstrations.suite",
-            remedy=f"choose among {', '.join(EXPERT_TASKS)}",
+            remedy=f"choose among {', '.join(SCRIPTED_TASKS)}",
         )
     tasks = suite_tasks(settings.suite)
     return [_job(tasks[index], number, settings) for index in chosen for number in range(settings.episodes_per_task)]
 
 
-class Journal:
+class DemonstrationJournal:
     """A file per episode in a folder; a file is whole or not there."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
-    def has(self, job: Job) -> bool:
+    def has(self, job: DemonstrationJob) -> bool:
         return self._path(job).is_file()
 
-    def write(self, job: Job, demonstration: Demonstration) -> Outcome:
+    def write(self, job: DemonstrationJob, demonstration: Demonstration) -> DemonstrationOutcome:
         """Keep it; of one that failed, only how it ended."""
         frames: dict[str, Any] = frames_of(demonstration) if demonstration.outcome.success else {}
         outcome = np.array(json.dumps(asdict(demonstration.outcome)))
@@ -79,15 +79,15 @@ class Journal:
         write_file(self._path(job), file.getvalue())
         return demonstration.outcome
 
-    def outcome(self, job: Job) -> Outcome:
+    def outcome(self, job: DemonstrationJob) -> DemonstrationOutcome:
         with np.load(self._path(job), allow_pickle=False) as kept:
-            return Outcome(**json.loads(str(kept["outcome"])))
+            return DemonstrationOutcome(**json.loads(str(kept["outcome"])))
 
-    def frames(self, job: Job) -> dict[str, NDArray[Any]]:
+    def frames(self, job: DemonstrationJob) -> dict[str, NDArray[Any]]:
         with np.load(self._path(job), allow_pickle=False) as kept:
             return {name: kept[name] for name in kept.files if name != "outcome"}
 
-    def _path(self, job: Job) -> Path:
+    def _path(self, job: DemonstrationJob) -> Path:
         return self._folder / f"{job.name}.npz"
 
 
@@ -99,8 +99,8 @@ def frames_of(demonstration: Demonstration) -> dict[str, NDArray[Any]]:
     return {**images, "observation.state": states, "action": np.stack([action for _, action in demonstration.steps])}
 
 
-def _job(task: LiberoTask, number: int, settings: DemonstrationSettings) -> Job:
+def _job(task: LiberoTask, number: int, settings: DemonstrationSettings) -> DemonstrationJob:
     """The seed depends on nothing but its episode: more episodes or other tasks leave it as it is."""
     text = f"{settings.seed} {task.suite} {task.index} {number}"
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
-    return Job(task, number, (settings.first_initial_state + number) % task.initial_states, seed)
+    return DemonstrationJob(task, number, (settings.first_initial_state + number) % task.initial_states, seed)

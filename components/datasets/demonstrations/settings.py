@@ -18,7 +18,7 @@ class DemonstrationSettings(Settings):
 
     suite: Suite = Field(description="The suite whose tasks are demonstrated.")
     tasks: tuple[NonNegativeInt, ...] = Field(
-        (), description="Numbers of tasks in the suite; empty: all that the expert can do."
+        (), description="Numbers of tasks in the suite; empty: all that the scripted policy can do."
     )
     episodes_per_task: PositiveInt = Field(
         50, description="Episodes of each task; more than the 50 stored states begin again at the first."
@@ -29,13 +29,13 @@ class DemonstrationSettings(Settings):
     seed: NonNegativeInt = Field(0, description="Seed of the furniture's places and of the noise.")
     noise: NonNegativeFloat = Field(
         0.1,
-        description="Standard deviation of what disturbs the expert's motions (of 1, the largest). What is recorded "
-        "is what the expert wanted, so a policy learns the way back; 0 disturbs nothing.",
+        description="Standard deviation of what disturbs its motions (of 1, the largest). What is recorded "
+        "is what the scripted policy wanted, so that a policy learns to recover; 0 disturbs nothing.",
     )
-    storage: Literal["image", "video"] = Field("video", description="Pictures as PNG in the data files, or as videos.")
+    storage: Literal["image", "video"] = Field("video", description="Images as PNG in the data files, or as videos.")
 
 
-class DemonstrationsSettings(Settings):
+class DemonstrationsStageSettings(Settings):
     """The sections that the dataset depends on."""
 
     simulator: SimulatorSettings

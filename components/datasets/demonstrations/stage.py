@@ -1,4 +1,4 @@
-"""The stage that records demonstrations: the scripted expert in the simulator, episode by episode."""
+"""The stage that records demonstrations: the scripted policy in the simulator, episode by episode."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from components.contracts.errors import DataError
-from components.contracts.stages import Artifact, Report, Stage, StageContext
-from components.datasets.demonstrations.episodes import Job, Journal, jobs_of
+from components.contracts.stages import Artifact, Stage, StageContext, StageReport
+from components.datasets.demonstrations.episodes import DemonstrationJob, DemonstrationJournal, jobs_of
 from components.datasets.demonstrations.page import Preview, demonstrations_report
-from components.datasets.demonstrations.settings import DemonstrationsSettings
+from components.datasets.demonstrations.settings import DemonstrationsStageSettings
 from components.datasets.lerobot.layout import Feature
 from components.datasets.lerobot.video import VideoWriter
 from components.datasets.lerobot.writer import create_dataset
 from components.datasets.source import RECORDED
-from components.environments.libero.outcome import Outcome
+from components.environments.libero.outcome import DemonstrationOutcome
 from components.environments.libero.processes import SimulatorPool, SimulatorProcess
 from components.environments.libero.settings import SimulatorSettings
 from components.environments.libero.tasks import ACTION_NAMES, MAX_STEPS, STATE_NAMES
@@ -30,18 +30,18 @@ ROBOT = "panda"
 
 
 def record(
-    settings: DemonstrationsSettings, inputs: Mapping[str, Artifact], folder: Path, context: StageContext
-) -> Report:
+    settings: DemonstrationsStageSettings, inputs: Mapping[str, Artifact], folder: Path, context: StageContext
+) -> StageReport:
     """`dataset/` (LeRobot v3.0) with the episodes that reached their goal, `failures.json` with the others,
     `report.html`, and a video of each task's first episode under `videos/`.
 
     Raises:
-        ConfigurationError: the expert cannot do one of the tasks, or LIBERO or its assets are missing.
+        ConfigurationError: the scripted policy cannot do one of the tasks, or LIBERO or its assets are missing.
         DataError: no episode reached its goal.
         SimulatorError: an episode's simulator crashed `ATTEMPTS` times.
     """
     jobs = jobs_of(settings.demonstrations)
-    journal = Journal(context.workspace / "episodes")
+    journal = DemonstrationJournal(context.workspace / "episodes")
     _play(settings, jobs, journal, context)
     outcomes = {job: journal.outcome(job) for job in jobs}
     reached = [job for job in jobs if outcomes[job].success]
@@ -53,17 +53,22 @@ def record(
     page = demonstrations_report(outcomes, previews, settings.model_dump(mode="json"))
     write_report(folder / "report.html", page)
     frames = sum(outcomes[job].steps for job in reached)
-    return Report(rows={"episodes": len(reached), "frames": frames}, drops={"goal not reached": len(failures)})
+    return StageReport(rows={"episodes": len(reached), "frames": frames}, drops={"goal not reached": len(failures)})
 
 
-DEMONSTRATIONS_STAGE = Stage("demonstrations", 1, DemonstrationsSettings, (), record)
+DEMONSTRATIONS_STAGE = Stage("demonstrations", 1, DemonstrationsStageSettings, (), record)
 
 
-def _play(settings: DemonstrationsSettings, jobs: Sequence[Job], journal: Journal, context: StageContext) -> None:
+def _play(
+    settings: DemonstrationsStageSettings,
+    jobs: Sequence[DemonstrationJob],
+    journal: DemonstrationJournal,
+    context: StageContext,
+) -> None:
     """Demonstrate what an earlier attempt has not."""
     plan = settings.demonstrations
 
-    def work(process: SimulatorProcess, job: Job) -> Outcome:
+    def work(process: SimulatorProcess, job: DemonstrationJob) -> DemonstrationOutcome:
         shown = process.demonstrate(job.task, job.initial_state, job.seed, plan.noise, MAX_STEPS[job.task.suite])
         return journal.write(job, shown)
 
@@ -77,7 +82,9 @@ def _play(settings: DemonstrationsSettings, jobs: Sequence[Job], journal: Journa
             context.events.progress("demonstrations", done, len(jobs), reached=reached / done)
 
 
-def _write(settings: DemonstrationsSettings, jobs: Sequence[Job], journal: Journal, folder: Path) -> list[Preview]:
+def _write(
+    settings: DemonstrationsStageSettings, jobs: Sequence[DemonstrationJob], journal: DemonstrationJournal, folder: Path
+) -> list[Preview]:
     """The dataset, and each task's first episode to look at."""
     features = features_of(settings.simulator, settings.demonstrations.storage)
     previews: dict[int, Preview] = {}
@@ -92,20 +99,20 @@ def _write(settings: DemonstrationsSettings, jobs: Sequence[Job], journal: Journ
             frames = journal.frames(job)
             writer.add_episode(frames, job.task.language)
             if job.task.index not in previews:
-                pictures = [frames[name] for name, feature in features.items() if feature.is_picture]
-                film = _film(settings, job, pictures[0], folder / "videos")
-                previews[job.task.index] = Preview(job.task.language, pictures, film)
+                images = [frames[name] for name, feature in features.items() if feature.is_visual]
+                film = _film(settings, job, images[0], folder / "videos")
+                previews[job.task.index] = Preview(job.task.language, images, film)
     return list(previews.values())
 
 
-def _film(settings: DemonstrationsSettings, job: Job, pictures: Any, folder: Path) -> str | None:
+def _film(settings: DemonstrationsStageSettings, job: DemonstrationJob, images: Any, folder: Path) -> str | None:
     """The first camera's video, if there are settings for one; its path from the report."""
     if settings.layout.video is None:
         return None
     path = folder / f"{job.name}.mp4"
     side = settings.simulator.resolution
     writer = VideoWriter(path, settings.simulator.control_freq, side, side, settings.layout.video)
-    writer.append(pictures)
+    writer.append(images)
     writer.close()
     return f"{folder.name}/{path.name}"
 
@@ -122,7 +129,7 @@ def features_of(simulator: SimulatorSettings, storage: str) -> dict[str, Feature
     }
 
 
-def _described(job: Job, outcome: Outcome) -> dict[str, Any]:
+def _described(job: DemonstrationJob, outcome: DemonstrationOutcome) -> dict[str, Any]:
     task = job.task
     where = {"suite": task.suite, "task": task.index, "language": task.language}
     return {**where, "episode": job.number, "initial_state": job.initial_state, "seed": job.seed, **asdict(outcome)}

@@ -12,22 +12,22 @@ from urllib.parse import quote
 import numpy as np
 import pyarrow as pa
 
-from components.artifacts.cache import Cache, make_once
+from components.artifacts.cache import DownloadCache, make_once
 from components.contracts.errors import DataError
 from components.datasets.lerobot.layout import VIDEO
-from components.datasets.lerobot.reader import TOLERANCE, Dataset, Episode, window
+from components.datasets.lerobot.reader import TOLERANCE, Dataset, EpisodeRange, window
 from components.datasets.lerobot.video import VideoReaders
 from components.datasets.statistics import Array
 
 
-class Frames:
+class FrameReader:
     """Reads single frames of `dataset`.
 
     A column of a data file is written out once, uncompressed, under `cache`, and mapped from there: every process
     shares the pages, and memory does not grow with the dataset. Pickles without what it has open.
     """
 
-    def __init__(self, dataset: Dataset, cache: Cache) -> None:
+    def __init__(self, dataset: Dataset, cache: DownloadCache) -> None:
         self.dataset, self._cache = dataset, cache
         self._forget()
 
@@ -42,7 +42,7 @@ class Frames:
         self._columns: dict[tuple[int, int, str], Any] = {}
         self._videos = VideoReaders()
 
-    def numbers(self, name: str, episode: Episode, places: Array) -> Array:
+    def numbers(self, name: str, episode: EpisodeRange, places: Array) -> Array:
         """A numeric feature at frames `places` of the episode: (places, width).
 
         Raises:
@@ -51,7 +51,7 @@ class Frames:
         rows: Array = self._column(name, episode)[episode.row + places]
         return rows
 
-    def picture(self, name: str, episode: Episode, frame: int) -> Array:
+    def image(self, name: str, episode: EpisodeRange, frame: int) -> Array:
         """uint8 RGB (height, width, 3).
 
         Raises:
@@ -67,7 +67,7 @@ class Frames:
         return np.asarray(dataset.decoded(name, episode, frame, stored))
 
     def item(self, index: int, windows: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-        """Frame `index` of the dataset as LeRobot gives it: features, pictures, and its task.
+        """Frame `index` of the dataset as LeRobot gives it: features, images, and its task.
 
         Args:
             windows: Feature to times in seconds from the frame. Such a feature gets one more dimension in front, and
@@ -86,8 +86,8 @@ class Frames:
             places, padding = window(frame, episode.length, dataset.offsets(times or [0.0]))
             if feature.is_number:
                 values = self.numbers(name, episode, places).reshape(len(places), *feature.shape)
-            elif feature.is_picture:
-                shown = {place: self.picture(name, episode, place) for place in sorted(set(places.tolist()))}
+            elif feature.is_visual:
+                shown = {place: self.image(name, episode, place) for place in sorted(set(places.tolist()))}
                 values = np.stack([shown[place] for place in places.tolist()])
             else:
                 continue
@@ -96,11 +96,11 @@ class Frames:
                 item[f"{name}_is_pad"] = padding
         return {**item, "task": self.task(episode, frame)}
 
-    def task(self, episode: Episode, frame: int) -> str:
+    def task(self, episode: EpisodeRange, frame: int) -> str:
         """What is to be done at that frame.
 
         Raises:
-            DataError: the frame's task_index is none of meta/tasks.parquet.
+            DataError: the frame's task_index is not in meta/tasks.parquet.
         """
         number = int(self.numbers("task_index", episode, np.array([frame]))[0, 0])
         if not 0 <= number < len(self.dataset.tasks):
@@ -111,14 +111,14 @@ class Frames:
             )
         return self.dataset.tasks[number]
 
-    def _column(self, name: str, episode: Episode) -> Any:
-        """Of the whole data file: an array (rows, width) of numbers, or Arrow's cells with pictures."""
+    def _column(self, name: str, episode: EpisodeRange) -> Any:
+        """Of the whole data file: an array (rows, width) of numbers, or Arrow's cells with images."""
         key = (episode.chunk, episode.file, name)
         if key not in self._columns:
             self._columns[key] = self._mapped(name, episode)
         return self._columns[key]
 
-    def _mapped(self, name: str, episode: Episode) -> Any:
+    def _mapped(self, name: str, episode: EpisodeRange) -> Any:
         source = self.dataset.info.data_file(episode.chunk, episode.file)
         version = self.dataset.files.version(source)
         folder = self._cache.folder / "columns" / hashlib.sha256(version.encode()).hexdigest()[:24]
@@ -129,7 +129,7 @@ class Frames:
             return np.load(target, mmap_mode="r")
         return pa.ipc.open_file(pa.memory_map(str(target))).read_all()[name]
 
-    def _write(self, name: str, episode: Episode, number: bool, target: Path) -> None:
+    def _write(self, name: str, episode: EpisodeRange, number: bool, target: Path) -> None:
         """The column of all episodes in the data file."""
         place = (episode.chunk, episode.file)
         here = [each for each in self.dataset.episodes if (each.chunk, each.file) == place]

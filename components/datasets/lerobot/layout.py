@@ -31,7 +31,7 @@ class Feature(BaseModel):
     names: Any = None
 
     @property
-    def is_picture(self) -> bool:
+    def is_visual(self) -> bool:
         return self.dtype in (IMAGE, VIDEO)
 
     @property
@@ -46,7 +46,7 @@ OWN_FEATURES = {
 """Columns that every dataset has besides its own."""
 
 
-class Info(BaseModel):
+class DatasetInfo(BaseModel):
     """`meta/info.json`; what this version does not know is kept."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -71,7 +71,7 @@ class Info(BaseModel):
         return place(self.video_path, video_key=key, chunk_index=chunk, file_index=file)
 
 
-def read_info(path: Path) -> Info:
+def read_info(path: Path) -> DatasetInfo:
     """
     Raises:
         DataError: no such file, another version of the layout, or values that cannot be.
@@ -94,7 +94,7 @@ def read_info(path: Path) -> Info:
             remedy="convert it with lerobot's convert_dataset_v21_to_v30",
         )
     try:
-        return Info.model_validate(document)
+        return DatasetInfo.model_validate(document)
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(str(part) for part in problem["loc"])

@@ -1,4 +1,4 @@
-"""A LeRobotDataset v3.0: its episodes, columns, pictures, and windows over time."""
+"""A LeRobotDataset v3.0: its episodes, columns, images, and windows over time."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from PIL import Image
 from components.artifacts.images import decode
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.images import EncodedImage
-from components.datasets.files import Files, Folder
+from components.datasets.files import DatasetFiles, LocalFiles
 from components.datasets.lerobot.columns import to_numpy
-from components.datasets.lerobot.layout import IMAGE, INFO, STATS, TASKS, VIDEO, Feature, Info, read_info
+from components.datasets.lerobot.layout import IMAGE, INFO, STATS, TASKS, VIDEO, DatasetInfo, Feature, read_info
 from components.datasets.lerobot.video import read_frames
 from components.datasets.statistics import Array
 
@@ -39,7 +39,7 @@ class Clip:
 
 
 @dataclass(frozen=True)
-class Episode:
+class EpisodeRange:
     """Frames `start` to `stop` (exclusive) of the dataset, rows `row` and on of a data file."""
 
     index: int
@@ -60,9 +60,9 @@ class Episode:
 class Dataset:
     """Opened by `open_dataset`, which has checked that the episodes follow one another."""
 
-    files: Files
-    info: Info
-    episodes: tuple[Episode, ...]
+    files: DatasetFiles
+    info: DatasetInfo
+    episodes: tuple[EpisodeRange, ...]
     tasks: tuple[str, ...]
 
     @property
@@ -75,7 +75,7 @@ class Dataset:
         """meta/stats.json, empty where there is none."""
         return json.loads(self.files.path(STATS).read_text()) if self.files.has(STATS) else {}
 
-    def video_path(self, name: str, episode: Episode) -> Path:
+    def video_path(self, name: str, episode: EpisodeRange) -> Path:
         """A camera's video file with the episode, fetched where it is not yet.
 
         Raises:
@@ -84,7 +84,7 @@ class Dataset:
         clip = episode.clips[name]
         return self.files.path(self.info.video_file(name, clip.chunk, clip.file))
 
-    def episode_at(self, index: int) -> Episode:
+    def episode_at(self, index: int) -> EpisodeRange:
         """The episode that frame `index` of the dataset belongs to."""
         return self.episodes[int(np.searchsorted(self._starts, index, side="right")) - 1]
 
@@ -102,7 +102,7 @@ class Dataset:
             raise ConfigurationError(f"no feature is called {name!r}", where=str(self.files), remedy=f"known: {known}")
         return self.info.features[name]
 
-    def table(self, episode: Episode, names: Sequence[str], last: Episode | None = None) -> pa.Table:
+    def table(self, episode: EpisodeRange, names: Sequence[str], last: EpisodeRange | None = None) -> pa.Table:
         """These columns of `episode`, or of all episodes to `last`, which is in the same file.
 
         Raises:
@@ -113,7 +113,7 @@ class Dataset:
         path = f"{self.files}/{name}"
         stored = {key for key, feature in self.info.features.items() if feature.dtype == IMAGE}
         try:
-            # numbers beside pictures are a small part of the file
+            # numbers beside images are a small part of the file
             view = self.files.view(name) if stored and not stored & set(names) else nullcontext(self.files.path(name))
             with view as file:
                 columns = sorted({"episode_index", *names})
@@ -138,14 +138,16 @@ class Dataset:
             )
         return table
 
-    def columns(self, names: Sequence[str], episode: Episode, last: Episode | None = None) -> dict[str, Array]:
+    def columns(
+        self, names: Sequence[str], episode: EpisodeRange, last: EpisodeRange | None = None
+    ) -> dict[str, Array]:
         """Numeric features as (frames, width)."""
         table = self.table(episode, names, last)
         where = f"{self.files}/{self.info.data_file(episode.chunk, episode.file)}, from episode {episode.index}"
         return {name: to_numpy(table[name], name, self.feature(name), where) for name in names}
 
-    def pictures(self, name: str, episode: Episode, frames: Sequence[int]) -> Iterator[Image.Image]:
-        """RGB pictures of a camera at these frames of the episode, ascending.
+    def images(self, name: str, episode: EpisodeRange, frames: Sequence[int]) -> Iterator[Image.Image]:
+        """RGB images of a camera at these frames of the episode, ascending.
 
         Raises:
             DataError: one is missing or damaged.
@@ -159,20 +161,20 @@ class Dataset:
         for frame, stored in zip(frames, column, strict=True):
             yield self.decoded(name, episode, frame, stored.as_py())
 
-    def decoded(self, name: str, episode: Episode, frame: int, stored: Any) -> Image.Image:
-        """The RGB picture of a data file's cell.
+    def decoded(self, name: str, episode: EpisodeRange, frame: int, stored: Any) -> Image.Image:
+        """The RGB image of a data file's cell.
 
         Raises:
-            DataError: it is no picture.
+            DataError: it is not an image.
         """
         try:
             data = stored["bytes"] or b""
             return decode(EncodedImage(data, media_type(data)))
         except (DataError, KeyError, TypeError) as error:
             where = f"{self.files}, episode {episode.index}, frame {frame}, {name!r}"
-            raise DataError(f"not a readable picture: {error}", where=where) from error
+            raise DataError(f"not a readable image: {error}", where=where) from error
 
-    def windows(self, name: str, episode: Episode, offsets: Sequence[int]) -> tuple[Array, Array]:
+    def windows(self, name: str, episode: EpisodeRange, offsets: Sequence[int]) -> tuple[Array, Array]:
         """For each frame the feature at `offsets` frames from it: (frames, offsets, width), and which are padding.
 
         Beyond the episode's ends its first or last frame stands, marked True.
@@ -185,12 +187,12 @@ class Dataset:
         """Times in seconds as frames.
 
         Raises:
-            ConfigurationError: one is no multiple of a frame.
+            ConfigurationError: one is not a multiple of a frame.
         """
         frames = [round(time * self.info.fps) for time in times]
         for time, number in zip(times, frames, strict=True):
             if abs(time - number / self.info.fps) > TOLERANCE:
-                raise ConfigurationError(f"{time} s is no whole number of frames at {self.info.fps} per second")
+                raise ConfigurationError(f"{time} s is not a whole number of frames at {self.info.fps} per second")
         return frames
 
 
@@ -201,7 +203,7 @@ def window(frame: int | Array, length: int, offsets: Sequence[int]) -> tuple[Arr
     return kept, places != kept
 
 
-def open_dataset(files: Files | Path) -> Dataset:
+def open_dataset(files: DatasetFiles | Path) -> Dataset:
     """
     Args:
         files: Where its files are; a path is a folder.
@@ -209,7 +211,7 @@ def open_dataset(files: Files | Path) -> Dataset:
     Raises:
         DataError: not such a dataset, or its episodes leave gaps, overlap, are empty or are not as many as it says.
     """
-    files = Folder(files) if isinstance(files, Path) else files
+    files = LocalFiles(files) if isinstance(files, Path) else files
     info = read_info(files.path(INFO))
     episodes = tuple(_episodes(files, info))
     frames = episodes[-1].stop if episodes else 0
@@ -241,7 +243,7 @@ def _rows(source: Path | IO[bytes], names: Sequence[str], first: int, count: int
         return skipped, file.read_row_groups(groups, columns=list(names))
 
 
-def _episodes(files: Files, info: Info) -> Iterator[Episode]:
+def _episodes(files: DatasetFiles, info: DatasetInfo) -> Iterator[EpisodeRange]:
     videos = [name for name, feature in info.features.items() if feature.dtype == VIDEO]
     parts = [f"videos/{key}/{each}" for key in videos for each in ("chunk_index", "file_index", "from_timestamp")]
     columns = ["episode_index", "tasks", "data/chunk_index", "data/file_index"]
@@ -276,7 +278,7 @@ def _episodes(files: Files, info: Info) -> Iterator[Episode]:
             }
             begin = begins.setdefault((chunk, file), start)
             tasks = tuple(row["tasks"] or ())
-            yield Episode(expected, tasks, start, stop, chunk, file, start - begin, clips)
+            yield EpisodeRange(expected, tasks, start, stop, chunk, file, start - begin, clips)
             expected += 1
 
 

@@ -1,4 +1,4 @@
-"""Which frames of an episode stand for all of them where pictures are counted."""
+"""Which frames of an episode stand for all of them where images are counted."""
 
 from __future__ import annotations
 

@@ -37,12 +37,12 @@ from components.datasets.lerobot.layout import (
 from components.datasets.lerobot.sampling import sampled
 from components.datasets.lerobot.settings import LayoutSettings
 from components.datasets.lerobot.video import VideoWriter, codec_name
-from components.datasets.statistics import Array, Statistics, document
+from components.datasets.statistics import Array, FeatureStatistics, document
 
 MIB = 2**20
 
 
-class Place:
+class FilePosition:
     """The file that is appended to: the chunk and the number in it."""
 
     def __init__(self, chunks_size: int) -> None:
@@ -61,15 +61,15 @@ class Place:
 
 
 class DatasetWriter:
-    """Made by `create_dataset`. Pictures are PNG in the data files, or videos, by their feature's dtype."""
+    """Made by `create_dataset`. Images are PNG in the data files, or videos, by their feature's dtype."""
 
     def __init__(
         self, root: Path, fps: float, robot_type: str | None, features: Mapping[str, Feature], layout: LayoutSettings
     ) -> None:
         for name, feature in features.items():
-            if name in OWN_FEATURES or not (feature.is_number or feature.is_picture or feature.dtype == "string"):
+            if name in OWN_FEATURES or not (feature.is_number or feature.is_visual or feature.dtype == "string"):
                 raise ConfigurationError(f"feature {name!r} of type {feature.dtype!r} cannot be written")
-            if feature.is_picture and (len(feature.shape) != 3 or feature.shape[2] != 3):
+            if feature.is_visual and (len(feature.shape) != 3 or feature.shape[2] != 3):
                 raise ConfigurationError(f"{name!r} has the shape {feature.shape}, not (height, width, 3)")
             if feature.dtype == VIDEO and layout.video is None:
                 raise ConfigurationError(f"feature {name!r} is a video and layout.video is not set")
@@ -81,18 +81,20 @@ class DatasetWriter:
         self._tasks: dict[str, int] = {}
         self._episodes: list[dict[str, Any]] = []
         self._frames = 0
-        self._data = Place(layout.chunks_size)
+        self._data = FilePosition(layout.chunks_size)
         self._parquet: pq.ParquetWriter | None = None
         self._videos: dict[str, VideoWriter] = {}
-        self._video_places = {k: Place(layout.chunks_size) for k, each in features.items() if each.dtype == VIDEO}
-        self._numbers: dict[str, list[quantiles.Values]] = {}
-        self._pictures: dict[str, list[Histogram]] = {}
+        self._video_places = {
+            k: FilePosition(layout.chunks_size) for k, each in features.items() if each.dtype == VIDEO
+        }
+        self._numbers: dict[str, list[quantiles.FeatureValues]] = {}
+        self._images: dict[str, list[Histogram]] = {}
 
     def add_episode(self, frames: Mapping[str, Any], task: str) -> None:
         """Append an episode.
 
         Args:
-            frames: For each feature its frames: arrays (frames, *shape), pictures as uint8 (height, width, 3).
+            frames: For each feature its frames: arrays (frames, *shape), images as uint8 (height, width, 3).
             task: What was to be done.
 
         Raises:
@@ -131,12 +133,12 @@ class DatasetWriter:
         if not self._episodes:
             raise DataError("a dataset needs at least one episode", where=str(self._root))
         self.close()
-        whole: dict[str, Statistics] = {}
+        whole: dict[str, FeatureStatistics] = {}
         for name, feature in self.features.items():
             if feature.is_number:
                 whole[name] = quantiles.merge(self._numbers[name]).statistics().reshape(feature.shape)
-            elif feature.is_picture:
-                whole[name] = histograms.merge(self._pictures[name]).statistics()
+            elif feature.is_visual:
+                whole[name] = histograms.merge(self._images[name]).statistics()
         path = self._root / place(EPISODES, chunk_index=0, file_index=0)
         path.parent.mkdir(parents=True)
         pq.write_table(pa.Table.from_pylist(self._episodes), path, compression="snappy")
@@ -196,10 +198,10 @@ class DatasetWriter:
         arrays, lengths = {}, set()
         for name, values in frames.items():
             feature = self.features[name]
-            dtype = {"string": object}.get(feature.dtype, np.uint8 if feature.is_picture else feature.dtype)
+            dtype = {"string": object}.get(feature.dtype, np.uint8 if feature.is_visual else feature.dtype)
             array = np.asarray(values)
-            if feature.is_picture and array.dtype != np.uint8:
-                raise DataError(f"pictures {name!r} are {array.dtype}, not uint8", where=f"episode {index}")
+            if feature.is_visual and array.dtype != np.uint8:
+                raise DataError(f"images {name!r} are {array.dtype}, not uint8", where=f"episode {index}")
             shape = array.shape[1:] or (1,)
             if shape != feature.shape or not len(array):
                 where = f"episode {index}"
@@ -220,7 +222,7 @@ class DatasetWriter:
             "task_index": np.full(length, task),
         }
 
-    def _measure(self, arrays: Mapping[str, Array], index: int, length: int) -> dict[str, Statistics]:
+    def _measure(self, arrays: Mapping[str, Array], index: int, length: int) -> dict[str, FeatureStatistics]:
         """Of the episode; what all episodes merge from is kept."""
         found = {}
         for name, feature in self.features.items():
@@ -228,12 +230,12 @@ class DatasetWriter:
                 (each,), values = quantiles.measure(arrays[name].reshape(length, -1), [length], name, index)
                 found[name] = each.reshape(feature.shape)
                 self._numbers.setdefault(name, []).append(values)
-            elif feature.is_picture:
+            elif feature.is_visual:
                 histogram = Histogram.empty()
                 for frame in sampled(length):
                     histogram = histogram.add(Image.fromarray(arrays[name][frame]))
                 found[name] = histogram.statistics()
-                self._pictures.setdefault(name, []).append(histogram)
+                self._images.setdefault(name, []).append(histogram)
         return found
 
     def _append(self, arrays: Mapping[str, Array]) -> None:

@@ -11,7 +11,7 @@ def loadable_part(library: bytes) -> bytes:
     """The beginning of a 64-bit little-endian ELF file up to the end of its last segment.
 
     The loader needs program headers and segments; sections, debug information above all, come after them. Anything
-    that is no such file is returned as it is.
+    that is not such a file is returned as it is.
     """
     if library[:6] != b"\x7fELF\x02\x01":
         return library

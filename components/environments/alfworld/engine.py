@@ -62,7 +62,7 @@ end_goal
 
 
 @dataclass
-class Prepared:
+class CompiledProblem:
     """What all episodes of a problem share. Actions and commands are filled in as they are first met."""
 
     task: Any
@@ -74,10 +74,10 @@ class Prepared:
 
 
 @lru_cache(KEPT_PROBLEMS)
-def prepared(problem: str) -> Prepared:
+def prepared(problem: str) -> CompiledProblem:
     arguments = sys.argv
     try:
-        return Prepared(*_translate(packaged.domain(), problem))
+        return CompiledProblem(*_translate(packaged.domain(), problem))
     finally:
         sys.argv = arguments  # the translator puts its own there
 
@@ -131,7 +131,7 @@ def game_logic(goal: str) -> Any:
     return made
 
 
-class State(logic.PddlState):
+class EpisodeState(logic.PddlState):
     """Facts of one episode, whose actions are made once for all episodes of the problem."""
 
     def __init__(self, library: Any, problem: str, game: Any) -> None:
@@ -176,7 +176,7 @@ class GameEngine(PddlEnv):
         return self.reset()
 
     def reset(self) -> GameState:
-        self._pddl_state = State(self.downward_lib, self._game_data["pddl_problem"], self._logic)
+        self._pddl_state = EpisodeState(self.downward_lib, self._game_data["pddl_problem"], self._logic)
         shared = self._pddl_state.prepared
         if not shared.entities:
             shared.entities = self._get_entity_infos()
@@ -192,7 +192,7 @@ class GameEngine(PddlEnv):
         return self.state
 
     def _gather_infos(self) -> None:
-        """What the original gathers and the game uses: neither copies of all facts nor a command derived anew."""
+        """What the original gathers and the game uses: neither copies of all facts nor a command derived twice."""
         state, commands = self.state, self._pddl_state.prepared.commands
         state["won"] = self._pddl_state.check_goal()
         state["lost"] = False

@@ -62,7 +62,7 @@ def read_games(settings: FolderGames, source: Source, *, count: int, seed: int) 
     paths = [path for path in _game_files(root, source) if _wanted(path, settings)]
     if len(paths) < count:
         raise ConfigurationError(
-            f"{count} games are asked for and {source} has {len(paths)} that can be played",
+            f"{count} games are requested and {source} has {len(paths)} that can be played",
             where=str(root / source),
             remedy="ask for fewer tasks, or for more kinds",
         )
@@ -107,7 +107,7 @@ def read_game(path: Path, root: Path, source: Source, replaced: frozenset[str]) 
     except (KeyError, TypeError) as error:
         raise DataError(f"not a game of ALFWorld: {error!r}", where=str(path)) from error
     if type(scene) is not int or kind not in KINDS or not isinstance(grammar, str):
-        raise DataError("not a game of ALFWorld: its scene, task type or grammar is none", where=str(path))
+        raise DataError("not a game of ALFWorld: its scene, task type or grammar is unknown", where=str(path))
     return Game(
         name=path.parent.relative_to(root / source).as_posix(),
         kind=kind,
@@ -139,7 +139,7 @@ def _goal(grammar: str, replaced: frozenset[str], path: Path) -> str:
 
 def _plan(plan: Any, path: Path) -> tuple[str, ...]:
     if not isinstance(plan, list) or len(plan) > LONGEST_PLAN:
-        raise DataError(f"the walkthrough is no list of at most {LONGEST_PLAN} commands", where=str(path))
+        raise DataError(f"the walkthrough is not a list of at most {LONGEST_PLAN} commands", where=str(path))
     for command in plan:
         if not isinstance(command, str) or len(command) > LONGEST_COMMAND or _COMMAND.fullmatch(command) is None:
             raise DataError(f"the walkthrough holds {str(command)[:60]!r}, no command", where=str(path))

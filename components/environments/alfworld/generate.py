@@ -9,7 +9,7 @@ from typing import Any
 from components.contracts.errors import ConfigurationError
 from components.environments.alfworld import packaged
 from components.environments.alfworld.games import Game, GeneratedGames, Kind, Source
-from components.environments.alfworld.plans import TREATMENTS, Errand, plan
+from components.environments.alfworld.plans import TREATMENTS, GoalSpec, plan
 from components.environments.alfworld.problems import write_problem
 from components.environments.alfworld.scenes import LAMP, Scene, class_of, furnish, may_hold, position_of
 
@@ -63,7 +63,7 @@ def _generate(settings: GeneratedGames, source: Source, seed: int, index: int) -
     )
 
 
-def _errand(kind: Kind, scene: Scene, random: Random) -> Errand | None:
+def _errand(kind: Kind, scene: Scene, random: Random) -> GoalSpec | None:
     """One that is possible in `scene` and not done yet, each object type and place for it as likely as the other."""
     constants = packaged.constants()
     by_type: dict[str, list[str]] = {}
@@ -73,7 +73,7 @@ def _errand(kind: Kind, scene: Scene, random: Random) -> Errand | None:
     if kind == "look_at_obj_in_light":
         if not lamps or not by_type:
             return None
-        return Errand(kind, (random.choice(by_type[random.choice(sorted(by_type))]),), None, lamps[0])
+        return GoalSpec(kind, (random.choice(by_type[random.choice(sorted(by_type))]),), None, lamps[0])
     wanted, property_, appliance = TREATMENTS.get(kind, (None, None, None))
     treated_in = scene.of_class(appliance) if appliance else [None]
     copies = 2 if kind == "pick_two_obj_and_place" else 1
@@ -91,10 +91,10 @@ def _errand(kind: Kind, scene: Scene, random: Random) -> Errand | None:
         return None
     target, receptacle = random.choice(sorted(options))
     targets = tuple(random.sample(by_type[target], copies))
-    return Errand(kind, targets, random.choice(scene.of_class(receptacle)), random.choice(treated_in))
+    return GoalSpec(kind, targets, random.choice(scene.of_class(receptacle)), random.choice(treated_in))
 
 
-def _game(errand: Errand, scene: Scene, source: Source, random: Random, trial: str) -> Game:
+def _game(errand: GoalSpec, scene: Scene, source: Source, random: Random, trial: str) -> Game:
     target = class_of(errand.targets[0])
     toggled = LAMP if errand.destination is None else ""
     receptacle = class_of(errand.destination) if errand.destination else ""
@@ -117,7 +117,7 @@ def _game(errand: Errand, scene: Scene, source: Source, random: Random, trial: s
 
 
 def _trajectory(
-    errand: Errand, scene: Scene, goal: str, trial: str, named: tuple[str, str, str], random: Random
+    errand: GoalSpec, scene: Scene, goal: str, trial: str, named: tuple[str, str, str], random: Random
 ) -> dict[str, Any]:
     target, receptacle, toggled = named
     x, z, quarters, horizon = scene.start

@@ -28,7 +28,7 @@ class EngineError(ArmatureError):
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class EngineReply:
     """What the engine says after a command."""
 
     feedback: str
@@ -203,11 +203,11 @@ class HostedGame:
         self._problem, self._goal = problem, goal
         self._worker: EngineProcess | None = None
 
-    async def reset(self) -> Shown:
+    async def reset(self) -> EngineReply:
         self._worker = self._host.worker(self._home)
         return _shown(await self._worker.ask("reset", game=self._number, problem=self._problem, goal=self._goal))
 
-    async def step(self, command: str) -> Shown:
+    async def step(self, command: str) -> EngineReply:
         assert self._worker is not None, "reset comes before step"
         return _shown(await self._worker.ask("step", game=self._number, command=command))
 
@@ -218,8 +218,8 @@ class HostedGame:
                 await worker.ask("close", game=self._number)
 
 
-def _shown(answer: Answer) -> Shown:
-    return Shown(answer["feedback"], tuple(answer["commands"]), answer["won"])
+def _shown(answer: Answer) -> EngineReply:
+    return EngineReply(answer["feedback"], tuple(answer["commands"]), answer["won"])
 
 
 def _stop_all(workers: list[EngineProcess | None]) -> None:

@@ -17,7 +17,7 @@ TREATMENTS = {
 
 
 @dataclass(frozen=True)
-class Errand:
+class GoalSpec:
     """What is to be done with which things, all named as in AI2-THOR. `appliance` treats or, a lamp, shines."""
 
     kind: str
@@ -33,7 +33,7 @@ class Errand:
         return hosts | ({self.destination} if self.destination else set())
 
 
-def plan(errand: Errand, scene: Scene, problem: str) -> tuple[str, ...]:
+def plan(errand: GoalSpec, scene: Scene, problem: str) -> tuple[str, ...]:
     """The commands, in the words of the text game of `problem`."""
     walk = _Walk({name.lower(): said for name, said in names_of(problem).items()})
     for target in errand.targets:

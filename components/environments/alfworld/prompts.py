@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeInt, model_validator
 
@@ -33,10 +33,12 @@ _FOREIGN = re.compile(r"[^a-z0-9 /]")
 
 
 class PromptSettings(Settings):
-    """Templates of a turn's text. Each turn is asked anew, with as much of the past as `history_length` allows.
+    """Templates of a turn's text. Each turn is asked again, with as much of the past as `history_length` allows.
 
     The list of admissible actions is shown where a template says {actions}.
     """
+
+    FORMER: ClassVar[Mapping[str, str]] = {"dead_ends": "write invalid_actions"}
 
     first: str = Field(
         """\
@@ -75,7 +77,7 @@ First think about the next step, inside <think> </think>. Then give exactly one 
     action: str = Field("'{action}'", min_length=1, description="How one of {actions} is written: {action}.")
     action_separator: str = Field("\n ", description="What stands between two of {actions}.")
     history_length: NonNegativeInt = Field(2, description="Past steps that a prompt recalls.")
-    dead_ends: Literal["shown", "left_out"] = Field(
+    invalid_actions: Literal["shown", "left_out"] = Field(
         "shown",
         description="What an action that was not possible leaves behind: shown (a step, and that nothing happened) or "
         "left_out (nothing: the same is asked again).",
@@ -96,7 +98,7 @@ First think about the next step, inside <think> </think>. Then give exactly one 
         for name in ("action", "answer"):
             if "{action}" not in getattr(self, name):
                 raise ValueError(f"{name} does not hold {{action}}")
-        if project(self.demonstration("look"), self.thinking) != Projection("look", None):
+        if parse_action(self.demonstration("look"), self.thinking) != ParsedAction("look", None):
             raise ValueError("answer is not read as its action: mark it with <action> (and <think> if thinking)")
         return self
 
@@ -111,14 +113,14 @@ def fill(template: str, **values: object) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Projection:
+class ParsedAction:
     """The action that an answer stands for, in a command's alphabet; `defect` is "format" if it was not marked."""
 
     action: str
     defect: str | None
 
 
-def project(answer: str, thinking: bool) -> Projection:
+def parse_action(answer: str, thinking: bool) -> ParsedAction:
     """Read the action between the first <action> and the </action> after it, in any case.
 
     As in verl-agent, an answer that breaks a rule still acts: with what is marked or else with its last 30
@@ -139,7 +141,7 @@ def project(answer: str, thinking: bool) -> Projection:
         or (thinking and not ("<think>" in looked_at and "</think>" in looked_at))
         or _CHINESE.search(looked_at) is not None
     )
-    return Projection(action[:ACTION_LIMIT], "format" if wrong else None)
+    return ParsedAction(action[:ACTION_LIMIT], "format" if wrong else None)
 
 
 def task_of(introduction: str) -> str:
@@ -155,7 +157,7 @@ def task_of(introduction: str) -> str:
 
 
 @dataclass
-class Dialogue:
+class EpisodePrompts:
     """The text of each turn of one episode."""
 
     settings: PromptSettings
@@ -167,7 +169,7 @@ class Dialogue:
 
     def acted(self, action: str, observation: str) -> None:
         """`action` was taken, and the game then said `observation`."""
-        if observation == NOTHING and self.settings.dead_ends == "left_out":
+        if observation == NOTHING and self.settings.invalid_actions == "left_out":
             return
         self._past.append((self.observation, action))
         self.observation = observation

@@ -20,7 +20,7 @@ LEFT_OUT = frozenset({"TeddyBear"})
 """Objects that alfworld's own experts fail on: its table of singular names lacks a comma there."""
 
 _SPREAD = 0.1
-"""Metres around a receptacle's position within which its objects lie, along x and z."""
+"""Meters around a receptacle's position within which its objects lie, along x and z."""
 
 Place = tuple[int, int, int, int]
 """Where one stands: x and z in steps of 0.25 m, quarter turns, degrees that one looks down."""
@@ -38,7 +38,7 @@ def position_of(identity: str) -> tuple[float, float, float]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class SceneLayout:
     """What does not change in a scene. `receptacles` are named as in AI2-THOR, with where one stands before them."""
 
     receptacles: dict[str, Place]
@@ -72,7 +72,7 @@ class Scene:
 
 
 @cache
-def layout(number: int) -> Layout:
+def layout(number: int) -> SceneLayout:
     """The layout of FloorPlan`number` that comes with alfworld."""
     constants, folder = packaged.constants(), packaged.folder() / "gen/layouts"
     points = json.loads((folder / f"FloorPlan{number}-openable.json").read_text())
@@ -84,7 +84,7 @@ def layout(number: int) -> Layout:
     kinds = json.loads((folder / f"FloorPlan{number}-objects.json").read_text())
     reachable = np.load(folder / f"FloorPlan{number}-layout.npy", allow_pickle=False)
     free = {(round(x / 0.25), round(z / 0.25), 0, 30) for x, z in reachable.tolist()} - set(receptacles.values())
-    return Layout(receptacles, tuple(sorted(kinds)), tuple(sorted(free)))
+    return SceneLayout(receptacles, tuple(sorted(kinds)), tuple(sorted(free)))
 
 
 def furnish(number: int, settings: GeneratedGames, random: Random) -> Scene:
@@ -112,7 +112,7 @@ def may_hold(receptacle: str, kind: str) -> bool:
     return kind in packaged.constants().VAL_RECEPTACLE_OBJECTS.get(receptacle, ())
 
 
-def _placed(kind: str, host: str, room: Layout, taken: dict[str, str], random: Random) -> str | None:
+def _placed(kind: str, host: str, room: SceneLayout, taken: dict[str, str], random: Random) -> str | None:
     x, y, z = position_of(host)
     for _ in range(20):
         near = (x + random.uniform(-_SPREAD, _SPREAD), y + 0.05, z + random.uniform(-_SPREAD, _SPREAD))

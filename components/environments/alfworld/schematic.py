@@ -1,7 +1,7 @@
-"""A small picture of what the text has said: coloured cells for the goal, the place, what is held and what is seen.
+"""A small image of what the text has said: colored cells for the goal, the place, what is held and what is seen.
 
-Nothing is drawn that the game has not said. A cell is the colour pair of a kind of thing, so that a model with small
-pictures can tell what is meant by looking alone.
+Nothing is drawn that the game has not said. A cell is the color pair of a kind of thing, so that a model with small
+images can tell what is meant by looking alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from components.contracts.settings import Settings
 from components.environments.alfworld import packaged
 
 GRID = 4
-COLOURS = (
+COLORS = (
     (230, 25, 75), (60, 180, 75), (255, 225, 25), (0, 130, 200), (245, 130, 48), (145, 30, 180), (70, 240, 240),
     (240, 50, 230), (210, 245, 60), (0, 128, 128), (170, 110, 40), (128, 0, 0), (0, 0, 128),
 )  # fmt: skip
@@ -33,21 +33,21 @@ _TAKEN = re.compile(r"^You pick up the ([a-z]+) \d+ from")
 _PUT = re.compile(r"^You move the [a-z]+ \d+ to")
 
 
-class NoPicture(Settings):
+class NoImage(Settings):
     """Text alone."""
 
-    form: Literal["none"] = Field(description="none: turns hold no picture.")
+    form: Literal["none"] = Field(description="none: turns hold no image.")
 
 
 class Schematic(Settings):
     """Four rows of four cells: the goal's things; the place and what is held; then eight things that are seen."""
 
-    form: Literal["schematic"] = Field(description="schematic: coloured cells for what the text has said.")
+    form: Literal["schematic"] = Field(description="schematic: colored cells for what the text has said.")
     image_size: int = Field(56, ge=16, le=1024, multiple_of=GRID, description="Width and height in pixels.")
 
 
 @dataclass
-class Seen:
+class KnownState:
     """What the game's texts have said about the present, read turn by turn."""
 
     goal: tuple[str, ...]
@@ -56,7 +56,7 @@ class Seen:
     around: tuple[str, ...] = ()
 
     @classmethod
-    def begin(cls, task: str) -> Seen:
+    def begin(cls, task: str) -> KnownState:
         return cls(tuple(word for word in re.findall(r"[a-z]+", task.lower()) if word in kinds())[:GRID])
 
     def read(self, feedback: str) -> None:
@@ -94,15 +94,15 @@ def kinds() -> dict[str, int]:
 
 @lru_cache(512)
 def draw(cells: tuple[str | None, ...], size: int) -> EncodedImage:
-    """The picture of `cells`, the same for the same arguments; an empty cell is black."""
-    picture, side = Image.new("RGB", (size, size)), size // GRID
-    pen = ImageDraw.Draw(picture)
+    """The image of `cells`, the same for the same arguments; an empty cell is black."""
+    image, side = Image.new("RGB", (size, size)), size // GRID
+    pen = ImageDraw.Draw(image)
     for index, kind in enumerate(cells):
         if kind is None:
             continue
         number = kinds().get(kind, len(kinds()))
         x, y = side * (index % GRID), side * (index // GRID)
-        upper, lower = COLOURS[number % len(COLOURS)], COLOURS[number // len(COLOURS) % len(COLOURS)]
+        upper, lower = COLORS[number % len(COLORS)], COLORS[number // len(COLORS) % len(COLORS)]
         pen.rectangle((x, y, x + side - 2, y + side // 2 - 1), upper)
         pen.rectangle((x, y + side // 2, x + side - 2, y + side - 2), lower)
-    return encode_png(picture)
+    return encode_png(image)

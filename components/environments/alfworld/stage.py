@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeInt
 
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.settings import Settings
-from components.contracts.stages import Artifact, Report, Stage, StageContext
+from components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from components.environments.alfworld.folders import games_digest, write_game
 from components.environments.alfworld.games import SOURCES, Game, GamesSettings, GeneratedGames, load_games
 from components.environments.alfworld.host import EngineHost
@@ -32,11 +32,11 @@ class GamesStageSettings(Settings):
 
 def write_games(
     settings: GamesStageSettings, inputs: Mapping[str, Artifact], folder: Path, context: StageContext
-) -> Report:
+) -> StageReport:
     """`train`, `valid_seen` and `valid_unseen`, and `digest.txt`, which a recipe gives for `source = "folder"`."""
     counts = {"train": settings.train, "valid_seen": settings.valid_seen, "valid_unseen": settings.valid_unseen}
     if not any(counts.values()):
-        raise ConfigurationError("no games are asked for", where="train, valid_seen, valid_unseen")
+        raise ConfigurationError("no games are requested", where="train, valid_seen, valid_unseen")
     processes = context.machine.playing_processes
     with closing(EngineHost(processes)) as host:
         for number, source in enumerate(SOURCES):
@@ -46,7 +46,7 @@ def write_games(
                 write_game(game, folder)
             context.events.progress("splits", number + 1, len(SOURCES))
     (folder / "digest.txt").write_text(games_digest(folder) + "\n")
-    return Report(rows=counts)
+    return StageReport(rows=counts)
 
 
 GAMES_STAGE = Stage("alfworld-games", 1, GamesStageSettings, (), write_games)

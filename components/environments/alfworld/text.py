@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from random import Random
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
@@ -13,15 +13,17 @@ from components.contracts.images import EncodedImage
 from components.contracts.settings import Settings
 from components.environments.alfworld import packaged
 from components.environments.alfworld.games import GamesSettings, GeneratedGames, Source, games_sources, load_games
-from components.environments.alfworld.host import HostedGame, Shown, shared_host
-from components.environments.alfworld.prompts import Dialogue, PromptSettings, project
-from components.environments.alfworld.schematic import NoPicture, Schematic, Seen, draw
+from components.environments.alfworld.host import EngineReply, HostedGame, shared_host
+from components.environments.alfworld.prompts import EpisodePrompts, PromptSettings, parse_action
+from components.environments.alfworld.schematic import KnownState, NoImage, Schematic, draw
 from components.environments.alfworld.searching import with_detours
 from components.environments.alfworld.untrusted import check_goal, check_problem
 
 
 class AlfworldTextSettings(Settings):
-    """The games, the words around them, the picture, and what winning is worth."""
+    """The games, the words around them, the image, and what winning is worth."""
+
+    FORMER: ClassVar[Mapping[str, str]] = {"picture": "write image", "max_dead_ends": "write max_invalid_actions"}
 
     games: GamesSettings = Field(GeneratedGames(source="generated"), description="Where games come from.")
     heldout_source: Literal["valid_seen", "valid_unseen"] = Field(
@@ -32,13 +34,13 @@ class AlfworldTextSettings(Settings):
     prompt: PromptSettings = Field(
         PromptSettings(), description="What the policy is asked, and how its answer is read."
     )
-    picture: Annotated[NoPicture | Schematic, Field(discriminator="form")] = Field(
-        NoPicture(form="none"), description="What is shown before the text."
+    image: Annotated[NoImage | Schematic, Field(discriminator="form")] = Field(
+        NoImage(form="none"), description="What is shown before the text."
     )
     max_turns: PositiveInt = Field(50, description="Most turns of an episode.")
-    max_dead_ends: NonNegativeInt = Field(
+    max_invalid_actions: NonNegativeInt = Field(
         0,
-        description="The episode is lost at this many answers that were no admissible action; 0: never, as usual. "
+        description="The episode is lost at this many answers that were not admissible actions; 0: never, as usual. "
         "A policy that is stuck fills its other turns with one action again and again: noise to learn from.",
     )
     won_weight: float = Field(10.0, description="Reward for reaching the goal, given in the turn that reaches it.")
@@ -54,7 +56,7 @@ class AlfworldText:
 
     Other environments of this kind that are open at the same time share them as well.
 
-    The anchor of step-level groups is the engine's text alone: neither the history nor the picture is in it.
+    The anchor of step-level groups is the engine's text alone: neither the history nor the image is in it.
     """
 
     name = "alfworld/text"
@@ -109,22 +111,24 @@ class TextEpisode:
 
     async def reset(self) -> Observation:
         self._shown = await self._game.reset()
-        self._turns = self._dead_ends = 0
-        self._dialogue = Dialogue(self._settings.prompt, self._shown.feedback)
-        self._seen = Seen.begin(self._dialogue.task)
+        self._turns = self._invalid_actions = 0
+        self._dialogue = EpisodePrompts(self._settings.prompt, self._shown.feedback)
+        self._seen = KnownState.begin(self._dialogue.task)
         return self._observation(self._shown)
 
     async def step(self, action: str) -> Outcome:
-        """An answer that is no admissible command acts as well: the engine then says that nothing happens."""
-        read = project(action, self._settings.prompt.thinking)
+        """An answer that is not an admissible command acts as well: the engine then says that nothing happens."""
+        read = parse_action(action, self._settings.prompt.thinking)
         defect: ActionDefect | None = "format" if read.defect else None
         if defect is None and read.action not in self._shown.commands:
             defect = "inadmissible"
         self._shown = await self._game.step(read.action)
         self._dialogue.acted(read.action, self._shown.feedback)
         self._turns += 1
-        self._dead_ends += defect is not None
-        lost = self._turns == self._settings.max_turns or 0 < self._settings.max_dead_ends == self._dead_ends
+        self._invalid_actions += defect is not None
+        lost = (
+            self._turns == self._settings.max_turns or 0 < self._settings.max_invalid_actions == self._invalid_actions
+        )
         if self._shown.won or lost:
             return Outcome(None, {"won": float(self._shown.won)}, defect)
         return Outcome(self._observation(self._shown), action_defect=defect)
@@ -132,11 +136,11 @@ class TextEpisode:
     async def close(self) -> None:
         await self._game.close()
 
-    def _observation(self, shown: Shown) -> Observation:
+    def _observation(self, shown: EngineReply) -> Observation:
         text = self._dialogue.text(shown.commands)
         self._seen.read(shown.feedback)
-        return Observation((*self._picture(), text), shown.commands, anchor_key=self._dialogue.observation)
+        return Observation((*self._image(), text), shown.commands, anchor_key=self._dialogue.observation)
 
-    def _picture(self) -> tuple[EncodedImage, ...]:
-        picture = self._settings.picture
-        return (draw(self._seen.cells(), picture.image_size),) if isinstance(picture, Schematic) else ()
+    def _image(self) -> tuple[EncodedImage, ...]:
+        image = self._settings.image
+        return (draw(self._seen.cells(), image.image_size),) if isinstance(image, Schematic) else ()

@@ -15,7 +15,7 @@ from components.environments.alfworld.prompts import PromptSettings
 from components.environments.alfworld.thor_actions import Release
 from components.environments.alfworld.thor_episode import ThorEpisode
 from components.environments.alfworld.thor_metadata import LONGEST_SIDE
-from components.environments.alfworld.thor_pool import Players
+from components.environments.alfworld.thor_pool import ThorPlayerPool
 from components.environments.alfworld.thor_rewards import PotentialReward, RewardSettings, weights
 from components.environments.threads import ThreadedEpisode
 from components.installation import install_command
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class AlfworldThorSettings(Settings):
-    """The games, the words around them, the picture, and what is rewarded."""
+    """The games, the words around them, the image, and what is rewarded."""
 
     games: GamesSettings = Field(description="Where games come from.")
     heldout_source: Source = Field("valid_seen", description="The games' split that the held-out tasks are taken from.")
@@ -65,7 +65,7 @@ class AlfworldThor:
         self.reward_weights = weights(settings.reward)
         self._counts = {"train": train_tasks, "heldout": heldout_tasks}
         self._seed = seed
-        self._players = Players(self._start, processes)
+        self._players = ThorPlayerPool(self._start, processes)
 
     @staticmethod
     def sources(settings: AlfworldThorSettings) -> dict[str, str]:

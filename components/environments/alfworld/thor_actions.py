@@ -23,7 +23,7 @@ _RENDERED |= {"renderClassImage", "renderObjectImage"}
 
 
 @dataclass(frozen=True)
-class Form:
+class ArgumentMapping:
     """One action's arguments: kept, under another name, left out because the release has no such thing, added."""
 
     kept: frozenset[str] = frozenset()
@@ -32,13 +32,13 @@ class Form:
     added: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _kept(*names: str) -> Form:
-    return Form(frozenset(names))
+def _kept(*names: str) -> ArgumentMapping:
+    return ArgumentMapping(frozenset(names))
 
 
 _OBJECT = _kept("objectId", "forceAction")
 _ALIKE = {
-    "GetScenesInBuild": Form(),
+    "GetScenesInBuild": ArgumentMapping(),
     "ChangeResolution": _kept("x", "y"),
     "ChangeQuality": _kept("quality"),
     "SetObjectToggles": _kept("objectToggles"),
@@ -50,14 +50,14 @@ _ALIKE = {
     "ToggleObjectOff": _OBJECT,
     "SliceObject": _OBJECT,
     "CleanObject": _OBJECT,
-    "Pass": Form(),
+    "Pass": ArgumentMapping(),
 }
 
-FORMS: dict[Release, dict[str, Form]] = {
+FORMS: dict[Release, dict[str, ArgumentMapping]] = {
     "2.1": _ALIKE
     | {
-        "Initialize": Form(_RENDERED | {"gridSize", "cameraY", "visibility_distance", "makeAgentsVisible"}),
-        "TeleportFull": Form(
+        "Initialize": ArgumentMapping(_RENDERED | {"gridSize", "cameraY", "visibility_distance", "makeAgentsVisible"}),
+        "TeleportFull": ArgumentMapping(
             _RENDERED | {"x", "y", "z", "rotation", "horizon", "rotateOnTeleport", "tempRenderChange"}
         ),
         "OpenObject": _kept("objectId", "forceAction", "moveMagnitude"),
@@ -65,19 +65,19 @@ FORMS: dict[Release, dict[str, Form]] = {
     },
     "5.0": _ALIKE
     | {
-        "Initialize": Form(
+        "Initialize": ArgumentMapping(
             frozenset({"gridSize", "makeAgentsVisible"}),
             {"visibility_distance": "visibilityDistance", "renderObjectImage": "renderInstanceSegmentation"},
             # The depth and the classes of each pixel are sent along with every frame, and nobody looks at them.
             frozenset({"cameraY", "renderImage", "renderDepthImage", "renderClassImage"}),
         ),
-        "TeleportFull": Form(
+        "TeleportFull": ArgumentMapping(
             frozenset({"x", "y", "z", "rotation", "horizon"}),
             left_out=_RENDERED | {"rotateOnTeleport", "tempRenderChange"},
             added={"standing": True},
         ),
-        "OpenObject": Form(frozenset({"objectId", "forceAction"}), left_out=frozenset({"moveMagnitude"})),
-        "PutObject": Form(
+        "OpenObject": ArgumentMapping(frozenset({"objectId", "forceAction"}), left_out=frozenset({"moveMagnitude"})),
+        "PutObject": ArgumentMapping(
             frozenset({"forceAction", "placeStationary"}),
             {"receptacleObjectId": "objectId"},
             frozenset({"objectId"}),

@@ -160,16 +160,16 @@ class ThorAgent(OracleAgent):
         )
 
     def get_instance_seg(self) -> tuple[Counter[tuple[int, ...]], Mapping[tuple[int, ...], str]]:
-        """Pixels of each colour of the segmentation, and whose colour it is."""
+        """Pixels of each color of the segmentation, and whose color it is."""
         packed = self.env.segmentation().astype(np.uint32) @ np.array([65536, 256, 1], np.uint32)
-        colours, counts = np.unique(packed, return_counts=True)
-        unpacked = (((colour >> 16) & 255, (colour >> 8) & 255, colour & 255) for colour in colours.tolist())
+        colors, counts = np.unique(packed, return_counts=True)
+        unpacked = (((color >> 16) & 255, (color >> 8) & 255, color & 255) for color in colors.tolist())
         return Counter(dict(zip(unpacked, counts.tolist(), strict=True))), self.env.last_event.color_to_object_id
 
     def _seen(self) -> list[tuple[str, int]]:
         """The ids in sight with their pixels, the largest first."""
         counts, ids = self.get_instance_seg()
-        seen = [(ids[colour], pixels) for colour, pixels in counts.items() if colour in ids]
+        seen = [(ids[color], pixels) for color, pixels in counts.items() if color in ids]
         return sorted(seen, key=lambda thing: (-thing[1], thing[0]))
 
     def _name(self, object_id: str, known: Mapping[str, Mapping[str, Any]]) -> str:

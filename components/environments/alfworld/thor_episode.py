@@ -10,10 +10,10 @@ from PIL import Image
 from components.artifacts.images import encode_png
 from components.contracts.episodes import ActionDefect, Observation, Outcome, Task
 from components.contracts.images import EncodedImage
-from components.environments.alfworld.prompts import Dialogue, PromptSettings, project
+from components.environments.alfworld.prompts import EpisodePrompts, PromptSettings, parse_action
 from components.environments.alfworld.thor_names import names_of
-from components.environments.alfworld.thor_pool import Players
-from components.environments.alfworld.thor_rewards import Earned, PotentialReward, TerminalReward
+from components.environments.alfworld.thor_pool import ThorPlayerPool
+from components.environments.alfworld.thor_rewards import PotentialReward, RewardTracker, TerminalReward
 from components.environments.alfworld.thor_trajectory import thor_game
 
 if TYPE_CHECKING:
@@ -31,22 +31,22 @@ class ThorEpisode:
     """
 
     def __init__(
-        self, task: Task, prompt: PromptSettings, reward: TerminalReward | PotentialReward, players: Players
+        self, task: Task, prompt: PromptSettings, reward: TerminalReward | PotentialReward, players: ThorPlayerPool
     ) -> None:
         self._game = thor_game(task)
         self._prompt, self._reward, self._players = prompt, reward, players
         self._player: ThorPlayer | None = None
         self._usable = False
         self._agent: ThorAgent
-        self._dialogue: Dialogue
-        self._earned: Earned
+        self._dialogue: EpisodePrompts
+        self._earned: RewardTracker
 
     def reset(self) -> Observation:
         self._player = player = self._players.take()
         game = self._game
         self._agent = player.begin(game.trajectory.model_dump(), game.goal, names_of(game.problem))
-        self._dialogue = Dialogue(self._prompt, self._agent.feedback)
-        self._earned = Earned(self._reward, player.goal_share())
+        self._dialogue = EpisodePrompts(self._prompt, self._agent.feedback)
+        self._earned = RewardTracker(self._reward, player.goal_share())
         observation = self._observation(player)
         self._usable = True
         return observation
@@ -54,7 +54,7 @@ class ThorEpisode:
     def step(self, answer: str) -> Outcome:
         player = self._player
         assert player is not None, "an episode is reset before it is stepped"
-        projection = project(answer, self._prompt.thinking)
+        projection = parse_action(answer, self._prompt.thinking)
         self._usable = False
         _, admissible = self._agent.act(projection.action)
         self._dialogue.acted(projection.action, self._agent.feedback)

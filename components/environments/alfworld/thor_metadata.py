@@ -12,19 +12,19 @@ LONGEST_SIDE = 4096
 Channel = Annotated[int, Field(ge=0, le=255)]
 
 
-class _Part(BaseModel):
+class _MetadataPart(BaseModel):
     """Checked strictly where it is read; what else a player sends is its own business."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
-class Point(_Part):
+class Point(_MetadataPart):
     x: FiniteFloat
     y: FiniteFloat
     z: FiniteFloat
 
 
-class SimObject(_Part):
+class SimObject(_MetadataPart):
     objectId: str
     objectType: str
     visible: bool
@@ -39,22 +39,22 @@ class SimObject(_Part):
     receptacleObjectIds: list[str] | None
 
 
-class Held(_Part):
+class HeldObject(_MetadataPart):
     objectId: str
     objectType: str
 
 
-class Pose(_Part):
+class Pose(_MetadataPart):
     position: Point
     cameraHorizon: FiniteFloat
 
 
-class Colour(_Part):
+class ObjectColor(_MetadataPart):
     name: str
     color: Annotated[list[Channel], Field(min_length=3, max_length=3)]
 
 
-class AgentMetadata(_Part):
+class AgentMetadata(_MetadataPart):
     screenWidth: int = Field(gt=0, le=LONGEST_SIDE)
     screenHeight: int = Field(gt=0, le=LONGEST_SIDE)
     sceneName: str
@@ -65,12 +65,12 @@ class AgentMetadata(_Part):
     actionReturn: Any
     thirdPartyCameras: list[Any] | None
     objects: list[SimObject]
-    inventoryObjects: list[Held]
-    colors: list[Colour] | None
+    inventoryObjects: list[HeldObject]
+    colors: list[ObjectColor] | None
     agent: Pose
 
 
-class PlayerMetadata(_Part):
+class PlayerMetadata(_MetadataPart):
     """One answer; we only ever ask for one agent."""
 
     sequenceId: int

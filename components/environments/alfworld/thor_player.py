@@ -45,7 +45,7 @@ def place(
     DISPLAY that is drawn on it, else off-screen with Vulkan.
 
     Raises:
-        ConfigurationError: nothing can be drawn on, or the release is one that ai2thor cannot fetch.
+        ConfigurationError: there is nothing to render on, or the release is one that ai2thor cannot fetch.
     """
     display, program = environment.get("DISPLAY"), environment.get(PLAYER_VARIABLE)
     served = {"server_class": WsgiServer} if release == "2.1" else {}
@@ -100,7 +100,7 @@ class ThorPlayer(ThorEnv, _Translated):
     `failure` is what made the player unusable: alfworld's agents catch everything, so it has to be looked at.
 
     Raises:
-        ConfigurationError: the player cannot be had or started here.
+        ConfigurationError: the player is unavailable or cannot be started here.
         PlayerError: it was started, and did not do what a player does.
     """
 
@@ -194,7 +194,7 @@ class ThorPlayer(ThorEnv, _Translated):
         return self._image(self.last_event.frame, "frame")
 
     def segmentation(self) -> np.ndarray:
-        """The colour of whatever is seen in each pixel: (height, width, 3) uint8. Raises as `frame` does."""
+        """The color of whatever is seen in each pixel: (height, width, 3) uint8. Raises as `frame` does."""
         return self._image(self.last_event.instance_segmentation_frame, "segmentation")
 
     def _image(self, image: np.ndarray | None, what: str) -> np.ndarray:

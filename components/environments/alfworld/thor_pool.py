@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from components.environments.alfworld.thor_player import ThorPlayer
 
 
-class Players:
+class ThorPlayerPool:
     """At most `limit` of them; each is started when it is first needed, and kept until `close`."""
 
     def __init__(self, start: Callable[[], ThorPlayer], limit: int) -> None:

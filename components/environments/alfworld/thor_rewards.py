@@ -31,7 +31,7 @@ class PotentialReward(Settings):
 RewardSettings = Annotated[TerminalReward | PotentialReward, Field(discriminator="name")]
 
 
-class Earned:
+class RewardTracker:
     """The reward parts of one episode's turns. `share` is that of the start, in [0, 1]."""
 
     def __init__(self, settings: TerminalReward | PotentialReward, share: float) -> None:

@@ -11,25 +11,25 @@ from components.contracts.errors import DataError
 from components.environments.alfworld.games import Kind
 
 
-class _Part(BaseModel):
+class _AlfredPart(BaseModel):
     """Other keys of ALFRED's files are kept as they are."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
 
-class Vector(_Part):
+class Vector(_AlfredPart):
     x: FiniteFloat
     y: FiniteFloat
     z: FiniteFloat
 
 
-class ObjectPose(_Part):
+class ObjectPose(_AlfredPart):
     objectName: str
     position: Vector
     rotation: Vector
 
 
-class InitAction(_Part):
+class InitAction(_AlfredPart):
     action: Literal["TeleportFull"]
     x: FiniteFloat
     y: FiniteFloat
@@ -38,7 +38,7 @@ class InitAction(_Part):
     horizon: FiniteFloat
 
 
-class Scene(_Part):
+class AlfredScene(_AlfredPart):
     scene_num: Annotated[int, Field(ge=1, le=430)]
     object_poses: list[ObjectPose]
     object_toggles: list[dict[str, Any]]
@@ -46,7 +46,7 @@ class Scene(_Part):
     init_action: InitAction
 
 
-class Targets(_Part):
+class Targets(_AlfredPart):
     object_target: str
     parent_target: str
     toggle_target: str
@@ -54,18 +54,18 @@ class Targets(_Part):
     object_sliced: bool
 
 
-class Trajectory(_Part):
+class AlfredTrajectory(_AlfredPart):
     """The part of ALFRED's traj_data.json that sets up a scene and its goal."""
 
     task_type: Kind
     pddl_params: Targets
-    scene: Scene
+    scene: AlfredScene
 
 
-class ThorGame(_Part):
+class ThorGame(_AlfredPart):
     problem: str
     goal: Annotated[str, Field(min_length=1)]
-    trajectory: Trajectory
+    trajectory: AlfredTrajectory
 
 
 def thor_game(task: Task) -> ThorGame:

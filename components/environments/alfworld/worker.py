@@ -23,8 +23,8 @@ LONGEST_REQUEST = 16 * 2**20
 _PARENT_CHECK = 2.0  # seconds
 
 
-class Worker:
-    """The games under way by their number; engines whose game is over play the next one."""
+class GameWorker:
+    """The games in progress by their number; engines whose game is over play the next one."""
 
     def __init__(self) -> None:
         self._playing: dict[int, GameEngine] = {}
@@ -90,7 +90,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory(prefix="alfworld-") as scratch:
         engine.load_slim_library(Path(scratch))
-        worker = Worker()
+        worker = GameWorker()
         for request in _requests(int(sys.argv[1])):
             try:
                 answer = worker.answer(request)

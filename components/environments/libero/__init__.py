@@ -1,1 +1,1 @@
-"""The LIBERO simulator: tasks, initial states, cameras, and an expert."""
+"""The LIBERO simulator: tasks, initial states, cameras, and a scripted policy."""

@@ -1,4 +1,4 @@
-"""Pictures of a simulation, drawn when they are asked for and not at every step."""
+"""Images of a simulation, drawn when they are asked for and not at every step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Cameras:
     """Fixed cameras of one simulator, in a GL context of their own.
 
     Several may live in a process: each makes its context the current one before it uses or frees anything in it.
-    Pictures are those of robosuite's offscreen renderer, to the pixel, when reflections are on and the number of
+    Images are those of robosuite's offscreen renderer, to the pixel, when reflections are on and the number of
     samples is MuJoCo's.
     """
 
@@ -72,7 +72,7 @@ class Cameras:
         camera = mujoco.MjvCamera()
         camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
         view = mujoco.MjrRect(0, 0, self._side, self._side)
-        pictures = {}
+        images = {}
         for name, number in self._numbers.items():
             camera.fixedcamid = number
             mujoco.mjv_updateScene(
@@ -81,8 +81,8 @@ class Cameras:
             mujoco.mjr_render(view, self._scene, self._drawn)
             pixels = np.empty((self._side, self._side, 3), np.uint8)
             mujoco.mjr_readPixels(pixels, None, view, self._drawn)
-            pictures[name] = np.ascontiguousarray(pixels[::-1, ::-1])
-        return pictures
+            images[name] = np.ascontiguousarray(pixels[::-1, ::-1])
+        return images
 
     def close(self) -> None:
         self._free()
@@ -106,7 +106,7 @@ def gl_context(side: int) -> Any:
         return import_module(f"mujoco.{kind}").GLContext(side, side)
     except (ImportError, RuntimeError, AttributeError) as error:
         raise ConfigurationError(
-            f"nothing can be drawn: {error}",
+            f"rendering is unavailable: {error}",
             where=f"MUJOCO_GL={kind}",
             remedy="set it to egl, osmesa or glfw, and install that driver (libegl1 and libgl1-mesa-dri)",
         ) from error

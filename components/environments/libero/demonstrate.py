@@ -1,4 +1,4 @@
-"""Episodes of the scripted expert."""
+"""Episodes of the scripted policy."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from components.contracts.robots import RobotObservation
-from components.environments.libero.expert import Expert
-from components.environments.libero.outcome import Outcome
+from components.environments.libero.outcome import DemonstrationOutcome
 from components.environments.libero.plans import plan_for
+from components.environments.libero.scripted_policy import ScriptedPolicy
 
 if TYPE_CHECKING:
     from components.environments.libero.simulator import LiberoSimulator
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
 
 def demonstrate(
     simulator: LiberoSimulator, initial_state: int, seed: int, noise: float, limit: int, watch: bool = True
-) -> Iterator[tuple[RobotObservation, NDArray[np.float32]] | Outcome]:
-    """Each step's (what is seen, the expert's action), then how it ended: success if the goal holds at the end.
+) -> Iterator[tuple[RobotObservation, NDArray[np.float32]] | DemonstrationOutcome]:
+    """Each step's (observation, action), then how it ended: success if the goal holds at the end.
 
     Args:
         seed: Of the fixtures' places and of the noise.
         noise: Standard deviation of what is added to the three motions before they are carried out. The action that
-            is given back is the expert's own, so that who learns from it sees how one comes back to the way.
+            is given back is the scripted policy's own, so that who learns from it sees how one comes back to the way.
         limit: Most steps.
         watch: Without it, nothing is drawn and no step is given back.
 
     Raises:
-        ConfigurationError: the expert cannot do the task.
+        ConfigurationError: the scripted policy cannot do the task.
     """
     simulator.reset(initial_state, seed)
-    expert, rng = Expert(plan_for(simulator)), np.random.default_rng(seed)
+    controller, rng = ScriptedPolicy(plan_for(simulator)), np.random.default_rng(seed)
     success, steps = False, 0
-    while not expert.over and steps < limit:
-        action = expert.act(simulator.observed).astype(np.float32)
+    while not controller.over and steps < limit:
+        action = controller.act(simulator.observed).astype(np.float32)
         if watch:
             yield simulator.observe(), action
         disturbed = action.copy()
         disturbed[:3] += rng.normal(0.0, noise, 3).astype(np.float32)
         success, steps = simulator.step(disturbed), steps + 1
-    yield Outcome(success and expert.phase == "done", steps, expert.phase, expert.retries)
+    yield DemonstrationOutcome(success and controller.phase == "done", steps, controller.phase, controller.retries)

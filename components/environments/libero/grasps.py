@@ -1,4 +1,4 @@
-"""Where a two-finger gripper takes an object from above. Metres and radians, in the world's frame."""
+"""Where a two-finger gripper takes an object from above. Meters and radians, in the world's frame."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def body_grasp(points: Vector, origin: Vector, depth: float) -> Vector:
     return np.array([middle[0], middle[1], z]) - origin
 
 
-def upwards(metres: float) -> Vector:
-    return np.array([0.0, 0.0, metres])
+def upwards(meters: float) -> Vector:
+    return np.array([0.0, 0.0, meters])
 
 
 def half_turn(yaw: float) -> float:

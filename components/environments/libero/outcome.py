@@ -1,4 +1,4 @@
-"""How an episode of the scripted expert ended."""
+"""How an episode of the scripted policy ended."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """`phase` is the expert's last one, `retries` how often it took the object anew."""
+class DemonstrationOutcome:
+    """`phase` is the scripted policy's last one, `retries` how often it took the object again."""
 
     success: bool
     steps: int

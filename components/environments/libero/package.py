@@ -64,7 +64,7 @@ def assets_folder(compact: bool) -> Path:
         compact: Our own simple shapes instead of LIBERO's.
 
     Raises:
-        ConfigurationError: LIBERO's cannot be had.
+        ConfigurationError: LIBERO's are unavailable.
     """
     import libero.libero as libero
 

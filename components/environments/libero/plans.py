@@ -1,4 +1,4 @@
-"""What the scripted expert does in a task: which object, how it is taken, and where it goes."""
+"""What the scripted policy does in a task: which object, how it is taken, and where it goes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Vector = NDArray[np.float64]
 Observed = dict[str, Any]
 
-EXPERT_TASKS = {
+SCRIPTED_TASKS = {
     "libero_spatial": tuple(range(10)),
     "libero_object": tuple(range(10)),
     "libero_goal": (1, 2, 4, 6, 8),
@@ -30,8 +30,8 @@ _BOWL, _PLATE, _RIM_ANGLE, _RIM_RADIUS, _RIM_HEIGHT = "akita_black_bowl", "plate
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Lengths in metres; speeds as parts of the largest action.
+class PickPlacePlan:
+    """Lengths in meters; speeds as parts of the largest action.
 
     grasp: Where the fingertips go from the object's origin, and the gripper's yaw.
     target: Where the object's origin goes.
@@ -51,17 +51,17 @@ class Plan:
     lowering: float = 0.35
 
 
-def plan_for(simulator: LiberoSimulator) -> Plan:
+def plan_for(simulator: LiberoSimulator) -> PickPlacePlan:
     """For the episode that was reset last.
 
     Raises:
-        ConfigurationError: the task is no plain pick and place.
+        ConfigurationError: the task is not a plain pick and place.
     """
     task, goal = simulator.task, simulator.goal[0]
-    if task.index not in EXPERT_TASKS.get(task.suite, ()):
-        known = "; ".join(f"{suite}: {', '.join(map(str, tasks))}" for suite, tasks in EXPERT_TASKS.items())
+    if task.index not in SCRIPTED_TASKS.get(task.suite, ()):
+        known = "; ".join(f"{suite}: {', '.join(map(str, tasks))}" for suite, tasks in SCRIPTED_TASKS.items())
         raise ConfigurationError(
-            f"the scripted expert cannot do {task.language!r}",
+            f"the scripted policy cannot do {task.language!r}",
             where=f"{task.suite}, task {task.index}",
             remedy=f"choose among {known}",
         )
@@ -72,20 +72,22 @@ def plan_for(simulator: LiberoSimulator) -> Plan:
         return _bowl(simulator, item, place)
     if item.startswith("wine_bottle"):
         target = _constant(simulator.site(place) + upwards(0.006))
-        return Plan(item, _body(simulator, item, 0.050), target, hover=0.10, cruise=1.2, carry=1.42, reach=0.20)
-    return Plan(item, _body(simulator, item, 0.010), lambda seen: seen[f"{_BOWL}_1_pos"] + upwards(0.045))
+        return PickPlacePlan(
+            item, _body(simulator, item, 0.050), target, hover=0.10, cruise=1.2, carry=1.42, reach=0.20
+        )
+    return PickPlacePlan(item, _body(simulator, item, 0.010), lambda seen: seen[f"{_BOWL}_1_pos"] + upwards(0.045))
 
 
-def _bowl(simulator: LiberoSimulator, item: str, place: str) -> Plan:
+def _bowl(simulator: LiberoSimulator, item: str, place: str) -> PickPlacePlan:
     rim = rim_grasp(_RIM_ANGLE, _RIM_RADIUS, _RIM_HEIGHT)
     if place == _PLATE:
-        return Plan(item, lambda _: rim, lambda seen: seen[f"{_PLATE}_pos"] + upwards(0.006))
+        return PickPlacePlan(item, lambda _: rim, lambda seen: seen[f"{_PLATE}_pos"] + upwards(0.006))
     if "cook_region" in place:
-        return Plan(item, lambda _: rim, _constant(simulator.site(place) + upwards(0.024)))
-    return Plan(item, lambda _: rim, _constant(simulator.site(place) + upwards(0.004)), carry=1.26)
+        return PickPlacePlan(item, lambda _: rim, _constant(simulator.site(place) + upwards(0.024)))
+    return PickPlacePlan(item, lambda _: rim, _constant(simulator.site(place) + upwards(0.004)), carry=1.26)
 
 
-def _into_basket(simulator: LiberoSimulator, item: str) -> Plan:
+def _into_basket(simulator: LiberoSimulator, item: str) -> PickPlacePlan:
     points = collision_points(*simulator.body(item))
     height = float(np.ptp(points[:, 2]))
     above_base = float(simulator.observed[f"{item}_pos"][2] - points[:, 2].min())
@@ -95,7 +97,7 @@ def _into_basket(simulator: LiberoSimulator, item: str) -> Plan:
         return np.array([inside[0], inside[1], above_base + 0.03])
 
     grasp = _body(simulator, item, min(0.035, height - 0.008))
-    return Plan(item, grasp, target, hover=0.09, cruise=0.25, carry=0.27, drop=0.17, reach=0.16, lowering=0.6)
+    return PickPlacePlan(item, grasp, target, hover=0.09, cruise=0.25, carry=0.27, drop=0.17, reach=0.16, lowering=0.6)
 
 
 def _body(simulator: LiberoSimulator, item: str, depth: float) -> Callable[[Observed], tuple[Vector, float]]:

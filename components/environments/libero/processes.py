@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from components.contracts.errors import ArmatureError
 from components.contracts.robots import RobotObservation
-from components.environments.libero.outcome import Outcome
+from components.environments.libero.outcome import DemonstrationOutcome
 from components.environments.libero.settings import SimulatorSettings
 from components.environments.libero.tasks import LiberoTask
 
@@ -32,13 +32,13 @@ class SimulatorError(ArmatureError):
 
 
 @dataclass(frozen=True)
-class Carried:
+class ChunkResult:
     """What became of a chunk of actions.
 
     observation: After the last action that was carried out.
     success: The goal holds; later actions of the chunk were left out.
     steps: How many were carried out.
-    frames: The pictures before each of them, by camera, if they were asked for.
+    frames: The images before each of them, by camera, if they were asked for.
     """
 
     observation: RobotObservation
@@ -52,7 +52,7 @@ class Demonstration:
     """Steps of (what was seen, the action taken then), and how it ended."""
 
     steps: list[tuple[RobotObservation, NDArray[np.float32]]]
-    outcome: Outcome
+    outcome: DemonstrationOutcome
 
 
 class SimulatorProcess:
@@ -92,14 +92,14 @@ class SimulatorProcess:
         (observation,) = self._ask("reset", slot, task, initial_state, seed)
         return observation
 
-    def step(self, actions: NDArray[np.float32], slot: int = 0, film: bool = False) -> Carried:
-        """Carry out actions (n, 7) until one succeeds; `film` keeps all pictures.
+    def step(self, actions: NDArray[np.float32], slot: int = 0, film: bool = False) -> ChunkResult:
+        """Carry out actions (n, 7) until one succeeds; `film` keeps all images.
 
         Raises:
             SimulatorError: it failed, or the slot has had no reset since its process started.
         """
         *frames, (observation, success, steps) = self._ask("step", slot, actions, film)
-        return Carried(observation, success, steps, frames if film else [])
+        return ChunkResult(observation, success, steps, frames if film else [])
 
     def demonstrate(self, task: LiberoTask, initial_state: int, seed: int, noise: float, limit: int) -> Demonstration:
         """As `demonstrate.demonstrate`, in slot 0.
@@ -111,7 +111,7 @@ class SimulatorProcess:
         return Demonstration(steps, outcome)
 
     def close(self) -> None:
-        """End the child; the next request starts another. Waits for the request under way."""
+        """End the child; the next request starts another. Waits for the request in flight."""
         with self._lock:
             self._end()
 

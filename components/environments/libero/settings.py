@@ -19,7 +19,7 @@ class SimulatorSettings(Settings):
         min_length=1,
         description="Camera of the simulator to its name in a dataset, after observation.images: agentview = image.",
     )
-    resolution: PositiveInt = Field(256, description="Pixels of a side of the square pictures.")
+    resolution: PositiveInt = Field(256, description="Pixels of a side of the square images.")
     control_freq: PositiveInt = Field(20, description="Actions per second, which LIBERO's data have 20 of.")
     num_steps_wait: NonNegativeInt = Field(
         50,
@@ -32,8 +32,8 @@ class SimulatorSettings(Settings):
     offscreen_samples: NonNegativeInt = Field(4, description="Samples per pixel (anti-aliasing).")
     assets: Literal["compact"] | None = Field(
         None,
-        description="compact: shapes of one colour each instead of LIBERO's meshes and textures, for machines that "
-        "cannot fetch those. Motions are the same, pictures are not. For libero_spatial, libero_object, libero_goal.",
+        description="compact: shapes of one color each instead of LIBERO's meshes and textures, for machines that "
+        "cannot fetch those. Motions are the same, images are not. For libero_spatial, libero_object, libero_goal.",
     )
     trusted_initial_states: tuple[str, ...] = Field(
         (), description="SHA-256 of files of initial states that are loaded although the package never had them."

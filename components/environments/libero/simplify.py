@@ -21,8 +21,8 @@ _HUE_STEP = 0.618034
 _SEEN = {"group": "1", "contype": "0", "conaffinity": "0"}
 
 
-def simplify(root: ET.Element, colour: str) -> None:
-    """In place. What had a mesh is drawn as the collision geometry of its body, in this colour."""
+def simplify(root: ET.Element, color: str) -> None:
+    """In place. What had a mesh is drawn as the collision geometry of its body, in this color."""
     for asset in root.iter("asset"):
         for element in list(asset):
             filed = element.get("file") is not None and element.get("name") not in FROM_ROBOSUITE
@@ -31,7 +31,7 @@ def simplify(root: ET.Element, colour: str) -> None:
         left = {element.get("name") for element in asset.iter("texture")}
         for material in asset.iter("material"):
             if material.get("texture") not in left:
-                material.attrib = {"name": material.attrib["name"], "rgba": material.get("rgba", colour)}
+                material.attrib = {"name": material.attrib["name"], "rgba": material.get("rgba", color)}
     for body in list(root.iter("body")):
         _draw_collisions(body)
 
@@ -57,7 +57,7 @@ def _draw_collisions(body: ET.Element) -> None:
 
 
 def simplify_folder(assets: Path, folder: Path) -> None:
-    """Every XML of `assets`, at its place under `folder`; no two objects have the same colour."""
+    """Every XML of `assets`, at its place under `folder`; no two objects have the same color."""
     for number, path in enumerate(sorted(assets.rglob("*.xml"))):
         red, green, blue = colorsys.hsv_to_rgb(number * _HUE_STEP % 1.0, 0.75, 0.75 if number % 2 else 0.45)
         tree = ET.parse(path)

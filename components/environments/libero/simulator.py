@@ -26,7 +26,7 @@ IMAGES = "observation.images."
 class LiberoSimulator:
     """What LIBERO's own environment does, with two differences.
 
-    Pictures are drawn when `observe` is called, from the moment that robosuite's sensors looked at (it is up to a
+    Images are drawn when `observe` is called, from the moment that robosuite's sensors looked at (it is up to a
     control step before the end of the last one). And a reset depends on its arguments alone: LIBERO's adds one more
     draw per earlier reset in tasks with drawers and switches, so that furniture stands elsewhere each time.
     """
@@ -86,9 +86,9 @@ class LiberoSimulator:
         if self._shown is not model:
             self._cameras.show(model)
             self._shown = model
-        pictures = self._cameras.draw(self._moment)
+        drawn = self._cameras.draw(self._moment)
         names = self._settings.camera_name_mapping
-        images = {f"{IMAGES}{names[camera]}": picture for camera, picture in pictures.items()}
+        images = {f"{IMAGES}{names[camera]}": image for camera, image in drawn.items()}
         return RobotObservation(images, robot_state(self.observed), self.task.language)
 
     def step(self, action: NDArray[np.floating[Any]]) -> bool:
@@ -112,7 +112,7 @@ class LiberoSimulator:
         return goal
 
     def site(self, name: str) -> Vector:
-        """Where a place marked on an object or a fixture is, in metres."""
+        """Where a place marked on an object or a fixture is, in meters."""
         return np.array(self._environment.sim.data.get_site_xpos(name))
 
     def body(self, name: str) -> tuple[Any, Any, int]:
@@ -135,7 +135,7 @@ class LiberoSimulator:
         def moment(_: Any) -> NDArray[np.float64]:
             sim = self._environment.sim
             model = sim.model._model
-            if kept[0] is not model:  # a reset compiles the model anew
+            if kept[0] is not model:  # a reset compiles the model again
                 kept[0], self._moment = model, mujoco.MjData(model)
             mujoco.mj_copyData(self._moment, model, sim.data._data)
             return np.zeros(1)

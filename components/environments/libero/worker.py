@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 _PARENT_CHECK = 2.0  # seconds
 
 
-class Worker:
-    """Simulators by slot. A slot is built anew when it gets another task, which takes seconds."""
+class SimulatorWorker:
+    """Simulators by slot. A slot is built again when it gets another task, which takes seconds."""
 
     def __init__(self, settings: SimulatorSettings) -> None:
         self._settings = settings
@@ -42,10 +42,10 @@ class Worker:
         yield simulator.observe()
 
     def step(self, slot: int, actions: NDArray[np.float32], film: bool) -> Iterator[Any]:
-        """Each action's pictures before it, if they are wanted; at last the observation, success and steps."""
+        """Each action's images before it, if they are wanted; at last the observation, success and steps."""
         if slot not in self._simulators:
             raise SimulatorError(
-                "the process was started anew and the slot's simulator is gone",
+                "the process was started again and the slot's simulator is gone",
                 where=f"slot {slot}",
                 remedy="reset comes first",
             )
@@ -82,7 +82,7 @@ class Worker:
         return current
 
 
-def serve(pipe: Connection, worker: Worker, parent: int) -> None:
+def serve(pipe: Connection, worker: SimulatorWorker, parent: int) -> None:
     while True:
         while not pipe.poll(_PARENT_CHECK):
             if os.getppid() != parent:
@@ -110,7 +110,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which decides
     os.dup2(2, 1)  # LIBERO and MuJoCo print
     with Connection(int(sys.argv[1])) as pipe:
-        worker = Worker(pipe.recv())
+        worker = SimulatorWorker(pipe.recv())
         with suppress(EOFError, BrokenPipeError):
             serve(pipe, worker, int(sys.argv[2]))
         worker.close()

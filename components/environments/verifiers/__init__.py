@@ -2,7 +2,7 @@
 
 A verifiers environment, old or new, runs its own loop and asks a chat endpoint for each assistant message. The
 bridge gives it an endpoint on loopback: what it asks becomes an observation, the action becomes the answer. So
-neither its loop nor its scoring is written anew here.
+neither its loop nor its scoring is written again here.
 """
 
 from components.environments.verifiers.environment import VerifiersEnvironment, VerifiersSettings

@@ -12,7 +12,7 @@ MAX_BODY = 256 * 2**20
 
 
 @dataclass(frozen=True)
-class Asked:
+class PendingRequest:
     """One request: the chat so far, and where its answer goes."""
 
     messages: list[dict[str, Any]]
@@ -23,7 +23,7 @@ class ChatEndpoint:
     """Speaks as much HTTP as OpenAI clients need for `chat/completions`, with and without streaming."""
 
     def __init__(self) -> None:
-        self._asked: asyncio.Queue[Asked | Exception] = asyncio.Queue()
+        self._asked: asyncio.Queue[PendingRequest | Exception] = asyncio.Queue()
         self._path = f"/{secrets.token_urlsafe(16)}/v1"
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Future[str]] = set()
@@ -33,7 +33,7 @@ class ChatEndpoint:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}{self._path}"
 
-    async def next(self) -> Asked:
+    async def next(self) -> PendingRequest:
         """The next request.
 
         Raises:
@@ -76,7 +76,7 @@ class ChatEndpoint:
             error = "the environment offers tools, which the bridge does not support"
             self._asked.put_nowait(ValueError(error))
             return "400 Bad Request", "application/json", json.dumps({"error": {"message": error}}).encode()
-        asked = Asked(request["messages"], asyncio.get_running_loop().create_future())
+        asked = PendingRequest(request["messages"], asyncio.get_running_loop().create_future())
         self._open.add(asked.answer)
         self._asked.put_nowait(asked)
         try:

@@ -18,8 +18,8 @@ from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.settings import Settings
 from components.environments.code import code_digest, has_code
 from components.environments.data import named_files, versions
-from components.environments.threads import LoopThread, Together
-from components.environments.verifiers.episode import AskedEpisode
+from components.environments.threads import LoopThread, SharedThreadEpisode
+from components.environments.verifiers.episode import VerifiersEpisode
 from components.installation import install_command
 
 
@@ -46,7 +46,7 @@ class Row:
     system_prompt: str | None
 
 
-class Source(Protocol):
+class VerifiersSource(Protocol):
     """What differs between the interfaces."""
 
     max_turns: int
@@ -78,7 +78,7 @@ class VerifiersEnvironment:
             raise ConfigurationError(
                 "environment 'verifiers' needs the package verifiers", remedy=install_command("verifiers")
             )
-        self._source: Source = _source(settings)
+        self._source: VerifiersSource = _source(settings)
         self._counts = {"train": train_tasks, "heldout": heldout_tasks}
         self._seed = seed
         self.max_turns = self._source.max_turns
@@ -99,7 +99,7 @@ class VerifiersEnvironment:
         for split, rows in (("train", train), ("heldout", heldout)):
             if rows is not None and len(rows) < need[split]:
                 raise ConfigurationError(
-                    f"{need[split]} rows are asked for and the environment has {len(rows)}",
+                    f"{need[split]} rows are requested and the environment has {len(rows)}",
                     where=f"{split}_tasks",
                     remedy=f"lower train_tasks = {counts['train']} or heldout_tasks = {counts['heldout']}",
                 )
@@ -151,10 +151,10 @@ class VerifiersEnvironment:
                 self.reward_weights.setdefault(name, 0.0)
             return parts
 
-        return Together(AskedEpisode(play, self.system_prompt), self._thread)
+        return SharedThreadEpisode(VerifiersEpisode(play, self.system_prompt), self._thread)
 
 
-def _source(settings: VerifiersSettings) -> Source:
+def _source(settings: VerifiersSettings) -> VerifiersSource:
     if settings.interface == "legacy":
         from components.environments.verifiers.legacy import LegacySource
 

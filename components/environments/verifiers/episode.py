@@ -12,20 +12,20 @@ from typing import Any
 
 from components.contracts.episodes import Observation, Outcome
 from components.contracts.images import EncodedImage
-from components.environments.verifiers.endpoint import Asked, ChatEndpoint
+from components.environments.verifiers.endpoint import ChatEndpoint, PendingRequest
 
 Play = Callable[[str], Awaitable[Mapping[str, float]]]
 _DATA_URL = re.compile(r"data:(image/[a-z]+);base64,(.*)", re.DOTALL)
 
 
-class AskedEpisode:
+class VerifiersEpisode:
     """`play(base_url)` runs the environment's loop against the endpoint there and returns its reward parts."""
 
     def __init__(self, play: Play, system_prompt: str | None) -> None:
         self._play, self._system_prompt = play, system_prompt
         self._endpoint = ChatEndpoint()
         self._loop: asyncio.Future[Mapping[str, float]] | None = None
-        self._asked: Asked | None = None
+        self._asked: PendingRequest | None = None
         self._seen: list[dict[str, Any]] = []
 
     async def reset(self) -> Observation:
@@ -78,7 +78,9 @@ class AskedEpisode:
             raise ValueError("the environment rewrote earlier messages, which the bridge does not support")
         roles = {message["role"] for message in new}
         if roles != {"user"}:
-            raise ValueError(f"the environment spoke as {sorted(roles - {'user'})}; the bridge supports user messages")
+            raise ValueError(
+                f"the environment sent messages as {sorted(roles - {'user'})}; the bridge supports user messages"
+            )
         return tuple(part for message in new for part in content(message))
 
 
@@ -101,7 +103,7 @@ def _part(part: Mapping[str, Any]) -> str | EncodedImage:
     url = str(part["image_url"]["url"])
     match = _DATA_URL.fullmatch(url)
     if match is None:
-        raise ValueError(f"an image is given by address, {url[:80]!r}; give its bytes as data:image/...;base64,...")
+        raise ValueError(f"an image is passed by URL, {url[:80]!r}; give its bytes as data:image/...;base64,...")
     try:
         return EncodedImage(base64.b64decode(match[2], validate=True), match[1])
     except binascii.Error as error:

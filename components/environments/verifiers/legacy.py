@@ -41,7 +41,7 @@ class LegacySource:
         async with AsyncOpenAI(
             base_url=base_url, api_key="none", max_retries=0, timeout=None, http_client=http
         ) as client:
-            state = await self._environment.rollout(materialised(row.value), _client(client), "policy", {})
+            state = await self._environment.rollout(materialized(row.value), _client(client), "policy", {})
         if state["error"] is not None:
             raise RuntimeError(f"the environment failed: {state['error']!r}") from state["error"]
         rubric = self._environment.rubric
@@ -78,7 +78,7 @@ def _client(client: AsyncOpenAI) -> Any:
 
 
 def _rows(dataset: Iterable[Mapping[str, Any]]) -> list[Row]:
-    return [_row(materialised(row)) for row in dataset]
+    return [_row(materialized(row)) for row in dataset]
 
 
 def _row(value: dict[str, Any]) -> Row:
@@ -89,16 +89,16 @@ def _row(value: dict[str, Any]) -> Row:
     return Row(value, digest(value), system)
 
 
-def materialised(value: Any) -> Any:
+def materialized(value: Any) -> Any:
     """`value` with every iterable in it as a list.
 
     Message contents that pydantic has validated as `Iterable` can be read once only and are empty afterwards;
     whatever looks at a prompt before it is sent would otherwise send a blank one.
     """
     if isinstance(value, Mapping):
-        return {key: materialised(item) for key, item in value.items()}
+        return {key: materialized(item) for key, item in value.items()}
     if isinstance(value, Iterable) and not isinstance(value, str | bytes):
-        return [materialised(item) for item in value]
+        return [materialized(item) for item in value]
     return value
 
 

@@ -16,7 +16,7 @@ from components.contracts.robots import RobotObservation, RobotPolicy
 Actions = NDArray[np.float32]
 
 
-class Stopped(Exception):
+class EvaluationAborted(Exception):
     """Another player or the policy failed; nobody plays on."""
 
 
@@ -28,13 +28,13 @@ class _Question:
 
 
 @dataclass(frozen=True)
-class _Left:
+class _PlayerExited:
     """A player ended, by an error or at the end of its work."""
 
     error: BaseException | None
 
 
-class PolicyDesk:
+class InferenceQueue:
     """Players ask from their threads; the thread that runs `serve` computes, which torch and CUDA like best.
 
     Who waits is whoever happens to be ready, so batches differ from run to run; answers do not, because a
@@ -43,7 +43,7 @@ class PolicyDesk:
 
     def __init__(self, policy: RobotPolicy, rows: int) -> None:
         self._policy, self._rows = policy, rows
-        self._questions: SimpleQueue[_Question | _Left] = SimpleQueue()
+        self._questions: SimpleQueue[_Question | _PlayerExited] = SimpleQueue()
         self._stopped = False
         self.calls, self.answers = 0, 0
 
@@ -56,7 +56,7 @@ class PolicyDesk:
         question = _Question(observation, seed)
         self._questions.put(question)
         if self._stopped:
-            raise Stopped
+            raise EvaluationAborted
         return question.answer.result()
 
     def serve(self, players: list[Callable[[], None]]) -> None:
@@ -81,7 +81,7 @@ class PolicyDesk:
     def _serve_once(self) -> int:
         """Answer those that wait. Returns how many players left."""
         waiting = self._waiting()
-        left = [each for each in waiting if isinstance(each, _Left)]
+        left = [each for each in waiting if isinstance(each, _PlayerExited)]
         questions = [each for each in waiting if isinstance(each, _Question)]
         try:
             for each in left:
@@ -91,10 +91,10 @@ class PolicyDesk:
         finally:
             for question in questions:
                 if not question.answer.done():
-                    question.answer.set_exception(Stopped())
+                    question.answer.set_exception(EvaluationAborted())
         return len(left)
 
-    def _waiting(self) -> list[_Question | _Left]:
+    def _waiting(self) -> list[_Question | _PlayerExited]:
         """Those that wait now, one at least, and no more than the policy takes."""
         waiting = [self._questions.get()]
         while len(waiting) < self._rows:
@@ -115,12 +115,12 @@ class PolicyDesk:
     def _run(self, player: Callable[[], None]) -> None:
         try:
             player()
-        except Stopped:
-            self._questions.put(_Left(None))
+        except EvaluationAborted:
+            self._questions.put(_PlayerExited(None))
         except BaseException as error:
-            self._questions.put(_Left(error))
+            self._questions.put(_PlayerExited(error))
         else:
-            self._questions.put(_Left(None))
+            self._questions.put(_PlayerExited(None))
 
     def _refuse(self) -> None:
         while True:
@@ -129,4 +129,4 @@ class PolicyDesk:
             except Empty:
                 return
             if isinstance(waiting, _Question):
-                waiting.answer.set_exception(Stopped())
+                waiting.answer.set_exception(EvaluationAborted())

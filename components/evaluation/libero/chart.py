@@ -7,7 +7,7 @@ from html import escape
 
 from components.evaluation.wilson import Interval
 from components.reports.pages import data_uri
-from components.reports.report import Picture
+from components.reports.report import ReportImage
 
 _ROW, _LABEL, _BAR, _EDGE = 26, 400, 320, 70
 _STYLE = (
@@ -16,7 +16,7 @@ _STYLE = (
 )
 
 
-def rate_chart(title: str, rates: Mapping[str, Interval]) -> Picture:
+def rate_chart(title: str, rates: Mapping[str, Interval]) -> ReportImage:
     """One bar from 0 to 1 for each rate, its confidence interval as a line."""
     rows = "".join(_row(place, label, rate) for place, (label, rate) in enumerate(rates.items()))
     width, height = _LABEL + _BAR + _EDGE, _ROW * len(rates)
@@ -25,7 +25,7 @@ def rate_chart(title: str, rates: Mapping[str, Interval]) -> Picture:
         f"{_STYLE}{rows}</svg>"
     )
     words = "; ".join(f"{label}: {rate}" for label, rate in rates.items())
-    return Picture(title, data_uri(svg.encode(), "image/svg+xml"), words)
+    return ReportImage(title, data_uri(svg.encode(), "image/svg+xml"), words)
 
 
 def _row(place: int, label: str, rate: Interval) -> str:

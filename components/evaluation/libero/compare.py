@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from math import comb
 
 from components.contracts.errors import DataError
-from components.evaluation.libero.results import Result, by_suite, by_task
+from components.evaluation.libero.results import LiberoResult, by_suite, by_task
 from components.evaluation.wilson import Comparison, compare_proportions
 
 
 @dataclass(frozen=True)
-class Paired:
+class PairedComparison:
     """Counts of pairs, McNemar's exact two-sided p-value, and the comparison that leaves the pairing aside."""
 
     both: int
@@ -45,7 +45,9 @@ def sign_test(first: int, second: int) -> float:
     return min(1.0, 2 * tail / 2**trials)
 
 
-def compare_results(first: Sequence[Result], second: Sequence[Result], confidence: float = 0.95) -> Paired:
+def compare_results(
+    first: Sequence[LiberoResult], second: Sequence[LiberoResult], confidence: float = 0.95
+) -> PairedComparison:
     """
     Raises:
         DataError: the two did not play the same episodes from the same states.
@@ -55,7 +57,7 @@ def compare_results(first: Sequence[Result], second: Sequence[Result], confidenc
     only_first, only_second = ends.count((True, False)), ends.count((False, True))
     both = ends.count((True, True))
     total = len(ends)
-    return Paired(
+    return PairedComparison(
         both=both,
         only_first=only_first,
         only_second=only_second,
@@ -65,7 +67,9 @@ def compare_results(first: Sequence[Result], second: Sequence[Result], confidenc
     )
 
 
-def compare_parts(first: Sequence[Result], second: Sequence[Result], confidence: float = 0.95) -> dict[str, Paired]:
+def compare_parts(
+    first: Sequence[LiberoResult], second: Sequence[LiberoResult], confidence: float = 0.95
+) -> dict[str, PairedComparison]:
     """Over all, by suite and by task, in this order."""
     _pairs(first, second)
     parts = {"all": compare_results(first, second, confidence)}
@@ -78,7 +82,7 @@ def compare_parts(first: Sequence[Result], second: Sequence[Result], confidence:
     return parts
 
 
-def _pairs(first: Sequence[Result], second: Sequence[Result]) -> list[tuple[Result, Result]]:
+def _pairs(first: Sequence[LiberoResult], second: Sequence[LiberoResult]) -> list[tuple[LiberoResult, LiberoResult]]:
     by_key = {result.key: result for result in second}
     lone = {result.key for result in first} ^ set(by_key)
     if lone or not first:

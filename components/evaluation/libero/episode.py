@@ -11,60 +11,62 @@ from numpy.typing import NDArray
 
 from components.contracts.errors import DataError
 from components.contracts.robots import RobotObservation
-from components.environments.libero.processes import Carried
+from components.environments.libero.processes import ChunkResult
 from components.environments.libero.tasks import ACTION_NAMES, LiberoTask
-from components.evaluation.libero.schedule import Planned
+from components.evaluation.libero.schedule import PlannedEpisode
 
 Actions = NDArray[np.float32]
-Pictures = Mapping[str, NDArray[np.uint8]]
+CameraImages = Mapping[str, NDArray[np.uint8]]
 Actor = Callable[[RobotObservation, int], Actions]
 """(observation, number of the chunk) to actions (n, 7), n > 0."""
 
 
-class Arena(Protocol):
+class SimulatorClient(Protocol):
     """Simulators of a process, by slot; both raise SimulatorError when the process is lost."""
 
     def reset(self, task: LiberoTask, initial_state: int, seed: int, slot: int = 0) -> RobotObservation: ...
 
-    def step(self, actions: Actions, slot: int = 0, film: bool = False) -> Carried: ...
+    def step(self, actions: Actions, slot: int = 0, film: bool = False) -> ChunkResult: ...
 
 
 @dataclass(frozen=True)
-class Played:
-    """What became of an episode. actions: (steps, 7); pictures: of every moment, the last one included, if filmed."""
+class PlayedEpisode:
+    """What became of an episode. actions: (steps, 7); frames: of every moment, the last one included, if filmed."""
 
     success: bool
     actions: Actions
-    pictures: list[Pictures] = field(default_factory=list)
+    frames: list[CameraImages] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
         return len(self.actions)
 
 
-def play_episode(arena: Arena, slot: int, planned: Planned, actor: Actor, film: bool = False) -> Played:
+def play_episode(
+    arena: SimulatorClient, slot: int, planned: PlannedEpisode, actor: Actor, film: bool = False
+) -> PlayedEpisode:
     """
     Raises:
         SimulatorError: the simulator was lost.
-        DataError: the policy answered with something that is no action.
+        DataError: the policy answered with something that is not an action.
     """
     observation = arena.reset(planned.task, planned.initial_state, planned.simulator_seed, slot)
     carried_out: list[Actions] = []
-    pictures: list[Pictures] = []
+    frames: list[CameraImages] = []
     steps, chunk, success = 0, 0, False
     while steps < planned.max_steps and not success:
         actions = _checked(actor(observation, chunk), planned, chunk)[: planned.max_steps - steps]
         carried = arena.step(actions, slot, film)
         carried_out.append(actions[: carried.steps])
-        pictures += carried.frames
+        frames += carried.frames
         observation, success = carried.observation, carried.success
         steps, chunk = steps + carried.steps, chunk + 1
     if film:
-        pictures.append(observation.images)
-    return Played(success, np.concatenate(carried_out), pictures)
+        frames.append(observation.images)
+    return PlayedEpisode(success, np.concatenate(carried_out), frames)
 
 
-def replay_episode(arena: Arena, slot: int, planned: Planned, actions: Actions) -> Played:
+def replay_episode(arena: SimulatorClient, slot: int, planned: PlannedEpisode, actions: Actions) -> PlayedEpisode:
     """The episode again from its actions, this time filmed.
 
     Raises:
@@ -74,7 +76,7 @@ def replay_episode(arena: Arena, slot: int, planned: Planned, actions: Actions) 
     return play_episode(arena, slot, again, lambda _observation, _chunk: actions, film=True)
 
 
-def _checked(actions: Actions, planned: Planned, chunk: int) -> Actions:
+def _checked(actions: Actions, planned: PlannedEpisode, chunk: int) -> Actions:
     if actions.ndim != 2 or not len(actions) or actions.shape[1] != len(ACTION_NAMES):
         raise DataError(
             f"the policy answered with actions of shape {actions.shape}, the robot takes (n, {len(ACTION_NAMES)})",
@@ -85,6 +87,6 @@ def _checked(actions: Actions, planned: Planned, chunk: int) -> Actions:
         raise DataError(
             "the policy answered with actions that are not finite",
             where=f"{planned.name}, chunk {chunk}",
-            remedy="its weights or its normalisation statistics are broken",
+            remedy="its weights or its normalization statistics are broken",
         )
     return actions

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from components.evaluation.libero.results import Result, by_suite, by_task
+from components.evaluation.libero.results import LiberoResult, by_suite, by_task
 from components.evaluation.libero.schedule import EpisodeKey
 
 EVAL_INFO_FILE = "eval_info.json"
@@ -20,7 +20,7 @@ def video_path(key: EpisodeKey) -> str:
     return f"videos/{suite}_{task}/eval_episode_{episode}.mp4"
 
 
-def eval_info(results: Sequence[Result], videos: Videos, seconds: float) -> dict[str, Any]:
+def eval_info(results: Sequence[LiberoResult], videos: Videos, seconds: float) -> dict[str, Any]:
     """`per_task`, `per_group` (suites) and `overall`; `pc_success` is in percent.
 
     LIBERO rewards the step that solves the task with 1 and all others with 0, so an episode's sum and maximum
@@ -37,7 +37,7 @@ def eval_info(results: Sequence[Result], videos: Videos, seconds: float) -> dict
     }
 
 
-def _per_episode(results: Sequence[Result], videos: Videos) -> dict[str, Any]:
+def _per_episode(results: Sequence[LiberoResult], videos: Videos) -> dict[str, Any]:
     rewards = [float(result.success) for result in results]
     return {
         "sum_rewards": rewards,
@@ -47,7 +47,7 @@ def _per_episode(results: Sequence[Result], videos: Videos) -> dict[str, Any]:
     }
 
 
-def _aggregate(results: Sequence[Result], videos: Videos) -> dict[str, Any]:
+def _aggregate(results: Sequence[LiberoResult], videos: Videos) -> dict[str, Any]:
     rate = fmean(result.success for result in results)
     return {
         "avg_sum_reward": rate,
@@ -58,5 +58,5 @@ def _aggregate(results: Sequence[Result], videos: Videos) -> dict[str, Any]:
     }
 
 
-def _paths(results: Sequence[Result], videos: Videos) -> list[str]:
+def _paths(results: Sequence[LiberoResult], videos: Videos) -> list[str]:
     return [videos[result.key] for result in results if result.key in videos]

@@ -12,11 +12,11 @@ import numpy as np
 
 from components.artifacts.json_lines import JsonLines
 from components.evaluation.libero.episode import Actions
-from components.evaluation.libero.schedule import EpisodeKey, Planned
+from components.evaluation.libero.schedule import EpisodeKey, PlannedEpisode
 
 
 @dataclass(frozen=True)
-class Outcome:
+class EpisodeOutcome:
     """One planned episode, played or given up. seconds: of its last attempt, waiting for the policy included.
 
     failure: why it could not be played in any attempt; None where it was. lost: attempts that ended with the
@@ -34,21 +34,21 @@ class Outcome:
         return len(self.actions)
 
 
-class Journal:
+class EvaluationJournal:
     """One JSON object a line for each episode. Thread safe."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lines = JsonLines(path)
 
-    def append(self, planned: Planned, outcome: Outcome) -> None:
+    def append(self, planned: PlannedEpisode, outcome: EpisodeOutcome) -> None:
         row = {**vars(outcome), "key": planned.key, "actions": _packed(outcome.actions)}
         self._lines.append(json.dumps(row).encode())
 
-    def read(self) -> dict[EpisodeKey, Outcome]:
+    def read(self) -> dict[EpisodeKey, EpisodeOutcome]:
         """What was finished."""
         rows = self._lines.read()
-        return {tuple(row.pop("key")): Outcome(**{**row, "actions": _unpacked(row["actions"])}) for row in rows}
+        return {tuple(row.pop("key")): EpisodeOutcome(**{**row, "actions": _unpacked(row["actions"])}) for row in rows}
 
 
 def _packed(actions: Actions) -> dict[str, Any]:

@@ -12,31 +12,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from components.evaluation.libero.chart import rate_chart
-from components.evaluation.libero.compare import Paired
-from components.evaluation.libero.results import Result, by_suite, by_task, success_rate
+from components.evaluation.libero.compare import PairedComparison
+from components.evaluation.libero.results import LiberoResult, by_suite, by_task, success_rate
 from components.evaluation.wilson import Interval
 from components.reports.pages import data_uri
-from components.reports.report import Picture, Report, Table
+from components.reports.report import HtmlReport, ReportImage, Table
 
 _COLUMNS = ("episodes", "success", "95 % interval", "steps when solved", "failed")
 _STILLS = 24
 
 
 @dataclass(frozen=True)
-class Still:
-    """The last moment of an episode that was filmed. picture: uint8 RGB (height, width, 3)."""
+class LastFrame:
+    """The last moment of an episode that was filmed. image: uint8 RGB (height, width, 3)."""
 
-    result: Result
-    picture: NDArray[np.uint8]
+    result: LiberoResult
+    image: NDArray[np.uint8]
     video: str
 
 
 def evaluation_report(
-    results: Sequence[Result],
-    stills: Sequence[Still],
+    results: Sequence[LiberoResult],
+    stills: Sequence[LastFrame],
     configuration: Mapping[str, Any],
     links: Mapping[str, str],
-) -> Report:
+) -> HtmlReport:
     """Rates with intervals by suite and task, how the first successes and failures ended, and what failed."""
     suites = by_suite(results)
     figures = {"success, 95 % interval": str(success_rate(results))}
@@ -50,17 +50,19 @@ def evaluation_report(
     charts = [rate_chart(suite, _task_rates(group)) for suite, group in suites.items()]
     videos = {f"video: {_label(still.result)}": still.video for still in stills}
     tables = [_by_suite(suites), _by_task(results), _failures(results)]
-    return Report(
+    return HtmlReport(
         f"Evaluation in LIBERO: {', '.join(suites)}",
         figures,
         {**links, **videos},
-        pictures=[*charts, *(_still(still) for still in stills[:_STILLS])],
+        images=[*charts, *(_still(still) for still in stills[:_STILLS])],
         tables=[table for table in tables if table.rows],
         configuration=configuration,
     )
 
 
-def comparison_report(parts: Mapping[str, Paired], names: tuple[str, str], configuration: Mapping[str, Any]) -> Report:
+def comparison_report(
+    parts: Mapping[str, PairedComparison], names: tuple[str, str], configuration: Mapping[str, Any]
+) -> HtmlReport:
     """Which of two policies solves more of the same episodes. `parts` begins with all of them together."""
     whole = parts["all"]
     figures = {
@@ -73,10 +75,10 @@ def comparison_report(parts: Mapping[str, Paired], names: tuple[str, str], confi
     columns = ["part", "pairs", "both", f"only {names[0]}", f"only {names[1]}", "neither", "difference"]
     rows = [[name, *_paired(part)] for name, part in parts.items()]
     table = Table("The same episodes", [*columns, "unpaired 95 % interval", "p, paired", "p, unpaired"], rows)
-    return Report(f"{names[1]} against {names[0]}", figures, tables=[table], configuration=configuration)
+    return HtmlReport(f"{names[1]} against {names[0]}", figures, tables=[table], configuration=configuration)
 
 
-def _paired(part: Paired) -> list[str]:
+def _paired(part: PairedComparison) -> list[str]:
     unpaired = part.unpaired
     counts = [part.pairs, part.both, part.only_first, part.only_second, part.neither]
     return [
@@ -88,20 +90,20 @@ def _paired(part: Paired) -> list[str]:
     ]
 
 
-def _task_rates(results: Sequence[Result]) -> dict[str, Interval]:
+def _task_rates(results: Sequence[LiberoResult]) -> dict[str, Interval]:
     return {f"{task}: {group[0].language}": success_rate(group) for (_, task), group in by_task(results).items()}
 
 
-def _by_suite(suites: Mapping[str, Sequence[Result]]) -> Table:
+def _by_suite(suites: Mapping[str, Sequence[LiberoResult]]) -> Table:
     return Table("By suite", ["suite", *_COLUMNS], [[suite, *_cells(group)] for suite, group in suites.items()])
 
 
-def _by_task(results: Sequence[Result]) -> Table:
+def _by_task(results: Sequence[LiberoResult]) -> Table:
     rows = [[suite, str(task), group[0].language, *_cells(group)] for (suite, task), group in by_task(results).items()]
     return Table("By task", ["suite", "task", "words", *_COLUMNS], rows)
 
 
-def _cells(group: Sequence[Result]) -> list[str]:
+def _cells(group: Sequence[LiberoResult]) -> list[str]:
     rate = success_rate(group)
     solved = [result.steps for result in group if result.success]
     failed = sum(result.failure is not None for result in group)
@@ -109,19 +111,21 @@ def _cells(group: Sequence[Result]) -> list[str]:
     return [str(len(group)), f"{rate.estimate:.3f}", f"{rate.low:.3f} to {rate.high:.3f}", steps, str(failed)]
 
 
-def _failures(results: Sequence[Result]) -> Table:
+def _failures(results: Sequence[LiberoResult]) -> Table:
     rows = [[_label(result), result.failure] for result in results if result.failure]
     return Table("Episodes that could not be played", ["episode", "reason"], rows)
 
 
-def _label(result: Result) -> str:
+def _label(result: LiberoResult) -> str:
     end = "solved" if result.success else "not solved"
     return f"{result.suite} {result.task}, episode {result.episode}, {end} after {result.steps} steps"
 
 
-def _still(still: Still) -> Picture:
+def _still(still: LastFrame) -> ReportImage:
     from PIL import Image
 
     out = BytesIO()
-    Image.fromarray(still.picture).save(out, "WEBP", quality=80, method=4)
-    return Picture(_label(still.result), data_uri(out.getvalue(), "image/webp"), f"the end: {still.result.language}")
+    Image.fromarray(still.image).save(out, "WEBP", quality=80, method=4)
+    return ReportImage(
+        _label(still.result), data_uri(out.getvalue(), "image/webp"), f"the end: {still.result.language}"
+    )

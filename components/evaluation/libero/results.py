@@ -13,8 +13,8 @@ from typing import Any
 import pyarrow as pa
 
 from components.artifacts.tables import TableSchema, read_table, write_table
-from components.evaluation.libero.journal import Outcome
-from components.evaluation.libero.schedule import EpisodeKey, Planned
+from components.evaluation.libero.journal import EpisodeOutcome
+from components.evaluation.libero.schedule import EpisodeKey, PlannedEpisode
 from components.evaluation.wilson import Interval, wilson_interval
 
 RESULTS_FILE = "results.parquet"
@@ -39,7 +39,7 @@ RESULTS = TableSchema(
 
 
 @dataclass(frozen=True)
-class Result:
+class LiberoResult:
     """One planned episode. One that could not be played has a `failure`, no steps, and is not solved."""
 
     suite: str
@@ -58,13 +58,15 @@ class Result:
         return (self.suite, self.task, self.episode)
 
 
-def collect_results(planned: Sequence[Planned], outcomes: Mapping[EpisodeKey, Outcome]) -> list[Result]:
+def collect_results(
+    planned: Sequence[PlannedEpisode], outcomes: Mapping[EpisodeKey, EpisodeOutcome]
+) -> list[LiberoResult]:
     """In the order of the plan."""
     return [_result(each, outcomes[each.key]) for each in planned]
 
 
-def _result(planned: Planned, outcome: Outcome) -> Result:
-    return Result(
+def _result(planned: PlannedEpisode, outcome: EpisodeOutcome) -> LiberoResult:
+    return LiberoResult(
         suite=planned.task.suite,
         task=planned.task.index,
         language=planned.task.language,
@@ -78,20 +80,20 @@ def _result(planned: Planned, outcome: Outcome) -> Result:
     )
 
 
-def write_results(folder: Path, results: Sequence[Result]) -> None:
+def write_results(folder: Path, results: Sequence[LiberoResult]) -> None:
     write_table(folder / RESULTS_FILE, [vars(result) for result in results], RESULTS)
 
 
-def read_results(folder: Path) -> list[Result]:
+def read_results(folder: Path) -> list[LiberoResult]:
     """
     Raises:
         DataError: the folder is not an evaluation in LIBERO.
     """
     rows = read_table(folder / RESULTS_FILE, RESULTS).to_pylist()
-    return [Result(**{**row, "actions": tuple(row["actions"])}) for row in rows]
+    return [LiberoResult(**{**row, "actions": tuple(row["actions"])}) for row in rows]
 
 
-def success_rate(results: Sequence[Result], confidence: float = 0.95) -> Interval:
+def success_rate(results: Sequence[LiberoResult], confidence: float = 0.95) -> Interval:
     """Solved of all planned, with Wilson's interval.
 
     The episodes are trials of fixed tasks: the interval says what other noise and other initial states of these
@@ -100,15 +102,15 @@ def success_rate(results: Sequence[Result], confidence: float = 0.95) -> Interva
     return wilson_interval(sum(result.success for result in results), len(results), confidence)
 
 
-def by_suite(results: Sequence[Result]) -> dict[str, list[Result]]:
+def by_suite(results: Sequence[LiberoResult]) -> dict[str, list[LiberoResult]]:
     return {suite: list(group) for suite, group in groupby(results, lambda result: result.suite)}
 
 
-def by_task(results: Sequence[Result]) -> dict[tuple[str, int], list[Result]]:
+def by_task(results: Sequence[LiberoResult]) -> dict[tuple[str, int], list[LiberoResult]]:
     return {key: list(group) for key, group in groupby(results, lambda result: result.key[:2])}
 
 
-def metrics(results: Sequence[Result]) -> dict[str, Any]:
+def metrics(results: Sequence[LiberoResult]) -> dict[str, Any]:
     """Numbers for `metrics.json`. `suite_mean` is what papers call average: the mean of the suites' rates."""
     suites = by_suite(results)
     return {
@@ -120,7 +122,7 @@ def metrics(results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
-def _numbers(results: Sequence[Result]) -> dict[str, float]:
+def _numbers(results: Sequence[LiberoResult]) -> dict[str, float]:
     rate = success_rate(results)
     solved = [result.steps for result in results if result.success]
     steps = {"steps_when_solved": fmean(solved)} if solved else {}

@@ -14,30 +14,30 @@ from components.contracts.errors import ArmatureError
 from components.contracts.robots import RobotObservation, RobotPolicy
 from components.environments.libero.processes import SimulatorError
 from components.environments.libero.tasks import ACTION_NAMES
-from components.evaluation.libero.batching import PolicyDesk
-from components.evaluation.libero.episode import Actions, Arena, play_episode
-from components.evaluation.libero.journal import Journal, Outcome
-from components.evaluation.libero.schedule import EpisodeKey, Planned, Schedule, TaskKey, noise_seed
+from components.evaluation.libero.batching import InferenceQueue
+from components.evaluation.libero.episode import Actions, SimulatorClient, play_episode
+from components.evaluation.libero.journal import EpisodeOutcome, EvaluationJournal
+from components.evaluation.libero.schedule import EpisodeKey, EpisodeSchedule, PlannedEpisode, TaskKey, noise_seed
 from components.evaluation.libero.settings import LiberoEvaluationSettings
 
 
-class Told(Protocol):
+class ProgressCallback(Protocol):
     """Called after each episode: what became of all that are finished, and of this one."""
 
-    def __call__(self, finished: Collection[Outcome], latest: Outcome, /) -> None: ...
+    def __call__(self, finished: Collection[EpisodeOutcome], latest: EpisodeOutcome, /) -> None: ...
 
 
 @dataclass(frozen=True)
-class Seat:
+class SimulatorSlot:
     """Where a player plays: a simulator of a process."""
 
-    arena: Arena
+    arena: SimulatorClient
     slot: int
 
 
-def seats(arenas: Sequence[Arena], count: int) -> list[Seat]:
+def simulator_slots(arenas: Sequence[SimulatorClient], count: int) -> list[SimulatorSlot]:
     """`count` simulators, spread evenly over the processes."""
-    return [Seat(arenas[i % len(arenas)], i // len(arenas)) for i in range(count)]
+    return [SimulatorSlot(arenas[i % len(arenas)], i // len(arenas)) for i in range(count)]
 
 
 class Evaluation:
@@ -46,57 +46,57 @@ class Evaluation:
     def __init__(
         self,
         settings: LiberoEvaluationSettings,
-        planned: Sequence[Planned],
-        journal: Journal,
-        told: Told,
+        planned: Sequence[PlannedEpisode],
+        journal: EvaluationJournal,
+        told: ProgressCallback,
     ) -> None:
         self._settings, self._planned, self._journal, self._told = settings, planned, journal, told
-        self.outcomes: dict[EpisodeKey, Outcome] = {}
+        self.outcomes: dict[EpisodeKey, EpisodeOutcome] = {}
         self._lock = threading.Lock()
 
-    def run(self, policy: RobotPolicy, arenas: Sequence[Arena]) -> Mapping[EpisodeKey, Outcome]:
+    def run(self, policy: RobotPolicy, arenas: Sequence[SimulatorClient]) -> Mapping[EpisodeKey, EpisodeOutcome]:
         """The outcome of every planned episode; none depends on the number of arenas or `settings.batch`.
 
         Raises:
             SimulatorError: more episodes than `failed_episodes` could not be played.
-            DataError: the policy answered with something that is no action.
+            DataError: the policy answered with something that is not an action.
         """
         wanted = {planned.key for planned in self._planned}
         known = self._journal.read().items()
         self.outcomes = {key: outcome for key, outcome in known if key in wanted and outcome.failure is None}
         left = [planned for planned in self._planned if planned.key not in self.outcomes]
-        desk = PolicyDesk(policy, self._settings.batch)
-        schedule = Schedule(left)
+        queue = InferenceQueue(policy, self._settings.batch)
+        schedule = EpisodeSchedule(left)
         count = min(self._settings.batch, len(left))
-        desk.serve([self._player(seat, schedule, desk) for seat in seats(arenas, count)])
+        queue.serve([self._player(simulator, schedule, queue) for simulator in simulator_slots(arenas, count)])
         return self.outcomes
 
-    def _player(self, seat: Seat, schedule: Schedule, desk: PolicyDesk) -> Callable[[], None]:
+    def _player(self, simulator: SimulatorSlot, schedule: EpisodeSchedule, queue: InferenceQueue) -> Callable[[], None]:
         def play() -> None:
             held: TaskKey | None = None
             while (planned := schedule.take(held)) is not None:
                 held = planned.key[:2]
-                self._finish(planned, self._outcome(seat, planned, desk))
+                self._finish(planned, self._outcome(simulator, planned, queue))
 
         return play
 
-    def _outcome(self, seat: Seat, planned: Planned, desk: PolicyDesk) -> Outcome:
+    def _outcome(self, simulator: SimulatorSlot, planned: PlannedEpisode, queue: InferenceQueue) -> EpisodeOutcome:
         def actor(observation: RobotObservation, chunk: int) -> Actions:
-            return desk.ask(observation, noise_seed(self._settings, planned, chunk))
+            return queue.ask(observation, noise_seed(self._settings, planned, chunk))
 
         problem: ArmatureError | None = None
         for attempt in range(self._settings.attempts):
             started = time.monotonic()
             try:
-                played = play_episode(seat.arena, seat.slot, planned, actor)
+                played = play_episode(simulator.arena, simulator.slot, planned, actor)
             except SimulatorError as error:
                 problem = error
             else:
-                return Outcome(played.success, played.actions, None, attempt, time.monotonic() - started)
+                return EpisodeOutcome(played.success, played.actions, None, attempt, time.monotonic() - started)
         nothing = np.zeros((0, len(ACTION_NAMES)), np.float32)
-        return Outcome(False, nothing, str(problem), self._settings.attempts, time.monotonic() - started)
+        return EpisodeOutcome(False, nothing, str(problem), self._settings.attempts, time.monotonic() - started)
 
-    def _finish(self, planned: Planned, outcome: Outcome) -> None:
+    def _finish(self, planned: PlannedEpisode, outcome: EpisodeOutcome) -> None:
         with self._lock:
             self.outcomes[planned.key] = outcome
             failed = [each for each in self.outcomes.values() if each.failure is not None]
@@ -105,7 +105,7 @@ class Evaluation:
                     f"{len(failed)} episodes could not be played, {self._settings.failed_episodes} may fail: "
                     f"{outcome.failure}",
                     where=planned.name,
-                    remedy="see the simulators' logs; finished episodes are kept, the next attempt goes on from them",
+                    remedy="see the simulators' logs; finished episodes are kept, the next attempt resumes from them",
                 )
             self._journal.append(planned, outcome)
             self._told(self.outcomes.values(), outcome)

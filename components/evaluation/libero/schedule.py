@@ -18,7 +18,7 @@ EpisodeKey = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedEpisode:
     """One episode. `episode` counts within the task; `repetition` how often its initial state came before."""
 
     task: LiberoTask
@@ -37,13 +37,15 @@ class Planned:
         return f"{self.task.suite} task {self.task.index} episode {self.episode} (initial state {self.initial_state})"
 
 
-def plan_episodes(settings: LiberoEvaluationSettings, known: Mapping[str, Sequence[LiberoTask]]) -> list[Planned]:
+def plan_episodes(
+    settings: LiberoEvaluationSettings, known: Mapping[str, Sequence[LiberoTask]]
+) -> list[PlannedEpisode]:
     """Every episode, by suite, task and number. `known` holds the tasks of each suite.
 
     Raises:
         ConfigurationError: a suite has no task of a number that is asked for.
     """
-    planned: list[Planned] = []
+    planned: list[PlannedEpisode] = []
     for suite in settings.suites:
         by_index = {task.index: task for task in known[suite]}
         if missing := sorted(set(settings.tasks) - set(by_index)):
@@ -57,9 +59,9 @@ def plan_episodes(settings: LiberoEvaluationSettings, known: Mapping[str, Sequen
     return planned
 
 
-def _of_task(task: LiberoTask, settings: LiberoEvaluationSettings, max_steps: int) -> list[Planned]:
+def _of_task(task: LiberoTask, settings: LiberoEvaluationSettings, max_steps: int) -> list[PlannedEpisode]:
     return [
-        Planned(
+        PlannedEpisode(
             task=task,
             episode=episode,
             initial_state=episode % task.initial_states,
@@ -71,7 +73,7 @@ def _of_task(task: LiberoTask, settings: LiberoEvaluationSettings, max_steps: in
     ]
 
 
-def noise_seed(settings: LiberoEvaluationSettings, planned: Planned, chunk: int) -> int:
+def noise_seed(settings: LiberoEvaluationSettings, planned: PlannedEpisode, chunk: int) -> int:
     """Seed in [0, 2**63) of the noise that the `chunk`-th answer of an episode is sampled from.
 
     It hangs on what the episode is, never on when, where or beside which others it is played. LeRobot's hangs on
@@ -83,18 +85,18 @@ def noise_seed(settings: LiberoEvaluationSettings, planned: Planned, chunk: int)
     return int.from_bytes(sha256(json.dumps(parts).encode()).digest()[:8], "big") >> 1
 
 
-class Schedule:
+class EpisodeSchedule:
     """Hands out episodes to players. A player keeps to its task while it has any, because building one takes 9 s;
     then it goes where most episodes wait for each player. Thread safe."""
 
-    def __init__(self, planned: Iterable[Planned]) -> None:
-        self._waiting: dict[TaskKey, deque[Planned]] = {}
+    def __init__(self, planned: Iterable[PlannedEpisode]) -> None:
+        self._waiting: dict[TaskKey, deque[PlannedEpisode]] = {}
         for episode in planned:
             self._waiting.setdefault(episode.key[:2], deque()).append(episode)
         self._players: Counter[TaskKey] = Counter()
         self._lock = threading.Lock()
 
-    def take(self, held: TaskKey | None) -> Planned | None:
+    def take(self, held: TaskKey | None) -> PlannedEpisode | None:
         """The next episode for a player that has `held` built; None: there is none left."""
         with self._lock:
             if held is not None and self._waiting.get(held):

@@ -38,7 +38,7 @@ class LiberoEvaluationSettings(Settings):
     )
     num_inference_steps: PositiveInt | None = Field(None, description="Euler steps; none: the policy's own.")
     image_attention_at_inference: Literal["bidirectional", "as_trained"] | None = Field(
-        None, description="How the prompt's images see each other; none: as the policy says."
+        None, description="How the prompt's images attend to each other; none: as the policy says."
     )
     eval_seed: NonNegativeInt = Field(1000, description="Seed of the noise that the policy's actions are sampled from.")
     per_episode_seed: bool = Field(
@@ -60,7 +60,7 @@ class LiberoEvaluationSettings(Settings):
     videos_per_task: NonNegativeInt = Field(
         2, description="Videos of the first successes of each task, and as many of the first failures."
     )
-    video_fps: PositiveInt = Field(20, description="Pictures a second; the simulator's control_freq is real time.")
+    video_fps: PositiveInt = Field(20, description="Frames per second; the simulator's control_freq is real time.")
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -72,7 +72,7 @@ class LiberoEvaluationSettings(Settings):
         return self
 
 
-class EvaluateLiberoSettings(Settings):
+class EvaluateLiberoStageSettings(Settings):
     """The sections that the result depends on."""
 
     simulator: SimulatorSettings

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 
 from components.contracts.errors import ConfigurationError
 from components.contracts.numbers import write_json
-from components.contracts.stages import Artifact, Report, Stage, StageContext
-from components.evaluation.libero.settings import CompareLiberoSettings, EvaluateLiberoSettings
+from components.contracts.stages import Artifact, Stage, StageContext, StageReport
+from components.evaluation.libero.settings import CompareLiberoSettings, EvaluateLiberoStageSettings
 
 if TYPE_CHECKING:
     from components.contracts.robots import RobotPolicy
     from components.environments.libero.settings import SimulatorSettings
     from components.environments.libero.tasks import LiberoTask
-    from components.evaluation.libero.episode import Arena
-    from components.evaluation.libero.journal import Outcome
-    from components.evaluation.libero.page import Still
-    from components.evaluation.libero.results import Result
-    from components.evaluation.libero.schedule import EpisodeKey, Planned
+    from components.evaluation.libero.episode import SimulatorClient
+    from components.evaluation.libero.journal import EpisodeOutcome
+    from components.evaluation.libero.page import LastFrame
+    from components.evaluation.libero.results import LiberoResult
+    from components.evaluation.libero.schedule import EpisodeKey, PlannedEpisode
 
 METRICS_FILE = "metrics.json"
 JOURNAL_FILE = "episodes.jsonl"
@@ -30,8 +30,8 @@ COMPARISON_FILE = "comparison.json"
 
 
 def evaluate_libero(
-    settings: EvaluateLiberoSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
-) -> Report:
+    settings: EvaluateLiberoStageSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
+) -> StageReport:
     """Writes `results.parquet`, `eval_info.json`, `metrics.json`, `videos/` and `report.html`.
 
     Raises:
@@ -95,11 +95,11 @@ def refuse_cameras(wanted: Sequence[str], simulator: SimulatorSettings) -> None:
 def evaluate_policy(
     policy: RobotPolicy,
     known: Mapping[str, Sequence[LiberoTask]],
-    arenas: Sequence[Arena],
-    settings: EvaluateLiberoSettings,
+    arenas: Sequence[SimulatorClient],
+    settings: EvaluateLiberoStageSettings,
     out: Path,
     context: StageContext,
-) -> Report:
+) -> StageReport:
     """The evaluation of any policy, and all it writes. `known` holds the tasks of each suite."""
     from components.evaluation.libero.eval_info import EVAL_INFO_FILE, eval_info
     from components.evaluation.libero.page import evaluation_report
@@ -126,46 +126,46 @@ def evaluate_policy(
         "videos that would show another ending": differing,
     }
     counts = {"episodes": len(results), "videos": len(stills)}
-    return Report(rows=counts, drops={reason: count for reason, count in drops.items() if count})
+    return StageReport(rows=counts, drops={reason: count for reason, count in drops.items() if count})
 
 
 def _play(
     policy: RobotPolicy,
-    settings: EvaluateLiberoSettings,
-    planned: Sequence[Planned],
-    arenas: Sequence[Arena],
+    settings: EvaluateLiberoStageSettings,
+    planned: Sequence[PlannedEpisode],
+    arenas: Sequence[SimulatorClient],
     context: StageContext,
-) -> Mapping[EpisodeKey, Outcome]:
-    from components.evaluation.libero.journal import Journal
+) -> Mapping[EpisodeKey, EpisodeOutcome]:
+    from components.evaluation.libero.journal import EvaluationJournal
     from components.evaluation.libero.run import Evaluation
 
-    def told(finished: Collection[Outcome], latest: Outcome) -> None:
+    def told(finished: Collection[EpisodeOutcome], latest: EpisodeOutcome) -> None:
         solved = sum(outcome.success for outcome in finished) / len(finished)
         context.events.progress("episodes", len(finished), len(planned), success=solved, steps=latest.steps)
         if latest.failure is not None:
             context.events.message(f"an episode could not be played: {latest.failure}")
 
-    journal = Journal(context.workspace / JOURNAL_FILE)
+    journal = EvaluationJournal(context.workspace / JOURNAL_FILE)
     return Evaluation(settings.evaluation, planned, journal, told).run(policy, arenas)
 
 
 def _film(
-    settings: EvaluateLiberoSettings,
-    planned: Sequence[Planned],
-    outcomes: Mapping[EpisodeKey, Outcome],
-    results: Sequence[Result],
-    arena: Arena,
+    settings: EvaluateLiberoStageSettings,
+    planned: Sequence[PlannedEpisode],
+    outcomes: Mapping[EpisodeKey, EpisodeOutcome],
+    results: Sequence[LiberoResult],
+    arena: SimulatorClient,
     out: Path,
     context: StageContext,
-) -> tuple[list[Still], int]:
-    """The videos' last pictures, and how many repetitions ended otherwise."""
-    from components.evaluation.libero.page import Still
+) -> tuple[list[LastFrame], int]:
+    """The videos' last images, and how many repetitions ended otherwise."""
+    from components.evaluation.libero.page import LastFrame
     from components.evaluation.libero.videos import chosen, differs, film, side_by_side, write_video
 
     plan = settings.evaluation
     by_key = {result.key: result for result in results}
     picked = chosen(planned, outcomes, plan.videos_per_task)
-    stills: list[Still] = []
+    stills: list[LastFrame] = []
     differing = 0
     for done, (episode, played) in enumerate(film(picked, outcomes, arena, plan.attempts), start=1):
         context.events.progress("videos", done, len(picked))
@@ -173,18 +173,18 @@ def _film(
             differing += 1
             context.events.message(f"no video of {episode.name}: {difference}")
             continue
-        path = write_video(out, episode, played.pictures, plan.video_fps)
-        stills.append(Still(by_key[episode.key], side_by_side(played.pictures[-1]), path))
+        path = write_video(out, episode, played.frames, plan.video_fps)
+        stills.append(LastFrame(by_key[episode.key], side_by_side(played.frames[-1]), path))
     return stills, differing
 
 
 def compare_libero(
     settings: CompareLiberoSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
-) -> Report:
+) -> StageReport:
     """Writes `comparison.json` and `report.html`.
 
     Raises:
-        DataError: an input is no evaluation in LIBERO, or they did not play the same episodes.
+        DataError: an input is not an evaluation in LIBERO, or they did not play the same episodes.
     """
     from components.evaluation.libero.compare import compare_parts
     from components.evaluation.libero.page import comparison_report
@@ -198,8 +198,8 @@ def compare_libero(
     write_report(out / "report.html", comparison_report(parts, names, settings.model_dump(mode="json")))
     whole = parts["all"]
     context.events.metrics({"difference": whole.difference, "p_value": whole.p_value}, 0)
-    return Report(rows={"pairs": whole.pairs})
+    return StageReport(rows={"pairs": whole.pairs})
 
 
-EVALUATE_LIBERO_STAGE = Stage("evaluate-libero", 1, EvaluateLiberoSettings, ("policy",), evaluate_libero)
+EVALUATE_LIBERO_STAGE = Stage("evaluate-libero", 1, EvaluateLiberoStageSettings, ("policy",), evaluate_libero)
 COMPARE_LIBERO_STAGE = Stage("compare-libero", 1, CompareLiberoSettings, ("first", "second"), compare_libero)

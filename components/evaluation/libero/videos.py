@@ -15,15 +15,17 @@ from numpy.typing import NDArray
 
 from components.datasets.lerobot.video import VideoSettings, VideoWriter
 from components.environments.libero.processes import SimulatorError
-from components.evaluation.libero.episode import Actions, Arena, Pictures, Played, replay_episode
+from components.evaluation.libero.episode import Actions, CameraImages, PlayedEpisode, SimulatorClient, replay_episode
 from components.evaluation.libero.eval_info import video_path
-from components.evaluation.libero.journal import Outcome
-from components.evaluation.libero.schedule import EpisodeKey, Planned
+from components.evaluation.libero.journal import EpisodeOutcome
+from components.evaluation.libero.schedule import EpisodeKey, PlannedEpisode
 
 ENCODING = VideoSettings(codec="libx264", pixel_format="yuv420p", quality=23, keyframe_every=20)
 
 
-def chosen(planned: Sequence[Planned], outcomes: Mapping[EpisodeKey, Outcome], each: int) -> list[Planned]:
+def chosen(
+    planned: Sequence[PlannedEpisode], outcomes: Mapping[EpisodeKey, EpisodeOutcome], each: int
+) -> list[PlannedEpisode]:
     """The first `each` successes and as many failures of every task; what could not be played has no actions."""
     taken: dict[tuple[str, int, bool], int] = {}
     picked = []
@@ -37,12 +39,12 @@ def chosen(planned: Sequence[Planned], outcomes: Mapping[EpisodeKey, Outcome], e
 
 
 def film(
-    picked: Sequence[Planned],
-    outcomes: Mapping[EpisodeKey, Outcome],
-    arena: Arena,
+    picked: Sequence[PlannedEpisode],
+    outcomes: Mapping[EpisodeKey, EpisodeOutcome],
+    arena: SimulatorClient,
     attempts: int,
-) -> Iterator[tuple[Planned, Played]]:
-    """Each episode again, with its pictures.
+) -> Iterator[tuple[PlannedEpisode, PlayedEpisode]]:
+    """Each episode again, with its images.
 
     Raises:
         SimulatorError: the simulator was lost in every attempt.
@@ -51,14 +53,14 @@ def film(
         yield episode, _again(arena, episode, outcomes[episode.key].actions, attempts)
 
 
-def _again(arena: Arena, episode: Planned, actions: Actions, attempts: int) -> Played:
+def _again(arena: SimulatorClient, episode: PlannedEpisode, actions: Actions, attempts: int) -> PlayedEpisode:
     for _ in range(attempts - 1):
         with suppress(SimulatorError):
             return replay_episode(arena, 0, episode, actions)
     return replay_episode(arena, 0, episode, actions)
 
 
-def differs(played: Played, recorded: Outcome) -> str | None:
+def differs(played: PlayedEpisode, recorded: EpisodeOutcome) -> str | None:
     """How a repetition ended otherwise than the episode did; None where it is the same."""
     if (played.success, played.steps) == (recorded.success, recorded.steps):
         return None
@@ -68,9 +70,9 @@ def differs(played: Played, recorded: Outcome) -> str | None:
     )
 
 
-def write_video(folder: Path, episode: Planned, pictures: Sequence[Pictures], fps: int) -> str:
+def write_video(folder: Path, episode: PlannedEpisode, images: Sequence[CameraImages], fps: int) -> str:
     """All cameras side by side. Returns the path inside `folder`."""
-    frames = [side_by_side(each) for each in pictures]
+    frames = [side_by_side(each) for each in images]
     height, width, _ = frames[0].shape
     relative = video_path(episode.key)
     writer = VideoWriter(folder / relative, fps, width, height, ENCODING)
@@ -79,7 +81,7 @@ def write_video(folder: Path, episode: Planned, pictures: Sequence[Pictures], fp
     return relative
 
 
-def side_by_side(pictures: Pictures) -> NDArray[np.uint8]:
-    """Cameras of one moment in one picture, cut to even sides as the pixel format needs."""
-    joined = np.concatenate(list(pictures.values()), axis=1)
+def side_by_side(images: CameraImages) -> NDArray[np.uint8]:
+    """Cameras of one moment in one image, cut to even sides as the pixel format needs."""
+    joined = np.concatenate(list(images.values()), axis=1)
     return joined[: joined.shape[0] // 2 * 2, : joined.shape[1] // 2 * 2]

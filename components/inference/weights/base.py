@@ -62,7 +62,7 @@ async def post(http: httpx.AsyncClient, endpoint: Endpoint, path: str, body: Any
 
     Raises:
         WeightSyncError: it answered anything but 200.
-        BadReply: it answered with more than any honest server does.
+        BadReply: it answered with more than any well-behaved server does.
         httpx.TransportError: it is gone.
     """
     reply = await exchange(http, "POST", f"{endpoint.url}{path}", endpoint.headers, body)

@@ -83,7 +83,7 @@ def make_tiny_checkpoint(
     choose_image_attention(config, image_attention)
     with _reproducible(seed):
         model = follow_image_attention(AutoModelForImageTextToText.from_config(config, dtype=torch.float32))
-        recipe.initialise(model, settings)
+        recipe.initialize(model, settings)
         model.generation_config = _generation(tokenizer)
         if settings.format is not None:
             format_pretraining(model, processor, settings.format, seed)

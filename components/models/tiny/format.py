@@ -144,10 +144,9 @@ class _Batches:
         return self.prompt_lengths[prompt]
 
     def _process(self, texts: list[str], images: list[list[Image.Image]]) -> Mapping[str, torch.Tensor]:
-        pictures = images if any(images) else None
         inputs = self.processor(
             text=texts,
-            images=pictures,
+            images=images if any(images) else None,
             padding=True,
             padding_side="right",
             add_special_tokens=False,

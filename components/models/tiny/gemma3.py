@@ -14,11 +14,11 @@ from transformers import (
 )
 
 from components.models.settings import TinySettings
-from components.models.tiny.recipe import PATCH, Recipe, text_sizes
+from components.models.tiny.recipe import PATCH, TinyRecipe, text_sizes
 from components.models.tiny.templates import gemma
-from components.models.tiny.tokenizer import Vocabulary
+from components.models.tiny.tokenizer import TinyVocabulary
 
-VOCABULARY = Vocabulary(
+VOCABULARY = TinyVocabulary(
     markers=(
         *("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"),
         *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
@@ -82,9 +82,9 @@ def _processor(settings: TinySettings, tokenizer: Any) -> Gemma3Processor:
     )
 
 
-def _initialise(model: Any, settings: TinySettings) -> None:
+def _initialize(model: Any, settings: TinySettings) -> None:
     """Gemma3's projection starts at zero, which no gradient of the vision tower gets through."""
     nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=settings.initializer_range)
 
 
-GEMMA3 = Recipe(VOCABULARY, gemma("<start_of_image>"), _config, _processor, _initialise)
+GEMMA3 = TinyRecipe(VOCABULARY, gemma("<start_of_image>"), _config, _processor, _initialize)

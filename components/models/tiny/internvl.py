@@ -14,11 +14,11 @@ from transformers import (
 )
 
 from components.models.settings import TinySettings
-from components.models.tiny.recipe import PATCH, Recipe, text_sizes
+from components.models.tiny.recipe import PATCH, TinyRecipe, text_sizes
 from components.models.tiny.templates import chatml
-from components.models.tiny.tokenizer import Vocabulary
+from components.models.tiny.tokenizer import TinyVocabulary
 
-VOCABULARY = Vocabulary(
+VOCABULARY = TinyVocabulary(
     markers=(
         *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
         *("<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
@@ -70,4 +70,4 @@ def _processor(settings: TinySettings, tokenizer: Any) -> InternVLProcessor:
     )
 
 
-INTERNVL = Recipe(VOCABULARY, chatml("<IMG_CONTEXT>\n"), _config, _processor)
+INTERNVL = TinyRecipe(VOCABULARY, chatml("<IMG_CONTEXT>\n"), _config, _processor)

@@ -16,11 +16,11 @@ from transformers import (
 )
 
 from components.models.settings import TinySettings
-from components.models.tiny.recipe import PATCH, Recipe, text_sizes
+from components.models.tiny.recipe import PATCH, TinyRecipe, text_sizes
 from components.models.tiny.templates import vicuna
-from components.models.tiny.tokenizer import Vocabulary
+from components.models.tiny.tokenizer import TinyVocabulary
 
-VOCABULARY = Vocabulary(
+VOCABULARY = TinyVocabulary(
     markers=("<unk>", "<s>", "</s>", "<pad>", "<image>"),
     pad="<pad>",
     eos="</s>",
@@ -91,5 +91,5 @@ def _next_processor(settings: TinySettings, tokenizer: Any) -> LlavaNextProcesso
     )
 
 
-LLAVA = Recipe(VOCABULARY, TEMPLATE, _config, _processor)
-LLAVA_NEXT = Recipe(VOCABULARY, TEMPLATE, _next_config, _next_processor)
+LLAVA = TinyRecipe(VOCABULARY, TEMPLATE, _config, _processor)
+LLAVA_NEXT = TinyRecipe(VOCABULARY, TEMPLATE, _next_config, _next_processor)

@@ -8,11 +8,11 @@ from transformers import Molmo2Config, Molmo2ImageProcessor, Molmo2Processor, Mo
 
 from components.contracts.errors import ConfigurationError
 from components.models.settings import TinySettings
-from components.models.tiny.recipe import PATCH, Recipe, text_sizes
+from components.models.tiny.recipe import PATCH, TinyRecipe, text_sizes
 from components.models.tiny.templates import chatml
-from components.models.tiny.tokenizer import Vocabulary
+from components.models.tiny.tokenizer import TinyVocabulary
 
-VOCABULARY = Vocabulary(
+VOCABULARY = TinyVocabulary(
     # vLLM takes a first token with id 0 for none and writes the stop token instead.
     markers=("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin|>"),
     pad="<|endoftext|>",
@@ -77,7 +77,7 @@ def _config(settings: TinySettings, tokenizer: Any) -> Molmo2Config:
 
 def _processor(settings: TinySettings, tokenizer: Any) -> Molmo2Processor:
     size = {"height": settings.image_side, "width": settings.image_side}
-    margin = 1 if settings.image_side >= 4 * PATCH else 0  # patches of a crop that its neighbour has too
+    margin = 1 if settings.image_side >= 4 * PATCH else 0  # patches of a crop that its neighbor has too
     images = Molmo2ImageProcessor(
         size=size, max_crops=MAX_CROPS, overlap_margins=[margin, margin], pooling_size=[POOL, POOL], patch_size=PATCH
     )
@@ -90,4 +90,4 @@ def _processor(settings: TinySettings, tokenizer: Any) -> Molmo2Processor:
 
 
 # The processor begins every text with the first token; vLLM only those with images, so the template does it for both.
-MOLMO2 = Recipe(VOCABULARY, "{{ bos_token }}" + chatml("<|image|>"), _config, _processor)
+MOLMO2 = TinyRecipe(VOCABULARY, "{{ bos_token }}" + chatml("<|image|>"), _config, _processor)

@@ -14,11 +14,11 @@ from transformers import (
 )
 
 from components.models.settings import TinySettings
-from components.models.tiny.recipe import PATCH, Recipe, text_sizes
+from components.models.tiny.recipe import PATCH, TinyRecipe, text_sizes
 from components.models.tiny.templates import mistral
-from components.models.tiny.tokenizer import Vocabulary
+from components.models.tiny.tokenizer import TinyVocabulary
 
-VOCABULARY = Vocabulary(
+VOCABULARY = TinyVocabulary(
     markers=(
         *("<unk>", "<s>", "</s>", "<pad>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
         *("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
@@ -75,5 +75,5 @@ def _processor(merge: int) -> Any:
     return build
 
 
-PIXTRAL = Recipe(VOCABULARY, TEMPLATE, _pixtral_config, _processor(1))
-MISTRAL3 = Recipe(VOCABULARY, TEMPLATE, _mistral3_config, _processor(MERGE))
+PIXTRAL = TinyRecipe(VOCABULARY, TEMPLATE, _pixtral_config, _processor(1))
+MISTRAL3 = TinyRecipe(VOCABULARY, TEMPLATE, _mistral3_config, _processor(MERGE))

@@ -18,12 +18,12 @@ from transformers import (
 
 from components.models.families import QWEN_IMAGE_TOKENS
 from components.models.settings import TinySettings
-from components.models.tiny.recipe import PATCH, Recipe, text_sizes
+from components.models.tiny.recipe import PATCH, TinyRecipe, text_sizes
 from components.models.tiny.templates import chatml
-from components.models.tiny.tokenizer import Vocabulary
+from components.models.tiny.tokenizer import TinyVocabulary
 
 MERGE = 2  # 2 x 2 patches become one token
-VOCABULARY = Vocabulary(
+VOCABULARY = TinyVocabulary(
     markers=("<|endoftext|>", "<|im_start|>", "<|im_end|>", *QWEN_IMAGE_TOKENS),
     pad="<|endoftext|>",
     eos="<|im_end|>",
@@ -129,6 +129,8 @@ def _processor(kind: type, video: type, patch_size: int) -> Any:
     return build
 
 
-QWEN2_VL = Recipe(VOCABULARY, TEMPLATE, _config_2, _processor(Qwen2VLProcessor, Qwen2VLVideoProcessor, PATCH))
-QWEN2_5_VL = Recipe(VOCABULARY, TEMPLATE, _config_2_5, _processor(Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, PATCH))
-QWEN3_VL = Recipe(VOCABULARY, TEMPLATE, _config_3, _processor(Qwen3VLProcessor, Qwen3VLVideoProcessor, 16))
+QWEN2_VL = TinyRecipe(VOCABULARY, TEMPLATE, _config_2, _processor(Qwen2VLProcessor, Qwen2VLVideoProcessor, PATCH))
+QWEN2_5_VL = TinyRecipe(
+    VOCABULARY, TEMPLATE, _config_2_5, _processor(Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, PATCH)
+)
+QWEN3_VL = TinyRecipe(VOCABULARY, TEMPLATE, _config_3, _processor(Qwen3VLProcessor, Qwen3VLVideoProcessor, 16))

@@ -7,23 +7,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from components.models.settings import TinySettings
-from components.models.tiny.tokenizer import Vocabulary
+from components.models.tiny.tokenizer import TinyVocabulary
 
 PATCH = 14  # pixels of a side, of every family but Qwen3-VL
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TinyRecipe:
     """`config(settings, tokenizer)` and `processor(settings, tokenizer)` build the Hugging Face objects.
 
-    `initialise(model, settings)` replaces initial weights that would leave the model blind.
+    `initialize(model, settings)` replaces initial weights that would leave the model blind.
     """
 
-    vocabulary: Vocabulary
+    vocabulary: TinyVocabulary
     template: str
     config: Callable[[TinySettings, Any], Any]
     processor: Callable[[TinySettings, Any], Any]
-    initialise: Callable[[Any, TinySettings], None] = lambda model, settings: None
+    initialize: Callable[[Any, TinySettings], None] = lambda model, settings: None
 
 
 def text_sizes(settings: TinySettings, tokenizer: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ REPEATS = 20  # a pair must be frequent to become a token
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class TinyVocabulary:
     """The special tokens of a family. `markers` are those with the first ids, in their order."""
 
     markers: tuple[str, ...]
@@ -33,9 +33,9 @@ class Vocabulary:
 
 
 def train_tokenizer(
-    vocabulary: Vocabulary, size: int, texts: Iterable[str], template: str, max_positions: int
+    vocabulary: TinyVocabulary, size: int, texts: Iterable[str], template: str, max_positions: int
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer of at most `size` tokens: the family's markers, the 256 bytes, and merges learnt from `texts`."""
+    """A tokenizer of at most `size` tokens: the family's markers, the 256 bytes, and merges learned from `texts`."""
     model = Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()

@@ -53,7 +53,7 @@ class ActionTokens:
 
     @classmethod
     def fit(cls, chunks: Iterable[Floats], vocabulary: int, scale: float) -> ActionTokens:
-        """Learns from normalised chunks (T, D). Every chunk of their length with values in [-1, 1] can be said.
+        """Learns from normalized chunks (T, D). Every chunk of their length with values in [-1, 1] can be said.
 
         Raises:
             ConfigurationError: there are more different characters than tokens.
@@ -73,7 +73,7 @@ class ActionTokens:
                 remedy="allow more action tokens, or a smaller scale",
             )
         tokenizer = Tokenizer(models.BPE())
-        # Whole chunks are learnt from: split like text, coefficients that fall on spaces or letters would not merge.
+        # Whole chunks are learned from: split like text, coefficients that fall on spaces or letters would not merge.
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(

@@ -20,9 +20,9 @@ class Example:
     input_ids: (S,), the first token being BOS; no padding.
     image_tokens: (S,), True where the token belongs to an image (its patches, rows and edges).
     pixel_values: (C, patches, pixels of a patch) in [-1, 1], C = 0 without images.
-    pooling: (P, 4) patches that make an image token, counted over this example's crops; -1 is none.
-    labels: (S,) for discrete actions, -100 where nothing is learnt; None where they are not trained.
-    actions: (T, max_action_dim) normalised, zeros beyond the robot's own; None at inference.
+    pooling: (P, 4) patches that make an image token, counted over this example's crops; -1: no patch.
+    labels: (S,) for discrete actions, -100 where nothing is learned; None where they are not trained.
+    actions: (T, max_action_dim) normalized, zeros beyond the robot's own; None at inference.
     horizon_padding: (T,) True where the chunk is not trained: beyond the data's horizon, or the episode's end where
         the semantics say so. dimension_padding: (max_action_dim,) True beyond the robot's own.
     """

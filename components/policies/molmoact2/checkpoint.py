@@ -19,14 +19,14 @@ from components.artifacts.disk import replaced_folder
 from components.models.tensors import saving
 from components.policies.molmoact2.config import MolmoAct2Config
 from components.policies.molmoact2.lerobot_export import write_processors
-from components.policies.molmoact2.lerobot_layout import BASE, LerobotTensors, is_lerobot
+from components.policies.molmoact2.lerobot_layout import BASE, LeRobotTensors, is_lerobot
 from components.policies.molmoact2.model import MolmoAct2
-from components.policies.molmoact2.norm_stats import FeatureStats, RobotMetadata, norm_stats
+from components.policies.molmoact2.norm_stats import FeatureNormStats, RobotMetadata, norm_stats
 from components.policies.molmoact2.normalizer import Normalizer
 from components.policies.molmoact2.parts import ACTION_TOKENIZER, CONFIG, PolicyParts, load_parts
 from components.policies.molmoact2.processor import Processor
 from components.policies.molmoact2.weights import SHARD_BYTES, TensorFiles, load_weights, write_released
-from components.policies.settings import PolicySettings
+from components.policies.settings import RobotPolicySettings
 from components.policies.source import locate_policy, write_settings
 
 OWN_TAG = "trained"
@@ -55,7 +55,7 @@ class LoadedPolicy:
         return self.parts.config
 
     @property
-    def settings(self) -> PolicySettings:
+    def settings(self) -> RobotPolicySettings:
         return self.parts.settings
 
     def processor(self) -> Processor:
@@ -64,7 +64,7 @@ class LoadedPolicy:
 
 def load_policy(
     source: str | Path,
-    settings: PolicySettings | None = None,
+    settings: RobotPolicySettings | None = None,
     robot: RobotMetadata | None = None,
     device: str | torch.device = "cpu",
 ) -> LoadedPolicy:
@@ -88,7 +88,7 @@ def load_model(source: str | Path, parts: PolicyParts, device: str | torch.devic
         model = MolmoAct2(parts.config, parts.settings.dtype, parts.settings.llm_residual_dropout)
     model.to_empty(device=device)
     with TensorFiles(folder) as files:
-        tensors = LerobotTensors(files, folder) if is_lerobot(folder) else files
+        tensors = LeRobotTensors(files, folder) if is_lerobot(folder) else files
         load_weights(model, tensors, parts.config.molmo2(), str(folder))
     return model.eval()
 
@@ -149,5 +149,5 @@ def write_parts(folder: Path, parts: PolicyParts) -> None:
     write_settings(folder, settings.model_copy(update=dict.fromkeys(SOURCES)))
 
 
-def _masked(stats: FeatureStats, normalizer: Normalizer) -> FeatureStats:
+def _masked(stats: FeatureNormStats, normalizer: Normalizer) -> FeatureNormStats:
     return stats.model_copy(update={"mask": tuple(bool(each) for each in normalizer.mask)})

@@ -1,7 +1,7 @@
 """The action expert: a transformer over the actions of a chunk that reads the text model's keys and values.
 
 Block l reads text layer l. Its norms have no weights; time enters through shifts, scales and gates (adaptive
-normalisation). Names of modules are those of the released checkpoint.
+normalization). Names of modules are those of the released checkpoint.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Modulation(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Every action sees every action of its chunk, except padded ones."""
+    """Every action attends to every action of its chunk, except padded ones."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -56,9 +56,9 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(hidden, 3 * hidden)
         self.out_proj = nn.Linear(hidden, hidden)
 
-    def forward(self, x: Tensor, turn: KeyValue, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rope: KeyValue, mask: Tensor | None) -> Tensor:
         queries, keys, values = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
-        queries, keys = rotate(rms(queries), *turn), rotate(rms(keys), *turn)
+        queries, keys = rotate(rms(queries), *rope), rotate(rms(keys), *rope)
         seen = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
         return self.out_proj(seen.transpose(1, 2).flatten(2))
 
@@ -103,7 +103,7 @@ class ExpertBlock(nn.Module):
         self,
         x: Tensor,
         condition: Tensor,
-        turn: KeyValue,
+        rope: KeyValue,
         keys: Tensor,
         values: Tensor,
         context_mask: Tensor,
@@ -112,7 +112,7 @@ class ExpertBlock(nn.Module):
         """x: (N, T, hidden). keys, values: (E, heads, S, head size). valid: (N, T) bool or None: all."""
         shift1, scale1, gate1, shift2, scale2, gate2, shift3, scale3, gate3 = self.modulation(condition)
         mask = None if valid is None else valid[:, None, None, :]
-        x = x + gate1 * self.self_attn(rms(x) * (1 + scale1) + shift1, turn, mask)
+        x = x + gate1 * self.self_attn(rms(x) * (1 + scale1) + shift1, rope, mask)
         x = x + gate2 * self.cross_attn(rms(x) * (1 + scale2) + shift2, keys, values, context_mask)
         x = x + gate3 * self.mlp(rms(x) * (1 + scale3) + shift3)
         return zero_padded(x, valid)
@@ -165,24 +165,24 @@ class ActionExpert(nn.Module):
         Args:
             actions: (E, F, T, dimensions), F draws for each of E examples. times: (E, F) in [0, 1].
             cache: of every text layer, keys and values (B, key-value heads, L, head size).
-            context: which of the B x L tokens each example's draws see.
+            context: which of the B x L tokens each example's draws attend to.
             valid: (E, T), False on padded steps; None: all steps are valid.
         """
         active = self.gradient_checkpointing and self.training
         examples, draws = times.shape
         steps = None if valid is None else valid.repeat_interleave(draws, dim=0)
-        x, condition, turn = self._embed(actions.flatten(0, 1), times.flatten(), steps)
+        x, condition, rope = self._embed(actions.flatten(0, 1), times.flatten(), steps)
         for block, layer in zip(self.blocks, cache, strict=True):
-            x = checkpointed(self._read, active, block, x, condition, turn, layer, context, steps)
+            x = checkpointed(self._read, active, block, x, condition, rope, layer, context, steps)
         return zero_padded(self.final_layer(x, condition), steps).unflatten(0, (examples, draws))
 
     def velocity(
         self, actions: Tensor, time: Tensor, contexts: Sequence[KeyValue], mask: Tensor, valid: Tensor | None
     ) -> Tensor:
         """As `forward` with one draw, one time (1,) for all, and contexts that `context` made: (E, T, dimensions)."""
-        x, condition, turn = self._embed(actions, time, valid)
+        x, condition, rope = self._embed(actions, time, valid)
         for block, (keys, values) in zip(self.blocks, contexts, strict=True):
-            x = block(x, condition, turn, keys, values, mask, valid)
+            x = block(x, condition, rope, keys, values, mask, valid)
         return zero_padded(self.final_layer(x, condition), valid)
 
     def context(self, layer: KeyValue, context: ContextIndex) -> KeyValue:
@@ -204,16 +204,16 @@ class ActionExpert(nn.Module):
         block: nn.Module,
         x: Tensor,
         condition: Tensor,
-        turn: KeyValue,
+        rope: KeyValue,
         layer: KeyValue,
         context: ContextIndex,
         valid: Tensor | None,
     ) -> Tensor:
         keys, values = self.context(layer, context)
-        y: Tensor = block(x, condition, turn, keys, values, context.valid[:, None, None, :], valid)
+        y: Tensor = block(x, condition, rope, keys, values, context.valid[:, None, None, :], valid)
         return y
 
-    def initialise(self, generator: torch.Generator) -> None:
+    def initialize(self, generator: torch.Generator) -> None:
         """Xavier uniform; projections into the residual stream shrunk by sqrt(2 L); what modulates, and the output, 0.
 
         The first velocity is therefore 0, and every block passes its input on.

@@ -12,7 +12,7 @@ from components.policies.molmoact2.config import MolmoAct2Config
 
 
 @dataclass(frozen=True)
-class FlowDraws:
+class FlowSamples:
     """What is random in a flow-matching loss: F times and noises for each of E examples, float32.
 
     times: (E, F) in [0, 1], noise: (E, F, T, dimensions), standard normal in every dimension.
@@ -24,20 +24,20 @@ class FlowDraws:
     @classmethod
     def draw(
         cls, examples: int, draws: int, horizon: int, config: MolmoAct2Config, generator: torch.Generator
-    ) -> FlowDraws:
+    ) -> FlowSamples:
         """Draw for a batch at once, first all times and then all noises, on the generator's device."""
         times = flow_times((examples, draws), config, generator)
         shape = (examples, draws, horizon, config.max_action_dim)
         return cls(times, torch.randn(shape, generator=generator, device=generator.device))
 
     @classmethod
-    def per_example(cls, seeds: Sequence[int], draws: int, horizon: int, config: MolmoAct2Config) -> FlowDraws:
+    def per_example(cls, seeds: Sequence[int], draws: int, horizon: int, config: MolmoAct2Config) -> FlowSamples:
         """Draw for each example from its own seed, whatever batch, row or rank it comes to; on the CPU."""
         each = [cls.draw(1, draws, horizon, config, torch.Generator().manual_seed(seed)) for seed in seeds]
         return cls(torch.cat([one.times for one in each]), torch.cat([one.noise for one in each]))
 
-    def to(self, device: torch.device | str) -> FlowDraws:
-        return FlowDraws(self.times.to(device), self.noise.to(device))
+    def to(self, device: torch.device | str) -> FlowSamples:
+        return FlowSamples(self.times.to(device), self.noise.to(device))
 
 
 def flow_times(shape: tuple[int, ...], config: MolmoAct2Config, generator: torch.Generator) -> Tensor:
@@ -51,11 +51,11 @@ def flow_times(shape: tuple[int, ...], config: MolmoAct2Config, generator: torch
     return offset + spread * torch._sample_dirichlet(concentrations, generator=generator)[..., 0]
 
 
-def noisy_actions(actions: Tensor, draws: FlowDraws, used: Tensor | None) -> tuple[Tensor, Tensor]:
+def noisy_actions(actions: Tensor, draws: FlowSamples, used: Tensor | None) -> tuple[Tensor, Tensor]:
     """The points x_t = (1 - t) noise + t actions and the velocities actions - noise, both (E, F, T, dimensions).
 
     Args:
-        actions: (E, T, dimensions). used: (E, dimensions), False where a dimension is none of the robot's: noise and
+        actions: (E, T, dimensions). used: (E, dimensions), False where a dimension is not the robot's: noise and
             actions are 0 there; None: all dimensions count.
     """
     target, noise = actions.float()[:, None], draws.noise.float()

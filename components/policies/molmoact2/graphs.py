@@ -11,7 +11,7 @@ Function = Callable[[Sequence[Tensor]], Tensor]
 
 
 class GraphedFunction:
-    """Calls `function` by replaying its kernels; one graph is kept, and made anew when an input's layout changes.
+    """Calls `function` by replaying its kernels; one graph is kept, and made again when an input's layout changes.
 
     `function` may read other memory as well, a model's weights say, as long as it stays where it is; it must have no
     random draws and no decision that depends on values.

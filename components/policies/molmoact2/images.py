@@ -1,4 +1,4 @@
-"""Camera pictures as patches for the vision tower."""
+"""Camera images as patches for the vision tower."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch.nn.functional import interpolate
 from components.contracts.errors import ConfigurationError, DataError
 from components.policies.molmoact2.batch import Floats, Ints
 
-Picture = NDArray[np.uint8]
+Pixels = NDArray[np.uint8]
 _CHANNELS, _BILINEAR = 3, 2  # Pillow's number
 
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """One crop per picture, `side` pixels square, of square patches that are pooled in square windows.
+    """One crop per image, `side` pixels square, of square patches that are pooled in square windows.
 
     columns: Whether each row of image tokens ends with a column token.
     """
@@ -41,7 +41,7 @@ class ImageLayout:
         """Of a checkpoint's processor_config.json; what it leaves out is as in the released classes.
 
         Raises:
-            ConfigurationError: the pictures are prepared in another way.
+            ConfigurationError: the images are prepared in another way.
         """
         image = document["image_processor"]
         size, pool = image.get("size", {"height": 378, "width": 378}), image.get("pooling_size", [2, 2])
@@ -84,7 +84,7 @@ class ImageLayout:
 
     @property
     def patches(self) -> int:
-        """Of a picture, along a side."""
+        """Of an image, along a side."""
         return self.side // self.patch
 
     @property
@@ -94,7 +94,7 @@ class ImageLayout:
 
     @cached_property
     def pooling(self) -> Ints:
-        """(rows * rows, pool * pool): the patches of each image token of one picture, -1 where there is none.
+        """(rows * rows, pool * pool): the patches of each image token of one image, -1 where there is none.
 
         What the patches lack to whole windows is added half before and half after, the odd one after.
         """
@@ -104,33 +104,33 @@ class ImageLayout:
         windows = grid.reshape(self.rows, self.pool, self.rows, self.pool).transpose(0, 2, 1, 3)
         return np.ascontiguousarray(windows.reshape(self.rows**2, self.pool**2))
 
-    def patchify(self, pictures: Sequence[Picture]) -> Floats:
-        """(pictures, patches, pixels of a patch) in [-1, 1], the channel last within a patch.
+    def patchify(self, images: Sequence[Pixels]) -> Floats:
+        """(images, patches, pixels of a patch) in [-1, 1], the channel last within a patch.
 
         Raises:
-            DataError: a picture is not uint8 of (height, width, 3).
+            DataError: an image is not uint8 of (height, width, 3).
         """
         n, p = self.patches, self.patch
-        patches = torch.empty(len(pictures), n, n, p, p * _CHANNELS)
-        for one, picture in zip(patches, pictures, strict=True):
-            levels = _resize(_checked(picture), self.side).div_(255).mul_(2).sub_(1)
+        patches = torch.empty(len(images), n, n, p, p * _CHANNELS)
+        for one, image in zip(patches, images, strict=True):
+            levels = _resize(_checked(image), self.side).div_(255).mul_(2).sub_(1)
             one.copy_(levels.reshape(n, p, n, p * _CHANNELS).transpose(1, 2))
-        return patches.reshape(len(pictures), n * n, p * p * _CHANNELS).numpy()
+        return patches.reshape(len(images), n * n, p * p * _CHANNELS).numpy()
 
 
-def _resize(picture: Picture, side: int) -> Tensor:
-    """(side, side, 3) whole numbers as float32: bilinear between pixel centres without antialiasing, then rounded."""
-    levels = torch.from_numpy(picture.astype(np.float32, order="C"))
-    if picture.shape[:2] == (side, side):
+def _resize(image: Pixels, side: int) -> Tensor:
+    """(side, side, 3) whole numbers as float32: bilinear between pixel centers without antialiasing, then rounded."""
+    levels = torch.from_numpy(image.astype(np.float32, order="C"))
+    if image.shape[:2] == (side, side):
         return levels
     resized = interpolate(levels.permute(2, 0, 1)[None], (side, side), mode="bilinear", align_corners=False)
     return resized[0].round_().clamp_(0, 255).permute(1, 2, 0)
 
 
-def _checked(picture: Picture) -> Picture:
-    if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != _CHANNELS or not picture.size:
+def _checked(image: Pixels) -> Pixels:
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != _CHANNELS or not image.size:
         raise DataError(
-            f"a picture is {picture.dtype} of shape {picture.shape}, not uint8 of (height, width, 3)",
+            f"an image is {image.dtype} of shape {image.shape}, not uint8 of (height, width, 3)",
             remedy="convert it to RGB",
         )
-    return picture
+    return image

@@ -17,17 +17,17 @@ from torch import Tensor
 
 from components.contracts.errors import ConfigurationError
 from components.policies.molmoact2.lerobot_layout import CONFIG, NORMALIZATIONS, NORMALIZER, PACK, PREPROCESSOR
-from components.policies.molmoact2.norm_stats import ACTION, STATE, FeatureStats, RobotMetadata
-from components.policies.settings import PolicySettings
+from components.policies.molmoact2.norm_stats import ACTION, STATE, FeatureNormStats, RobotMetadata
+from components.policies.settings import RobotPolicySettings
 
 POSTPROCESSOR, UNNORMALIZER = "policy_postprocessor", "molmoact2_masked_unnormalizer"
-PICTURE = (3, 256, 256)  # declared shape of a camera; LeRobot resizes whatever comes
+IMAGE_SHAPE = (3, 256, 256)  # declared shape of a camera; LeRobot resizes whatever comes
 _MODES = {ours: theirs for theirs, ours in NORMALIZATIONS.items()}
 Step = tuple[str, dict[str, Any]]
 
 
 def write_processors(
-    folder: Path, settings: PolicySettings, robot: RobotMetadata, base: str, max_action_dim: int
+    folder: Path, settings: RobotPolicySettings, robot: RobotMetadata, base: str, max_action_dim: int
 ) -> None:
     """Write config.json, the two processors and their statistics.
 
@@ -39,7 +39,7 @@ def write_processors(
     """
     if not settings.image_keys:
         raise ConfigurationError("no cameras are named", where="policy.image_keys", remedy="name them in order")
-    inputs: dict[str, Any] = {key: {"type": "VISUAL", "shape": list(PICTURE)} for key in settings.image_keys}
+    inputs: dict[str, Any] = {key: {"type": "VISUAL", "shape": list(IMAGE_SHAPE)} for key in settings.image_keys}
     inputs[STATE] = {"type": "STATE", "shape": [robot.state_stats.dimensions]}
     outputs = {ACTION: {"type": "ACTION", "shape": [robot.action_stats.dimensions]}}
     norm_map = {
@@ -89,7 +89,7 @@ def write_processors(
     _write_steps(folder, POSTPROCESSOR, after, statistics)
 
 
-def _prompt(settings: PolicySettings, base: str) -> dict[str, Any]:
+def _prompt(settings: RobotPolicySettings, base: str) -> dict[str, Any]:
     """What both config.json and the packing step say."""
     names = ("setup_type", "control_mode", "normalize_language", "add_setup_tokens", "add_control_tokens")
     more = ("max_sequence_length", "chunk_size", "action_mode")
@@ -97,14 +97,14 @@ def _prompt(settings: PolicySettings, base: str) -> dict[str, Any]:
     return fields | {"image_keys": list(settings.image_keys), "checkpoint_path": base}
 
 
-def _policy_fields(settings: PolicySettings) -> dict[str, Any]:
+def _policy_fields(settings: RobotPolicySettings) -> dict[str, Any]:
     names = ("n_action_steps", "normalize_gripper", "num_flow_timesteps", "num_inference_steps")
     more = ("mask_action_dim_padding", "enable_knowledge_insulation")
     inference = "discrete" if settings.action_mode == "discrete" else "continuous"
     return {name: getattr(settings, name) for name in (*names, *more)} | {"inference_action_mode": inference}
 
 
-def _version_fields(settings: PolicySettings) -> dict[str, Any]:
+def _version_fields(settings: RobotPolicySettings) -> dict[str, Any]:
     """The fields that only some versions know; without adapters all three build the layers that we write."""
     if settings.semantics == "head":
         return {
@@ -115,7 +115,7 @@ def _version_fields(settings: PolicySettings) -> dict[str, Any]:
     return {"model_dtype": settings.dtype}
 
 
-def _tensors(stats: FeatureStats) -> dict[str, Tensor]:
+def _tensors(stats: FeatureNormStats) -> dict[str, Tensor]:
     values = stats.model_dump(exclude_none=True, exclude={"names"})
     return {name: torch.tensor(value, dtype=torch.float32).reshape(-1) for name, value in values.items()}
 

@@ -2,7 +2,7 @@
 
 config.json holds LeRobot's settings; the sizes, the tokenizer and the image processor are those of the released
 checkpoint that it was trained from. Weights have released names after `model.`, adapters of PEFT unmerged. The
-normaliser's statistics are the tensors of a processor step.
+normalizer's statistics are the tensors of a processor step.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from torch import Tensor
 
 from components.contracts.errors import DataError
 from components.contracts.names import bare_name
-from components.policies.molmoact2.norm_stats import ACTION, STATE, FeatureStats, RobotMetadata, resolve
+from components.policies.molmoact2.norm_stats import ACTION, STATE, FeatureNormStats, RobotMetadata, resolve
 from components.policies.molmoact2.weights import TensorFiles
-from components.policies.settings import Normalisation, PolicySettings
+from components.policies.settings import Normalization, RobotPolicySettings
 from components.policies.source import locate_policy
 
 CONFIG, BASE = "config.json", "base"
 PREPROCESSOR, NORMALIZER, PACK = "policy_preprocessor", "molmoact2_masked_normalizer", "molmoact2_pack_inputs"
-NORMALIZATIONS: dict[str, Normalisation] = {"QUANTILES": "quantiles", "MEAN_STD": "mean_std", "IDENTITY": "identity"}
+NORMALIZATIONS: dict[str, Normalization] = {"QUANTILES": "quantiles", "MEAN_STD": "mean_std", "IDENTITY": "identity"}
 _ADOPTED = ("normalize_language", "normalize_gripper", "add_setup_tokens", "add_control_tokens")
 _PEFT, _BASE_LAYER = "base_model.model.", ".base_layer."
 _LORA_A, _LORA_B = ".lora_A.default.weight", ".lora_B.default.weight"
 
 
 @dataclass(frozen=True)
-class LerobotCheckpoint:
+class LeRobotCheckpoint:
     """base: folder of the released files. settings: with the saved robot's facts. robot: statistics and words."""
 
     base: Path
-    settings: PolicySettings
+    settings: RobotPolicySettings
     robot: RobotMetadata | None
 
 
@@ -48,8 +48,8 @@ def is_lerobot(folder: Path) -> bool:
     return "type" in read_json(folder / CONFIG)
 
 
-def read_lerobot(folder: Path, settings: PolicySettings) -> LerobotCheckpoint:
-    """Read a checkpoint's facts. As the processor was saved with them, chunk size, steps, normalisation and how
+def read_lerobot(folder: Path, settings: RobotPolicySettings) -> LeRobotCheckpoint:
+    """Read a checkpoint's facts. As the processor was saved with them, chunk size, steps, normalization and how
     prompts are written come from it; words and cameras do where `settings` leaves them empty.
 
     Raises:
@@ -66,7 +66,7 @@ def read_lerobot(folder: Path, settings: PolicySettings) -> LerobotCheckpoint:
         ) from error
 
 
-def _read(folder: Path, settings: PolicySettings) -> LerobotCheckpoint:
+def _read(folder: Path, settings: RobotPolicySettings) -> LeRobotCheckpoint:
     raw = read_json(folder / CONFIG)
     if raw["type"] != "molmoact2":
         raise DataError(f"a checkpoint of the policy {raw['type']!r}", where=str(folder), remedy="give a MolmoAct2")
@@ -81,7 +81,7 @@ def _read(folder: Path, settings: PolicySettings) -> LerobotCheckpoint:
     for name, kind in (("state_normalization", "STATE"), ("action_normalization", "ACTION")):
         if mapping[kind] not in NORMALIZATIONS:
             raise DataError(
-                f"{kind} is normalised by {mapping[kind]}",
+                f"{kind} is normalized by {mapping[kind]}",
                 where=f"{folder / CONFIG}: normalization_mapping",
                 remedy=f"supported: {', '.join(NORMALIZATIONS)}",
             )
@@ -90,10 +90,12 @@ def _read(folder: Path, settings: PolicySettings) -> LerobotCheckpoint:
     robot = _robot(folder, raw)
     horizon = {"chunk_size": raw["chunk_size"], "n_action_steps": raw["n_action_steps"]}
     adopted = adopted.model_copy(update=horizon) if robot is None else resolve(adopted, robot)
-    return LerobotCheckpoint(_base(folder, raw, settings), PolicySettings.model_validate(adopted.model_dump()), robot)
+    return LeRobotCheckpoint(
+        _base(folder, raw, settings), RobotPolicySettings.model_validate(adopted.model_dump()), robot
+    )
 
 
-class LerobotTensors:
+class LeRobotTensors:
     """A LeRobot checkpoint's weights under released names, adapters merged as they are read.
 
     Raises:
@@ -134,7 +136,7 @@ class LerobotTensors:
         return weight.float() + (up @ down) * (float(self._alpha or 0) / down.shape[0])
 
 
-def _base(folder: Path, raw: Mapping[str, Any], settings: PolicySettings) -> Path:
+def _base(folder: Path, raw: Mapping[str, Any], settings: RobotPolicySettings) -> Path:
     """`base/` of a checkpoint that we wrote, the base that the settings name, or the one that config.json names."""
     if (folder / BASE).is_dir():
         return folder / BASE
@@ -171,7 +173,7 @@ def _robot(folder: Path, raw: Mapping[str, Any]) -> RobotMetadata | None:
     )
 
 
-def _stats(tensors: Mapping[str, Tensor], key: str, names: Any, where: Path) -> FeatureStats:
+def _stats(tensors: Mapping[str, Tensor], key: str, names: Any, where: Path) -> FeatureNormStats:
     found = {name.removeprefix(f"{key}."): value for name, value in tensors.items() if name.startswith(f"{key}.")}
     if not found:
         raise DataError(f"no statistics of {key}", where=str(where), remedy="use a complete checkpoint of LeRobot")
@@ -182,7 +184,7 @@ def _stats(tensors: Mapping[str, Tensor], key: str, names: Any, where: Path) -> 
         values["count"] = int(found["count"].flatten()[0])
     if "mask" in found:
         values["mask"] = tuple(bool(value) for value in found["mask"].flatten().tolist())
-    return FeatureStats(**values, names=tuple(names) if isinstance(names, list) else None)
+    return FeatureNormStats(**values, names=tuple(names) if isinstance(names, list) else None)
 
 
 def _released(name: str, folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""What is minimised: flow matching for continuous actions, cross-entropy and its z part for discrete ones."""
+"""What is minimized: flow matching for continuous actions, cross-entropy and its z part for discrete ones."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from components.policies.molmoact2.batch import PolicyBatch
 from components.policies.molmoact2.semantics import SEMANTICS
-from components.policies.settings import ActionMode, PolicySettings
+from components.policies.settings import ActionMode, RobotPolicySettings
 
-IGNORE = -100  # a label where nothing is learnt
+IGNORE = -100  # a label where nothing is learned
 TokenWeighting = Literal["root_subsegments_root_tokens", "token"]
 
 
@@ -20,7 +20,7 @@ TokenWeighting = Literal["root_subsegments_root_tokens", "token"]
 class LossPlan:
     """Which losses are taken of a batch, and what the model sees while they are.
 
-    bidirectional_images: image tokens of an example see each other. hides_answers: see `context_mask`.
+    bidirectional_images: image tokens of an example attend to each other. hides_answers: see `context_mask`.
     knowledge_insulation: no gradient from the flow-matching loss into the VLM.
     mask_dimensions: dimensions that a robot does not have are neither noise nor error.
     z_scale: weight of logsumexp squared.
@@ -37,7 +37,7 @@ class LossPlan:
     token_weighting: TokenWeighting
 
     @classmethod
-    def of(cls, settings: PolicySettings) -> LossPlan:
+    def of(cls, settings: RobotPolicySettings) -> LossPlan:
         semantics, mode = SEMANTICS[settings.semantics], settings.action_mode
         return cls(
             action_mode=mode,
@@ -59,8 +59,8 @@ class LossPlan:
 
 
 @dataclass(frozen=True)
-class Denominators:
-    """What sums over an update are divided by: its examples, and the weights of its labelled tokens.
+class LossDenominators:
+    """What sums over an update are divided by: its examples, and the weights of its labeled tokens.
 
     Losses of the update's parts, each with the whole update's denominators, add up to the loss of the whole.
     """
@@ -69,12 +69,12 @@ class Denominators:
     token_weight: float
 
     @classmethod
-    def of(cls, batch: PolicyBatch, plan: LossPlan) -> Denominators:
-        weight = float(LabelledTokens.of(batch, plan).weights.sum()) if plan.discrete else 0.0
+    def of(cls, batch: PolicyBatch, plan: LossPlan) -> LossDenominators:
+        weight = float(LabeledTokens.of(batch, plan).weights.sum()) if plan.discrete else 0.0
         return cls(float(batch.examples), weight)
 
-    def __add__(self, other: Denominators) -> Denominators:
-        return Denominators(self.examples + other.examples, self.token_weight + other.token_weight)
+    def __add__(self, other: LossDenominators) -> LossDenominators:
+        return LossDenominators(self.examples + other.examples, self.token_weight + other.token_weight)
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class PolicyLosses:
 
 
 @dataclass(frozen=True)
-class LabelledTokens:
-    """The K tokens of a batch that are learnt, in rows and columns of (B, L); each is predicted one column before.
+class LabeledTokens:
+    """The K tokens of a batch that are learned, in rows and columns of (B, L); each is predicted one column before.
 
     owners: (K,) example of each, weights: (K,) float32.
     """
@@ -107,7 +107,7 @@ class LabelledTokens:
     weights: Tensor
 
     @classmethod
-    def of(cls, batch: PolicyBatch, plan: LossPlan) -> LabelledTokens:
+    def of(cls, batch: PolicyBatch, plan: LossPlan) -> LabeledTokens:
         assert batch.labels is not None
         rows, columns = (batch.labels[:, 1:] != IGNORE).nonzero(as_tuple=True)
         columns = columns + 1
@@ -131,7 +131,7 @@ class DiscreteLoss:
 
 
 def discrete_loss(
-    logits: Tensor, tokens: LabelledTokens, z_scale: float, examples: int, token_weight: float
+    logits: Tensor, tokens: LabeledTokens, z_scale: float, examples: int, token_weight: float
 ) -> DiscreteLoss:
     """sum w (logsumexp - logit) / max(W, 1), and z_scale sum w logsumexp^2 / max(W, 1).
 
@@ -139,9 +139,9 @@ def discrete_loss(
         logits: (K, vocabulary). token_weight: W, the sum of the weights w of the whole update.
     """
     logits = logits.float()
-    normaliser = torch.logsumexp(logits, dim=-1)
+    normalizer = torch.logsumexp(logits, dim=-1)
     chosen = logits.gather(-1, tokens.labels[:, None])[:, 0]
-    weighted = tokens.weights * (normaliser - chosen), tokens.weights * z_scale * normaliser.square()
+    weighted = tokens.weights * (normalizer - chosen), tokens.weights * z_scale * normalizer.square()
     own = tokens.weights.sum().clamp(min=1.0)
 
     def of_examples(values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which tokens see which: among the tokens of an example, and from the action expert."""
+"""Which tokens attend to which: among the tokens of an example, and from the action expert."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from components.policies.molmoact2.config import MolmoAct2Config
 def attention_mask(batch: PolicyBatch, bidirectional_images: bool) -> Tensor:
     """(B, 1, L, L) bool, True where a query (third dimension) sees a key (last).
 
-    A token sees the earlier tokens of its own example and itself; image tokens also see all later image tokens of the
-    example where `bidirectional_images`. Padding counts as one more example, so that no row of the mask is empty.
+    A token attends to the earlier tokens of its own example and itself; image tokens also attend to all later image
+    tokens of the example where `bidirectional_images`. Padding counts as one more example, so that no row of the mask
+    is empty.
     """
     ids = batch.example_ids
     order = torch.arange(ids.shape[1], device=ids.device)
@@ -26,7 +27,7 @@ def attention_mask(batch: PolicyBatch, bidirectional_images: bool) -> Tensor:
 
 
 def context_mask(batch: PolicyBatch, hides_answers: bool, config: MolmoAct2Config) -> Tensor:
-    """(B, L) bool, True on tokens that the expert of their example sees: no padding.
+    """(B, L) bool, True on tokens that the expert of their example attends to: no padding.
 
     Where `hides_answers`, EOS is hidden, and everything from a start of actions to its end, or to the example's end
     where there is none.
@@ -52,7 +53,7 @@ def _count(batch: PolicyBatch, marked: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ContextIndex:
-    """Where the tokens lie that an example's expert sees.
+    """Where the tokens lie that an example's expert attends to.
 
     index: (E, S) int64 into the B x L tokens of a batch, row by row; S is the longest context. valid: (E, S) bool.
     """

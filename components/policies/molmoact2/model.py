@@ -11,18 +11,18 @@ from components.contracts.errors import DataError
 from components.policies.molmoact2.batch import PolicyBatch
 from components.policies.molmoact2.config import MolmoAct2Config
 from components.policies.molmoact2.expert import ActionExpert
-from components.policies.molmoact2.flow import FlowDraws, flow_errors, noisy_actions
+from components.policies.molmoact2.flow import FlowSamples, flow_errors, noisy_actions
 from components.policies.molmoact2.losses import (
-    Denominators,
     DiscreteLoss,
-    LabelledTokens,
+    LabeledTokens,
+    LossDenominators,
     LossPlan,
     PolicyLosses,
     discrete_loss,
 )
 from components.policies.molmoact2.masks import attention_mask, context_index, context_mask
 from components.policies.molmoact2.numerics import RMSNorm
-from components.policies.molmoact2.vlm import Hidden, Molmo2
+from components.policies.molmoact2.vlm import BackboneOutput, Molmo2Backbone
 
 Precision = Literal["float32", "bfloat16"]
 
@@ -43,7 +43,7 @@ class MolmoAct2(nn.Module):
         """
         super().__init__()
         self.config, self.precision = config, dtype
-        self.vlm = Molmo2(config.molmo2(), residual_dropout)
+        self.vlm = Molmo2Backbone(config.molmo2(), residual_dropout)
         self.action_expert = ActionExpert(config)
         if dtype == "bfloat16":
             self.vlm.to(torch.bfloat16)
@@ -63,9 +63,9 @@ class MolmoAct2(nn.Module):
     def forward(
         self,
         batch: PolicyBatch,
-        draws: FlowDraws | None,
+        draws: FlowSamples | None,
         plan: LossPlan,
-        denominators: Denominators | None = None,
+        denominators: LossDenominators | None = None,
     ) -> PolicyLosses:
         """The losses of a batch.
 
@@ -96,13 +96,15 @@ class MolmoAct2(nn.Module):
             z_per_example=none_each if discrete is None else discrete.z_per_example,
         )
 
-    def encode(self, batch: PolicyBatch, bidirectional_images: bool) -> Hidden:
+    def encode(self, batch: PolicyBatch, bidirectional_images: bool) -> BackboneOutput:
         """The VLM's last states, and every text layer's keys and values."""
         mask = attention_mask(batch, bidirectional_images)
-        hidden: Hidden = self.vlm.model(batch.input_ids, batch.position_ids, mask, batch.pixel_values, batch.pooling)
+        hidden: BackboneOutput = self.vlm.model(
+            batch.input_ids, batch.position_ids, mask, batch.pixel_values, batch.pooling
+        )
         return hidden
 
-    def _flow(self, batch: PolicyBatch, hidden: Hidden, draws: FlowDraws, plan: LossPlan) -> Tensor:
+    def _flow(self, batch: PolicyBatch, hidden: BackboneOutput, draws: FlowSamples, plan: LossPlan) -> Tensor:
         assert batch.actions is not None
         used = ~batch.dimension_padding if plan.mask_dimensions else None
         valid = None if batch.horizon_padding is None else ~batch.horizon_padding
@@ -115,14 +117,14 @@ class MolmoAct2(nn.Module):
         return flow_errors(velocity, target, valid, used)
 
     def _discrete(
-        self, batch: PolicyBatch, hidden: Hidden, plan: LossPlan, denominators: Denominators | None
+        self, batch: PolicyBatch, hidden: BackboneOutput, plan: LossPlan, denominators: LossDenominators | None
     ) -> DiscreteLoss:
-        tokens = LabelledTokens.of(batch, plan)
+        tokens = LabeledTokens.of(batch, plan)
         logits = self.vlm.lm_head(tokens.hidden(hidden.states))
         weight = float(tokens.weights.sum()) if denominators is None else denominators.token_weight
         return discrete_loss(logits, tokens, plan.z_scale, batch.examples, weight)
 
-    def _check(self, batch: PolicyBatch, draws: FlowDraws | None, plan: LossPlan) -> None:
+    def _check(self, batch: PolicyBatch, draws: FlowSamples | None, plan: LossPlan) -> None:
         missing = [
             name
             for name, value, needed in (

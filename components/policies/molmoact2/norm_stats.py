@@ -23,7 +23,7 @@ from pydantic import (
 
 from components.contracts.errors import ConfigurationError, DataError
 from components.datasets.lerobot.layout import Feature
-from components.policies.settings import PolicySettings
+from components.policies.settings import RobotPolicySettings
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ Numbers = tuple[FiniteFloat, ...]
 Words = Annotated[str, BeforeValidator(lambda value: "" if value is None else value)]
 
 
-class FeatureStats(BaseModel):
+class FeatureNormStats(BaseModel):
     """Of one feature, a number per dimension. `mask` is False where a dimension is passed on as it is."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -55,7 +55,7 @@ class FeatureStats(BaseModel):
     mask: tuple[bool, ...] | None = None
 
     @model_validator(mode="after")
-    def _one_width(self) -> FeatureStats:
+    def _one_width(self) -> FeatureNormStats:
         widths = {name: len(value) for name in (*_ARRAYS, "mask") if (value := getattr(self, name)) is not None}
         if len(set(widths.values())) != 1:
             raise ValueError(f"statistics need one number per dimension, given {widths or 'none at all'}")
@@ -80,8 +80,8 @@ class RobotMetadata(BaseModel):
     n_action_steps: PositiveInt | None = None
     setup_type: Words = ""
     control_mode: Words = ""
-    action_stats: FeatureStats
-    state_stats: FeatureStats
+    action_stats: FeatureNormStats
+    state_stats: FeatureNormStats
 
 
 class NormStats(BaseModel):
@@ -127,14 +127,14 @@ class NormStats(BaseModel):
         return self.metadata_by_tag[tag]
 
 
-def norm_stats(robots: Mapping[str, RobotMetadata], settings: PolicySettings) -> NormStats:
+def norm_stats(robots: Mapping[str, RobotMetadata], settings: RobotPolicySettings) -> NormStats:
     """The file for these tags; its mode is that of the actions."""
     mode = NORM_MODES[settings.action_normalization]
     return NormStats(format=FORMAT, norm_mode=mode, metadata_by_tag=dict(robots))
 
 
 def robot_metadata(
-    statistics: Mapping[str, Mapping[str, Any]], features: Mapping[str, Feature], settings: PolicySettings
+    statistics: Mapping[str, Mapping[str, Any]], features: Mapping[str, Feature], settings: RobotPolicySettings
 ) -> RobotMetadata:
     """What a dataset knows of its robot.
 
@@ -148,7 +148,7 @@ def robot_metadata(
     return RobotMetadata(
         action_key=ACTION,
         state_key=STATE,
-        camera_keys=settings.image_keys or tuple(key for key, feature in features.items() if feature.is_picture),
+        camera_keys=settings.image_keys or tuple(key for key, feature in features.items() if feature.is_visual),
         normalize_gripper=settings.normalize_gripper,
         action_horizon=settings.chunk_size,
         n_action_steps=settings.n_action_steps,
@@ -159,7 +159,9 @@ def robot_metadata(
     )
 
 
-def resolve(settings: PolicySettings, robot: RobotMetadata, available: Sequence[str] | None = None) -> PolicySettings:
+def resolve(
+    settings: RobotPolicySettings, robot: RobotMetadata, available: Sequence[str] | None = None
+) -> RobotPolicySettings:
     """`settings` as a tag completes them: its horizon and steps count, its words and cameras fill what is empty.
 
     Args:
@@ -192,7 +194,7 @@ def resolve(settings: PolicySettings, robot: RobotMetadata, available: Sequence[
     )
 
 
-def training_robot(settings: PolicySettings, tagged: RobotMetadata, dataset: RobotMetadata) -> RobotMetadata:
+def training_robot(settings: RobotPolicySettings, tagged: RobotMetadata, dataset: RobotMetadata) -> RobotMetadata:
     """Whose statistics a policy with a tag is trained with: the tag's (head), else the dataset's."""
     if settings.semantics == "head":
         return tagged
@@ -201,7 +203,7 @@ def training_robot(settings: PolicySettings, tagged: RobotMetadata, dataset: Rob
 
 def _feature_stats(
     key: str, statistics: Mapping[str, Mapping[str, Any]], features: Mapping[str, Feature]
-) -> FeatureStats:
+) -> FeatureNormStats:
     if key not in statistics or key not in features:
         raise DataError(
             f"the dataset has no {key!r}, or no statistics of it",
@@ -210,7 +212,7 @@ def _feature_stats(
         )
     entry = {name: value for name, value in statistics[key].items() if name in (*_ARRAYS, "count")}
     try:
-        return FeatureStats(**entry, names=_names(features[key].names))
+        return FeatureNormStats(**entry, names=_names(features[key].names))
     except ValidationError as error:
         raise DataError(_first(error), where=f"statistics of {key!r}") from error
 

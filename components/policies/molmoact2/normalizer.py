@@ -9,8 +9,8 @@ from numpy.typing import ArrayLike
 
 from components.contracts.errors import ConfigurationError, DataError
 from components.policies.molmoact2.batch import Flags, Floats
-from components.policies.molmoact2.norm_stats import FeatureStats
-from components.policies.settings import Normalisation
+from components.policies.molmoact2.norm_stats import FeatureNormStats
+from components.policies.settings import Normalization
 
 _TINY = np.float32(1e-8)
 _NEEDED = {"quantiles": ("q01", "q99"), "mean_std": ("mean", "std"), "identity": ()}
@@ -26,14 +26,14 @@ class Normalizer:
     """
 
     feature: str
-    mode: Normalisation
+    mode: Normalization
     names: tuple[str, ...]
     mask: Flags
     first: Floats
     second: Floats
 
     @classmethod
-    def build(cls, feature: str, stats: FeatureStats, mode: Normalisation, normalize_gripper: bool) -> Normalizer:
+    def build(cls, feature: str, stats: FeatureNormStats, mode: Normalization, normalize_gripper: bool) -> Normalizer:
         """
         Raises:
             ConfigurationError: the statistics lack what the mode needs; nothing says which dimension is the gripper;
@@ -44,9 +44,9 @@ class Normalizer:
         missing = [key for key, values in needed.items() if values is None]
         if missing:
             raise ConfigurationError(
-                f"normalisation by {mode} needs {' and '.join(missing)}",
+                f"normalization by {mode} needs {' and '.join(missing)}",
                 where=f"statistics of {feature}",
-                remedy="run quantile-stats on the dataset, or choose another normalisation",
+                remedy="run quantile-stats on the dataset, or choose another normalization",
             )
         first, second = (np.array(values, np.float32) for values in needed.values() or [[0.0] * width] * 2)
         mask = gripper_mask(feature, stats, normalize_gripper)
@@ -55,7 +55,7 @@ class Normalizer:
         for bound in (stats.min, stats.max):
             if bound is not None and (problem := normalizer._passed_outside(np.array(bound, np.float32))):
                 raise ConfigurationError(
-                    f"{problem} and would not be normalised",
+                    f"{problem} and would not be normalized",
                     where=f"statistics of {feature}",
                     remedy="set normalize_gripper = true",
                 )
@@ -108,11 +108,11 @@ class Normalizer:
         return f"{self.feature} {self.names[place[-1]]!r} is {values[place]:g}{frame}, outside [-1, 1]"
 
 
-def gripper_mask(feature: str, stats: FeatureStats, normalize_gripper: bool) -> Flags:
-    """True where a dimension is normalised: all, or as the statistics say, or all but those named a gripper.
+def gripper_mask(feature: str, stats: FeatureNormStats, normalize_gripper: bool) -> Flags:
+    """True where a dimension is normalized: all, or as the statistics say, or all but those named a gripper.
 
     Raises:
-        ConfigurationError: the gripper is not to be normalised and there is no name for each dimension.
+        ConfigurationError: the gripper is not to be normalized and there is no name for each dimension.
     """
     width = stats.dimensions
     if normalize_gripper:

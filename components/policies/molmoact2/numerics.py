@@ -1,4 +1,4 @@
-"""RMS normalisation and rotary positions, computed in float32 or better whatever the input's dtype."""
+"""RMS normalization and rotary positions, computed in float32 or better whatever the input's dtype."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from components.policies.molmoact2.images import ImageLayout
 from components.policies.molmoact2.lerobot_layout import BASE, is_lerobot, read_json, read_lerobot
 from components.policies.molmoact2.norm_stats import NormStats, RobotMetadata, resolve, training_robot
 from components.policies.molmoact2.processor import Processor
-from components.policies.settings import PolicySettings
+from components.policies.settings import RobotPolicySettings
 from components.policies.source import locate_policy, read_settings
 
 CONFIG, PROCESSOR_CONFIG, ACTION_TOKENIZER = "config.json", "processor_config.json", "action_tokenizer"
@@ -28,15 +28,15 @@ class PolicyParts:
 
     settings: with what a norm_tag or a LeRobot checkpoint says filled in.
     stats: the checkpoint's file with all its tags.
-    robot: whose statistics normalise; None where neither checkpoint nor dataset says.
+    robot: whose statistics normalize; None where neither checkpoint nor dataset says.
     action_tokens: None where the checkpoint has no tokenizer for discrete actions and the settings name none.
-    layout: how pictures become patches.
+    layout: how images become patches.
     files: the folder of those files that pass on unchanged (tokenizer, image processor, templates).
     """
 
     config: MolmoAct2Config
     tokenizer: PreTrainedTokenizerFast
-    settings: PolicySettings
+    settings: RobotPolicySettings
     stats: NormStats | None
     robot: RobotMetadata | None
     action_tokens: ActionTokens | None
@@ -54,7 +54,7 @@ class PolicyParts:
         """
         if self.robot is None:
             raise ConfigurationError(
-                "the policy knows no statistics to normalise by",
+                "the policy knows no statistics to normalize by",
                 where=str(self.files),
                 remedy="set policy.norm_tag to an entry of the checkpoint's norm_stats.json, or train on a dataset",
             )
@@ -64,7 +64,7 @@ class PolicyParts:
 
 
 def load_parts(
-    source: str | Path, settings: PolicySettings | None = None, robot: RobotMetadata | None = None
+    source: str | Path, settings: RobotPolicySettings | None = None, robot: RobotMetadata | None = None
 ) -> PolicyParts:
     """Read everything but the weights.
 
@@ -111,7 +111,7 @@ def load_parts(
     return PolicyParts(config, _tokenizer(base), chosen, stats, own, _action_tokens(base, chosen), layout, base)
 
 
-def _saved_settings(source: str | Path, settings: PolicySettings | None) -> PolicySettings | None:
+def _saved_settings(source: str | Path, settings: RobotPolicySettings | None) -> RobotPolicySettings | None:
     """What was saved in an artifact, in the checkpoint of one, or beside the files of a LeRobot checkpoint's base."""
     folder = Path(source)
     if not folder.is_dir():
@@ -128,7 +128,7 @@ def _tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _action_tokens(folder: Path, settings: PolicySettings) -> ActionTokens | None:
+def _action_tokens(folder: Path, settings: RobotPolicySettings) -> ActionTokens | None:
     if settings.action_tokenizer is not None:
         return ActionTokens.load(
             locate_policy(settings.action_tokenizer, settings.action_tokenizer_revision, weights=False)

@@ -16,7 +16,7 @@ from components.policies.molmoact2.checkpoint import load_policy
 from components.policies.molmoact2.model import MolmoAct2
 from components.policies.molmoact2.processor import Processor
 from components.policies.molmoact2.sampling import InferencePlan, Sampler
-from components.policies.settings import PolicySettings
+from components.policies.settings import RobotPolicySettings
 
 InferenceMode = Literal["continuous", "discrete"]
 TOKENS_PER_ACTION = 16
@@ -31,7 +31,7 @@ class MolmoAct2Policy:
     """
 
     def __init__(
-        self, model: MolmoAct2, processor: Processor, settings: PolicySettings, mode: InferenceMode, rows: int
+        self, model: MolmoAct2, processor: Processor, settings: RobotPolicySettings, mode: InferenceMode, rows: int
     ) -> None:
         """
         Args:
@@ -114,7 +114,7 @@ def open_policy(
     return MolmoAct2Policy(loaded.model, loaded.processor(), settings, mode, rows)
 
 
-def _refuse(settings: PolicySettings, mode: InferenceMode) -> None:
+def _refuse(settings: RobotPolicySettings, mode: InferenceMode) -> None:
     if settings.action_mode not in (mode, "both"):
         raise ConfigurationError(
             f"the policy was trained for {settings.action_mode} actions and cannot answer with {mode} ones",

@@ -22,8 +22,8 @@ from components.policies.molmoact2.normalizer import Normalizer
 from components.policies.molmoact2.prompts import image_labels, instruction, wrap
 from components.policies.molmoact2.semantics import SEMANTICS
 from components.policies.molmoact2.states import state_bins
-from components.policies.molmoact2.vocabulary import Vocabulary
-from components.policies.settings import PolicySettings
+from components.policies.molmoact2.vocabulary import ActionVocabulary
+from components.policies.settings import RobotPolicySettings
 
 IGNORED = -100
 _REMEMBERED = 10_000  # texts whose tokens are kept
@@ -40,7 +40,7 @@ class Processor:
         self,
         config: MolmoAct2Config,
         tokenizer: Any,
-        settings: PolicySettings,
+        settings: RobotPolicySettings,
         robot: RobotMetadata,
         layout: ImageLayout,
         action_tokens: ActionTokens | None,
@@ -50,7 +50,7 @@ class Processor:
         self.layout, self.action_tokens, self.horizon = layout, action_tokens, horizon
         self.chunk = settings.chunk_size
         self.cameras = settings.image_keys or robot.camera_keys
-        self.vocabulary = Vocabulary.find(tokenizer, config)
+        self.vocabulary = ActionVocabulary.find(tokenizer, config)
         gripper = settings.normalize_gripper
         self.state = Normalizer.build("state", robot.state_stats, settings.state_normalization, gripper)
         self.action = Normalizer.build("action", robot.action_stats, settings.action_normalization, gripper)
@@ -64,7 +64,7 @@ class Processor:
         cls,
         config: MolmoAct2Config,
         tokenizer: Any,
-        settings: PolicySettings,
+        settings: RobotPolicySettings,
         robot: RobotMetadata,
         layout: ImageLayout,
         action_tokens: ActionTokens | None = None,
@@ -117,12 +117,12 @@ class Processor:
         Raises:
             DataError: a camera is missing, a shape is wrong, a number is not finite, or there are too many tokens.
         """
-        pictures = self._pictures(observation, where)
-        prompt = self._prompt(observation, len(pictures), where)
-        normalised = None if actions is None else self._actions(actions, where)
-        answer = self._answer(normalised) if normalised is not None and self.discrete else None
+        camera_images = self._camera_images(observation, where)
+        prompt = self._prompt(observation, len(camera_images), where)
+        normalized = None if actions is None else self._actions(actions, where)
+        answer = self._answer(normalized) if normalized is not None and self.discrete else None
         ids = prompt if answer is None else np.concatenate([prompt, answer])
-        limit = self._budget(len(pictures), answer is not None)
+        limit = self._budget(len(camera_images), answer is not None)
         if len(ids) > limit:
             raise DataError(
                 f"an example of {len(ids)} tokens, and {limit} are allowed",
@@ -131,27 +131,27 @@ class Processor:
             )
         tokens = self.vocabulary
         images = (tokens.image_start, tokens.image_end, tokens.image_patch, tokens.image_column)
-        per_picture = self.layout.patches**2
+        per_image = self.layout.patches**2
         pooling = self.layout.pooling
         return Example(
             input_ids=ids,
             image_tokens=np.isin(ids, images),
-            pixel_values=self.layout.patchify(pictures),
+            pixel_values=self.layout.patchify(camera_images),
             pooling=np.concatenate(
-                [np.where(pooling < 0, -1, pooling + i * per_picture) for i in range(len(pictures))]
+                [np.where(pooling < 0, -1, pooling + i * per_image) for i in range(len(camera_images))]
             ),
             labels=None if answer is None else np.concatenate([np.full(len(prompt), IGNORED), answer]),
-            actions=None if normalised is None else self._padded(normalised),
+            actions=None if normalized is None else self._padded(normalized),
             horizon_padding=self._horizon_padding(padding, where),
             dimension_padding=np.arange(self.config.max_action_dim) >= self.action_dimensions,
         )
 
     def decode(self, actions: ArrayLike) -> Floats:
-        """(..., at least chunk, at least dimensions) normalised, to float32 (..., chunk, dimensions) of the dataset."""
+        """(..., at least chunk, at least dimensions) normalized, to float32 (..., chunk, dimensions) of the dataset."""
         return self.action.restore(np.asarray(actions)[..., : self.chunk, : self.action_dimensions])
 
     def decode_tokens(self, ids: Sequence[int]) -> DecodedActions:
-        """Normalised actions (chunk, dimensions) that generated tokens say, or why they say none."""
+        """Normalized actions (chunk, dimensions) that generated tokens say, or why they say none."""
         tokens, generated = self.vocabulary, list(ids)
         if self.action_tokens is None:
             raise ConfigurationError("the policy has no action tokens", remedy="give it an action tokenizer")
@@ -160,7 +160,7 @@ class Processor:
         span = generated[generated.index(tokens.action_start) + 1 : generated.index(tokens.action_end)]
         return self.action_tokens.decode([one - tokens.action for one in span], self.chunk, self.action_dimensions)
 
-    def _pictures(self, observation: RobotObservation, where: str) -> list[Any]:
+    def _camera_images(self, observation: RobotObservation, where: str) -> list[Any]:
         cameras = self.cameras or tuple(sorted(observation.images))
         missing = [camera for camera in cameras if camera not in observation.images]
         if missing or not cameras:
@@ -175,16 +175,16 @@ class Processor:
         """BOS, the images, and the user's turn; `<|image|>` and the state are put in as ids."""
         tokens = self.vocabulary
         row = [tokens.image_patch] * self.layout.rows + [tokens.image_column] * self.layout.columns
-        picture = np.array([tokens.image_start, *row * self.layout.rows, tokens.image_end])
+        image = np.array([tokens.image_start, *row * self.layout.rows, tokens.image_end])
         state = self.state.normalize(observation.state, where)
         if state.ndim != 1:
             raise DataError(f"the state has the shape {state.shape}, not one dimension", where=where)
         bins = state_bins(state, self.config.num_state_tokens) + tokens.state
         task = normalize_language(observation.task) if self.settings.normalize_language else observation.task
         before, after = instruction(task, self._setup, self._control)
-        labelled = [part for label in image_labels(images) for part in (self._tokens(label), picture)]
+        labeled = [part for label in image_labels(images) for part in (self._tokens(label), image)]
         state_ids = np.array([tokens.state_start, *bins, tokens.state_end])
-        return np.concatenate([[tokens.bos], *labelled, self._tokens(before), state_ids, self._tokens(after)])
+        return np.concatenate([[tokens.bos], *labeled, self._tokens(before), state_ids, self._tokens(after)])
 
     def _tokens(self, text: str) -> Ints:
         """Of a text that special tokens stand on both sides of, so that it is split alone."""
@@ -209,15 +209,15 @@ class Processor:
             )
         return self.action.normalize(values, where)
 
-    def _answer(self, normalised: Floats) -> Ints:
+    def _answer(self, normalized: Floats) -> Ints:
         assert self.action_tokens is not None
         tokens = self.vocabulary
-        said = [tokens.action + one for one in self.action_tokens.encode(normalised)]
+        said = [tokens.action + one for one in self.action_tokens.encode(normalized)]
         return np.array([tokens.action_start, *said, tokens.action_end, tokens.eos])
 
-    def _padded(self, normalised: Floats) -> Floats:
+    def _padded(self, normalized: Floats) -> Floats:
         padded = np.zeros((self.horizon, self.config.max_action_dim), np.float32)
-        padded[: self.chunk, : self.action_dimensions] = normalised
+        padded[: self.chunk, : self.action_dimensions] = normalized
         return padded
 
     def _horizon_padding(self, padding: ArrayLike | None, where: str) -> Flags:

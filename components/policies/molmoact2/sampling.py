@@ -21,7 +21,7 @@ from components.policies.molmoact2.graphs import GraphedFunction
 from components.policies.molmoact2.masks import context_index, context_mask
 from components.policies.molmoact2.model import MolmoAct2
 from components.policies.molmoact2.semantics import SEMANTICS
-from components.policies.settings import PolicySettings
+from components.policies.settings import RobotPolicySettings
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class InferencePlan:
     steps: int
 
     @classmethod
-    def of(cls, settings: PolicySettings, config: MolmoAct2Config) -> InferencePlan:
+    def of(cls, settings: RobotPolicySettings, config: MolmoAct2Config) -> InferencePlan:
         semantics, mode = SEMANTICS[settings.semantics], settings.action_mode
         both_ways = settings.image_attention_at_inference == "bidirectional"
         return cls(
@@ -73,7 +73,7 @@ class Sampler:
 
     @torch.no_grad()
     def sample(self, examples: Sequence[Example], seeds: Sequence[int]) -> Tensor:
-        """Normalised actions (N, T, max_action_dim) float32 on the CPU, not clamped.
+        """Normalized actions (N, T, max_action_dim) float32 on the CPU, not clamped.
 
         Raises:
             DataError: an example is longer than `width`.

@@ -1,7 +1,7 @@
 """What the three published versions do differently when they train.
 
 A fourth difference is not kept as an option: the seed's and 0.6.1's padding on the right counted as context for the
-action expert, so that an example's loss depended on the lengths of its neighbours in the batch. Here padding is
+action expert, so that an example's loss depended on the lengths of its neighbors in the batch. Here padding is
 never context.
 """
 
@@ -18,7 +18,8 @@ class TrainingSemantics:
     """Per version of LeRobot's policy.
 
     bidirectional_images: action modes trained with all image tokens of an example visible to each other.
-    hides_answers: action modes whose expert does not see EOS (hence BOS and the end of the user's turn, which are the
+    hides_answers: action modes whose expert does not attend to EOS (hence BOS and the end of the user's turn, which
+    are the
         same token) nor what stands between the start and the end of discrete actions.
     supervises_past_end: the repeated last action beyond an episode's end is trained like any other.
     pad_side: where a row of a batch is padded.

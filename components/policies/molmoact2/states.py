@@ -8,7 +8,7 @@ from components.policies.molmoact2.batch import Floats, Ints
 
 
 def state_bins(state: Floats, count: int) -> Ints:
-    """For each normalised value the nearest of `count` points spread evenly over [-1, 1]; halves go to the even one.
+    """For each normalized value the nearest of `count` points spread evenly over [-1, 1]; halves go to the even one.
 
     NaN is 0, values outside are clipped. Computed in float32.
     """

@@ -23,7 +23,7 @@ from components.policies.molmoact2.images import ImageLayout
 from components.policies.molmoact2.model import MolmoAct2
 from components.policies.molmoact2.parts import PolicyParts
 from components.policies.molmoact2.prompts import instruction
-from components.policies.settings import PolicySettings, TinyPolicySettings
+from components.policies.settings import RobotPolicySettings, TinyPolicySettings
 
 PATCH, POOL = 14, 2
 STATE_TOKENS = 256
@@ -40,7 +40,7 @@ IMAGE_TOKENS = (
 )
 
 
-def make_tiny_policy(folder: Path, settings: PolicySettings) -> Path:
+def make_tiny_policy(folder: Path, settings: RobotPolicySettings) -> Path:
     """Write the checkpoint of `settings.tiny` to `folder`. It knows no robot until it is trained.
 
     The same settings give the same bytes on the same kind of processor.
@@ -212,7 +212,7 @@ def _model(config: MolmoAct2Config, sizes: TinyPolicySettings) -> MolmoAct2:
                 vision = name.startswith(("model.vision_tower.", "model.multi_modal_projector."))
                 std = sizes.vision_initializer_range if vision else sizes.initializer_range
                 nn.init.normal_(parameter, std=std, generator=generator)
-    model.action_expert.initialise(generator)
+    model.action_expert.initialize(generator)
     return model
 
 

@@ -29,7 +29,7 @@ KeyValue = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Hidden:
+class BackboneOutput:
     """states: (B, L, hidden) after the last norm. cache: per layer, keys (normed and rotated) and values, each
     (B, key-value heads, L, head size); with a past, of past and present tokens."""
 
@@ -124,15 +124,15 @@ class TextModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
 
-    def forward(self, x: Tensor, positions: Tensor, mask: Tensor, past: list[KeyValue] | None = None) -> Hidden:
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor, past: list[KeyValue] | None = None) -> BackboneOutput:
         angles = rotary_angles(positions, self.head_dim, self.rope_theta)[:, None]
-        turn = (angles.cos(), angles.sin())
+        rope = (angles.cos(), angles.sin())
         cache = []
         for index, layer in enumerate(self.layers):
             before = None if past is None else past[index]
-            x, keys, values = checkpointed(layer, self.gradient_checkpointing and self.training, x, turn, mask, before)
+            x, keys, values = checkpointed(layer, self.gradient_checkpointing and self.training, x, rope, mask, before)
             cache.append((keys, values))
-        return Hidden(self.norm(x), cache)
+        return BackboneOutput(self.norm(x), cache)
 
 
 class Molmo2Body(nn.Module):
@@ -143,7 +143,7 @@ class Molmo2Body(nn.Module):
         self.multi_modal_projector = Molmo2Adapter(config.adapter_config)
         self.language_model = TextModel(config.text_config, dropout)
 
-    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor, pixels: Tensor, pooling: Tensor) -> Hidden:
+    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor, pixels: Tensor, pooling: Tensor) -> BackboneOutput:
         """Run a batch.
 
         Args:
@@ -158,7 +158,7 @@ class Molmo2Body(nn.Module):
         if len(pixels):
             features = self.multi_modal_projector(self.vision_tower(as_bytes(pixels)), pooling).last_hidden_state
             x = self._with_images(x, ids == self.image_patch_id, features)
-        hidden: Hidden = self.language_model(x, positions, mask)
+        hidden: BackboneOutput = self.language_model(x, positions, mask)
         return hidden
 
     def _with_images(self, x: Tensor, is_patch: Tensor, features: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ class Molmo2Body(nn.Module):
         return x.index_put((rows, columns), features.to(x.dtype), accumulate=True)
 
 
-class Molmo2(nn.Module):
+class Molmo2Backbone(nn.Module):
     """`model` and `lm_head`, as native Molmo2ForConditionalGeneration names them."""
 
     def __init__(self, config: Molmo2Config, dropout: float) -> None:

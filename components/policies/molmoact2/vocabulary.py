@@ -10,7 +10,7 @@ from components.policies.molmoact2.config import MolmoAct2Config
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class ActionVocabulary:
     """Token ids. `state` and `action` are the first of their runs; BOS is the tokenizer's, or its EOS."""
 
     image_start: int
@@ -28,7 +28,7 @@ class Vocabulary:
     pad: int
 
     @classmethod
-    def find(cls, tokenizer: Any, config: MolmoAct2Config) -> Vocabulary:
+    def find(cls, tokenizer: Any, config: MolmoAct2Config) -> ActionVocabulary:
         """
         Args:
             tokenizer: A transformers fast tokenizer.

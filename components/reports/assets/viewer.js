@@ -55,7 +55,7 @@ const pill = (reward) => h("span", { class: "pill" + shade(reward) }, number(rew
 /* ---- filters ---- */
 
 const FAILURES = "failures";
-let shown = [], current = null, colouring = data.trajectories.some((t) => t.ratio > 0) ? "ratio" : "logprob";
+let shown = [], current = null, coloring = data.trajectories.some((t) => t.ratio > 0) ? "ratio" : "logprob";
 
 function options(select, values, all, label = String) {
   select.append(h("option", { value: "" }, all));
@@ -104,10 +104,10 @@ const rows = new Map();
 function row(t) {
   if (!rows.has(t)) {
     const first = t.turns.flatMap((turn) => turn.images)[0];
-    const picture = data.images[first];
+    const image = data.images[first];
     const said = t.turns.map((turn) => turn.completion.trim()).join(" › ").slice(0, 120);
     rows.set(t, h("button", { class: "row", type: "button", "data-trajectory": t.id, onclick: () => select(t) },
-      picture ? h("img", { class: "thumb", src: picture.uri, alt: "" }) : h("span", { class: "thumb" }),
+      image ? h("img", { class: "thumb", src: image.uri, alt: "" }) : h("span", { class: "thumb" }),
       h("span", { class: "name-box" }, h("div", { class: "name" }, (t.step === null ? "" : `step ${t.step} · `) + t.task),
         h("div", { class: "said" }, said || "(empty)")),
       pill(t.reward)));
@@ -130,8 +130,8 @@ function select(t) {
 
 const bins = { logprob: [-0.1, -0.7, -1.6, -2.7, -4], ratio: [1.02, 1.1, 1.35, 2] };
 function shadeToken(turn, i) {
-  if (colouring === "none") return "";
-  if (colouring === "logprob") {
+  if (coloring === "none") return "";
+  if (coloring === "logprob") {
     const value = turn.logprobs[i];
     return value === null ? "none" : `p${bins.logprob.filter((edge) => value < edge).length}`;
   }
@@ -165,19 +165,19 @@ function hint(event, turn, i) {
   box.style.visibility = "visible";
 }
 
-function pictures(keys) {
+function imageGrid(keys) {
   if (!keys.length) return null;
-  return h("div", { class: "pictures" }, keys.map((key) => {
-    const picture = data.images[key];
-    if (!picture) return h("div", { class: "absent" }, `image ${key.slice(0, 8)} is not embedded in this page`);
-    return h("img", { src: picture.uri, class: picture.width < 112 ? "tiny" : null,
-      alt: `image ${key.slice(0, 8)}, ${picture.width} × ${picture.height} pixels`, title: `${key.slice(0, 12)} · ${picture.width} × ${picture.height}` });
+  return h("div", { class: "images" }, keys.map((key) => {
+    const image = data.images[key];
+    if (!image) return h("div", { class: "absent" }, `image ${key.slice(0, 8)} is not embedded in this page`);
+    return h("img", { src: image.uri, class: image.width < 112 ? "tiny" : null,
+      alt: `image ${key.slice(0, 8)}, ${image.width} × ${image.height} pixels`, title: `${key.slice(0, 12)} · ${image.width} × ${image.height}` });
   }));
 }
 /* The images of a message are the newest of the turn's: those before were shown in earlier turns. */
 function message(m, keys) {
   const parts = typeof m.content === "string" || !Array.isArray(m.content) ? [textOf(m.content)] : m.content;
-  const body = parts.map((part) => isImage(part) ? pictures([keys.shift()].filter(Boolean))
+  const body = parts.map((part) => isImage(part) ? imageGrid([keys.shift()].filter(Boolean))
     : h("div", { class: "text" }, typeof part === "string" ? part : part.text ?? JSON.stringify(part)));
   return h("div", { class: "message" }, h("div", { class: "role" }, m.role || "prompt"), h("div", {}, body));
 }
@@ -197,7 +197,7 @@ function turnCard(turn, index, t) {
       typeof turn.advantages === "number" && fact("advantage", number(turn.advantages)),
       many && fact("reward", number(turn.reward)), many && partsOf(turn.parts),
       turn.defect && h("span", { class: "failed" }, `no action: ${turn.defect}`)),
-    loose.length ? h("div", { class: "message" }, h("div", { class: "role" }, "images"), pictures(loose)) : null,
+    loose.length ? h("div", { class: "message" }, h("div", { class: "role" }, "images"), imageGrid(loose)) : null,
     turn.parsed.map((m) => message(m, fresh)),
     h("div", { class: "message" }, h("div", { class: "role" }, "completion"),
       turn.ids.length ? tokens(turn) : h("div", { class: "text" }, turn.completion)));
@@ -209,11 +209,11 @@ const begins = (text, most) => (text.length > most ? `${text.slice(0, most)} …
 function outline(t) {
   if (t.turns.length < 4) return null;
   const line = (turn, i) => {
-    const picture = data.images[turn.images[turn.images.length - 1]];
+    const image = data.images[turn.images[turn.images.length - 1]];
     const state = turn.state ?? turn.parsed.map((m) => textOf(m.content)).join("\n");
     const jump = () => $("detail").querySelectorAll(".turn")[i].scrollIntoView();
     return h("tr", {}, h("td", {}, h("button", { class: "button", type: "button", onclick: jump }, String(i + 1))),
-      h("td", {}, picture && h("img", { class: "thumb", src: picture.uri, alt: "" })),
+      h("td", {}, image && h("img", { class: "thumb", src: image.uri, alt: "" })),
       h("td", { class: "text" }, begins(state.trim(), i ? 300 : 2000)),
       h("td", { class: "text mono" }, ends(turn.completion.trim(), 160)),
       h("td", {}, turn.defect && h("span", { class: "failed" }, turn.defect)), h("td", {}, pill(turn.reward)));
@@ -228,11 +228,11 @@ const scales = {
   ratio: () => ["ratio ½", ["d-4", "d-3", "d-2", "d-1", "d0", "d1", "d2", "d3", "d4"], "2"],
 };
 function legend(hasRatios) {
-  const choice = h("select", { id: "colouring", onchange: (e) => { colouring = e.target.value; draw(); } },
+  const choice = h("select", { id: "coloring", onchange: (e) => { coloring = e.target.value; draw(); } },
     [["logprob", "log-prob when sampled"], hasRatios && ["ratio", "ratio, trainer over sampler"], ["none", "nothing"]]
-      .filter(Boolean).map(([value, text]) => h("option", { value, selected: value === colouring }, text)));
-  const scale = scales[colouring]?.();
-  return h("div", { class: "legend" }, h("label", {}, "Colour tokens by ", choice),
+      .filter(Boolean).map(([value, text]) => h("option", { value, selected: value === coloring }, text)));
+  const scale = scales[coloring]?.();
+  return h("div", { class: "legend" }, h("label", {}, "Color tokens by ", choice),
     scale && h("span", {}, scale[0] + " "), scale && h("span", { class: "scale" }, scale[1].map((c) => h("span", { class: c }))),
     scale && h("span", {}, " " + scale[2]),
     h("span", {}, h("kbd", {}, "←"), " ", h("kbd", {}, "→"), " previous, next"));

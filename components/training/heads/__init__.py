@@ -49,8 +49,8 @@ HEADS = Registry(
     "log-prob backend",
     "armature.logprobs",
     {
-        "normal": "components.training.heads.normal:Normal",
-        "torch": "components.training.heads.chunked:Chunked",
-        "triton": "components.training.heads.fused:Fused",
+        "normal": "components.training.heads.normal:StandardHead",
+        "torch": "components.training.heads.chunked:ChunkedHead",
+        "triton": "components.training.heads.fused:FusedHead",
     },
 )

@@ -6,21 +6,21 @@ import torch
 from torch import Tensor
 
 from components.training.heads import EXCLUDED
-from components.training.heads.linear import Block, LinearHead, Statistics
+from components.training.heads.linear import BlockStatistics, HeadBlock, LinearHead
 from components.training.heads.products import linear
 
 
-class Chunked(LinearHead):
+class ChunkedHead(LinearHead):
     """On any device, in any dtype. The largest tensor has the logits of `chunk_tokens` tokens, in fp32 or better."""
 
-    def statistics(self, hidden: Tensor, block: Block, targets: Tensor) -> Statistics:
+    def statistics(self, hidden: Tensor, block: HeadBlock, targets: Tensor) -> BlockStatistics:
         width = self.width(len(hidden), len(block.weight))
         starts = range(0, len(block.weight), width)
         found = [self._part(hidden, block.part(start, width), targets - start) for start in starts]
         maximum, total, weighted, chosen = (torch.stack(parts) for parts in zip(*found, strict=True))
-        return Statistics(maximum, total, weighted, chosen.amax(0))
+        return BlockStatistics(maximum, total, weighted, chosen.amax(0))
 
-    def _part(self, hidden: Tensor, block: Block, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _part(self, hidden: Tensor, block: HeadBlock, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         z, _ = self._logits(hidden, block)
         local, inside = _local(targets, z)
         chosen = z.gather(1, local).squeeze(1).masked_fill(~inside, float("-inf"))
@@ -29,11 +29,11 @@ class Chunked(LinearHead):
         return maximum, weights.sum(1), weights.mul_(z).sum(1), chosen
 
     def logit_gradient(
-        self, hidden: Tensor, block: Block, targets: Tensor, saved: list[Tensor], grads: list[Tensor]
+        self, hidden: Tensor, block: HeadBlock, targets: Tensor, saved: list[Tensor], grads: list[Tensor]
     ) -> Tensor:
-        (normaliser, entropy), (d_logprobs, *d_entropy) = saved, grads
+        (normalizer, entropy), (d_logprobs, *d_entropy) = saved, grads
         z, slope = self._logits(hidden, block)
-        log_p = z.sub_(normaliser[:, None])
+        log_p = z.sub_(normalizer[:, None])
         p = log_p.exp()
         # The temperature's share goes into the numbers per token: a pass over all logits costs as much as a product.
         g = d_logprobs[:, None] / self.settings.temperature
@@ -47,7 +47,7 @@ class Chunked(LinearHead):
             p.mul_(slope)
         return p.to(hidden.dtype)
 
-    def _logits(self, hidden: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
+    def _logits(self, hidden: Tensor, block: HeadBlock) -> tuple[Tensor, Tensor | None]:
         """(N, width) logits after softcap and temperature, and the slope of the softcap."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         scale, cap = 1 / self.settings.temperature, self.settings.softcap

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from components.contracts.errors import ConfigurationError
 from components.training.heads import HeadSettings
-from components.training.heads.linear import Block, LinearHead, Statistics
+from components.training.heads.linear import BlockStatistics, HeadBlock, LinearHead
 
 
 @dataclass(frozen=True)
-class Tile:
+class TileConfig:
     """Rows x columns of one program, the depth of one step, and how the compiler lays it out.
 
     With descriptors the copy engine loads the factors (Hopper and later); `group` row tiles share columns in the cache.
@@ -31,14 +31,14 @@ class Tile:
     descriptors: bool
 
 
-LARGE = Tile(128, 256, 64, warps=8, stages=3, group=16, descriptors=True)
+LARGE = TileConfig(128, 256, 64, warps=8, stages=3, group=16, descriptors=True)
 """The fastest of 33 on an H200; takes 144 KiB of shared memory."""
-SMALL = Tile(128, 128, 32, warps=4, stages=3, group=8, descriptors=False)
-FULL = Tile(64, 64, 32, warps=4, stages=2, group=8, descriptors=False)
+SMALL = TileConfig(128, 128, 32, warps=4, stages=3, group=8, descriptors=False)
+FULL = TileConfig(64, 64, 32, warps=4, stages=2, group=8, descriptors=False)
 """fp32, multiplied as such and not in tensor cores: for comparison, not for speed."""
 
 
-class Fused(LinearHead):
+class FusedHead(LinearHead):
     """On a CUDA device in bf16, fp16 and fp32, or interpreted (TRITON_INTERPRET=1) in fp32.
 
     The backward pass holds the gradient of a block of logits, as many as `chunk_tokens` tokens have, in the dtype of
@@ -59,17 +59,17 @@ class Fused(LinearHead):
                 remedy=f"{elsewhere}, or export TRITON_INTERPRET=1 to interpret them, slowly",
             )
 
-    def statistics(self, hidden: Tensor, block: Block, targets: Tensor) -> Statistics:
+    def statistics(self, hidden: Tensor, block: HeadBlock, targets: Tensor) -> BlockStatistics:
         from components.training.heads.kernels import statistics_kernel
 
         tile = self._tile(hidden)
         parts = hidden.new_empty(3, -(-len(block.weight) // tile.columns), len(hidden), dtype=torch.float32)
         chosen = torch.full_like(parts[0, 0], float("-inf"))
         self._launch(statistics_kernel, tile, hidden, block, [targets, *parts, chosen])
-        return Statistics(parts[0], parts[1], parts[2], chosen)
+        return BlockStatistics(parts[0], parts[1], parts[2], chosen)
 
     def logit_gradient(
-        self, hidden: Tensor, block: Block, targets: Tensor, saved: list[Tensor], grads: list[Tensor]
+        self, hidden: Tensor, block: HeadBlock, targets: Tensor, saved: list[Tensor], grads: list[Tensor]
     ) -> Tensor:
         from components.training.heads.kernels import gradient_kernel
 
@@ -79,7 +79,7 @@ class Fused(LinearHead):
         self._launch(gradient_kernel, self._tile(hidden), hidden, block, arguments, ENTROPY=len(grads) > 1)
         return dz
 
-    def _tile(self, hidden: Tensor) -> Tile:
+    def _tile(self, hidden: Tensor) -> TileConfig:
         # They add up in fp32; and Triton 3.6's interpreter multiplies the bits of bf16 numbers.
         if hidden.dtype == torch.float64 or (not hidden.is_cuda and hidden.dtype != torch.float32):
             known = "bfloat16, float16 or float32" if hidden.is_cuda else "float32, interpreted"
@@ -95,7 +95,7 @@ class Fused(LinearHead):
         return LARGE if hopper else SMALL
 
     def _launch(
-        self, kernel: Any, tile: Tile, hidden: Tensor, block: Block, arguments: list[Tensor], **more: bool
+        self, kernel: Any, tile: TileConfig, hidden: Tensor, block: HeadBlock, arguments: list[Tensor], **more: bool
     ) -> None:
         (n_rows, depth), n_columns = hidden.shape, len(block.weight)
         if not n_rows:

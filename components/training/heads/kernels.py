@@ -95,7 +95,7 @@ def statistics_kernel(
 
 @triton.jit
 def gradient_kernel(
-    hidden, weight, bias, forbidden, targets, normaliser, entropy, d_logprobs, d_entropy, dz,
+    hidden, weight, bias, forbidden, targets, normalizer, entropy, d_logprobs, d_entropy, dz,
     n_rows, n_columns, scale, softcap, depth: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIPTORS: tl.constexpr,
@@ -109,7 +109,7 @@ def gradient_kernel(
     )  # fmt: skip
     rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
     known = rows < n_rows
-    log_p = z - tl.load(normaliser + rows, mask=known, other=0.0)[:, None]
+    log_p = z - tl.load(normalizer + rows, mask=known, other=0.0)[:, None]
     p = tl.exp(log_p)
     g = tl.load(d_logprobs + rows, mask=known, other=0.0)[:, None]
     target = tl.load(targets + rows, mask=known, other=-1).to(tl.int32)

@@ -24,7 +24,7 @@ from components.training.heads import HeadSettings
 from components.training.heads.products import add_product, product
 
 
-class Statistics(NamedTuple):
+class BlockStatistics(NamedTuple):
     """Of S blocks of the vocabulary: (S, N) each, and (N,) the target's logit, -inf where it has no probability."""
 
     maximum: Tensor  # m = max z
@@ -33,16 +33,16 @@ class Statistics(NamedTuple):
     chosen: Tensor
 
 
-class Block(NamedTuple):
+class HeadBlock(NamedTuple):
     """Some rows of the head, in the dtype of matrix products; the bias is fp32 or better."""
 
     weight: Tensor  # (width, D)
     bias: Tensor | None  # (width,)
     forbidden: Tensor  # (width,) bool
 
-    def part(self, start: int, width: int) -> Block:
+    def part(self, start: int, width: int) -> HeadBlock:
         some = slice(start, start + width)
-        return Block(self.weight[some], None if self.bias is None else self.bias[some], self.forbidden[some])
+        return HeadBlock(self.weight[some], None if self.bias is None else self.bias[some], self.forbidden[some])
 
 
 class LinearHead(ABC):
@@ -59,12 +59,12 @@ class LinearHead(ABC):
         self.settings = settings
 
     @abstractmethod
-    def statistics(self, hidden: Tensor, block: Block, targets: Tensor) -> Statistics:
+    def statistics(self, hidden: Tensor, block: HeadBlock, targets: Tensor) -> BlockStatistics:
         """Of the whole vocabulary."""
 
     @abstractmethod
     def logit_gradient(
-        self, hidden: Tensor, block: Block, targets: Tensor, saved: list[Tensor], grads: list[Tensor]
+        self, hidden: Tensor, block: HeadBlock, targets: Tensor, saved: list[Tensor], grads: list[Tensor]
     ) -> Tensor:
         """(N, width) gradient of what the linear layer gave, in the dtype of `hidden`.
 
@@ -107,12 +107,12 @@ class _Function(torch.autograd.Function):
         below = found.maximum - maximum
         share = below.exp()
         total = (share * found.total).sum(0)
-        normaliser = total.log()
-        entropy = normaliser - (share * (found.weighted + below * found.total)).sum(0) / total
-        ctx.save_for_backward(hidden, weight, bias, targets, forbidden, maximum + normaliser, entropy)
+        normalizer = total.log()
+        entropy = normalizer - (share * (found.weighted + below * found.total)).sum(0) / total
+        ctx.save_for_backward(hidden, weight, bias, targets, forbidden, maximum + normalizer, entropy)
         ctx.head, ctx.dtype = head, dtype
         ctx.set_materialize_grads(False)
-        return found.chosen - maximum - normaliser, entropy
+        return found.chosen - maximum - normalizer, entropy
 
     @staticmethod
     @once_differentiable
@@ -141,9 +141,9 @@ class _Function(torch.autograd.Function):
         return None, None, None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, None, None
 
 
-def _whole(weight: Tensor, bias: Tensor | None, forbidden: Tensor, dtype: torch.dtype) -> Block:
+def _whole(weight: Tensor, bias: Tensor | None, forbidden: Tensor, dtype: torch.dtype) -> HeadBlock:
     precise = torch.promote_types(dtype, torch.float32)
-    return Block(weight.to(dtype), None if bias is None else bias.to(precise), forbidden)
+    return HeadBlock(weight.to(dtype), None if bias is None else bias.to(precise), forbidden)
 
 
 def _linear(head: nn.Module) -> tuple[Tensor, Tensor | None]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from components.training.heads import EXCLUDED, HeadSettings
 
 
-class Normal:
+class StandardHead:
     """The head as the model applies it. Several (N, V) tensors live until the backward pass."""
 
     def __init__(self, settings: HeadSettings, head: nn.Module, device: torch.device) -> None:

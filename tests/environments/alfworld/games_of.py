@@ -22,7 +22,7 @@ PROMPT: dict[str, Any] = {
     "action": "{action}",
     "action_separator": ", ",
     "history_length": 2,
-    "dead_ends": "shown",
+    "invalid_actions": "shown",
     "thinking": False,
     "answer": "<action>{action}</action>",
 }
@@ -30,11 +30,11 @@ TEXT: dict[str, Any] = {
     "games": GAMES,
     "heldout_source": "valid_unseen",
     "prompt": PROMPT,
-    "picture": {"form": "schematic", "image_size": 56},
+    "image": {"form": "schematic", "image_size": 56},
     "max_turns": 14,
     "won_weight": 10.0,
     "detours": 0,
-    "max_dead_ends": 0,
+    "max_invalid_actions": 0,
 }
 
 

@@ -84,7 +84,7 @@ def test_games_are_left_out_as_alfworld_leaves_them_out(folder: Path, games: lis
     for path, word in ((fourth, "Sliced"), (fifth, "movable")):
         shutil.move(path.parent.parent, path.parent.parent.with_name(f"{path.parent.parent.name}-{word}"))
     assert len(list(load_games(settings_of(folder), "train", count=1, seed=0))) == 1
-    with pytest.raises(ConfigurationError, match="2 games are asked for and train has 1"):
+    with pytest.raises(ConfigurationError, match="2 games are requested and train has 1"):
         load_games(settings_of(folder), "train", count=2, seed=0)
     with pytest.raises(ConfigurationError, match="has 0"):
         load_games(settings_of(folder, kinds=[games[0].kind]), "train", count=1, seed=0)

@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from components.environments.alfworld.prompts import ACTION_LIMIT, Dialogue, Projection, PromptSettings, project
+from components.environments.alfworld.prompts import (
+    ACTION_LIMIT,
+    EpisodePrompts,
+    ParsedAction,
+    PromptSettings,
+    parse_action,
+)
 
 from .games_of import PROMPT
 
@@ -37,7 +43,7 @@ INTRODUCTION = (
     ],
 )
 def test_an_answer_is_read(answer: str, thinking: bool, action: str, defect: str | None) -> None:
-    assert project(answer, thinking) == Projection(action, defect)
+    assert parse_action(answer, thinking) == ParsedAction(action, defect)
 
 
 pieces = st.sampled_from(["<action>", "</action>", "<think>", "</think>", "look", "{", "}", "\ud800", "\0", "好", "\n"])
@@ -46,7 +52,7 @@ pieces = st.sampled_from(["<action>", "</action>", "<think>", "</think>", "look"
 @settings(max_examples=600)
 @given(st.lists(pieces | st.text(max_size=20), max_size=30).map("".join), st.booleans())
 def test_any_answer_gives_an_action_in_a_commands_alphabet(answer: str, thinking: bool) -> None:
-    read = project(answer, thinking)
+    read = parse_action(answer, thinking)
     assert re.fullmatch(r"[a-z0-9 /?]*", read.action) and len(read.action) <= ACTION_LIMIT
     assert read.defect in (None, "format")
     if read.defect is None:
@@ -54,7 +60,7 @@ def test_any_answer_gives_an_action_in_a_commands_alphabet(answer: str, thinking
 
 
 def test_a_prompt_recalls_the_last_steps_and_the_goal() -> None:
-    dialogue = Dialogue(PromptSettings.model_validate(PROMPT), INTRODUCTION)
+    dialogue = EpisodePrompts(PromptSettings.model_validate(PROMPT), INTRODUCTION)
     assert dialogue.task == "put a book in desk"
     first = dialogue.text(["go to bed 1", "help", "look"])
     assert first.startswith("You are in the middle") and "ALFRED" not in first and "task is" not in first
@@ -67,28 +73,30 @@ def test_a_prompt_recalls_the_last_steps_and_the_goal() -> None:
 
 def test_without_history_each_turn_looks_like_the_first() -> None:
     settings_ = PromptSettings.model_validate({**PROMPT, "history_length": 0, "first": "{observation}|{task}"})
-    dialogue = Dialogue(settings_, INTRODUCTION)
+    dialogue = EpisodePrompts(settings_, INTRODUCTION)
     dialogue.acted("look", "You see nothing.")
     assert dialogue.text([]) == "You see nothing.|put a book in desk"
 
 
 def test_what_is_put_into_a_template_is_not_filled_again() -> None:
     settings_ = PromptSettings.model_validate({**PROMPT, "later": "{history}{observation}", "history_length": 1})
-    dialogue = Dialogue(settings_, INTRODUCTION)
+    dialogue = EpisodePrompts(settings_, INTRODUCTION)
     dialogue.acted("look", "{actions}")
     dialogue.acted("{task}", "{history}")
     assert dialogue.text(["look"]) == "2. {actions} > {task}{history}"
 
 
-def test_a_dead_end_is_a_step_or_leaves_nothing() -> None:
+def test_an_invalid_action_is_a_step_or_leaves_nothing() -> None:
     texts = {}
-    for dead_ends in ("shown", "left_out"):
-        dialogue = Dialogue(PromptSettings.model_validate({**PROMPT, "dead_ends": dead_ends}), INTRODUCTION)
+    for invalid_actions in ("shown", "left_out"):
+        dialogue = EpisodePrompts(
+            PromptSettings.model_validate({**PROMPT, "invalid_actions": invalid_actions}), INTRODUCTION
+        )
         dialogue.acted("go to bed 1", "On the bed 1, you see a book 1.")
         before = dialogue.text(["look"])
         dialogue.acted("open bed 1", "Nothing happens.")
-        texts[dead_ends] = dialogue.text(["look"])
-        assert (texts[dead_ends] == before) == (dead_ends == "left_out")
+        texts[invalid_actions] = dialogue.text(["look"])
+        assert (texts[invalid_actions] == before) == (invalid_actions == "left_out")
     assert "2. On the bed 1, you see a book 1. > open bed 1\nNow: Nothing happens." in texts["shown"]
 
 
@@ -109,9 +117,9 @@ def test_templates_that_cannot_work_are_refused(change: dict[str, object], messa
 
 def test_a_demonstration_is_read_as_its_command() -> None:
     settings_ = PromptSettings.model_validate(PROMPT)
-    assert project(settings_.demonstration("use desklamp 1"), False) == Projection("use desklamp 1", None)
+    assert parse_action(settings_.demonstration("use desklamp 1"), False) == ParsedAction("use desklamp 1", None)
 
 
 def test_a_first_observation_without_a_task_is_an_error() -> None:
     with pytest.raises(ValueError, match="names no task"):
-        Dialogue(PromptSettings.model_validate(PROMPT), "You see a bed 1.")
+        EpisodePrompts(PromptSettings.model_validate(PROMPT), "You see a bed 1.")

@@ -14,7 +14,7 @@ from components.contracts.episodes import Observation, Outcome, Task
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.images import EncodedImage
 from components.environments.alfworld import packaged
-from components.environments.alfworld.schematic import Seen, draw, kinds
+from components.environments.alfworld.schematic import KnownState, draw, kinds
 from components.environments.alfworld.text import AlfworldText
 from components.environments.make import make_environment
 from components.environments.settings import EnvironmentSettings
@@ -122,8 +122,8 @@ def test_an_episode_out_of_turns_ends_without_reward() -> None:
     environment.close()
 
 
-def test_an_episode_is_lost_with_the_last_dead_end_that_it_may_have_and_not_before() -> None:
-    environment = made(max_dead_ends=3)
+def test_an_episode_is_lost_with_the_last_invalid_action_that_it_may_have_and_not_before() -> None:
+    environment = made(max_invalid_actions=3)
     task = next(iter(environment.tasks("train")))
     *plan, last = environment.demonstration(task)
     wrong = ["nonsense", "<action>go to the moon</action>"]
@@ -136,14 +136,14 @@ def test_an_episode_is_lost_with_the_last_dead_end_that_it_may_have_and_not_befo
 
 
 def test_the_list_of_actions_is_shown_where_the_template_says_so() -> None:
-    environment = made(prompt={**PROMPT, "first": "{observation}"}, picture={"form": "none"})
+    environment = made(prompt={**PROMPT, "first": "{observation}"}, image={"form": "none"})
     first, _ = asyncio.run(answered(environment, next(iter(environment.tasks("train"))), []))
     assert first.content == (first.anchor_key,) and first.admissible_actions
     environment.close()
 
 
-def test_a_picture_shows_what_the_text_says_and_nothing_else() -> None:
-    seen = Seen.begin("put a clean mug in cabinet")
+def test_an_image_shows_what_the_text_says_and_nothing_else() -> None:
+    seen = KnownState.begin("put a clean mug in cabinet")
     assert seen.cells()[:2] == ("mug", "cabinet") and set(seen.cells()[2:]) == {None}
     seen.read("You arrive at sinkbasin 1. On the sinkbasin 1, you see a mug 2, a fork 1, and a mug 1.")
     assert seen.cells()[4:6] == ("sinkbasin", None) and seen.cells()[8:12] == ("mug", "fork", "mug", None)
@@ -158,15 +158,15 @@ def test_a_picture_shows_what_the_text_says_and_nothing_else() -> None:
 
 
 def test_every_kind_of_thing_has_a_cell_of_its_own() -> None:
-    pictures = {decode(draw((kind, *[None] * 15), 56)).crop((0, 0, 14, 14)).tobytes() for kind in kinds()}
-    assert len(pictures) == len(kinds())
+    images = {decode(draw((kind, *[None] * 15), 56)).crop((0, 0, 14, 14)).tobytes() for kind in kinds()}
+    assert len(images) == len(kinds())
     assert decode(draw((None,) * 16, 56)).size == (56, 56)
 
 
-def test_a_picture_comes_first_and_is_made_once(environment: AlfworldText) -> None:
+def test_an_image_comes_first_and_is_made_once(environment: AlfworldText) -> None:
     task = next(iter(environment.tasks("train")))
-    pictures = [asyncio.run(answered(environment, task, []))[0].content[0] for _ in range(2)]
-    assert isinstance(pictures[0], EncodedImage) and pictures[0] is pictures[1]
+    images = [asyncio.run(answered(environment, task, []))[0].content[0] for _ in range(2)]
+    assert isinstance(images[0], EncodedImage) and images[0] is images[1]
 
 
 def test_a_payload_that_is_no_game_is_refused_before_the_engine_sees_it(environment: AlfworldText) -> None:

@@ -25,7 +25,7 @@ from components.environments.alfworld.thor import AlfworldThor
 from components.environments.alfworld.thor_episode import ThorEpisode, encode_frame
 from components.environments.alfworld.thor_errors import PlayerError
 from components.environments.alfworld.thor_names import names_of
-from components.environments.alfworld.thor_pool import Players
+from components.environments.alfworld.thor_pool import ThorPlayerPool
 
 from .thor_games import Kitchen, alfworlds_names, environment, pddl, settings, stand_in
 
@@ -158,7 +158,7 @@ def players() -> list[psutil.Process]:
     return found
 
 
-def picture(observation: Observation) -> Image.Image:
+def image_of(observation: Observation) -> Image.Image:
     frame = observation.content[0]
     assert isinstance(frame, EncodedImage)
     return Image.open(io.BytesIO(frame.data))
@@ -216,7 +216,7 @@ def test_the_members_of_a_group_play_the_same_task_whatever_was_drawn_before(pla
 def test_a_turn_shows_a_frame_and_the_words_and_is_known_by_the_words_alone(played: AlfworldThor) -> None:
     observations, _ = asyncio.run(play(played, PLACE, [say(TAKE[0]), say("look")]))
     for observation in observations:
-        image = picture(observation)
+        image = image_of(observation)
         assert (image.format, image.mode, image.size) == ("PNG", "RGB", (300, 300))
     assert not played.dialogue
     assert observations[1].anchor_key == f"You arrive at loc 4. On the {HERE}, you see a {APPLE}."
@@ -380,7 +380,7 @@ def test_a_player_that_hangs_fails_its_episode_in_time(home: Path) -> None:
     from components.environments.alfworld.thor_player import ThorPlayer
 
     before = {process.pid for process in players()}
-    lent = Players(lambda: ThorPlayer("5.0", width=300, height=300, answer_seconds=1.0), 1)
+    lent = ThorPlayerPool(lambda: ThorPlayer("5.0", width=300, height=300, answer_seconds=1.0), 1)
     wanted = settings()
     episode = ThorEpisode(PLACE, wanted.prompt, wanted.reward, lent)
     episode.reset()
@@ -435,7 +435,7 @@ def test_the_older_release_is_spoken_to_in_its_own_words(home: Path) -> None:
         for kind in ("place", "heat"):
             observations, outcomes = asyncio.run(play(found, TASKS[kind], found.demonstration(TASKS[kind])))
             assert outcomes[-1].reward_parts["won"] == 1.0
-            assert picture(observations[0]).size == (320, 240)
+            assert image_of(observations[0]).size == (320, 240)
     finally:
         found.close()
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from components.environments.alfworld.thor_actions import FORMS, RELEASES, Release, translate
 from components.environments.alfworld.thor_errors import PlayerError
-from components.environments.alfworld.thor_rewards import Earned, PotentialReward, TerminalReward, weights
+from components.environments.alfworld.thor_rewards import PotentialReward, RewardTracker, TerminalReward, weights
 
 TELEPORT = {"x": 1.0, "y": 0.9, "z": -2.0, "rotation": 90, "horizon": 30}
 LOOKED = {"renderImage": True, "renderDepthImage": True, "renderClassImage": True, "renderObjectImage": True}
@@ -140,7 +140,7 @@ def test_whatever_is_asked_is_sent_as_json_or_refused(name: Any, asked: dict[str
 @given(st.lists(st.sampled_from([0.0, 0.25, 1 / 3, 0.5, 2 / 3, 1.0]), min_size=1, max_size=50))
 def test_progress_sums_up_to_the_last_share_less_the_first(shares: list[float]) -> None:
     settings = PotentialReward(name="potential", won_weight=10.0, progress_weight=1.0)
-    earned = Earned(settings, shares[0])
+    earned = RewardTracker(settings, shares[0])
     turns = [earned.turn(share, share == 1.0) for share in shares[1:]]
     assert sum(turn["progress"] for turn in turns) == pytest.approx(shares[-1] - shares[0])
 
@@ -150,7 +150,7 @@ def test_holding_half_of_the_goal_for_48_turns_earns_the_half_once_and_winning_e
     weight = weights(settings)
 
     def total(shares: list[float]) -> float:
-        earned = Earned(settings, 0.0)
+        earned = RewardTracker(settings, 0.0)
         turns = [earned.turn(share, share == 1.0) for share in shares]
         return sum(weight[part] * value for turn in turns for part, value in turn.items())
 
@@ -161,6 +161,6 @@ def test_holding_half_of_the_goal_for_48_turns_earns_the_half_once_and_winning_e
 
 def test_a_terminal_reward_is_the_win_alone() -> None:
     settings = TerminalReward(name="terminal", won_weight=10.0)
-    earned = Earned(settings, 0.0)
+    earned = RewardTracker(settings, 0.0)
     assert weights(settings) == {"won": 10.0}
     assert [earned.turn(0.5, False), earned.turn(1.0, True)] == [{"won": 0.0}, {"won": 1.0}]

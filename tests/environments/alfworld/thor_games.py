@@ -32,7 +32,7 @@ def settings(**changes: Any) -> AlfworldThorSettings:
         "action": "'{action}'",
         "action_separator": ", ",
         "history_length": 2,
-        "dead_ends": "shown",
+        "invalid_actions": "shown",
         "thinking": False,
         "answer": "<think>I know the way.</think><action>{action}</action>",
     }

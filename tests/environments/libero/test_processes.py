@@ -33,7 +33,7 @@ def test_slots_are_alike_and_apart(process: SimulatorProcess) -> None:
     task = suite_tasks("libero_spatial")[0]
     first = process.reset(task, 0, 1)
     second = process.reset(task, 0, 1, slot=1)
-    assert all(np.array_equal(picture, second.images[name]) for name, picture in first.images.items())
+    assert all(np.array_equal(image, second.images[name]) for name, image in first.images.items())
     moved = process.step(np.tile(np.float32([1, 0, 0, 0, 0, 0, 1]), (4, 1)), slot=1)
     rested = process.step(STILL, film=True)
     assert (rested.success, rested.steps, len(rested.frames)) == (False, 3, 3)
@@ -54,7 +54,7 @@ def test_what_is_refused_leaves_the_process_as_it_is(process: SimulatorProcess) 
     assert process.pid == pid and process.step(STILL).steps == 3
 
 
-def test_a_killed_process_is_noticed_and_started_anew(process: SimulatorProcess) -> None:
+def test_a_killed_process_is_noticed_and_started_again(process: SimulatorProcess) -> None:
     task = suite_tasks("libero_spatial")[0]
     before = process.reset(task, 3, 1)
     starts, pid = process.starts, process.pid
@@ -66,7 +66,7 @@ def test_a_killed_process_is_noticed_and_started_anew(process: SimulatorProcess)
         process.step(STILL)
     after = process.reset(task, 3, 1)
     assert process.starts == starts + 1
-    assert all(np.array_equal(picture, after.images[name]) for name, picture in before.images.items())
+    assert all(np.array_equal(image, after.images[name]) for name, image in before.images.items())
     assert np.array_equal(before.state, after.state)
 
 

@@ -15,9 +15,9 @@ from components.contracts.errors import ConfigurationError, DataError
 from components.environments.libero.demonstrate import demonstrate
 from components.environments.libero.grasps import body_grasp, rim_grasp
 from components.environments.libero.initial_states import load_initial_states
-from components.environments.libero.outcome import Outcome
+from components.environments.libero.outcome import DemonstrationOutcome
 from components.environments.libero.package import assets_folder, use_assets
-from components.environments.libero.plans import EXPERT_TASKS
+from components.environments.libero.plans import SCRIPTED_TASKS
 from components.environments.libero.simulator import LiberoSimulator, robot_state
 from components.environments.libero.tasks import suite_tasks
 
@@ -48,13 +48,13 @@ def physics(made: LiberoSimulator) -> NDArray[np.float64]:
     return state
 
 
-def last(values: Iterator[Any]) -> Outcome:
+def last(values: Iterator[Any]) -> DemonstrationOutcome:
     *_, outcome = values
-    assert isinstance(outcome, Outcome)
+    assert isinstance(outcome, DemonstrationOutcome)
     return outcome
 
 
-def test_pictures_and_states_are_those_of_libero(drawer: LiberoSimulator) -> None:
+def test_images_and_states_are_those_of_libero(drawer: LiberoSimulator) -> None:
     from libero.libero.envs.env_wrapper import OffScreenRenderEnv
 
     actions = np.random.default_rng(0).uniform(-1, 1, (3, 7))
@@ -81,8 +81,8 @@ def test_pictures_and_states_are_those_of_libero(drawer: LiberoSimulator) -> Non
     theirs.close()
     drawer.reset(3, 7)  # theirs drew in another context meanwhile and has closed it
     again = drawer.observe()
-    for name, picture in again.images.items():
-        assert np.array_equal(picture, seen[0].images[name])
+    for name, image in again.images.items():
+        assert np.array_equal(image, seen[0].images[name])
 
 
 def test_a_reset_hangs_on_its_arguments_alone(drawer: LiberoSimulator) -> None:
@@ -123,7 +123,7 @@ def test_disturbed_the_expert_reaches_the_goal_another_way(bowl: LiberoSimulator
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("suite", "index"), [(suite, index) for suite, tasks in sorted(EXPERT_TASKS.items()) for index in tasks[:2]]
+    ("suite", "index"), [(suite, index) for suite, tasks in sorted(SCRIPTED_TASKS.items()) for index in tasks[:2]]
 )
 def test_the_expert_does_its_tasks(suite: str, index: int) -> None:
     made = LiberoSimulator(suite_tasks(suite)[index], simulator(num_steps_wait=10))

@@ -1,8 +1,8 @@
-"""A multi-turn verifiers environment: guess a number with hints; each hint comes with a picture."""
+"""A multi-turn verifiers environment: guess a number with hints; each hint comes with an image."""
 
 import verifiers as vf
 from datasets import Dataset
-from sample_colours import picture
+from sample_colors import image
 
 
 class Guess(vf.MultiTurnEnv):
@@ -25,7 +25,7 @@ class Guess(vf.MultiTurnEnv):
         hint = "more" if int(said) < int(state["answer"]) else "less"
         parts = [
             {"type": "text", "text": hint},
-            {"type": "image_url", "image_url": {"url": picture("red" if hint == "more" else "blue", 16)}},
+            {"type": "image_url", "image_url": {"url": image("red" if hint == "more" else "blue", 16)}},
         ]
         return [{"role": "user", "content": parts}]
 

@@ -2,18 +2,18 @@
 
 import verifiers.v1 as vf
 from openai import AsyncOpenAI
-from sample_colours_v1 import COLOURS, picture
+from sample_colors_v1 import COLORS, image
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.runtimes import ProgramResult
 
-__all__ = ["ColourTaskset", "LoopHarness"]
+__all__ = ["ColorTaskset", "LoopHarness"]
 
 
-class ColourData(vf.TaskData):
+class ColorData(vf.TaskData):
     answer: str
 
 
-class ColourTask(vf.Task[ColourData]):
+class ColorTask(vf.Task[ColorData]):
     @vf.reward(weight=2.0)
     async def correct(self, task, trace) -> float:
         return float(trace.last_reply.strip() == task.answer)
@@ -23,21 +23,21 @@ class ColourTask(vf.Task[ColourData]):
         return float(trace.num_turns)
 
 
-class ColourTaskset(vf.Taskset[ColourTask]):
+class ColorTaskset(vf.Taskset[ColorTask]):
     def load(self):
         for number in range(12):
-            colour = list(COLOURS)[number % 3]
+            color = list(COLORS)[number % 3]
             prompt = [
                 {
                     "role": "user",
                     "content": [
-                        {"type": "image_url", "image_url": {"url": picture(colour, 16)}},
-                        {"type": "text", "text": f"Picture {number}?"},
+                        {"type": "image_url", "image_url": {"url": image(color, 16)}},
+                        {"type": "text", "text": f"Image {number}?"},
                     ],
                 }
             ]
-            data = ColourData(prompt=prompt, answer=colour, system_prompt="One word.")
-            yield ColourTask(data, self.config.task)
+            data = ColorData(prompt=prompt, answer=color, system_prompt="One word.")
+            yield ColorTask(data, self.config.task)
 
 
 class LoopHarnessConfig(vf.HarnessConfig):

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from components.contracts.robots import RobotObservation
-from components.environments.libero.processes import Carried, SimulatorError
+from components.environments.libero.processes import ChunkResult, SimulatorError
 from components.environments.libero.tasks import LiberoTask
 from components.evaluation.libero.settings import LiberoEvaluationSettings
 
@@ -57,11 +57,11 @@ class Plane:
             self._points[slot], self._tasks[slot] = 2 * np.array([np.cos(angle), np.sin(angle)]), task
             return self._observe(slot)
 
-    def step(self, actions: NDArray[np.float32], slot: int = 0, film: bool = False) -> Carried:
+    def step(self, actions: NDArray[np.float32], slot: int = 0, film: bool = False) -> ChunkResult:
         with self._lock:
             return self._carry_out(actions, slot, film)
 
-    def _carry_out(self, actions: NDArray[np.float32], slot: int, film: bool) -> Carried:
+    def _carry_out(self, actions: NDArray[np.float32], slot: int, film: bool) -> ChunkResult:
         self.steps += 1
         if self.steps in self._deaths:
             self._points.clear()
@@ -73,18 +73,18 @@ class Plane:
                 frames.append(dict(self._observe(slot).images))
             self._points[slot] = self._points[slot] + 0.2 * action[:2]
             if (success := bool(np.linalg.norm(self._points[slot]) < 0.15)) or steps == len(actions):
-                return Carried(self._observe(slot), success, steps, frames)
+                return ChunkResult(self._observe(slot), success, steps, frames)
         raise AssertionError("no actions")
 
     def _observe(self, slot: int) -> RobotObservation:
         state = self._points[slot].astype(np.float32)
-        picture = np.full((16, 16, 3), int(40 * np.linalg.norm(state)), np.uint8)
-        images = {"observation.images.image": picture, "observation.images.image2": picture[::-1]}
+        image = np.full((16, 16, 3), int(40 * np.linalg.norm(state)), np.uint8)
+        images = {"observation.images.image": image, "observation.images.image2": image[::-1]}
         return RobotObservation(images, state, self._tasks[slot].language)
 
 
 class Homing:
-    """Pushes towards the origin, with noise of the row's seed."""
+    """Pushes toward the origin, with noise of the row's seed."""
 
     n_action_steps = 4
     action_dimensions = 7

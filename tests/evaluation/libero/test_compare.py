@@ -9,14 +9,16 @@ from scipy.stats import binomtest
 from components.contracts.errors import DataError
 from components.evaluation.libero.compare import compare_parts, compare_results, sign_test
 from components.evaluation.libero.page import comparison_report
-from components.evaluation.libero.results import Result
+from components.evaluation.libero.results import LiberoResult
 from components.evaluation.wilson import compare_proportions
 from components.reports.report import write_report
 
 
-def results(ends: str, task: int = 0) -> list[Result]:
+def results(ends: str, task: int = 0) -> list[LiberoResult]:
     """One episode a letter, + is solved."""
-    return [Result("libero_goal", task, "open", k, k, 1000 + k, end == "+", 3, (), None) for k, end in enumerate(ends)]
+    return [
+        LiberoResult("libero_goal", task, "open", k, k, 1000 + k, end == "+", 3, (), None) for k, end in enumerate(ends)
+    ]
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 0), (1, 0), (3, 9), (9, 3), (8, 8), (40, 61), (0, 12), (700, 640)])

@@ -11,15 +11,17 @@ from components.contracts.errors import DataError
 from components.evaluation.libero.chart import rate_chart
 from components.evaluation.libero.eval_info import eval_info, video_path
 from components.evaluation.libero.page import evaluation_report
-from components.evaluation.libero.results import Result, metrics, read_results, write_results
+from components.evaluation.libero.results import LiberoResult, metrics, read_results, write_results
 from components.evaluation.wilson import wilson_interval
 from components.reports.report import write_report
 
 
-def result(suite: str, task: int, episode: int, success: bool, steps: int = 5, failure: str | None = None) -> Result:
+def result(
+    suite: str, task: int, episode: int, success: bool, steps: int = 5, failure: str | None = None
+) -> LiberoResult:
     actions = tuple(float(k) / 8 for k in range(7 * steps))
     language = f"put <{task}> on the plate"
-    return Result(suite, task, language, episode, episode, 1000 + episode, success, steps, actions, failure)
+    return LiberoResult(suite, task, language, episode, episode, 1000 + episode, success, steps, actions, failure)
 
 
 RESULTS = [
@@ -35,10 +37,10 @@ def test_rates_per_task_suite_and_over_all() -> None:
     """Wilson's limits for 3 of 5 by hand: (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)."""
     numbers = metrics(RESULTS)
     z, p, n = 1.959963984540054, 3 / 5, 5
-    centre, half = p + z * z / (2 * n), z * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5
+    center, half = p + z * z / (2 * n), z * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5
     assert numbers["success"] == 0.6
-    assert numbers["success_low"] == pytest.approx((centre - half) / (1 + z * z / n), abs=1e-12)
-    assert numbers["success_high"] == pytest.approx((centre + half) / (1 + z * z / n), abs=1e-12)
+    assert numbers["success_low"] == pytest.approx((center - half) / (1 + z * z / n), abs=1e-12)
+    assert numbers["success_high"] == pytest.approx((center + half) / (1 + z * z / n), abs=1e-12)
     assert numbers["suite_mean"] == (0.5 + 1.0) / 2
     assert (numbers["episodes"], numbers["failed"], numbers["failures"]) == (5, 1, {"it died": 1})
     assert numbers["steps_when_solved"] == pytest.approx((4 + 6 + 3) / 3)
@@ -94,13 +96,11 @@ def test_the_page_escapes_what_comes_from_outside(tmp_path: Path) -> None:
 
 
 def test_bars_are_as_long_as_rates() -> None:
-    picture = rate_chart(
-        "spatial", {"0: put <3> & wait": wilson_interval(3, 4), "1: " + 80 * "x": wilson_interval(0, 4)}
-    )
-    svg = ElementTree.fromstring(b64decode(picture.uri.removeprefix("data:image/svg+xml;base64,")))
+    image = rate_chart("spatial", {"0: put <3> & wait": wilson_interval(3, 4), "1: " + 80 * "x": wilson_interval(0, 4)})
+    svg = ElementTree.fromstring(b64decode(image.uri.removeprefix("data:image/svg+xml;base64,")))
     tag = "{http://www.w3.org/2000/svg}"
     bars = [float(bar.get("width", 0)) for bar in svg.iter(f"{tag}rect")]
     assert bars[1] / bars[0] == 0.75 and bars[3] == 0.0
     texts = ["".join(text.itertext()) for text in svg.iter(f"{tag}text")]
     assert texts[0] == "0: put <3> & wait" and texts[1] == "75.0%"
-    assert picture.description.startswith("0: put <3> & wait: 0.750 [0.301, 0.954]")
+    assert image.description.startswith("0: put <3> & wait: 0.750 [0.301, 0.954]")

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from components.contracts.errors import DataError
 from components.contracts.robots import RobotObservation
 from components.environments.libero.processes import SimulatorError
-from components.evaluation.libero.journal import Journal, Outcome
+from components.evaluation.libero.journal import EpisodeOutcome, EvaluationJournal
 from components.evaluation.libero.run import Evaluation
 from components.evaluation.libero.schedule import EpisodeKey, plan_episodes
 from tests.evaluation.libero.playground import TASKS, Homing, Plane, settings
@@ -20,23 +20,25 @@ pytestmark = pytest.mark.timeout(30)
 
 def play(
     folder: Path, planes: Sequence[Plane], policy: Homing | None = None, **changes: object
-) -> dict[EpisodeKey, Outcome]:
+) -> dict[EpisodeKey, EpisodeOutcome]:
     chosen = settings(**changes)
     planned = plan_episodes(chosen, {"libero_spatial": TASKS})
-    evaluation = Evaluation(chosen, planned, Journal(folder / "episodes.jsonl"), lambda finished, latest: None)
+    evaluation = Evaluation(
+        chosen, planned, EvaluationJournal(folder / "episodes.jsonl"), lambda finished, latest: None
+    )
     return dict(evaluation.run(policy or Homing(), planes))
 
 
-def ends(outcomes: dict[EpisodeKey, Outcome]) -> dict[EpisodeKey, tuple[bool, bytes]]:
+def ends(outcomes: dict[EpisodeKey, EpisodeOutcome]) -> dict[EpisodeKey, tuple[bool, bytes]]:
     return {key: (outcome.success, outcome.actions.tobytes()) for key, outcome in outcomes.items()}
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[EpisodeKey, Outcome]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[EpisodeKey, EpisodeOutcome]:
     return play(tmp_path_factory.mktemp("alone"), [Plane()])
 
 
-def test_the_game_is_worth_playing(alone: dict[EpisodeKey, Outcome]) -> None:
+def test_the_game_is_worth_playing(alone: dict[EpisodeKey, EpisodeOutcome]) -> None:
     assert len(alone) == 21
     assert {outcome.success for outcome in alone.values()} == {True, False}
     assert all(outcome.steps == 23 for outcome in alone.values() if not outcome.success)
@@ -44,7 +46,7 @@ def test_the_game_is_worth_playing(alone: dict[EpisodeKey, Outcome]) -> None:
 
 @pytest.mark.parametrize(("batch", "arenas"), [(4, 1), (4, 2), (3, 2), (40, 2)])
 def test_results_depend_on_neither_batch_nor_processes(
-    tmp_path: Path, alone: dict[EpisodeKey, Outcome], batch: int, arenas: int
+    tmp_path: Path, alone: dict[EpisodeKey, EpisodeOutcome], batch: int, arenas: int
 ) -> None:
     policy = Homing()
     outcomes = play(tmp_path, [Plane() for _ in range(arenas)], policy, batch=batch)
@@ -53,7 +55,9 @@ def test_results_depend_on_neither_batch_nor_processes(
     assert sum(policy.rows) == sum(-(-outcome.steps // 4) for outcome in alone.values())
 
 
-def test_a_lost_simulator_has_its_episodes_played_again(tmp_path: Path, alone: dict[EpisodeKey, Outcome]) -> None:
+def test_a_lost_simulator_has_its_episodes_played_again(
+    tmp_path: Path, alone: dict[EpisodeKey, EpisodeOutcome]
+) -> None:
     plane = Plane(deaths=(2, 9, 30))
     outcomes = play(tmp_path, [plane], batch=1)
     assert ends(outcomes) == ends(alone)
@@ -88,11 +92,11 @@ class Counting(Homing):
 
 
 def test_an_error_of_the_policy_ends_the_evaluation_and_the_rest_is_played_later(
-    tmp_path: Path, alone: dict[EpisodeKey, Outcome]
+    tmp_path: Path, alone: dict[EpisodeKey, EpisodeOutcome]
 ) -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         play(tmp_path, [Plane(), Plane()], Counting(40), batch=4)
-    kept = Journal(tmp_path / "episodes.jsonl").read()
+    kept = EvaluationJournal(tmp_path / "episodes.jsonl").read()
     assert 0 < len(kept) < 21
     with (tmp_path / "episodes.jsonl").open("ab") as file:
         file.write(b'{"key": ["libero_spatial", 0')

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from components.contracts.errors import ConfigurationError
-from components.evaluation.libero.schedule import Schedule, noise_seed, plan_episodes
+from components.evaluation.libero.schedule import EpisodeSchedule, noise_seed, plan_episodes
 from tests.evaluation.libero.playground import TASKS, settings
 
 KNOWN = {"libero_spatial": TASKS}
@@ -54,7 +54,7 @@ def test_without_per_episode_seeds_the_noise_hangs_on_the_chunk_alone() -> None:
 
 def test_a_player_keeps_its_task_and_each_episode_is_played_once() -> None:
     planned = plan_episodes(settings(), KNOWN)
-    schedule = Schedule(planned)
+    schedule = EpisodeSchedule(planned)
     held: list[tuple[str, int] | None] = [None, None]
     played, changes, first = [], 0, []
     while any(taken := [schedule.take(held[player]) for player in (0, 1)]):

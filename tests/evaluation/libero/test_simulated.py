@@ -19,7 +19,7 @@ from components.contracts.stages import Artifact
 from components.environments.libero.processes import SimulatorProcess
 from components.environments.libero.tasks import suite_tasks
 from components.evaluation.libero.results import read_results
-from components.evaluation.libero.settings import EvaluateLiberoSettings
+from components.evaluation.libero.settings import EvaluateLiberoStageSettings
 from components.evaluation.libero.stage import evaluate_libero, evaluate_policy
 from components.policies.molmoact2.checkpoint import load_policy, save_policy
 from components.policies.molmoact2.policy import MolmoAct2Policy, open_policy
@@ -33,11 +33,11 @@ pytestmark = pytest.mark.slow
 SIMULATOR = simulator(camera_name_mapping={"agentview": "front", "robot0_eye_in_hand": "wrist"})
 
 
-def plan(batch: int, videos: int = 0) -> EvaluateLiberoSettings:
+def plan(batch: int, videos: int = 0) -> EvaluateLiberoStageSettings:
     evaluation = settings(
         tasks=(0,), episodes_per_task=4, max_steps={"libero_spatial": 5}, batch=batch, videos_per_task=videos
     )
-    return EvaluateLiberoSettings(simulator=SIMULATOR, evaluation=evaluation)
+    return EvaluateLiberoStageSettings(simulator=SIMULATOR, evaluation=evaluation)
 
 
 class Saboteur:
@@ -106,7 +106,7 @@ def test_what_the_expert_does_is_a_success_and_is_filmed(tmp_path: Path) -> None
     (tmp_path / "out").mkdir()
     task = suite_tasks("libero_spatial")[2]
     evaluation = settings(tasks=(2,), episodes_per_task=1, max_steps={"libero_spatial": 280}, seed=3, videos_per_task=1)
-    chosen = EvaluateLiberoSettings(simulator=SIMULATOR, evaluation=evaluation)
+    chosen = EvaluateLiberoStageSettings(simulator=SIMULATOR, evaluation=evaluation)
     with SimulatorProcess(SIMULATOR, 120) as simulator:
         shown = simulator.demonstrate(task, initial_state=0, seed=3, noise=0.0, limit=280)
         policy = Recorded([action for _, action in shown.steps])

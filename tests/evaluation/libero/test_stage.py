@@ -9,9 +9,9 @@ import pytest
 
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
-from components.contracts.stages import Artifact, Report, StageContext
+from components.contracts.stages import Artifact, StageContext, StageReport
 from components.evaluation.libero.results import read_results
-from components.evaluation.libero.settings import CompareLiberoSettings, EvaluateLiberoSettings
+from components.evaluation.libero.settings import CompareLiberoSettings, EvaluateLiberoStageSettings
 from components.evaluation.libero.stage import compare_libero, evaluate_policy, refuse_cameras
 from components.stages import TerminalEvents, ThreadUnits
 from tests.environments.libero.simulated import simulator
@@ -42,11 +42,11 @@ def context(folder: Path, events: Events, **machine: Any) -> StageContext:
     return StageContext(facts, events, ThreadUnits(), folder / "work", folder / "images", "f")
 
 
-def evaluate(folder: Path, policy: Homing, plane: Plane, **changes: Any) -> tuple[Path, Events, Report]:
+def evaluate(folder: Path, policy: Homing, plane: Plane, **changes: Any) -> tuple[Path, Events, StageReport]:
     folder.mkdir(exist_ok=True)
     out, events = folder / "out", Events()
     out.mkdir()
-    chosen = EvaluateLiberoSettings(simulator=SIMULATOR, evaluation=settings(**changes))
+    chosen = EvaluateLiberoStageSettings(simulator=SIMULATOR, evaluation=settings(**changes))
     report = evaluate_policy(policy, {"libero_spatial": TASKS}, [plane], chosen, out, context(folder, events))
     return out, events, report
 

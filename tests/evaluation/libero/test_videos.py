@@ -5,8 +5,8 @@ from pathlib import Path
 import av
 import numpy as np
 
-from components.evaluation.libero.episode import Played
-from components.evaluation.libero.journal import Journal, Outcome
+from components.evaluation.libero.episode import PlayedEpisode
+from components.evaluation.libero.journal import EpisodeOutcome, EvaluationJournal
 from components.evaluation.libero.run import Evaluation
 from components.evaluation.libero.schedule import plan_episodes
 from components.evaluation.libero.videos import chosen, differs, film, side_by_side, write_video
@@ -16,7 +16,7 @@ from tests.evaluation.libero.playground import TASKS, Homing, Plane, settings
 def test_first_successes_and_failures_are_filmed_as_they_were_played(tmp_path: Path) -> None:
     plan = settings()
     planned = plan_episodes(plan, {"libero_spatial": TASKS})
-    journal = Journal(tmp_path / "episodes.jsonl")
+    journal = EvaluationJournal(tmp_path / "episodes.jsonl")
     outcomes = Evaluation(plan, planned, journal, lambda finished, latest: None).run(Homing(), [Plane()])
     picked = chosen(planned, outcomes, 1)
     for task in TASKS:
@@ -26,13 +26,13 @@ def test_first_successes_and_failures_are_filmed_as_they_were_played(tmp_path: P
     plane = Plane(deaths=(2,))
     filmed = list(film(picked, outcomes, plane, attempts=2))
     assert [differs(played, outcomes[episode.key]) for episode, played in filmed] == [None] * len(picked)
-    assert all(len(played.pictures) == played.steps + 1 for _, played in filmed)
+    assert all(len(played.frames) == played.steps + 1 for _, played in filmed)
     assert chosen(planned, outcomes, 0) == []
 
 
 def test_another_ending_is_said() -> None:
     actions = np.zeros((4, 7), np.float32)
-    assert differs(Played(False, actions), Outcome(True, actions, None, 0, 0.0)) == (
+    assert differs(PlayedEpisode(False, actions), EpisodeOutcome(True, actions, None, 0, 0.0)) == (
         "played again, it ended with success False after 4 steps; before, with success True after 4"
     )
 
@@ -49,7 +49,7 @@ def test_videos_hold_every_moment_with_all_cameras(tmp_path: Path) -> None:
         assert container.streams.video[0].average_rate == 20
         frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     assert len(frames) == 30
-    for picture, moment in zip(frames, moments, strict=True):
+    for image, moment in zip(frames, moments, strict=True):
         expected = side_by_side(moment)
-        assert picture.shape == expected.shape == (32, 64, 3)
-        assert np.abs(picture.astype(int) - expected).mean() < 4
+        assert image.shape == expected.shape == (32, 64, 3)
+        assert np.abs(image.astype(int) - expected).mean() < 4

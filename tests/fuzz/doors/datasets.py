@@ -15,8 +15,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from components.artifacts.cache import Cache
-from components.datasets.lerobot.frames import Frames
+from components.artifacts.cache import DownloadCache
+from components.datasets.lerobot.frames import FrameReader
 from components.datasets.lerobot.reader import Dataset, open_dataset
 from tests.datasets.conftest import write
 from tests.fuzz.doors import Attempt, expect
@@ -76,7 +76,7 @@ def door(folder: Path) -> Iterator[Attempt]:
             path.write_bytes(damaged_bytes(path.read_bytes(), rng))
         dataset = open_dataset(root)
         compare(dataset, root)
-        frames = Frames(dataset, Cache.standard())
+        frames = FrameReader(dataset, DownloadCache.standard())
         for index in (0, 7, 8, dataset.info.total_frames - 1):
             frames.item(index, {"action": [0.0]})
         return True

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from components.contracts.errors import DataError
-from components.training.front import Front
+from components.training.frontend import HttpFrontend
 from tests.fuzz.doors import Attempt, expect
 from tests.fuzz.mutate import damaged_bytes, damaged_document, dumps
 
@@ -28,7 +28,7 @@ def request(body: bytes, token: str | None) -> bytes:
 
 @contextmanager
 def door(folder: Path) -> Iterator[Attempt]:
-    front, seen = Front(TOKEN, lambda command: None), list[Any]()
+    front, seen = HttpFrontend(TOKEN, lambda command: None), list[Any]()
 
     def work() -> None:
         while True:

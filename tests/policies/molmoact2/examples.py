@@ -1,4 +1,4 @@
-"""A policy of the smallest sizes, and examples of random tokens, pictures and actions for it."""
+"""A policy of the smallest sizes, and examples of random tokens, images and actions for it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 from components.policies.molmoact2.batch import Example, PolicyBatch
 from components.policies.molmoact2.config import MolmoAct2Config
-from components.policies.molmoact2.flow import FlowDraws
+from components.policies.molmoact2.flow import FlowSamples
 from components.policies.molmoact2.losses import LossPlan
 from components.policies.molmoact2.model import MolmoAct2
 
 EOS, ACTION_START, ACTION_END, FIRST_ACTION = 5, 20, 21, 22
 VOCABULARY, PATCH, IMAGE_START, IMAGE_END = 60, 62, 60, 61
 HORIZON, DIMENSIONS, USED = 5, 8, 3
-SIDE_PATCHES = 3  # of a picture; pooled 2 by 2 with padding: 4 image tokens
+SIDE_PATCHES = 3  # of an image; pooled 2 by 2 with padding: 4 image tokens
 PIXELS = 14 * 14 * 3
 
 RAW: dict[str, Any] = {
@@ -86,7 +86,7 @@ CONFIG = MolmoAct2Config.from_dict(RAW)
 
 
 def make_model(seed: int = 0, residual_dropout: float = 0.0) -> MolmoAct2:
-    """Random weights of a size at which every part matters, the expert's zero initialisation included."""
+    """Random weights of a size at which every part matters, the expert's zero initialization included."""
     model = MolmoAct2(CONFIG, residual_dropout=residual_dropout)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -101,10 +101,10 @@ def make_model(seed: int = 0, residual_dropout: float = 0.0) -> MolmoAct2:
 def make_example(
     rng: np.random.Generator, words: int = 6, images: int = 1, answer: int = 0, valid_steps: int = HORIZON
 ) -> Example:
-    """BOS, `images` pictures, words with an EOS among them, and an answer of `answer` action tokens."""
-    picture = [IMAGE_START, *[PATCH] * 4, IMAGE_END]
+    """BOS, `images` images, words with an EOS among them, and an answer of `answer` action tokens."""
+    image = [IMAGE_START, *[PATCH] * 4, IMAGE_END]
     text = rng.integers(30, VOCABULARY, words).tolist()
-    ids = [EOS, *picture * images, *text[: words // 2], EOS, *text[words // 2 :]]
+    ids = [EOS, *image * images, *text[: words // 2], EOS, *text[words // 2 :]]
     prompt = len(ids)
     if answer:
         bins = (FIRST_ACTION + rng.integers(0, 8, answer)).tolist()
@@ -130,7 +130,7 @@ def make_example(
 
 
 def make_examples(count: int, seed: int = 0, answer: bool = False, **facts: Any) -> list[Example]:
-    """Of different lengths and numbers of pictures."""
+    """Of different lengths and numbers of images."""
     rng = np.random.default_rng(seed)
     return [
         make_example(rng, words=4 + 3 * index, images=1 + index % 2, answer=(3 + index) * answer, **facts)
@@ -177,8 +177,8 @@ def as_batch(
     )
 
 
-def make_draws(examples: int, draws: int = 4, seed: int = 3) -> FlowDraws:
-    return FlowDraws.per_example(range(seed, seed + examples), draws, HORIZON, CONFIG)
+def make_draws(examples: int, draws: int = 4, seed: int = 3) -> FlowSamples:
+    return FlowSamples.per_example(range(seed, seed + examples), draws, HORIZON, CONFIG)
 
 
 def make_plan(**changes: Any) -> LossPlan:

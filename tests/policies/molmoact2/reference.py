@@ -128,8 +128,8 @@ def discrete_loss(logits: Tensor, labels: Tensor, owners: Tensor, z_scale: float
     cross_entropy, z, total = logits.new_zeros(()), logits.new_zeros(()), 0.0
     for row, label, owner in zip(logits, labels, owners, strict=True):
         weight = 2.0 / math.sqrt(int((owners == owner).sum()))
-        normaliser = torch.log(torch.exp(row).sum())
-        cross_entropy = cross_entropy + weight * (normaliser - row[label])
-        z = z + weight * z_scale * normaliser**2
+        normalizer = torch.log(torch.exp(row).sum())
+        cross_entropy = cross_entropy + weight * (normalizer - row[label])
+        z = z + weight * z_scale * normalizer**2
         total += weight
     return cross_entropy / max(total, 1.0), z / max(total, 1.0)

@@ -61,7 +61,7 @@ def test_decoding_is_off_by_no_more_than_rounding(fitted: ActionTokens) -> None:
         assert error.max() <= 0.5 / SCALE * math.sqrt(HORIZON) + 1e-5
 
 
-def test_merges_shorten_what_was_learnt_from(fitted: ActionTokens) -> None:
+def test_merges_shorten_what_was_learned_from(fitted: ActionTokens) -> None:
     lengths = [len(fitted.encode(chunk)) for chunk in chunks(50, seed=3)]
     assert np.mean(lengths) < 0.6 * HORIZON * DIMENSIONS
     assert fitted.vocabulary <= 300

@@ -77,7 +77,7 @@ def test_padded_steps_answer_zero_and_change_no_other() -> None:
 
 def test_it_begins_with_velocity_zero_and_blocks_that_pass_their_input_on() -> None:
     expert = ActionExpert(CONFIG)
-    expert.initialise(torch.Generator().manual_seed(0))
+    expert.initialize(torch.Generator().manual_seed(0))
     given = _inputs(1, 2, tokens=4)
     context = ContextIndex(torch.arange(4)[None], torch.ones(1, 4, dtype=torch.bool))
     assert not expert(given["actions"], given["times"], given["cache"], context, None).any()

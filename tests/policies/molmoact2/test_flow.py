@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from components.policies.molmoact2.flow import FlowDraws, flow_errors, flow_times, noisy_actions
+from components.policies.molmoact2.flow import FlowSamples, flow_errors, flow_times, noisy_actions
 from tests.policies.molmoact2.examples import CONFIG, DIMENSIONS, HORIZON
 
 
@@ -23,15 +23,15 @@ def test_times_follow_the_shifted_beta_distribution(cutoff: float) -> None:
 
 
 def test_draws_are_all_times_first_and_then_all_noise() -> None:
-    draws = FlowDraws.draw(3, 2, HORIZON, CONFIG, torch.Generator().manual_seed(4))
+    draws = FlowSamples.draw(3, 2, HORIZON, CONFIG, torch.Generator().manual_seed(4))
     generator = torch.Generator().manual_seed(4)
     assert torch.equal(draws.times, flow_times((3, 2), CONFIG, generator))
     assert torch.equal(draws.noise, torch.randn(3, 2, HORIZON, DIMENSIONS, generator=generator))
 
 
 def test_the_draws_of_an_example_depend_on_its_seed_alone() -> None:
-    many = FlowDraws.per_example([9, 1, 5], 2, HORIZON, CONFIG)
-    one = FlowDraws.per_example([1], 2, HORIZON, CONFIG)
+    many = FlowSamples.per_example([9, 1, 5], 2, HORIZON, CONFIG)
+    one = FlowSamples.per_example([1], 2, HORIZON, CONFIG)
     assert torch.equal(many.times[1:2], one.times)
     assert torch.equal(many.noise[1:2], one.noise)
     assert len(many.times.unique()) == 6
@@ -40,7 +40,7 @@ def test_the_draws_of_an_example_depend_on_its_seed_alone() -> None:
 def test_points_lie_between_noise_and_actions() -> None:
     actions = torch.randn(1, HORIZON, DIMENSIONS)
     noise = torch.randn(1, 3, HORIZON, DIMENSIONS)
-    points, target = noisy_actions(actions, FlowDraws(torch.tensor([[0.0, 0.25, 1.0]]), noise), None)
+    points, target = noisy_actions(actions, FlowSamples(torch.tensor([[0.0, 0.25, 1.0]]), noise), None)
     torch.testing.assert_close(points[0, 0], noise[0, 0])
     torch.testing.assert_close(points[0, 1], 0.75 * noise[0, 1] + 0.25 * actions[0])
     torch.testing.assert_close(points[0, 2], actions[0])
@@ -49,7 +49,7 @@ def test_points_lie_between_noise_and_actions() -> None:
 
 def test_dimensions_that_a_robot_lacks_are_neither_noise_nor_error() -> None:
     used = torch.arange(DIMENSIONS)[None] < 3
-    draws = FlowDraws.per_example([0], 2, HORIZON, CONFIG)
+    draws = FlowSamples.per_example([0], 2, HORIZON, CONFIG)
     points, target = noisy_actions(torch.ones(1, HORIZON, DIMENSIONS), draws, used)
     assert not points[..., 3:].any()
     assert not target[..., 3:].any()

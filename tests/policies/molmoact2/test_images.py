@@ -1,4 +1,4 @@
-"""Pictures as patches, against a plain formula and torchvision."""
+"""Images as patches, against a plain formula and torchvision."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from components.policies.molmoact2.images import ImageLayout
 RELEASED = ImageLayout(side=378, patch=14, pool=2, columns=False)
 
 
-def picture(height: int, width: int, seed: int = 0) -> np.ndarray:
+def image(height: int, width: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 def levels(layout: ImageLayout, patches: np.ndarray) -> np.ndarray:
-    """The square picture of uint8 levels that patches show."""
+    """The square image of uint8 levels that patches show."""
     n, p = layout.side // layout.patch, layout.patch
     square = np.zeros((layout.side, layout.side, 3), np.int64)
     for index, patch in enumerate(patches):
@@ -32,7 +32,7 @@ def levels(layout: ImageLayout, patches: np.ndarray) -> np.ndarray:
 
 
 def bilinear(given: np.ndarray, side: int) -> np.ndarray:
-    """Pixel centres at half integers, the border repeated; float64, not rounded."""
+    """Pixel centers at half integers, the border repeated; float64, not rounded."""
     height, width = given.shape[:2]
     out = np.zeros((side, side, 3))
     for y in range(side):
@@ -48,16 +48,16 @@ def bilinear(given: np.ndarray, side: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("size", [(1, 1), (2, 3), (20, 31), (56, 56), (90, 70)])
-def test_pictures_are_resized_without_antialiasing_and_rounded(size: tuple[int, int]) -> None:
+def test_images_are_resized_without_antialiasing_and_rounded(size: tuple[int, int]) -> None:
     layout = ImageLayout(side=56, patch=14, pool=2, columns=False)
-    given = picture(*size)
+    given = image(*size)
     shown, exact = levels(layout, layout.patchify([given])[0]), bilinear(given.astype(np.float64), 56)
     assert np.abs(shown - exact).max() <= 0.5 + 1e-3
 
 
 @pytest.mark.parametrize("size", [(256, 256), (360, 480), (378, 378), (5, 700)])
 def test_resizing_equals_torchvision_bit_by_bit(size: tuple[int, int]) -> None:
-    given = picture(*size, seed=1)
+    given = image(*size, seed=1)
     theirs = Resize([378, 378], InterpolationMode.BILINEAR, antialias=False)(torch.from_numpy(given).permute(2, 0, 1))
     wanted = theirs.permute(1, 2, 0).numpy().astype(np.float32) / np.float32(255) * np.float32(2) - np.float32(1)
     patches = wanted.reshape(27, 14, 27, 14, 3).transpose(0, 2, 1, 3, 4).reshape(729, 588)
@@ -66,10 +66,10 @@ def test_resizing_equals_torchvision_bit_by_bit(size: tuple[int, int]) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_pictures_of_several_sizes_become_one_array() -> None:
-    together = RELEASED.patchify([picture(256, 256), picture(10, 20)])
+def test_images_of_several_sizes_become_one_array() -> None:
+    together = RELEASED.patchify([image(256, 256), image(10, 20)])
     assert together.shape == (2, 729, 588)
-    locked = np.asfortranarray(picture(10, 20))
+    locked = np.asfortranarray(image(10, 20))
     locked.flags.writeable = False
     assert np.array_equal(together[1:], RELEASED.patchify([locked]))
     assert RELEASED.patchify([]).shape == (0, 729, 588)
@@ -89,7 +89,7 @@ def test_patches_are_pooled_two_by_two_with_the_odd_one_at_the_end() -> None:
 def test_small_sides_pool_as_well(side: int) -> None:
     layout = ImageLayout(side, patch=14, pool=2, columns=False)
     assert len(layout.pooling) == math.ceil(side / 28) ** 2
-    assert layout.patchify([picture(9, 9)]).shape == (1, (side // 14) ** 2, 588)
+    assert layout.patchify([image(9, 9)]).shape == (1, (side // 14) ** 2, 588)
 
 
 def test_a_layout_is_what_its_file_says() -> None:
@@ -110,9 +110,9 @@ def test_a_layout_is_what_its_file_says() -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [np.zeros((4, 4, 3), np.float32), np.zeros((4, 4, 4), np.uint8), np.zeros((4, 4), np.uint8), picture(0, 4)],
-    ids=["floats", "alpha", "grey", "empty"],
+    [np.zeros((4, 4, 3), np.float32), np.zeros((4, 4, 4), np.uint8), np.zeros((4, 4), np.uint8), image(0, 4)],
+    ids=["floats", "alpha", "gray", "empty"],
 )
-def test_other_pictures_are_refused(bad: np.ndarray) -> None:
+def test_other_images_are_refused(bad: np.ndarray) -> None:
     with pytest.raises(DataError, match="uint8"):
         RELEASED.patchify([bad])

@@ -276,7 +276,7 @@ def _name(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     [
         pytest.param(_frame, "joint_signs", id="frame"),
         pytest.param(_kind, "pi05", id="another policy"),
-        pytest.param(_mode, "MIN_MAX", id="normalisation"),
+        pytest.param(_mode, "MIN_MAX", id="normalization"),
         pytest.param(_alpha, "lora_alpha", id="no alpha"),
         pytest.param(_stray, "lm_tail", id="stray adapter"),
         pytest.param(_unpaired, "lm_head", id="half an adapter"),

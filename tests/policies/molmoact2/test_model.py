@@ -12,8 +12,8 @@ from transformers import Molmo2ForConditionalGeneration
 
 from components.contracts.errors import DataError
 from components.policies.molmoact2.batch import PolicyBatch
-from components.policies.molmoact2.flow import FlowDraws
-from components.policies.molmoact2.losses import Denominators
+from components.policies.molmoact2.flow import FlowSamples
+from components.policies.molmoact2.losses import LossDenominators
 from components.policies.molmoact2.model import MolmoAct2
 from components.policies.molmoact2.vlm import as_bytes
 from tests.policies.molmoact2 import reference
@@ -69,7 +69,7 @@ def test_pixels_are_seen_as_8_bit_ones() -> None:
 
 
 def _reference_loss(
-    model: MolmoAct2, batch: PolicyBatch, draws: FlowDraws, seen: list[Tensor]
+    model: MolmoAct2, batch: PolicyBatch, draws: FlowSamples, seen: list[Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The flow loss of every example, and the expert's weights that it depends on, in float64."""
     weights = {name: value.detach().double().requires_grad_() for name, value in model.action_expert.named_parameters()}
@@ -140,8 +140,8 @@ def _gradients(model: MolmoAct2, *arguments: Any, **named: Any) -> dict[str, Ten
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _permuted(draws: FlowDraws, order: list[int]) -> FlowDraws:
-    return FlowDraws(draws.times[order], draws.noise[order])
+def _permuted(draws: FlowSamples, order: list[int]) -> FlowSamples:
+    return FlowSamples(draws.times[order], draws.noise[order])
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
@@ -165,7 +165,7 @@ def test_packed_rows_give_the_losses_and_gradients_of_separate_ones(bidirectiona
 def test_mixed_horizons_give_the_losses_and_gradients_of_separate_ones() -> None:
     model = make_model()
     short, long = make_examples(2, seed=1, valid_steps=2), make_examples(2, seed=2)
-    draws, plan, four = make_draws(4), make_plan(), Denominators(4, 0)
+    draws, plan, four = make_draws(4), make_plan(), LossDenominators(4, 0)
     mixed = model(as_batch([*short, *long]), draws, plan)
     expected = _gradients(model, as_batch([*short, *long]), draws, plan)
     parts = [(short, [0, 1]), (long, [2, 3])]
@@ -183,7 +183,7 @@ def test_parts_of_an_update_add_up_to_the_loss_of_the_whole() -> None:
     plan = make_plan(action_mode="both")
     whole = model(as_batch(examples), draws, plan)
     parts = [(as_batch(examples[:1]), _permuted(draws, [0])), (as_batch(examples[1:]), _permuted(draws, [1, 2]))]
-    all_of_it = Denominators.of(parts[0][0], plan) + Denominators.of(parts[1][0], plan)
+    all_of_it = LossDenominators.of(parts[0][0], plan) + LossDenominators.of(parts[1][0], plan)
     total = sum(model(batch, some, plan, all_of_it).total for batch, some in parts)
     torch.testing.assert_close(total, whole.total, rtol=1e-5, atol=1e-5)
 

@@ -1,4 +1,4 @@
-"""Normalisation and norm_stats.json against numbers worked out by hand."""
+"""Normalization and norm_stats.json against numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from components.contracts.errors import ConfigurationError, DataError
 from components.datasets.lerobot.layout import Feature
 from components.policies.molmoact2.norm_stats import (
-    FeatureStats,
+    FeatureNormStats,
     NormStats,
     RobotMetadata,
     norm_stats,
@@ -25,7 +25,7 @@ from components.policies.molmoact2.normalizer import Normalizer
 from tests.policies.plain import policy_settings
 
 NAMES = ("x", "left_Gripper", "z")
-STATS = FeatureStats(
+STATS = FeatureNormStats(
     min=(-3.0, -1.0, 5.0),
     max=(9.0, 1.0, 5.0),
     mean=(1.0, 0.0, 5.0),
@@ -63,7 +63,7 @@ def test_identity_clips_only() -> None:
 @given(st.lists(st.tuples(st.floats(-50, 50), st.floats(0.01, 100), st.floats(0, 1)), min_size=1, max_size=8))
 def test_what_lies_between_the_quantiles_comes_back(dimensions: list[tuple[float, float, float]]) -> None:
     low, span, part = (np.array(column) for column in zip(*dimensions, strict=True))
-    stats = FeatureStats(q01=tuple(low), q99=tuple(low + span))
+    stats = FeatureNormStats(q01=tuple(low), q99=tuple(low + span))
     normalizer = Normalizer.build("action", stats, "quantiles", normalize_gripper=True)
     values = low + part * span
     restored = normalizer.restore(normalizer.normalize(values))
@@ -71,7 +71,7 @@ def test_what_lies_between_the_quantiles_comes_back(dimensions: list[tuple[float
 
 
 def test_the_gripper_is_known_by_mask_or_name_or_asked_for() -> None:
-    def mask(stats: FeatureStats, gripper: bool = False) -> list[bool]:
+    def mask(stats: FeatureNormStats, gripper: bool = False) -> list[bool]:
         return Normalizer.build("state", stats, "quantiles", gripper).mask.tolist()
 
     assert mask(STATS.model_copy(update={"mask": (True, True, False), "max": None, "min": None})) == [True, True, False]
@@ -83,7 +83,7 @@ def test_the_gripper_is_known_by_mask_or_name_or_asked_for() -> None:
 
 def test_libero_leaves_one_finger_and_the_gripper_action_alone() -> None:
     ends = {"q01": (-0.5,) * 8, "q99": (0.5,) * 8}
-    state = FeatureStats(**ends, names=("x", "y", "z", "rx", "ry", "rz", "rw", "gripper"))
+    state = FeatureNormStats(**ends, names=("x", "y", "z", "rx", "ry", "rz", "rw", "gripper"))
     assert Normalizer.build("state", state, "quantiles", False).mask.tolist() == [True] * 7 + [False]
 
 
@@ -99,9 +99,9 @@ def test_a_gripper_out_of_range_is_refused_at_building_and_at_use() -> None:
 
 def test_statistics_that_a_mode_needs_are_named() -> None:
     with pytest.raises(ConfigurationError, match=r"(?s)q01 and q99.*quantile-stats"):
-        Normalizer.build("action", FeatureStats(mean=(0.0,), std=(1.0,)), "quantiles", True)
+        Normalizer.build("action", FeatureNormStats(mean=(0.0,), std=(1.0,)), "quantiles", True)
     with pytest.raises(ValueError, match="one number per dimension"):
-        FeatureStats(mean=(0.0, 1.0), std=(1.0,))
+        FeatureNormStats(mean=(0.0, 1.0), std=(1.0,))
 
 
 FILE = {
@@ -189,7 +189,7 @@ def test_a_dataset_gives_the_same_form() -> None:
 def test_whose_statistics_are_trained_with() -> None:
     assert RobotMetadata(action_stats=STATS, state_stats=STATS, setup_type=None).setup_type == ""  # type: ignore[arg-type]
     tagged = RobotMetadata(action_stats=STATS, state_stats=STATS, setup_type="tag")
-    own = RobotMetadata(action_stats=FeatureStats(mean=(0.0,)), state_stats=FeatureStats(mean=(1.0,)))
+    own = RobotMetadata(action_stats=FeatureNormStats(mean=(0.0,)), state_stats=FeatureNormStats(mean=(1.0,)))
     assert training_robot(policy_settings(), tagged, own) == tagged
     seed = training_robot(policy_settings(semantics="seed"), tagged, own)
     assert (seed.action_stats, seed.setup_type) == (own.action_stats, "tag")

@@ -22,9 +22,9 @@ SEEDS = [5, 2**62 + 11, 5, 0, 77]
 
 def observe(number: int) -> RobotObservation:
     rng = np.random.default_rng(number)
-    pictures = {camera: rng.integers(0, 256, (40, 50, 3), np.uint8) for camera in released.CAMERAS}
+    images = {camera: rng.integers(0, 256, (40, 50, 3), np.uint8) for camera in released.CAMERAS}
     tasks = ("Put the bowl away.", "Open the top drawer of the cabinet", "wait")
-    return RobotObservation(pictures, rng.uniform(-1, 1, 8).astype(np.float32), tasks[number % 3])
+    return RobotObservation(images, rng.uniform(-1, 1, 8).astype(np.float32), tasks[number % 3])
 
 
 OBSERVATIONS = [observe(number) for number in range(5)]

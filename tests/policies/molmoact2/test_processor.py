@@ -1,4 +1,4 @@
-"""Examples as a whole: their tokens against the released text tokenised at once, their arrays against the parts."""
+"""Examples as a whole: their tokens against the released text tokenized at once, their arrays against the parts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from components.contracts.robots import RobotObservation
 from components.policies.molmoact2.action_tokens import ActionTokens
 from components.policies.molmoact2.config import MolmoAct2Config
 from components.policies.molmoact2.images import ImageLayout
-from components.policies.molmoact2.norm_stats import FeatureStats, RobotMetadata
+from components.policies.molmoact2.norm_stats import FeatureNormStats, RobotMetadata
 from components.policies.molmoact2.processor import Processor
-from components.policies.settings import PolicySettings
+from components.policies.settings import RobotPolicySettings
 from tests.policies.plain import policy_settings
 
 STATES, ACTIONS, CHUNK, HORIZON, WIDTH = 16, 90, 4, 6, 5
@@ -66,7 +66,7 @@ def config(**changes: Any) -> MolmoAct2Config:
     return MolmoAct2Config.from_dict(raw | changes)
 
 
-def policy(**changes: Any) -> PolicySettings:
+def policy(**changes: Any) -> RobotPolicySettings:
     own: dict[str, Any] = {
         "action_mode": "both",
         "chunk_size": CHUNK,
@@ -80,8 +80,8 @@ def policy(**changes: Any) -> PolicySettings:
 
 
 ROBOT = RobotMetadata(
-    state_stats=FeatureStats(q01=(0.0, 0.0), q99=(15.0, 30.0), names=("a", "b")),
-    action_stats=FeatureStats(q01=(-2.0, 0.0, 0.0), q99=(2.0, 4.0, 0.0), names=("a", "b", "gripper")),
+    state_stats=FeatureNormStats(q01=(0.0, 0.0), q99=(15.0, 30.0), names=("a", "b")),
+    action_stats=FeatureNormStats(q01=(-2.0, 0.0, 0.0), q99=(2.0, 4.0, 0.0), names=("a", "b", "gripper")),
 )
 RNG = np.random.default_rng(0)
 OBSERVATION = RobotObservation(
@@ -100,17 +100,17 @@ def fast() -> ActionTokens:
     return ActionTokens.fit([np.zeros((CHUNK, 3), np.float32)], vocabulary=ACTIONS, scale=10)
 
 
-def build(settings: PolicySettings, fast: ActionTokens | None, **changes: Any) -> Processor:
+def build(settings: RobotPolicySettings, fast: ActionTokens | None, **changes: Any) -> Processor:
     parts: dict[str, Any] = {"config": config(), "tokenizer": TOKENIZER, "robot": ROBOT, "layout": LAYOUT}
     return Processor.build(settings=settings, action_tokens=fast, **(parts | changes))
 
 
 def text(columns: str = "", images: tuple[str, ...] = ("Image 1", "Image 2")) -> str:
-    """The released prompt, spelt out: 42 pixels are 3 x 3 patches, pooled to 2 x 2 tokens."""
-    picture = "<im_start>" + ("<im_patch><im_patch>" + columns) * 2 + "<im_end>"
+    """The released prompt, spelled out: 42 pixels are 3 x 3 patches, pooled to 2 x 2 tokens."""
+    image = "<im_start>" + ("<im_patch><im_patch>" + columns) * 2 + "<im_end>"
     return (
         "<|im_end|>"
-        + "".join(label + picture for label in images)
+        + "".join(label + image for label in images)
         + "<|im_start|>user\nThe task is to put <it> in the b\u00f6wl. "
         + "The setup is <setup_start>one arm<setup_end>. "
         + "The current state of the robot is <state_start><state_3><state_15><state_end>. "
@@ -129,14 +129,14 @@ def test_the_prompt_is_the_released_text(fast: ActionTokens) -> None:
     example = build(policy(), fast).encode(OBSERVATION)
     assert example.input_ids.tolist() == at_once(text())
     assert example.labels is None and example.actions is None
-    pictures = {token(word) for word in EXTRAS[:4]}
-    assert example.image_tokens.tolist() == [one in pictures for one in example.input_ids.tolist()]
+    images = {token(word) for word in EXTRAS[:4]}
+    assert example.image_tokens.tolist() == [one in images for one in example.input_ids.tolist()]
     columns = ImageLayout(side=42, patch=14, pool=2, columns=True)
     one = build(policy(image_keys=CAMERAS[:1]), fast, layout=columns).encode(OBSERVATION)
     assert one.input_ids.tolist() == at_once(text("<im_col>", ("",)))
 
 
-def test_pictures_stand_in_the_order_of_image_keys(fast: ActionTokens) -> None:
+def test_images_stand_in_the_order_of_image_keys(fast: ActionTokens) -> None:
     first, second = (LAYOUT.patchify([OBSERVATION.images[key]]) for key in CAMERAS)
     example = build(policy(), fast).encode(OBSERVATION)
     assert np.array_equal(example.pixel_values, np.concatenate([first, second]))
@@ -150,7 +150,7 @@ def test_pictures_stand_in_the_order_of_image_keys(fast: ActionTokens) -> None:
     assert np.array_equal(from_tag.encode(OBSERVATION).pixel_values, first)
 
 
-def test_actions_are_normalised_padded_and_marked(fast: ActionTokens) -> None:
+def test_actions_are_normalized_padded_and_marked(fast: ActionTokens) -> None:
     example = build(policy(), fast, horizon=HORIZON).encode(OBSERVATION, DONE, padding=[False, False, False, True])
     assert example.actions is not None and example.actions.shape == (HORIZON, WIDTH)
     wanted = np.stack([np.linspace(-1, 1, CHUNK), np.full(CHUNK, -0.5), [-1, -1, 1, 1]], axis=1)
@@ -163,7 +163,7 @@ def test_actions_are_normalised_padded_and_marked(fast: ActionTokens) -> None:
     assert masked is not None and masked.tolist() == [False] * 3 + [True] * 3
 
 
-def test_the_answer_is_labelled_and_says_the_actions(fast: ActionTokens) -> None:
+def test_the_answer_is_labeled_and_says_the_actions(fast: ActionTokens) -> None:
     processor = build(policy(), fast)
     example = processor.encode(OBSERVATION, DONE)
     prompt = at_once(text())

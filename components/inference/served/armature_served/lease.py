@@ -140,7 +140,7 @@ class Lease:
 
 
 async def _read(receive: Receive) -> dict[str, Any]:
-    """The JSON object of a small request; empty if it is none."""
+    """The JSON object of a small request; empty if it is not one."""
     body, more = b"", True
     while more and len(body) <= _MAX_BODY:
         message = await receive()

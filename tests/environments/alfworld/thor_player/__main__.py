@@ -14,31 +14,31 @@ from world import Refused, World
 BACKGROUND = (40, 44, 52)
 
 
-def colour_of(index: int) -> tuple[int, int, int]:
+def color_of(index: int) -> tuple[int, int, int]:
     return (11 + 37 * index) % 256, (53 + 91 * index) % 256, (7 + 29 * index) % 256
 
 
 class Screen:
-    """One band of colour for each thing in sight, the first at the top; the bands get shorter towards the bottom."""
+    """One band of color for each thing in sight, the first at the top; the bands get shorter toward the bottom."""
 
     def __init__(self, width: int, height: int) -> None:
         self.width, self.height = width, height
         self.segmented = False
 
     def draw(self, world: World) -> tuple[np.ndarray, np.ndarray, list[dict[str, Any]]]:
-        """The frame, the segmentation, and whose colour is which."""
-        colours = {object_id: colour_of(index) for index, object_id in enumerate(sorted(world.things))}
+        """The frame, the segmentation, and whose color is which."""
+        colors = {object_id: color_of(index) for index, object_id in enumerate(sorted(world.things))}
         frame = np.full((self.height, self.width, 3), BACKGROUND, np.uint8)
         ids = np.zeros_like(frame)
         seen = world.in_sight()
         band = self.height // max(12, len(seen))
         for position, object_id in enumerate(seen):
             place = slice(position * band, (position + 1) * band), slice(0, self.width - 2 * position - 1)
-            frame[place] = ids[place] = colours[object_id]
-        return frame, ids, [{"name": name, "color": list(colour)} for name, colour in colours.items()]
+            frame[place] = ids[place] = colors[object_id]
+        return frame, ids, [{"name": name, "color": list(color)} for name, color in colors.items()]
 
 
-def metadata(world: World, screen: Screen, sequence: int, colours: Any, **result: Any) -> dict[str, Any]:
+def metadata(world: World, screen: Screen, sequence: int, colors: Any, **result: Any) -> dict[str, Any]:
     seen = set(world.in_sight())
     held = world.held and {"objectId": world.held, "objectType": world.things[world.held]["objectType"]}
     agent = {
@@ -47,7 +47,7 @@ def metadata(world: World, screen: Screen, sequence: int, colours: Any, **result
         "screenHeight": screen.height,
         "sceneName": world.scene,
         "objects": [thing | {"visible": key in seen} for key, thing in world.things.items()],
-        "colors": colours,
+        "colors": colors,
         "thirdPartyCameras": [],
         "inventoryObjects": [held] if held else [],
         "agent": {
@@ -82,9 +82,9 @@ def main() -> None:
         if action["action"] == "ChangeResolution":
             screen.width, screen.height = int(action["x"]), int(action["y"])
         screen.segmented |= bool(action.get("renderInstanceSegmentation") or action.get("renderObjectImage"))
-        frame, ids, colours = screen.draw(world)
+        frame, ids, colors = screen.draw(world)
         answer = {"lastAction": action["action"], "lastActionSuccess": not message, "actionReturn": result}
-        said = metadata(world, screen, action["sequenceId"], colours, **answer, errorCode=code, errorMessage=message)
+        said = metadata(world, screen, action["sequenceId"], colors, **answer, errorCode=code, errorMessage=message)
         line.say(said, frame, ids if screen.segmented else None)
         action = line.hear()
 

@@ -20,16 +20,16 @@ from starlette.routing import Route
 
 from components.contracts.errors import ArmatureError
 from components.contracts.numbers import dump_json
-from components.training.errors import Fatal, describe
+from components.training.errors import FatalServiceError, describe
 
 Command = dict[str, Any]
 LARGEST = 2**20
 """Bytes of a command."""
 LINGER = 10.0
-"""Seconds that answers under way may take when the service ends."""
+"""Seconds that answers in flight may take when the service ends."""
 
 
-class Front:
+class HttpFrontend:
     """Serves POST /command and GET /status on loopback, in a thread of its own.
 
     Args:
@@ -65,7 +65,7 @@ class Front:
         self._thread.join(LINGER + 5)
 
     def _submit(self, command: Command) -> Future[Any]:
-        """A step that is under way or done is not begun again: all who ask for it get the same answer."""
+        """A step that is in progress or done is not started again: all who ask for it get the same answer."""
         key = repr(sorted(command.items()))
         with self._lock:
             pending = self._pending.get(key)
@@ -94,7 +94,7 @@ class Front:
             answer = await asyncio.shield(asyncio.wrap_future(self._submit(command)))
         except (ArmatureError, OSError, ValueError) as error:
             return JSONResponse({"error": describe(error)}, 409)
-        except Fatal as error:
+        except FatalServiceError as error:
             return JSONResponse({"error": describe(error.args[0])}, 500)
         return Response(dump_json({"result": answer}), media_type="application/json")
 

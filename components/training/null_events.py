@@ -9,7 +9,7 @@ from tqdm import tqdm
 from components.contracts.stages import Artifact
 
 
-class Quiet:
+class NullEvents:
     """Events of rollouts, of which only messages are shown: the progress bar is the trainer's."""
 
     def progress(self, name: str, done: int, total: int, **postfix: float) -> None: ...

@@ -10,16 +10,16 @@ from components.contracts.images import EncodedImage, ImageRef
 from components.reports.pages import data_uri
 
 
-class ReadsImages(Protocol):
+class ImageReader(Protocol):
     def read(self, ref: ImageRef, /) -> bytes: ...
 
 
-class PictureBook:
-    """`pictures` maps a key (the start of the image's SHA-256) to its data URI, size and original size."""
+class EmbeddedImages:
+    """`images` maps a key (the start of the image's SHA-256) to its data URI, size and original size."""
 
-    def __init__(self, images: ReadsImages, *, side: int, budget: int) -> None:
+    def __init__(self, images: ImageReader, *, side: int, budget: int) -> None:
         self._images, self._side, self._left = images, side, budget
-        self.pictures: dict[str, dict[str, object]] = {}
+        self.images: dict[str, dict[str, object]] = {}
         self._left_out: set[str] = set()
 
     @property
@@ -28,9 +28,9 @@ class PictureBook:
         return len(self._left_out)
 
     def add(self, ref: ImageRef) -> str:
-        """The key of the image, which is in `pictures` unless the budget was used up."""
+        """The key of the image, which is in `images` unless the budget was used up."""
         key = ref.sha256
-        if key in self.pictures or key in self._left_out:
+        if key in self.images or key in self._left_out:
             return key
         if self._left <= 0:
             self._left_out.add(key)
@@ -41,7 +41,7 @@ class PictureBook:
             self._left_out.add(key)
             return key
         self._left -= len(uri)
-        self.pictures[key] = {"uri": uri, "width": ref.width, "height": ref.height}
+        self.images[key] = {"uri": uri, "width": ref.width, "height": ref.height}
         return key
 
     def _encode(self, ref: ImageRef) -> tuple[bytes, str]:

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from components.environments.libero.grasps import upwards
-from components.environments.libero.plans import Observed, Plan
+from components.environments.libero.plans import Observed, PickPlacePlan
 
 Vector = NDArray[np.float64]
 
-METRES, RADIANS = 0.05, 0.5
+METERS, RADIANS = 0.05, 0.5
 """What an action of 1 asks for in a step."""
 
 OPEN, CLOSE = -1.0, 1.0
@@ -21,18 +21,18 @@ MOST_RETRIES = 2
 _GAIN, _TURN_GAIN = 1.5, 1.0
 _MOST, _MOST_TURN = 1.0, 0.5  # of an action
 _DESCENT = 0.6
-_LIFT = 0.10  # metres
-_STILL = 0.0015  # metres: less is no motion
+_LIFT = 0.10  # meters
+_STILL = 0.0015  # meters: less is not motion
 _OPENING = 5  # steps
 
 
-class Expert:
+class ScriptedPolicy:
     """Phases, one after another: above, descend, close, lift, move, lower, open, retreat, and done or failed.
 
-    When the object did not rise, or is lost on the way, it begins anew, `MOST_RETRIES` times.
+    When the object did not rise, or is lost on the way, it begins again, `MOST_RETRIES` times.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: PickPlacePlan) -> None:
         self.plan, self.retries = plan, 0
         self._phases: dict[str, Callable[[Observed, Vector, Vector], Vector]] = {
             "above": self._above,
@@ -176,8 +176,8 @@ class Expert:
         return _length(item - hand) > self.plan.reach
 
     def _command(self, seen: Observed, goal: Vector, gripper: float, upright: float = _MOST) -> Vector:
-        """Towards `goal`, pointing down at the plan's yaw; up and down at most `upright`."""
-        move = _GAIN * (goal - seen["robot0_eef_pos"]) / METRES
+        """Toward `goal`, pointing down at the plan's yaw; up and down at most `upright`."""
+        move = _GAIN * (goal - seen["robot0_eef_pos"]) / METERS
         most = np.array([_MOST, _MOST, upright])
         self._turn = rotation_vector(pointing_down(self._yaw) @ rotation_matrix(seen["robot0_eef_quat"]).T)
         turn = np.clip(_TURN_GAIN * self._turn / RADIANS, -_MOST_TURN, _MOST_TURN)

@@ -1,4 +1,4 @@
-"""Watches one server of the pool: takes it out when it is ill, and brings it back with the current weights."""
+"""Watches one server of the pool: takes it out when it is unhealthy, and brings it back with the current weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PAUSE = 2.0
 """Seconds, times the attempts so far, after a start failed for want of something that time may bring."""
 
 
-class Keeper:
+class ReplicaMonitor:
     """The life of one replica: start, watch, take out, bring back, and so on until cancelled."""
 
     def __init__(self, pool: ServerPool, replica: Replica) -> None:
@@ -48,7 +48,7 @@ class Keeper:
                 await self._bring_back()
         except Exception as error:
             # Whatever it is: those who wait for this server would wait for ever.
-            await self._give_up(ServerError(f"what watches {self.replica.name} failed: {error!r}"), error)
+            await self._give_up(ServerError(f"the monitor of {self.replica.name} failed: {error!r}"), error)
 
     async def close(self) -> None:
         """Let others have the server."""
@@ -63,7 +63,7 @@ class Keeper:
             log.info("%s: its lease ends by itself: %r", self.replica.name, error)
 
     async def _trouble(self) -> None:
-        """Return when the server is dead, ill, or has failed too often."""
+        """Return when the server is dead, unhealthy, or has failed too often."""
         replica = self.replica
         while replica.ready:
             try:
@@ -90,7 +90,7 @@ class Keeper:
     async def _take_out(self) -> None:
         self.replica.ready = False
         self.pool.statistics.ejections += 1
-        log.warning("%s is taken out of the pool", self.replica.name)
+        log.warning("%s is removed from the pool", self.replica.name)
         await self.pool.notify()
 
     async def _bring_back(self) -> None:
@@ -141,7 +141,7 @@ class Keeper:
             await self._admit()
         except httpx.TransportError as error:
             name, url = self.replica.name, self.replica.url
-            raise ServerError(f"{name} went away as it joined: {error!r}", where=url) from error
+            raise ServerError(f"{name} disconnected while joining: {error!r}", where=url) from error
 
     async def _start_local(self) -> None:
         replica, pool = self.replica, self.pool

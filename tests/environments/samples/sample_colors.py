@@ -1,4 +1,4 @@
-"""A single-turn verifiers environment (load_environment): name the colour of a picture."""
+"""A single-turn verifiers environment (load_environment): name the color of an image."""
 
 import base64
 import io
@@ -7,26 +7,26 @@ import verifiers as vf
 from datasets import Dataset
 from PIL import Image
 
-COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (40, 70, 220)}
+COLORS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (40, 70, 220)}
 
 
-def picture(colour, size):
+def image(color, size):
     buffer = io.BytesIO()
-    Image.new("RGB", (size, size), COLOURS[colour]).save(buffer, "PNG")
+    Image.new("RGB", (size, size), COLORS[color]).save(buffer, "PNG")
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def rows(count, size):
     for number in range(count):
-        colour = list(COLOURS)[number % 3]
+        color = list(COLORS)[number % 3]
         parts = [
-            {"type": "image_url", "image_url": {"url": picture(colour, size)}},
-            {"type": "text", "text": f"What colour is picture {number}?"},
+            {"type": "image_url", "image_url": {"url": image(color, size)}},
+            {"type": "text", "text": f"What colour is image {number}?"},
         ]
         system = [{"type": "text", "text": "One word."}]
         yield {
             "prompt": [{"role": "system", "content": system}, {"role": "user", "content": parts}],
-            "answer": colour,
+            "answer": color,
         }
 
 
