@@ -162,6 +162,20 @@ def show(
     show_it(what, set_ or [], most, describe)
 
 
+@app.command(epilog="Example: armature export .armature/store/train-vla/1f0c2d8e my-policy")
+def export(
+    source: Annotated[Path, typer.Argument(help="What train-vla made, or a folder in the released layout.")],
+    out: Annotated[Path, typer.Argument(help="The folder to make.")],
+    base: Annotated[
+        str, typer.Option(help="The released checkpoint that LeRobot takes tokenizer and image processor from.")
+    ] = "allenai/MolmoAct2",
+) -> None:
+    """Write a robot policy as LeRobot saves and loads it."""
+    from armature.export import export_policy
+
+    print(export_policy(source, out, base))
+
+
 @app.command(epilog="Example: armature verify --store /shared/store")
 def verify(
     store: Annotated[Path, typer.Option(help="Folder of the artifact store.")] = Path(".armature/store"),

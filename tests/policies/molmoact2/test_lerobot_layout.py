@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from armature.cli import app
 from components.contracts.errors import ArmatureError, ConfigurationError, DataError
-from components.policies.molmoact2.checkpoint import load_policy, save_lerobot
+from components.policies.molmoact2.checkpoint import load_policy, save_lerobot, save_policy
 from components.policies.molmoact2.parts import load_parts
 from tests.policies.molmoact2 import released
 
@@ -229,6 +230,20 @@ def test_what_we_save_is_byte_equal_and_needs_no_base(folder: Path, base: Path, 
     assert again.settings == loaded.settings.model_copy(update={"norm_tag": "trained"})
     assert again.parts.robot == loaded.parts.robot
     assert all(torch.equal(again.model.state_dict()[name], one) for name, one in loaded.model.state_dict().items())
+
+
+def test_the_command_writes_what_save_lerobot_does_and_replaces_nothing(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = load_policy(folder, SETTINGS)
+    trained = save_policy(tmp_path / "artifact/checkpoint", loaded.parts, loaded.model.state_dict()).parent
+    expected = save_lerobot(tmp_path / "expected", loaded.parts, loaded.model.state_dict(), base="some/base")
+    app(["export", str(trained), str(tmp_path / "exported"), "--base", "some/base"], standalone_mode=False)
+    assert capsys.readouterr().out.strip() == str(tmp_path / "exported")
+    files = sorted(path.relative_to(expected) for path in expected.rglob("*") if path.is_file())
+    assert all((expected / file).read_bytes() == (tmp_path / "exported" / file).read_bytes() for file in files)
+    with pytest.raises(ConfigurationError, match="there is something already"):
+        app(["export", str(trained), str(tmp_path / "exported")], standalone_mode=False)
 
 
 def test_a_hub_base_needs_its_commit_or_a_folder(folder: Path, base: Path) -> None:
