@@ -162,7 +162,7 @@ def show(
     show_it(what, set_ or [], most, describe)
 
 
-@app.command(epilog="Example: armature export .armature/store/train-vla/1f0c2d8e my-policy")
+@app.command(epilog="Example: armature export data/train-vla my-policy")
 def export(
     source: Annotated[Path, typer.Argument(help="What train-vla made, or a folder in the released layout.")],
     out: Annotated[Path, typer.Argument(help="The folder to make.")],
