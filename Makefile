@@ -19,6 +19,7 @@ lint: .venv/.made  ## style, types and the layer rule
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy examples
 	$(BIN)/lint-imports
 
 check: environments  ## know before a run whether the machine and the model fit; choose with NAME=train-vlm/...

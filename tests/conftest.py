@@ -31,6 +31,7 @@ ON_ONE_WORKER = {
         "tests/end_to_end/test_kills.py",
         "tests/end_to_end/test_skipped_batch.py",
         "tests/evaluation/test_stage.py",
+        "tests/examples/test_grpo.py",
         "tests/platform/test_open_ports.py",
         "tests/platform/test_up.py",
         "tests/rollouts/test_real_images.py",
