@@ -92,7 +92,7 @@ def test_an_unknown_key_and_a_bad_value_name_their_place():
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("trainer.correction.cap=2.0", r"trainer.correction.mode: Field required"),
+        ("trainer.correction.cap=2.0", r"trainer.correction.cap is not a setting of 'none'; known: mode"),
         ("trainer.correction={mode='none', cap=2.0}", r"correction.cap is not a setting of 'none'; known: mode"),
         ("trainer.objective.mask_ratio_lo=0.1", r"of 'mask_ratio'; did you mean 'mask_ratio_low'"),
         ("trainer.objective={name='ppo', clip_hihg=0.2}", r"objective.clip_hihg .* 'ppo'; did you mean 'clip_high'"),
@@ -114,6 +114,15 @@ def test_an_unknown_key_and_a_bad_value_name_their_place():
 def test_what_has_no_effect_and_what_is_misspelled_is_refused_with_what_to_write(override, said):
     with pytest.raises(ConfigurationError, match=said):
         load_recipe("train-vlm/colors", [override])
+
+
+def test_a_key_of_a_variant_that_the_recipe_leaves_to_its_default_can_be_set():
+    key = "environment.args.games.most_receptacles"
+    games = load_recipe("train-vlm/molmo2-text").dump()["environment"]["args"]["games"]
+    changed = load_recipe("train-vlm/molmo2-text", [f"{key}=4"]).dump()["environment"]["args"]["games"]
+    assert games["most_receptacles"] != 4 and changed == {**games, "most_receptacles": 4}
+    with pytest.raises(ConfigurationError, match=r"games\.folder is not a setting of 'generated'"):
+        load_recipe("train-vlm/molmo2-text", ["environment.args.games.folder=games"])
 
 
 def test_several_nodes_need_a_place_to_meet():

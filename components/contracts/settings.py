@@ -79,6 +79,18 @@ class Settings(BaseModel):
                 )
         return values
 
+    @model_validator(mode="before")
+    @classmethod
+    def _tables_without_a_tag_are_of_the_default_variant(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        complete = dict(values)
+        for name, field in cls.model_fields.items():
+            tag, default, table = field.discriminator, field.default, values.get(name)
+            if isinstance(tag, str) and isinstance(default, BaseModel) and isinstance(table, Mapping):
+                complete[name] = {tag: getattr(default, tag), **table}
+        return complete
+
     @model_validator(mode="after")
     def _values_of_any_type_are_json(self) -> Self:
         for name in type(self).model_fields:

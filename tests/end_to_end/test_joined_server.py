@@ -93,7 +93,7 @@ def enlarge_images(folder: Path) -> None:
 
 
 def test_a_truncated_sampler_is_refused_before_anything_starts(store: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"top_p = 0.5(?s:.*)every importance ratio is biased"):
+    with pytest.raises(ConfigurationError, match=r"top_p is not a setting any more(?s:.*)biases every importance"):
         recipe(store, "rollouts.sampling.top_p=0.5")
 
 

@@ -204,7 +204,7 @@ def test_a_second_one_and_a_damaged_record_are_said(up: Up) -> None:
     record.write_text(whole)
     assert json.loads(whole)["prefect"] == up.prefect
     second = up.run("up")
-    assert second.returncode == 2 and "up already" in second.stderr
+    assert second.returncode == 2 and "already running" in second.stderr
 
 
 def test_a_clock_that_was_set_hides_nothing(up: Up) -> None:

@@ -107,7 +107,7 @@ def test_what_is_up_answers_and_knows_every_flow(platform: Platform) -> None:
     known = platform.api.post("/deployments/filter", json={}).json()
     assert {each["entrypoint"] for each in known} == set(deployments.FLOWS.values())
     second = armature(platform.folder, "up", *platform.options)
-    assert second.returncode == 2 and "up already" in second.stderr
+    assert second.returncode == 2 and "already running" in second.stderr
 
 
 def test_no_port_of_it_is_open_to_a_second_machine(platform: Platform, second_machine: str) -> None:

@@ -41,7 +41,7 @@ def of_transformers(folder: Path, probe: Probe) -> np.ndarray[Any, Any]:
     ("family", "tied", "changes", "training"),
     [
         ("qwen3-vl", True, {}, {}),
-        ("qwen2-vl", False, {"lora": LORA}, {"logprobs": "normal"}),
+        ("qwen2-vl", False, {"lora": LORA}, {"logprobs": {"name": "normal"}}),
         ("gemma3", True, {}, {}),
         ("molmo2", False, {}, {}),
     ],
