@@ -24,7 +24,8 @@ def with_restarts(
     Raises:
         TrainerError: it died `MAX_RESTARTS` + 1 times, or failed without dying.
     """
-    for restarts in range(MAX_RESTARTS + 1):
+    restarts = 0
+    while True:
         try:
             if restarts:
                 trainer.restart()
@@ -35,4 +36,4 @@ def with_restarts(
             if trainer.alive or restarts == MAX_RESTARTS:
                 raise
             events.message(f"the trainer died after step {done}; starting it again\n{error}")
-    raise AssertionError("the last attempt returns or raises")
+            restarts += 1
