@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from anyio.from_thread import BlockingPortal
 
 from components.adapters import FamilyAdapter
+from components.artifacts.history import History
 from components.artifacts.images import ImageStore
 from components.artifacts.manifest import write_manifest
 from components.artifacts.store import ArtifactStore
@@ -28,7 +29,6 @@ from components.environments.stage import load_tasks
 from components.inference.endpoint import Endpoint
 from components.inference.pool import ServerPool
 from components.rl.agreement import LogprobAgreement, compare, refuse_mismatch, step_mismatch
-from components.rl.history import History
 from components.rl.metrics import rollout_metrics
 from components.rl.reporting import ViewerSteps
 from components.rl.settings import TrainVLMSettings

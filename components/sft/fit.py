@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from components.artifacts.history import History
 from components.batches.table import write_batch
 from components.contracts.batches import Sample
 from components.contracts.stages import Events
-from components.rl.history import History
 from components.training.client import TrainerClient
 from components.training.restarts import with_restarts
 

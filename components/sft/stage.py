@@ -28,10 +28,10 @@ def warm_start(settings: SFTSettings, inputs: Mapping[str, Artifact], out: Path,
         DataError: no demonstration can be trained on.
     """
     from components.adapters import get_adapter
+    from components.artifacts.history import History
     from components.artifacts.images import ImageStore
     from components.models.load import load_processor
     from components.models.source import CHECKPOINT, locate
-    from components.rl.history import History
     from components.rollouts.table import read_rollouts
     from components.sft.fit import EpochSampler, fit
     from components.training.client import TrainerClient

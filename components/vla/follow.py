@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping
 from typing import Literal
 
+from components.artifacts.history import History
 from components.contracts.errors import ArmatureError, TrainerError
 from components.contracts.stages import Events
-from components.rl.history import History
 from components.training.errors import rebuild
 from components.vla.job import TrainingJob
 from components.vla.nodes import Attempt, NodeHeartbeats, start

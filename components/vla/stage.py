@@ -22,7 +22,7 @@ def train_vla(
         ConfigurationError, DataError: settings, datasets, statistics and policy do not fit each other.
         TrainerError: the training dies again and again.
     """
-    from components.rl.history import History as HistoryFile
+    from components.artifacts.history import History as HistoryFile
     from components.vla.follow import carry_out
     from components.vla.job import job_on
 

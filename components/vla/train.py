@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from components.artifacts.history import History
 from components.contracts.errors import ConfigurationError
 from components.datasets.mixture import Mixture
 from components.datasets.source import open_sources, split
@@ -15,7 +16,6 @@ from components.models.source import CHECKPOINT
 from components.policies.molmoact2.checkpoint import load_model, save_policy
 from components.policies.molmoact2.losses import LossPlan
 from components.policies.molmoact2.parts import PolicyParts
-from components.rl.history import History
 from components.training import checkpoints
 from components.training.ranks import Ranks, whole
 from components.vla.data import Encoder, UpdateDataset, load

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from components.artifacts.history import History
 from components.contracts.stages import Artifact
-from components.rl.history import History
 from components.rl.loop import run_loop
 from components.stages import TerminalEvents, ThreadUnits
 

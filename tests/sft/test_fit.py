@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from components.artifacts.history import History
 from components.batches.table import read_batch
 from components.contracts.batches import Sample
 from components.contracts.errors import ConfigurationError, TrainerError
-from components.rl.history import History
 from components.sft.fit import EpochSampler, fit, mean_loss
 from components.sft.settings import WarmStartSettings
 from components.stages import TerminalEvents

@@ -15,10 +15,10 @@ import numpy.typing as npt
 import pytest
 from safetensors.torch import load_file
 
+from components.artifacts.history import History
 from components.batches.table import write_batch
 from components.contracts.errors import ConfigurationError, DataError, TrainerError
 from components.contracts.machine import Machine
-from components.rl.history import History
 from components.training.client import TrainerClient
 from components.training.service_settings import TrainerPolicySettings, service_settings
 from tests.listeners import beyond_loopback
