@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt
 from components.artifacts.cache import DownloadCache, make_once
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.names import confined
-from components.datasets.files import DatasetFiles, LocalFiles, belongs, listing_digest
+from components.datasets.lerobot.files import DatasetFiles, LocalFiles, belongs, listing_digest
 from components.datasets.lerobot.layout import INFO, STATS
 from components.installation import install_command
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from components.artifacts.cache import DownloadCache, make_once
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.stages import Artifact, Stage, StageContext, StageReport
-from components.datasets.files import DatasetFiles, LocalFiles
+from components.datasets.lerobot.files import DatasetFiles, LocalFiles
 from components.datasets.lerobot.layout import INFO
 from components.datasets.lerobot.reader import Dataset, open_dataset
 from components.datasets.remote import RECORDED, open_files, resolve

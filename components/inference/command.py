@@ -166,3 +166,25 @@ def server_environment(
     if machine.weight_transfer == "ipc":
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the handles travel as pickles
     return environment | machine.server_variables()
+
+
+def is_deterministic(settings: ServerSettings, machine: Machine) -> bool:
+    """Whether the servers are run so that the same seed gives the same run.
+
+    Raises:
+        ConfigurationError: `inference.deterministic` is true where it cannot be promised.
+    """
+    obstacle = ""
+    if machine.server_gpus:
+        obstacle = "kernels on GPUs are chosen by the size of the batch (machine.server_gpus)"
+    elif settings.dtype != "float32":
+        obstacle = f"products in {settings.dtype} are chosen by the size of the batch (inference.dtype)"
+    if settings.deterministic and obstacle:
+        raise ConfigurationError(
+            f"the same seed would not give the same run: {obstacle}",
+            where="inference.deterministic = true",
+            remedy="leave it out; it holds on CPU in float32",
+        )
+    if settings.deterministic is None:
+        return not obstacle and not machine.endpoints
+    return settings.deterministic

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import httpx
 
-from components.contracts.errors import ConfigurationError, ServerError
+from components.contracts.errors import ServerError
 from components.contracts.machine import Machine
 from components.inference.client import MODEL_NAME
+from components.inference.command import is_deterministic
 from components.inference.endpoint import Endpoint
+from components.inference.replica import Replica
 from components.inference.settings import ServerSettings
 from components.inference.weights.base import post
-
-if TYPE_CHECKING:
-    from components.inference.replica import Replica
 
 log = logging.getLogger(__name__)
 
@@ -33,28 +31,6 @@ _SAMPLED = 8
 
 Answer = tuple[float, ...]
 """Log-probs, in float32, of the tokens that were sampled."""
-
-
-def is_deterministic(settings: ServerSettings, machine: Machine) -> bool:
-    """Whether the servers are run so that the same seed gives the same run.
-
-    Raises:
-        ConfigurationError: `inference.deterministic` is true where it cannot be promised.
-    """
-    obstacle = ""
-    if machine.server_gpus:
-        obstacle = "kernels on GPUs are chosen by the size of the batch (machine.server_gpus)"
-    elif settings.dtype != "float32":
-        obstacle = f"products in {settings.dtype} are chosen by the size of the batch (inference.dtype)"
-    if settings.deterministic and obstacle:
-        raise ConfigurationError(
-            f"the same seed would not give the same run: {obstacle}",
-            where="inference.deterministic = true",
-            remedy="leave it out; it holds on CPU in float32",
-        )
-    if settings.deterministic is None:
-        return not obstacle and not machine.endpoints
-    return settings.deterministic
 
 
 class Repeatability:

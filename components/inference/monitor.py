@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import httpx
 
 from components.contracts.errors import ArmatureError, ServerError
+from components.contracts.machine import Machine
 from components.inference import lease
+from components.inference.determinism import Repeatability
 from components.inference.replica import Replica
 from components.inference.server import fault
-
-if TYPE_CHECKING:
-    from components.inference.pool import ServerPool
+from components.inference.statistics import PoolStatistics
+from components.inference.sync import ServedWeights
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +31,28 @@ _PAUSE = 2.0
 """Seconds, times the attempts so far, after a start failed for want of something that time may bring."""
 
 
+@dataclass(frozen=True)
+class PoolContext:
+    """What all monitors of a pool share with it.
+
+    `lease` is the id under which the pool has its servers, `who` its run in words; `notify` wakes whatever waits for a
+    change of the servers.
+    """
+
+    http: httpx.AsyncClient
+    machine: Machine
+    weights: ServedWeights
+    repeatability: Repeatability
+    statistics: PoolStatistics
+    lease: str
+    who: str
+    notify: Callable[[], Awaitable[None]]
+
+
 class ReplicaMonitor:
     """The life of one replica: start, watch, take out, bring back, and so on until cancelled."""
 
-    def __init__(self, pool: ServerPool, replica: Replica) -> None:
+    def __init__(self, pool: PoolContext, replica: Replica) -> None:
         self.pool, self.replica = pool, replica
         self._keeping: asyncio.Task[None] | None = None
 

@@ -33,7 +33,7 @@ from components.inference.client import (
 from components.inference.determinism import Repeatability
 from components.inference.lease import describe_run
 from components.inference.merge import RequestMerger
-from components.inference.monitor import ReplicaMonitor
+from components.inference.monitor import PoolContext, ReplicaMonitor
 from components.inference.probe import ProbeAnswer, make_probe
 from components.inference.proof import SyncProof
 from components.inference.replica import Replica
@@ -98,7 +98,7 @@ class ServerPool:
         self._syncing = False
         self._in_flight = 0
         self._broken: WeightSyncError | None = None
-        self.lease, self.who = secrets.token_hex(16), describe_run(log_folder)
+        self.lease = secrets.token_hex(16)
         self._watching: list[asyncio.Task[None]] = []
         self.replicas = self._make_replicas()
 
@@ -119,7 +119,17 @@ class ServerPool:
         """
         self.http = httpx.AsyncClient(timeout=self.machine.generation_timeout, trust_env=False)
         self._session = open_session()
-        self._monitors = [ReplicaMonitor(self, replica) for replica in self.replicas]
+        shared = PoolContext(
+            self.http,
+            self.machine,
+            self.weights,
+            self.repeatability,
+            self.statistics,
+            self.lease,
+            describe_run(self.log_folder),
+            self.notify,
+        )
+        self._monitors = [ReplicaMonitor(shared, replica) for replica in self.replicas]
         try:
             async with asyncio.TaskGroup() as group:
                 for monitor in self._monitors:

@@ -15,8 +15,7 @@ import psutil
 from components.contracts.errors import ServerError
 from components.contracts.machine import Machine
 from components.inference.client import MODEL_NAME
-from components.inference.command import server_command, server_environment
-from components.inference.determinism import is_deterministic
+from components.inference.command import is_deterministic, server_command, server_environment
 from components.inference.endpoint import Endpoint
 from components.inference.replies import BadReply, exchange
 from components.inference.settings import ServerSettings

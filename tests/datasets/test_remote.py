@@ -19,7 +19,7 @@ import pytest
 from components.artifacts.cache import DownloadCache
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.machine import Machine
-from components.datasets.files import LocalFiles
+from components.datasets.lerobot.files import LocalFiles
 from components.datasets.lerobot.reader import open_dataset
 from components.datasets.mixture import FrameIndex, Mixture
 from components.datasets.remote import open_files

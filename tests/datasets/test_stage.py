@@ -16,7 +16,7 @@ import pytest
 from components.configuration import load_recipe
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.machine import Machine
-from components.datasets.files import LocalFiles
+from components.datasets.lerobot.files import LocalFiles
 from components.datasets.lerobot.reader import open_dataset
 from components.datasets.settings import DatasetSettings, QuantileStatsSettings
 from components.datasets.source import pinned

@@ -19,8 +19,8 @@ from PIL import Image
 from components.artifacts.images import decode
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.images import EncodedImage
-from components.datasets.files import DatasetFiles, LocalFiles
 from components.datasets.lerobot.columns import to_numpy
+from components.datasets.lerobot.files import DatasetFiles, LocalFiles
 from components.datasets.lerobot.layout import IMAGE, INFO, STATS, TASKS, VIDEO, DatasetInfo, Feature, read_info
 from components.datasets.lerobot.video import read_frames
 from components.datasets.statistics import Array

@@ -1,0 +1,96 @@
+"""No circle of imports, whether at the top of a file, inside a function or under TYPE_CHECKING.
+
+import-linter holds the order of the layers and skips type-only imports; here every import counts.
+"""
+
+from __future__ import annotations
+
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import grimp
+import pytest
+
+PRODUCT = ("armature", "components", "examples", "flows", "tasks")
+BEING_MOVED = "components.environments."
+
+
+def import_graph(*packages: str) -> grimp.ImportGraph:
+    return grimp.build_graph(*packages, cache_dir=None)
+
+
+def circle_of_modules(graph: grimp.ImportGraph) -> list[str]:
+    """One circle, or nothing. A package stands for its `__init__.py`."""
+    try:
+        TopologicalSorter({name: graph.find_modules_directly_imported_by(name) for name in graph.modules}).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def circles_of_siblings(graph: grimp.ImportGraph) -> list[tuple[str, str]]:
+    """Imports that close a circle among the modules and packages of one package, each with all that is in it."""
+    packages = (name for name in graph.modules if graph.find_children(name))
+    return sorted(pair for name in packages for pair in graph.nominate_cycle_breakers(name))
+
+
+@pytest.fixture(scope="module")
+def product() -> grimp.ImportGraph:
+    graph = import_graph(*PRODUCT)
+    for importer in graph.modules:
+        for imported in graph.find_modules_directly_imported_by(importer):
+            if importer.startswith(BEING_MOVED) and imported.startswith(BEING_MOVED):
+                graph.remove_import(importer=importer, imported=imported)
+    return graph
+
+
+def test_all_modules_of_the_product_are_read(product: grimp.ImportGraph) -> None:
+    root = Path(__file__).resolve().parents[1]
+    files = (path.relative_to(root) for name in PRODUCT for path in (root / name).rglob("*.py"))
+    outside = ("components", "inference", "served")  # installed beside vLLM, as a distribution of its own
+    parts = [path.parent.parts if path.stem == "__init__" else path.with_suffix("").parts for path in files]
+    assert {".".join(one) for one in parts if one[:3] != outside} == product.modules - {"examples"}
+
+
+def test_modules_import_each_other_in_no_circle(product: grimp.ImportGraph) -> None:
+    assert circle_of_modules(product) == []
+
+
+def test_packages_import_their_siblings_in_no_circle(product: grimp.ImportGraph) -> None:
+    assert circles_of_siblings(product) == []
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from round_trip.parts.first import ONE",
+        "def later():\n    from round_trip.parts.first import ONE",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from round_trip.parts import first",
+        "import round_trip.parts.first",
+        "from .parts import first",
+    ],
+)
+def test_any_kind_of_import_closes_a_circle(back: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {"__init__": "", "parts/__init__": "", "parts/first": "from round_trip import second", "second": back}
+    for name, text in texts.items():
+        file = tmp_path / "round_trip" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    graph = import_graph("round_trip")
+    assert sorted(set(circle_of_modules(graph))) == ["round_trip.parts.first", "round_trip.second"]
+    assert len(circles_of_siblings(graph)) == 1
+
+
+def test_two_packages_make_a_circle_without_any_of_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {"a/one": "from two_rooms.b import one", "b/one": "", "b/two": "from two_rooms.a import two", "a/two": ""}
+    for name, text in texts.items():
+        file = tmp_path / "two_rooms" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        (file.parent / "__init__.py").touch()
+    (tmp_path / "two_rooms/__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    graph = import_graph("two_rooms")
+    assert circle_of_modules(graph) == []
+    assert len(circles_of_siblings(graph)) == 1
