@@ -15,9 +15,10 @@ from typing import Any
 
 from benchmarks.table import Row
 from components.environments.alfworld import packaged
-from components.environments.alfworld.folders import GAME, write_game
-from components.environments.alfworld.games import KINDS, Game, GeneratedGames, load_games
-from components.environments.alfworld.host import EngineHost
+from components.environments.alfworld.games.folders import GAME, write_game
+from components.environments.alfworld.games.game import KINDS, Game, GeneratedGames
+from components.environments.alfworld.games.load import load_games
+from components.environments.alfworld.text.host import EngineHost
 
 GAMES, GROUP, STEPS = 6, 8, 20
 

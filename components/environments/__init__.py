@@ -8,8 +8,8 @@ ENVIRONMENTS = Registry(
     "environment",
     "armature.environments",
     {
-        "alfworld/text": "components.environments.alfworld.text:AlfworldText",
-        "alfworld/thor": "components.environments.alfworld.thor:AlfworldThor",
+        "alfworld/text": "components.environments.alfworld.text.environment:AlfworldText",
+        "alfworld/thor": "components.environments.alfworld.thor.environment:AlfworldThor",
         "colors": "components.environments.colors:Colors",
         "coordinates": "components.environments.coordinates:Coordinates",
         "recall": "components.environments.recall:Recall",

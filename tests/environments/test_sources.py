@@ -175,8 +175,9 @@ def test_a_package_that_is_edited_while_it_is_loaded_counts_as_it_was_loaded(tmp
 
 
 def test_changed_games_are_refused_and_absent_ones_are_as_pinned(tmp_path):
-    from components.environments.alfworld.folders import games_digest
-    from components.environments.alfworld.games import FolderGames, games_sources
+    from components.environments.alfworld.games.folders import games_digest
+    from components.environments.alfworld.games.game import FolderGames
+    from components.environments.alfworld.games.load import games_sources
 
     games = tmp_path / "games/train/task/trial"
     games.mkdir(parents=True)

@@ -16,7 +16,7 @@ from components.artifacts.tables import read_table
 from components.contracts.episodes import Task
 from components.contracts.machine import Machine
 from components.contracts.stages import Artifact
-from components.environments.alfworld.games import KINDS
+from components.environments.alfworld.games.game import KINDS
 from components.environments.settings import EnvironmentSettings
 from components.environments.stage import load_tasks
 from components.evaluation.results import RESULTS, RESULTS_FILE

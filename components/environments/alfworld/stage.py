@@ -12,9 +12,10 @@ from pydantic import Field, NonNegativeInt
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.settings import Settings
 from components.contracts.stages import Artifact, Stage, StageContext, StageReport
-from components.environments.alfworld.folders import games_digest, write_game
-from components.environments.alfworld.games import SOURCES, Game, GamesSettings, GeneratedGames, load_games
-from components.environments.alfworld.host import EngineHost
+from components.environments.alfworld.games.folders import games_digest, write_game
+from components.environments.alfworld.games.game import SOURCES, Game, GamesSettings, GeneratedGames
+from components.environments.alfworld.games.load import load_games
+from components.environments.alfworld.text.host import EngineHost
 
 AT_ONCE = 4
 """Games that a process is given before the first of them is done."""

@@ -40,10 +40,10 @@ class EngineProcess:
     """One worker process. Two threads carry lines to and from it, so that no event loop waits for a pipe."""
 
     def __init__(self) -> None:
-        root = Path(__file__).parents[3]
+        root = Path(__file__).parents[4]
         paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "components.environments.alfworld.worker", str(os.getpid())],
+            [sys.executable, "-m", "components.environments.alfworld.text.worker", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={

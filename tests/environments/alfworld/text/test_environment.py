@@ -14,12 +14,12 @@ from components.contracts.episodes import Observation, Outcome, Task
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.images import EncodedImage
 from components.environments.alfworld import packaged
-from components.environments.alfworld.schematic import KnownState, draw, kinds
-from components.environments.alfworld.text import AlfworldText
+from components.environments.alfworld.text.environment import AlfworldText
+from components.environments.alfworld.text.schematic import KnownState, draw, kinds
 from components.environments.make import make_environment
 from components.environments.settings import EnvironmentSettings
 
-from .games_of import PROMPT, TEXT
+from ..games_of import PROMPT, TEXT
 
 
 def made(**changes: Any) -> AlfworldText:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from components.environments.alfworld import packaged
-from components.environments.alfworld.scenes import LAMP, Scene, class_of
+from components.environments.alfworld.games.scenes import LAMP, Scene, class_of
 
 _PROPERTIES = {
     "Cleanable": "cleanable",

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from components.contracts.episodes import Task
 from components.contracts.errors import DataError
-from components.environments.alfworld.games import Kind
+from components.environments.alfworld.games.game import Kind
 
 
 class _AlfredPart(BaseModel):

@@ -10,15 +10,15 @@ from PIL import Image
 from components.artifacts.images import encode_png
 from components.contracts.episodes import ActionDefect, Observation, Outcome, Task
 from components.contracts.images import EncodedImage
+from components.environments.alfworld.names import names_of
 from components.environments.alfworld.prompts import EpisodePrompts, PromptSettings, parse_action
-from components.environments.alfworld.thor_names import names_of
-from components.environments.alfworld.thor_pool import ThorPlayerPool
-from components.environments.alfworld.thor_rewards import PotentialReward, RewardTracker, TerminalReward
-from components.environments.alfworld.thor_trajectory import thor_game
+from components.environments.alfworld.thor.pool import ThorPlayerPool
+from components.environments.alfworld.thor.rewards import PotentialReward, RewardTracker, TerminalReward
+from components.environments.alfworld.thor.trajectory import thor_game
 
 if TYPE_CHECKING:
-    from components.environments.alfworld.thor_agent import ThorAgent
-    from components.environments.alfworld.thor_player import ThorPlayer
+    from components.environments.alfworld.thor.agent import ThorAgent
+    from components.environments.alfworld.thor.player import ThorPlayer
 
 
 class ThorEpisode:

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from components.contracts.errors import ConfigurationError, DataError
 from components.environments.alfworld import packaged
-from components.environments.alfworld.folders import GAME, TRAJECTORY, games_digest, read_game, write_game
-from components.environments.alfworld.games import KINDS, SOURCES, FolderGames, Game, load_games
-from components.environments.alfworld.host import EngineError, EngineHost
-from components.environments.alfworld.untrusted import LONGEST_NAME, check_goal, check_problem
+from components.environments.alfworld.games.folders import GAME, TRAJECTORY, games_digest, read_game, write_game
+from components.environments.alfworld.games.game import KINDS, SOURCES, FolderGames, Game
+from components.environments.alfworld.games.load import load_games
+from components.environments.alfworld.games.untrusted import LONGEST_NAME, check_goal, check_problem
+from components.environments.alfworld.text.host import EngineError, EngineHost
 
-from .games_of import generated
+from ..games_of import generated
 
 
 @pytest.fixture(scope="module")

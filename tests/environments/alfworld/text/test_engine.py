@@ -19,12 +19,13 @@ import psutil
 import pytest
 
 from components.contracts.machine import Machine
-from components.environments.alfworld.games import SOURCES, Game, load_games
-from components.environments.alfworld.host import EngineError, EngineHost, shared_host
+from components.environments.alfworld.games.game import SOURCES, Game
+from components.environments.alfworld.games.load import load_games
 from components.environments.alfworld.stage import GamesStageSettings
+from components.environments.alfworld.text.host import EngineError, EngineHost, shared_host
 from components.stages import run_stage
 
-from .games_of import GAMES, generated
+from ..games_of import GAMES, generated
 
 HERE = Path(__file__).parent
 SMALL = {**GAMES, "density": 0.15, "most_receptacles": 3}
@@ -207,7 +208,7 @@ def test_an_environment_may_be_forgotten_while_its_host_is_busy() -> None:
 def test_processes_end_with_their_parent() -> None:
     code = (
         "import asyncio, os, signal\n"
-        "from components.environments.alfworld.host import EngineHost\n"
+        "from components.environments.alfworld.text.host import EngineHost\n"
         "host = EngineHost(1)\n"
         "asyncio.run(host.worker(0).ask('count'))\n"
         "print(host.running()[0].pid, flush=True)\n"

@@ -8,9 +8,9 @@ from itertools import pairwise
 from random import Random
 
 from components.environments.alfworld import packaged
-from components.environments.alfworld.problems import escaped
-from components.environments.alfworld.scenes import may_hold
-from components.environments.alfworld.thor_names import names_of
+from components.environments.alfworld.games.problems import escaped
+from components.environments.alfworld.games.scenes import may_hold
+from components.environments.alfworld.names import names_of
 
 _REACHED = re.compile(r"\(receptacleatlocation (\S+) ([^\s)]+)\)")
 

@@ -13,8 +13,8 @@ from typing import Any
 from components.artifacts.cache import file_sha256
 from components.contracts.errors import ConfigurationError, DataError
 from components.environments.alfworld import packaged
-from components.environments.alfworld.games import KINDS, SOURCES, FolderGames, Game, Source
-from components.environments.alfworld.untrusted import check_goal, check_problem
+from components.environments.alfworld.games.game import KINDS, SOURCES, FolderGames, Game, Source
+from components.environments.alfworld.games.untrusted import check_goal, check_problem
 
 GAME, TRAJECTORY, PROBLEM = "game.tw-pddl", "traj_data.json", "initial_state.pddl"
 LARGEST_FILE = 16 * 2**20

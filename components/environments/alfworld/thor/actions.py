@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from components.environments.alfworld.thor_errors import PlayerError
+from components.environments.alfworld.thor.errors import PlayerError
 from components.registry import suggestion
 
 Release = Literal["2.1", "5.0"]

@@ -5,18 +5,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from alfworld.agents.controller.oracle import OracleAgent
+from alfworld.env.thor_env import ThorEnv
 from alfworld.gen import constants
 
+from components.environments.alfworld.names import kind_of
 from components.environments.alfworld.prompts import NOTHING
-from components.environments.alfworld.thor_names import kind_of
-
-if TYPE_CHECKING:
-    from components.environments.alfworld.thor_player import ThorPlayer
-
 
 _MOVE = re.compile(r"move (\S+ \d+) to (\S+ \d+)")
 _PUT = re.compile(r"put (\S+ \d+) (?:in/on|in|on) (\S+ \d+)")
@@ -41,7 +38,7 @@ class ThorAgent(OracleAgent):
     curr_loc: dict[str, Any]
     visible_objects: list[str]
 
-    def __init__(self, player: ThorPlayer, trajectory: Mapping[str, Any], goal: str, names: Mapping[str, str]) -> None:
+    def __init__(self, player: ThorEnv, trajectory: Mapping[str, Any], goal: str, names: Mapping[str, str]) -> None:
         self._goal, self._names = goal, names
         super().__init__(player, trajectory, traj_root="", load_receps=False)
 

@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import settings as run
 from hypothesis import strategies as st
 
-from components.environments.alfworld.thor_errors import PlayerError
+from components.environments.alfworld.thor.errors import PlayerError
 
 pytest.importorskip("ai2thor")
-from components.environments.alfworld.thor_server import PlayerServer
+from components.environments.alfworld.thor.server import PlayerServer
 
 WIDTH, HEIGHT = 4, 3
 METADATA, PATCH, RGB, IDS, END = 1, 11, 4, 9, 255

@@ -10,18 +10,19 @@ from pydantic import Field, PositiveInt
 from components.contracts.episodes import Episode, Split, Task
 from components.contracts.errors import ConfigurationError
 from components.contracts.settings import Settings
-from components.environments.alfworld.games import GamesSettings, Source, games_sources, load_games
+from components.environments.alfworld.games.game import GamesSettings, Source
+from components.environments.alfworld.games.load import games_sources, load_games
 from components.environments.alfworld.prompts import PromptSettings
-from components.environments.alfworld.thor_actions import Release
-from components.environments.alfworld.thor_episode import ThorEpisode
-from components.environments.alfworld.thor_metadata import LONGEST_SIDE
-from components.environments.alfworld.thor_pool import ThorPlayerPool
-from components.environments.alfworld.thor_rewards import PotentialReward, RewardSettings, weights
+from components.environments.alfworld.thor.actions import Release
+from components.environments.alfworld.thor.episode import ThorEpisode
+from components.environments.alfworld.thor.metadata import LONGEST_SIDE
+from components.environments.alfworld.thor.pool import ThorPlayerPool
+from components.environments.alfworld.thor.rewards import PotentialReward, RewardSettings, weights
 from components.environments.threads import ThreadedEpisode
 from components.installation import install_command
 
 if TYPE_CHECKING:
-    from components.environments.alfworld.thor_player import ThorPlayer
+    from components.environments.alfworld.thor.player import ThorPlayer
 
 
 class AlfworldThorSettings(Settings):
@@ -90,7 +91,7 @@ class AlfworldThor:
 
     def _start(self) -> ThorPlayer:
         try:
-            from components.environments.alfworld.thor_player import ThorPlayer
+            from components.environments.alfworld.thor.player import ThorPlayer
         except ImportError as error:
             raise ConfigurationError(
                 f"alfworld/thor needs packages that are not installed: {error}", remedy=install_command("thor")

@@ -12,7 +12,7 @@ from random import Random
 import numpy as np
 
 from components.environments.alfworld import packaged
-from components.environments.alfworld.games import GeneratedGames
+from components.environments.alfworld.games.game import GeneratedGames
 
 LAMP = "DeskLamp"
 LAMP_HOSTS = frozenset({"Desk", "SideTable", "Dresser", "DiningTable", "Shelf", "CoffeeTable"})

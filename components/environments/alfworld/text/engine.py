@@ -25,7 +25,7 @@ from textworld.envs.pddl import logic, textgen
 from textworld.logic import Action, Placeholder, Variable
 
 from components.environments.alfworld import packaged
-from components.environments.alfworld.elf import loadable_part
+from components.environments.alfworld.text.elf import loadable_part
 
 KEPT_PROBLEMS = 32
 """Translated problems that are kept, a few MB each: the members of a group play the same one."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from components.environments.alfworld.engine import GameEngine
+    from components.environments.alfworld.text.engine import GameEngine
 
 LONGEST_REQUEST = 16 * 2**20
 _PARENT_CHECK = 2.0  # seconds
@@ -48,7 +48,7 @@ class GameWorker:
         raise ValueError(f"no request is called {request['do']!r}")
 
     def _engine(self) -> GameEngine:
-        from components.environments.alfworld.engine import GameEngine
+        from components.environments.alfworld.text.engine import GameEngine
 
         return self._free.pop() if self._free else GameEngine()
 
@@ -86,7 +86,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which decides
-    from components.environments.alfworld import engine
+    from components.environments.alfworld.text import engine
 
     with tempfile.TemporaryDirectory(prefix="alfworld-") as scratch:
         engine.load_slim_library(Path(scratch))

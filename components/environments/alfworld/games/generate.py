@@ -8,10 +8,10 @@ from typing import Any
 
 from components.contracts.errors import ConfigurationError
 from components.environments.alfworld import packaged
-from components.environments.alfworld.games import Game, GeneratedGames, Kind, Source
-from components.environments.alfworld.plans import TREATMENTS, GoalSpec, plan
-from components.environments.alfworld.problems import write_problem
-from components.environments.alfworld.scenes import LAMP, Scene, class_of, furnish, may_hold, position_of
+from components.environments.alfworld.games.game import Game, GeneratedGames, Kind, Source
+from components.environments.alfworld.games.plans import TREATMENTS, GoalSpec, plan
+from components.environments.alfworld.games.problems import write_problem
+from components.environments.alfworld.games.scenes import LAMP, Scene, class_of, furnish, may_hold, position_of
 
 ATTEMPTS = 400
 """Rooms that are furnished for a game until one is found that the errand is possible in."""

@@ -9,10 +9,11 @@ import pytest
 
 from components.contracts.errors import ConfigurationError
 from components.environments.alfworld import packaged
-from components.environments.alfworld.games import KINDS, SOURCES, load_games
-from components.environments.alfworld.scenes import class_of, layout, position_of
+from components.environments.alfworld.games.game import KINDS, SOURCES
+from components.environments.alfworld.games.load import load_games
+from components.environments.alfworld.games.scenes import class_of, layout, position_of
 
-from .games_of import generated
+from ..games_of import generated
 
 
 def test_a_seed_gives_the_same_games_and_a_larger_count_begins_with_them() -> None:

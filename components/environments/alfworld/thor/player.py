@@ -23,10 +23,10 @@ from alfworld.env import tasks
 from alfworld.env.thor_env import ThorEnv
 
 from components.contracts.errors import ConfigurationError
-from components.environments.alfworld.thor_actions import Release, translate
-from components.environments.alfworld.thor_agent import ThorAgent
-from components.environments.alfworld.thor_errors import PlayerError
-from components.environments.alfworld.thor_server import PlayerServer
+from components.environments.alfworld.thor.actions import Release, translate
+from components.environments.alfworld.thor.agent import ThorAgent
+from components.environments.alfworld.thor.errors import PlayerError
+from components.environments.alfworld.thor.server import PlayerServer
 from components.process import Program
 
 PLAYER_VARIABLE = "ARMATURE_THOR_PLAYER"

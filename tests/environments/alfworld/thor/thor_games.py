@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from components.contracts.episodes import Task
-from components.environments.alfworld.thor import AlfworldThor, AlfworldThorSettings
+from components.environments.alfworld.thor.environment import AlfworldThor, AlfworldThorSettings
 
 STAND_IN = Path(__file__).parent / "thor_player"
 SPECIAL = {"|": "_bar_", "-": "_minus_", "+": "_plus_", ".": "_dot_"}

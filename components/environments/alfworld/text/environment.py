@@ -12,12 +12,13 @@ from components.contracts.episodes import ActionDefect, Observation, Outcome, Sp
 from components.contracts.images import EncodedImage
 from components.contracts.settings import Settings
 from components.environments.alfworld import packaged
-from components.environments.alfworld.games import GamesSettings, GeneratedGames, Source, games_sources, load_games
-from components.environments.alfworld.host import EngineReply, HostedGame, shared_host
+from components.environments.alfworld.games.game import GamesSettings, GeneratedGames, Source
+from components.environments.alfworld.games.load import games_sources, load_games
+from components.environments.alfworld.games.untrusted import check_goal, check_problem
 from components.environments.alfworld.prompts import EpisodePrompts, PromptSettings, parse_action
-from components.environments.alfworld.schematic import KnownState, NoImage, Schematic, draw
-from components.environments.alfworld.searching import with_detours
-from components.environments.alfworld.untrusted import check_goal, check_problem
+from components.environments.alfworld.text.host import EngineReply, HostedGame, shared_host
+from components.environments.alfworld.text.schematic import KnownState, NoImage, Schematic, draw
+from components.environments.alfworld.text.searching import with_detours
 
 
 class AlfworldTextSettings(Settings):

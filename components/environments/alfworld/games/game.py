@@ -1,16 +1,14 @@
-"""Games: what one is, where games come from, and the way between a game and a task's payload."""
+"""What a game is, its payload as a task, and the settings of where games come from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, PositiveInt
 
 from components.contracts.settings import Settings
-from components.environments.data import versions
 
 Source = Literal["train", "valid_seen", "valid_unseen"]
 Kind = Literal[
@@ -84,32 +82,3 @@ class FolderGames(Settings):
 
 
 GamesSettings = Annotated[GeneratedGames | FolderGames, Field(discriminator="source")]
-
-
-def load_games(games: GeneratedGames | FolderGames, source: Source, *, count: int, seed: int) -> Iterator[Game]:
-    """`count` games of the split `source`; a larger count begins with the same games.
-
-    Of a folder's games `seed` picks an order. The kinds take turns where games are generated.
-
-    Raises:
-        ConfigurationError: there are fewer games, the digest is another, or alfworld is not installed.
-        DataError: a file is not what it should be.
-    """
-    if isinstance(games, GeneratedGames):
-        from components.environments.alfworld.generate import generate_games
-
-        return generate_games(games, source, count=count, seed=seed)
-    from components.environments.alfworld.folders import read_games
-
-    return read_games(games, source, count=count, seed=seed)
-
-
-def games_sources(games: GeneratedGames | FolderGames) -> dict[str, str]:
-    """What games depend on besides their settings; a folder that is not here is taken to be as `digest` says."""
-    found = versions("alfworld", "textworld")
-    if isinstance(games, FolderGames):
-        from components.environments.alfworld.folders import games_digest
-
-        folder = Path(games.path)
-        found["games"] = games_digest(folder) if folder.is_dir() else games.digest
-    return found

@@ -1,0 +1,1 @@
+"""Games in the text engine, played by processes that many episodes share."""

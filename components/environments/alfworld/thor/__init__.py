@@ -1,0 +1,1 @@
+"""Games in AI2-THOR: the player, the agent in it, and the rewards."""
