@@ -41,7 +41,7 @@ def measure() -> list[Row]:
         def build_and_write() -> float:
             return rows / seconds(lambda: write_batch(root, build_batch(outputs, adapter, settings).samples))
 
-        features = {ref: adapter.process_image(images.open(ref)) for ref in {s.images[0] for s in samples}}
+        features = {ref: adapter.collator.process_image(images.open(ref)) for ref in {s.images[0] for s in samples}}
         pixels = root / "pixels"
         pixels.mkdir()
 
@@ -59,7 +59,7 @@ def measure() -> list[Row]:
 
         building = alternate(3, build_and_write, build_and_write_pixels)
 
-        loader = MicroBatchLoader(adapter, images, workers=0)
+        loader = MicroBatchLoader(adapter.collator, images, workers=0)
 
         def load() -> float:
             def work() -> None:
@@ -71,7 +71,9 @@ def measure() -> list[Row]:
             return rows / seconds(work)
 
         def load_each_row() -> float:
-            return rows / seconds(lambda: [adapter.collate([sample]) for sample in read_batch(root)])
+            return rows / seconds(
+                lambda: [adapter.collator.collate([sample], images.open) for sample in read_batch(root)]
+            )
 
         loading = alternate(3, load, load_each_row)
         stored = sum(p.stat().st_size for p in (root / "images").rglob("*") if p.is_file())

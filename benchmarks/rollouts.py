@@ -51,9 +51,9 @@ def make_rollouts(
     for group in range(groups):
         image = Image.fromarray(random.integers(0, 255, (side, side, 3), dtype=np.uint8))
         ref = images.put(encode_png(image))
-        runs = adapter.process_image(image)["placeholder_runs"].tolist()
+        runs = adapter.collator.process_image(image)["placeholder_runs"].tolist()
         text = [7] * (24 if prompt is None else prompt - runs[0])
-        ids = np.array(text[:12] + [adapter.image_token_id] * runs[0] + text[12:], np.int32)
+        ids = np.array(text[:12] + [adapter.collator.image_token_id] * runs[0] + text[12:], np.int32)
         for member in range(group_size):
             turn = Turn(
                 index=0,

@@ -92,13 +92,13 @@ def _ours(checkpoint: Path, scratch: Path, prompt: int, tokens: int) -> tuple[li
     samples = list(build_batch(outputs, adapter, settings).samples)
     trainer = load_recipe("train-vlm/colors").sections["trainer"].model_copy(update={"samples_per_update": 0})
     learner = Learner(load_model(checkpoint, model_settings(checkpoint)), trainer, temperature=1.0)  # type: ignore[arg-type]
-    loader = MicroBatchLoader(adapter, images, workers=0)
+    loader = MicroBatchLoader(adapter.collator, images, workers=0)
 
     def step() -> None:
         with loader.batch():
             learner.step(samples, loader)
 
-    batch = adapter.collate(samples)
+    batch = adapter.collator.collate(samples, images.open)
     learner.step_on([batch])
     step()
     ready = [seconds(lambda: learner.step_on([batch])) for _ in range(STEPS)]

@@ -47,7 +47,7 @@ async def train(work: Path, overrides: list[str]) -> float:
 
     # The adapter knows the model family: which tokens stand for an image, and how rollouts become training samples.
     adapter = get_adapter(start, load_processor(start, model), images.open, settings["batches"].max_sequence_tokens)
-    forbidden = sorted(adapter.forbidden_token_ids)
+    forbidden = sorted(adapter.collator.forbidden_token_ids)
     policy = TrainerPolicySettings(
         model_path=start, model=model, trainer=trainer, temperature=plan.sampling.temperature, images=images.root
     )

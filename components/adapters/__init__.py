@@ -9,8 +9,9 @@ from components.adapters.base import MultimodalAdapter
 from components.contracts.batches import MultimodalBatch
 
 if TYPE_CHECKING:
+    from components.adapters.collate import SampleCollator
     from components.adapters.family import FamilyAdapter
-    from components.adapters.select import get_adapter
+    from components.adapters.select import get_adapter, get_collator
     from components.adapters.spec import FamilySpec
     from components.adapters.validate import model_inputs, validate_batch
 
@@ -19,7 +20,9 @@ __all__ = [
     "FamilySpec",
     "MultimodalAdapter",
     "MultimodalBatch",
+    "SampleCollator",
     "get_adapter",
+    "get_collator",
     "model_inputs",
     "validate_batch",
 ]
@@ -27,7 +30,9 @@ __all__ = [
 _MODULES = {
     "FamilyAdapter": "family",
     "FamilySpec": "spec",
+    "SampleCollator": "collate",
     "get_adapter": "select",
+    "get_collator": "select",
     "model_inputs": "validate",
     "validate_batch": "validate",
 }

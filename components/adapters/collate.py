@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
+from components.adapters.images import PLACEHOLDER_RUNS, ImageSource, image_features, process_one
+from components.adapters.joins import Features
+from components.adapters.sequences import runs_fit
+from components.adapters.spec import FamilySpec, known_token_ids, token_id
+from components.artifacts.pixels import to_rgb
 from components.contracts.batches import MultimodalBatch, Sample
+from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.images import ImageRef
 
 
 def pad_rows(rows: Sequence[np.ndarray[Any, Any]], value: float, dtype: torch.dtype) -> Tensor:
@@ -37,3 +46,80 @@ def text_batch(samples: Sequence[Sample], pad_id: int) -> MultimodalBatch:
         rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
         advantages=pad_rows([sample.advantages for sample in samples], 0.0, torch.float32),
     )
+
+
+class SampleCollator:
+    """Samples to the tensors of one family: all that a trainer needs of it.
+
+    Attributes:
+        image_token_id: each one of these in the token ids takes one feature of an image.
+        typed_token_ids: tokens that the model's type ids mark.
+        forbidden_token_ids: tokens that only a processor may write and no policy may sample.
+    """
+
+    def __init__(self, processor: Any, spec: FamilySpec) -> None:
+        self.processor, self.spec = processor, spec
+        self.image_token_id = token_id(spec.feature_token, processor)
+        self.typed_token_ids = frozenset(known_token_ids(spec.typed_tokens, processor) or [self.image_token_id])
+        reserved = known_token_ids((processor.image_token, *spec.reserved), processor)
+        self.forbidden_token_ids = frozenset({self.image_token_id, *self.typed_token_ids, *reserved})
+        pad = processor.tokenizer.pad_token_id
+        self.pad_token_id = int(pad if pad is not None else processor.tokenizer.eos_token_id)
+
+    def process_image(self, image: Image.Image) -> dict[str, Tensor]:
+        """The features of one image, on the CPU: what can be kept per distinct image.
+
+        Raises:
+            DataError: the processor refuses the image.
+            ConfigurationError: the processor's outputs are not those that the family's entry declares.
+        """
+        features = process_one(self.processor, to_rgb(image), self.image_token_id)
+        found = image_features(features).keys()
+        if found != self.spec.joins.keys():
+            raise ConfigurationError(
+                f"the image processor returns {sorted(found)}, its entry declares {sorted(self.spec.joins)}",
+                where=type(self.processor).__name__,
+                remedy="declare every output in FamilySpec.joins",
+            )
+        return features
+
+    def join(self, features: Sequence[Features]) -> dict[str, Tensor]:
+        """Model inputs of several images, equal to what the processor returns for all of them at once."""
+        if not features:
+            return {}
+        return {name: join([one[name] for one in features], features) for name, join in self.spec.joins.items()}
+
+    def collate(self, samples: Sequence[Sample], images: ImageSource) -> MultimodalBatch:
+        """`collate_features` with each distinct image opened and processed once."""
+        return self.collate_features(samples, cache(lambda ref: self.process_image(images(ref))))
+
+    def collate_features(self, samples: Sequence[Sample], features: Callable[[ImageRef], Features]) -> MultimodalBatch:
+        """The right-padded batch of `samples`, row by row in order; `features` gives `process_image` of an image.
+
+        Raises:
+            DataError: no samples, or a row's placeholders are not those that its images need.
+        """
+        if not samples:
+            raise DataError("a batch needs at least one sample")
+        batch = text_batch(samples, self.pad_token_id)
+        of_rows = [[features(ref) for ref in sample.images] for sample in samples]
+        for sample, of_row in zip(samples, of_rows, strict=True):
+            self._check_row(sample, of_row)
+        joined = self.join([one for of_row in of_rows for one in of_row])
+        batch.pixel_values = joined.pop("pixel_values", None)
+        batch.extra_model_kwargs = joined
+        if self.spec.type_ids is not None:
+            batch.extra_model_kwargs[self.spec.type_ids] = token_type_ids(
+                batch.input_ids, batch.attention_mask, self.typed_token_ids
+            )
+        return batch
+
+    def _check_row(self, sample: Sample, features: Sequence[Features]) -> None:
+        runs = [run for one in features for run in one[PLACEHOLDER_RUNS].tolist()]
+        if not runs_fit(sample.input_ids, self.image_token_id, runs):
+            found = int((sample.input_ids == self.image_token_id).sum())
+            raise DataError(
+                f"{found} image tokens for {len(features)} images that need {sum(runs)}, in runs of {runs[:8]}",
+                where=f"sample {sample.sample_id}",
+                remedy="use the processor (and its image size) that the samples were built with",
+            )

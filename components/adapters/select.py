@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from components.adapters.collate import SampleCollator
 from components.adapters.families import ENTRIES
 from components.adapters.family import FamilyAdapter
 from components.adapters.generic import infer_spec
@@ -29,6 +30,15 @@ def get_adapter(
     `processor` is the model's Hugging Face processor, `images` opens an image by its reference, and `max_tokens`
     bounds the length of a sample (None: unbounded).
 
+    Raises:
+        ConfigurationError: as `get_collator` does.
+    """
+    return FamilyAdapter(get_collator(model, processor), images, max_tokens)
+
+
+def get_collator(model: Any, processor: Any) -> SampleCollator:
+    """The half of `get_adapter` that makes tensors of samples.
+
     A model that no entry describes gets one inferred from its processor, if that reproduces the processor exactly.
 
     Raises:
@@ -38,19 +48,19 @@ def get_adapter(
     if getattr(processor, "image_processor", None) is None:
         raise ConfigurationError(
             f"{type(processor).__name__} cannot process images",
-            where="get_adapter",
+            where="the processor",
             remedy="pass the model's processor (AutoProcessor), not its tokenizer",
         )
     config = _config(model)
-    adapter = FamilyAdapter(processor, _spec(config, processor), images, max_tokens)
+    collator = SampleCollator(processor, _spec(config, processor))
     expected = config.get("image_token_id", config.get("image_token_index"))
-    if expected is not None and expected != adapter.image_token_id:
+    if expected is not None and expected != collator.image_token_id:
         raise ConfigurationError(
-            f"the model replaces token {expected} by image features, the processor writes {adapter.image_token_id}",
+            f"the model replaces token {expected} by image features, the processor writes {collator.image_token_id}",
             where=str(config["model_type"]),
             remedy="load the processor from the folder of the model",
         )
-    return adapter
+    return collator
 
 
 def _config(model: Any) -> dict[str, Any]:

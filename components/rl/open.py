@@ -56,7 +56,7 @@ def open_run(
         settings.inference,
         context.machine,
         log_folder=context.workspace / "logs",
-        forbidden_token_ids=sorted(adapter.forbidden_token_ids),
+        forbidden_token_ids=sorted(adapter.collator.forbidden_token_ids),
         load_on_join=load_on_join,
     )
     with ThreadPoolExecutor(1) as starter, start_blocking_portal(name="servers") as portal:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from components.adapters.family import FamilyAdapter
+from components.adapters.collate import SampleCollator
 from components.artifacts.images import ImageStore
 from components.contracts.batches import MultimodalBatch
 from components.contracts.images import ImageRef
@@ -29,8 +29,8 @@ class FeatureCache:
     The files are mapped, not read, so memory stays with the page cache. A lock is released when its holder dies.
     """
 
-    def __init__(self, adapter: FamilyAdapter, images: ImageStore, folder: Path) -> None:
-        self.adapter, self.images, self.folder = adapter, images, folder
+    def __init__(self, collator: SampleCollator, images: ImageStore, folder: Path) -> None:
+        self.collator, self.images, self.folder = collator, images, folder
 
     def __call__(self, ref: ImageRef) -> dict[str, Tensor]:
         path = self.folder / f"{ref.sha256}.safetensors"
@@ -42,7 +42,7 @@ class FeatureCache:
         return load_file(path)
 
     def _process(self, ref: ImageRef, path: Path) -> None:
-        features = self.adapter.process_image(self.images.open(ref))
+        features = self.collator.process_image(self.images.open(ref))
         new = path.with_suffix(".new")
         save_file({name: value.contiguous() for name, value in features.items()}, new)
         new.rename(path)
@@ -51,26 +51,26 @@ class FeatureCache:
 class BatchDataset(Dataset[tuple[MicroBatch, MultimodalBatch]]):
     """The "index" of an item is the whole job, so that workers outlive the batch they were started for."""
 
-    def __init__(self, adapter: FamilyAdapter, images: ImageStore) -> None:
-        self.adapter, self.images = adapter, images
+    def __init__(self, collator: SampleCollator, images: ImageStore) -> None:
+        self.collator, self.images = collator, images
 
     def __getitem__(self, job: Job) -> tuple[MicroBatch, MultimodalBatch]:
         micro, folder = job
-        features = FeatureCache(self.adapter, self.images, Path(folder))
-        return micro, self.adapter.collate_features(micro.samples, features)
+        features = FeatureCache(self.collator, self.images, Path(folder))
+        return micro, self.collator.collate_features(micro.samples, features)
 
 
 class MicroBatchLoader:
     """Turns planned micro-batches into tensors, in their order for any number of workers.
 
     Args:
-        adapter: of the model's family; it is sent to the workers.
+        collator: of the model's family; it is sent to the workers.
         images: where the images lie.
         workers: processes; 0 builds micro-batches in this one, when they are asked for.
         scratch: folder for the features of the images of the batch at hand; None for the system's.
     """
 
-    def __init__(self, adapter: FamilyAdapter, images: ImageStore, workers: int, scratch: Path | None = None) -> None:
+    def __init__(self, collator: SampleCollator, images: ImageStore, workers: int, scratch: Path | None = None) -> None:
         self.scratch = scratch
         self._folder: str | None = None
         self._jobs: list[Job] = []
@@ -81,7 +81,7 @@ class MicroBatchLoader:
             context.set_forkserver_preload([__name__])
             options = {"multiprocessing_context": context, "persistent_workers": True, "prefetch_factor": 2}
         self._loader = DataLoader(
-            BatchDataset(adapter, images), batch_size=None, sampler=_Jobs(self._jobs), num_workers=workers, **options
+            BatchDataset(collator, images), batch_size=None, sampler=_Jobs(self._jobs), num_workers=workers, **options
         )
 
     @contextmanager

@@ -94,8 +94,8 @@ class MultimodalGRPOTrainer:
         network.config.save_pretrained(config.folder / "model")
         self.forbidden = placeholder_token_ids(config.folder / "model")
         if isinstance(self.adapter, FamilyAdapter):
-            self.forbidden = tuple(sorted(self.adapter.forbidden_token_ids))
-            self._load = MicroBatchLoader(self.adapter, self.images, workers=0)
+            self.forbidden = tuple(sorted(self.adapter.collator.forbidden_token_ids))
+            self._load = MicroBatchLoader(self.adapter.collator, self.images, workers=0)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         trainer = config.trainer_settings()
         self._identity = checkpoints.identity(network, trainer, temperature=config.temperature)

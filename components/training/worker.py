@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from components.adapters import get_adapter
+from components.adapters import get_collator
 from components.artifacts.images import ImageStore
 from components.batches.check import check_samples, refusal
 from components.batches.table import read_batch
@@ -40,7 +40,7 @@ class TrainerWorker:
         self.settings, self.ranks = settings, ranks
         self.results: dict[int, dict[str, Any]] = {}
         processor = load_processor(policy.model_path, policy.model)
-        adapter = get_adapter(policy.model_path, processor)
+        collator = get_collator(policy.model_path, processor)
         model = load_model(policy.model_path, policy.model)
         family = family_of(base_model(model).config)
         self._identity = checkpoints.identity(
@@ -52,13 +52,13 @@ class TrainerWorker:
             model,
             policy.trainer,
             temperature=policy.temperature,
-            forbidden_token_ids=sorted(adapter.forbidden_token_ids),
+            forbidden_token_ids=sorted(collator.forbidden_token_ids),
             ranks=ranks,
             shard=sharder(ranks, family.wrap_classes, policy.trainer.autocast) if settings.shard else None,
         )
         self._sender: WeightSender | None = None
         self._vocabulary, self._images = vocabulary(policy.model_path), ImageStore(policy.images)
-        self._load = MicroBatchLoader(adapter, self._images, settings.loader_workers)
+        self._load = MicroBatchLoader(collator, self._images, settings.loader_workers)
 
     def check(self, command: Command) -> list[Sample]:
         """What can be refused before anything is changed. The samples that the command names, if any.

@@ -14,7 +14,8 @@ import pytest
 from PIL import Image
 from transformers import AutoProcessor
 
-from components.adapters import FamilyAdapter, get_adapter
+from components.adapters import FamilyAdapter, SampleCollator, get_adapter
+from components.contracts.batches import MultimodalBatch, Sample
 from components.contracts.images import ImageRef
 from components.contracts.rollouts import GenerateOutputs, Trajectory, Turn
 from components.models.load import load_model
@@ -54,6 +55,13 @@ class Tiny:
     model: Any
     adapter: FamilyAdapter
     images: dict[ImageRef, Image.Image] = field(default_factory=dict)
+
+    @property
+    def collator(self) -> SampleCollator:
+        return self.adapter.collator
+
+    def collate(self, samples: Sequence[Sample]) -> MultimodalBatch:
+        return self.collator.collate(samples, self.images.__getitem__)
 
     def image(self, width: int, height: int, seed: int = 0) -> ImageRef:
         pixels = np.random.default_rng((width, height, seed)).integers(0, 256, (height, width, 3), dtype=np.uint8)

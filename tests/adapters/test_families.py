@@ -57,7 +57,7 @@ def test_samples_hold_the_tokens_as_given(tiny: Any, outputs: Any) -> None:
 @pytest.mark.parametrize("chosen", [(0,), (1,), (1, 2), (0, 2, 3), (3, 0, 1, 2)])
 def test_collated_inputs_equal_the_processors_batch(tiny: Any, rows: Any, outputs: Any, chosen: Any) -> None:
     samples, _ = tiny.adapter.samples(outputs)
-    batch = validate_batch(tiny.adapter.collate([samples[row] for row in chosen]))
+    batch = validate_batch(tiny.collate([samples[row] for row in chosen]))
     expected = tiny.processed(*zip(*(rows[row] for row in chosen), strict=True))
     inputs = model_inputs(batch)
     assert inputs.keys() == expected.keys()
@@ -75,17 +75,17 @@ def test_collated_inputs_equal_the_processors_batch(tiny: Any, rows: Any, output
 def test_the_number_of_tokens_is_what_the_processor_writes(tiny: Any, rows: Any, says: Any) -> None:
     for size in SIZES:
         ref = tiny.image(*size)
-        needed = tiny.adapter.n_image_tokens(tiny.adapter.process_image(tiny.images[ref]))
-        assert needed == (tiny.prompt([says(None)], [ref]) == tiny.adapter.image_token_id).sum() > 0
+        needed = tiny.collator.process_image(tiny.images[ref])["placeholder_runs"].sum()
+        assert needed == (tiny.prompt([says(None)], [ref]) == tiny.collator.image_token_id).sum() > 0
 
 
 def test_batch_equals_single_rows(tiny: Any, outputs: Any) -> None:
     samples, _ = tiny.adapter.samples(outputs)
-    batch = tiny.adapter.collate(samples)
+    batch = tiny.collate(samples)
     logits, grads = forward_and_backward(tiny.model, batch)
     total: dict[str, torch.Tensor] = {}
     for row, sample in enumerate(samples):
-        alone, alone_grads = forward_and_backward(tiny.model, tiny.adapter.collate([sample]))
+        alone, alone_grads = forward_and_backward(tiny.model, tiny.collate([sample]))
         torch.testing.assert_close(logits[row, : len(sample.input_ids)], alone[0], atol=1e-5, rtol=0)
         for name, grad in alone_grads.items():
             total[name] = total.get(name, 0) + grad
@@ -101,7 +101,7 @@ def test_training_mode_takes_batches_with_and_without_images(tiny: Any, outputs:
     tiny.model.train()
     try:
         for chosen in ([0], [0, 1]):
-            inputs = model_inputs(tiny.adapter.collate([samples[row] for row in chosen]))
+            inputs = model_inputs(tiny.collate([samples[row] for row in chosen]))
             assert torch.isfinite(tiny.model(**inputs).logits).all()
     finally:
         tiny.model.eval()
@@ -109,7 +109,7 @@ def test_training_mode_takes_batches_with_and_without_images(tiny: Any, outputs:
 
 def test_left_padding_equals_right_padding(tiny: Any, outputs: Any) -> None:
     samples, _ = tiny.adapter.samples(outputs)
-    batch = tiny.adapter.collate(samples)
+    batch = tiny.collate(samples)
     inputs = model_inputs(batch)
     lengths = batch.attention_mask.sum(1)
     width = batch.input_ids.shape[1]
@@ -142,8 +142,8 @@ def test_a_turn_with_a_new_image_is_merged_and_does_not_change_the_past(
     assert not drops
     assert merged.loss_mask.sum() == 2 * len(opening.completion_token_ids)
     with torch.no_grad():
-        of_both = tiny.model(**model_inputs(tiny.adapter.collate([merged]))).logits[0]
-        of_first = tiny.model(**model_inputs(tiny.adapter.collate([alone]))).logits[0]
+        of_both = tiny.model(**model_inputs(tiny.collate([merged]))).logits[0]
+        of_first = tiny.model(**model_inputs(tiny.collate([alone]))).logits[0]
     torch.testing.assert_close(of_both[: len(of_first)], of_first, atol=1e-5, rtol=0)
 
 
@@ -153,11 +153,11 @@ def test_sampled_placeholders_and_wrong_counts_are_dropped_alone(
     good = outputs.trajectories[2].turns[0]
     bad = [
         turn_of(good.prompt_token_ids, [*good.completion_token_ids, token], images=good.images)
-        for token in sorted(tiny.adapter.forbidden_token_ids)
+        for token in sorted(tiny.collator.forbidden_token_ids)
     ]
-    positions = np.flatnonzero(good.prompt_token_ids == tiny.adapter.image_token_id)
+    positions = np.flatnonzero(good.prompt_token_ids == tiny.collator.image_token_id)
     short = np.delete(good.prompt_token_ids, positions[0])
-    long = np.insert(good.prompt_token_ids, positions[0], tiny.adapter.image_token_id)
+    long = np.insert(good.prompt_token_ids, positions[0], tiny.collator.image_token_id)
     wrong = [turn_of(ids, good.completion_token_ids, images=good.images) for ids in (short, long)]
     wrong.append(turn_of(good.prompt_token_ids, good.completion_token_ids, images=good.images[:1]))
     samples, drops = tiny.adapter.samples(outputs_of([good], *([one] for one in (*bad, *wrong)), [good]))
@@ -168,7 +168,7 @@ def test_sampled_placeholders_and_wrong_counts_are_dropped_alone(
 def test_collate_refuses_a_row_whose_images_do_not_fit(tiny: Any, outputs: Any) -> None:
     sample = tiny.adapter.samples(outputs)[0][2]
     with pytest.raises(DataError, match=f"image tokens for 1 images .*\n.*sample {sample.sample_id}"):
-        tiny.adapter.collate([replace(sample, images=sample.images[:1])])
+        tiny.collate([replace(sample, images=sample.images[:1])])
 
 
 def forward_and_backward(model: Any, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -36,7 +36,7 @@ def outputs(molmo2: Any, says: Any, outputs_of: Any) -> Any:
 
 
 def _policy(molmo2: Any, backend: str = "normal") -> Policy:
-    forbidden = sorted(molmo2.adapter.forbidden_token_ids)
+    forbidden = sorted(molmo2.collator.forbidden_token_ids)
     return Policy(molmo2.model, logprobs=backend, temperature=0.7, chunk_tokens=4, forbidden_token_ids=forbidden)
 
 
@@ -51,13 +51,13 @@ def test_rows_with_none_one_and_three_images_are_as_if_alone(molmo2: Any, output
     """Log-probs and gradients; the ids of image tokens lie beyond the head, so looking one up would fail."""
     samples, drops = molmo2.adapter.samples(outputs)
     assert not drops
-    batch = validate_batch(molmo2.adapter.collate(samples))
+    batch = validate_batch(molmo2.collate(samples))
     rows = molmo2.model.get_output_embeddings().weight.shape[0]
     assert batch.input_ids.max() >= rows > batch.input_ids[batch.loss_mask].max()
     policy = _policy(molmo2, backend)
     gradients: list[dict[str, torch.Tensor]] = []
     together = _gradients(policy, batch, gradients)
-    alone = [one for sample in samples for one in _gradients(policy, molmo2.adapter.collate([sample]), gradients)]
+    alone = [one for sample in samples for one in _gradients(policy, molmo2.collate([sample]), gradients)]
     for mine, theirs in zip(together, alone, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
     for name, gradient in gradients[0].items():
@@ -79,10 +79,10 @@ def _gradients(policy: Policy, batch: Any, collected: list[dict[str, torch.Tenso
 
 def test_pooling_indices_are_those_of_one_call_and_not_of_many(molmo2: Any) -> None:
     refs = [molmo2.image(*size) for size in (*SIZES, SIZES[0])]
-    features = [molmo2.adapter.process_image(molmo2.images[ref]) for ref in refs]
+    features = [molmo2.collator.process_image(molmo2.images[ref]) for ref in refs]
     images = [molmo2.images[ref] for ref in refs]
     at_once = molmo2.processor(images=images, text=["<|image|>" * len(refs)], return_tensors="pt")
-    joined = molmo2.adapter.join(features)
+    joined = molmo2.collator.join(features)
     assert joined.keys() == at_once.keys() - {"input_ids", "attention_mask", "mm_token_type_ids"}
     for name, value in joined.items():
         assert torch.equal(value, at_once[name]), name
@@ -98,8 +98,8 @@ def test_a_new_image_changes_its_own_row_alone(molmo2: Any, outputs: Any) -> Non
     molmo2.images[red] = Image.new("RGB", SIZES[0], "red")
     other = replace(samples[1], images=(red,))
     with torch.no_grad():
-        before = _logprobs(policy, molmo2.adapter.collate(samples))
-        after = _logprobs(policy, molmo2.adapter.collate([samples[0], other, samples[2]]))
+        before = _logprobs(policy, molmo2.collate(samples))
+        after = _logprobs(policy, molmo2.collate([samples[0], other, samples[2]]))
     changes = [float((mine - theirs).abs().max()) for mine, theirs in zip(before, after, strict=True)]
     assert changes[1] > 1e-3
     assert max(changes[0], changes[2]) < 1e-5
@@ -109,7 +109,7 @@ def test_marks_lie_on_the_eight_image_tokens_under_either_padding(molmo2: Any, o
     """Given as the processor gives them, for whole sequences; a shift would be seen by the wrong tokens."""
     adapter = get_adapter("molmo2", molmo2.processor, molmo2.images.__getitem__)  # of no particular checkpoint
     samples, _ = adapter.samples(outputs)
-    batch = adapter.collate(samples)
+    batch = adapter.collator.collate(samples, molmo2.images.__getitem__)
     marks = batch.extra_model_kwargs["mm_token_type_ids"]
     names = [token for token in FAMILIES["molmo2"].image_tokens if not token.startswith("<|")]
     assert len(names) == 8
@@ -138,7 +138,7 @@ def test_training_mode_takes_what_the_adapter_gives(molmo2: Any, outputs: Any) -
     samples, _ = molmo2.adapter.samples(outputs)
     try:
         for chosen in (samples, samples[:1]):
-            batch = molmo2.adapter.collate(chosen)
+            batch = molmo2.collate(chosen)
             with torch.no_grad():
                 trained = molmo2.model.train()(**model_inputs(batch)).logits
                 found = molmo2.model.eval()(**model_inputs(batch)).logits
@@ -160,8 +160,9 @@ def test_a_row_that_is_too_long_is_dropped_and_never_cut(molmo2: Any, outputs: A
         assert [len(sample.input_ids) for sample in samples] == [length for length in lengths if length <= limit]
         assert drops["too_long"] == sum(length > limit for length in lengths)
         for sample in samples:
-            needed = sum(adapter.n_image_tokens(adapter.process_image(molmo2.images[ref])) for ref in sample.images)
-            assert (sample.input_ids == adapter.image_token_id).sum() == needed
+            features = [adapter.collator.process_image(molmo2.images[ref]) for ref in sample.images]
+            needed = sum(int(one["placeholder_runs"].sum()) for one in features)
+            assert (sample.input_ids == adapter.collator.image_token_id).sum() == needed
 
 
 def test_a_tokenizer_gets_no_adapter(molmo2: Any) -> None:
@@ -171,7 +172,7 @@ def test_a_tokenizer_gets_no_adapter(molmo2: Any) -> None:
 
 def test_checkpointed_layers_give_the_same_gradients(molmo2: Any, outputs: Any) -> None:
     samples, _ = molmo2.adapter.samples(outputs)
-    batch = molmo2.adapter.collate(samples[1:])
+    batch = molmo2.collate(samples[1:])
     gradients: list[dict[str, torch.Tensor]] = []
     plain = _gradients(_policy(molmo2), batch, gradients)
     molmo2.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

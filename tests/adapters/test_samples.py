@@ -151,7 +151,7 @@ def test_turns_of_one_sequence_keep_their_own_advantages(qwen: Any, turn_of: Any
     (merged, alone), _ = qwen.adapter.samples(outputs, advantages)
     assert merged.advantages.tolist() == [0] * 4 + [0.5] * 3 + [0] * 4 + [-2.0] * 2
     assert alone.advantages.tolist() == [0] * 4 + [0.25] * 3
-    batch = qwen.adapter.collate([merged, alone])
+    batch = qwen.collate([merged, alone])
     assert batch.advantages[0].tolist() == merged.advantages.tolist()
     assert not any(sample.advantages.any() for sample in qwen.adapter.samples(outputs)[0])
 
@@ -239,7 +239,7 @@ def test_each_distinct_image_is_processed_once_per_batch(qwen: Any, outputs_of: 
         opened.append(ref)
         return qwen.images[ref]
 
-    qwen.adapter.collate(samples, source)
+    qwen.collator.collate(samples, source)
     assert opened == [image, other]
 
 

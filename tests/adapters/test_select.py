@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from components.adapters import FamilyAdapter, get_adapter
+from components.adapters import SampleCollator, get_adapter, get_collator
 from components.adapters.families import ENTRIES
 from components.adapters.generic import infer_spec
 from components.adapters.joins import OffsetCat
@@ -23,38 +23,38 @@ from components.models.source import make_reference
 
 def test_folder_name_and_config_give_the_same_entry(tiny: Any) -> None:
     for model in (tiny.folder, str(tiny.folder), tiny.family, tiny.model.config):
-        assert get_adapter(model, tiny.processor).spec == ENTRIES[tiny.family]
+        assert get_collator(model, tiny.processor).spec == ENTRIES[tiny.family]
 
 
 def test_a_model_artifact_that_refers_to_a_folder_is_followed(qwen: Any, tmp_path: Path) -> None:
     make_reference(str(qwen.folder), None).write(tmp_path)
-    assert get_adapter(tmp_path, qwen.processor).spec == ENTRIES["qwen2-vl"]
+    assert get_collator(tmp_path, qwen.processor).spec == ENTRIES["qwen2-vl"]
 
 
-def test_an_adapter_survives_the_way_to_a_worker(tiny: Any) -> None:
+def test_a_collator_survives_the_way_to_a_worker(tiny: Any) -> None:
     image = tiny.images[tiny.image(64, 150)]
-    copy = pickle.loads(pickle.dumps(get_adapter(tiny.folder, tiny.processor, max_tokens=9)))
-    for name, value in tiny.adapter.process_image(image).items():
+    copy = pickle.loads(pickle.dumps(get_collator(tiny.folder, tiny.processor)))
+    for name, value in tiny.collator.process_image(image).items():
         assert torch.equal(copy.process_image(image)[name], value)
 
 
 def test_an_unknown_family_gets_an_entry_that_equals_the_one_written_by_hand(tiny: Any) -> None:
-    if any(isinstance(join, OffsetCat) for join in tiny.adapter.spec.joins.values()):
+    if any(isinstance(join, OffsetCat) for join in tiny.collator.spec.joins.values()):
         with pytest.raises(ConfigurationError, match="image_token_pooling"):  # indices into a batch: never a guess
-            get_adapter("some_new_vlm", tiny.processor)
+            get_collator("some_new_vlm", tiny.processor)
         return
-    adapter = get_adapter("some_new_vlm", tiny.processor)
-    written = tiny.adapter
-    assert adapter.image_token_id == written.image_token_id
-    assert adapter.spec.type_ids == written.spec.type_ids
-    assert adapter.typed_token_ids == written.typed_token_ids
-    assert adapter.spec.joins.keys() == written.spec.joins.keys()
-    assert written.image_token_id in adapter.forbidden_token_ids
-    assert tiny.processor.tokenizer.eos_token_id not in adapter.forbidden_token_ids
-    assert not adapter.spec.merge_turns
+    found = get_collator("some_new_vlm", tiny.processor)
+    written = tiny.collator
+    assert found.image_token_id == written.image_token_id
+    assert found.spec.type_ids == written.spec.type_ids
+    assert found.typed_token_ids == written.typed_token_ids
+    assert found.spec.joins.keys() == written.spec.joins.keys()
+    assert written.image_token_id in found.forbidden_token_ids
+    assert tiny.processor.tokenizer.eos_token_id not in found.forbidden_token_ids
+    assert not found.spec.merge_turns
     features = [written.process_image(tiny.images[tiny.image(*size)]) for size in ((90, 40), (300, 260), (50, 50))]
     for name, value in written.join(features).items():
-        assert torch.equal(adapter.join(features)[name], value)
+        assert torch.equal(found.join(features)[name], value)
 
 
 class Counting:
@@ -76,9 +76,9 @@ def test_a_processor_that_no_join_reproduces_is_refused(qwen: Any) -> None:
 
 
 def test_a_processor_with_other_outputs_than_declared_is_refused(qwen: Any) -> None:
-    adapter = FamilyAdapter(qwen.processor, ENTRIES["llava"])
+    collator = SampleCollator(qwen.processor, ENTRIES["llava"])
     with pytest.raises(ConfigurationError, match=r"returns \['image_grid_thw', 'pixel_values'\]"):
-        adapter.process_image(qwen.images[qwen.image(100, 80)])
+        collator.process_image(qwen.images[qwen.image(100, 80)])
 
 
 def test_a_tokenizer_is_not_enough(qwen: Any) -> None:
@@ -92,7 +92,7 @@ def test_the_processor_of_another_model_is_refused(qwen: Any, tmp_path: Path) ->
     with pytest.raises(ConfigurationError, match="replaces token 99"):
         get_adapter(tmp_path, qwen.processor)
     with pytest.raises(ConfigurationError, match="no token"):
-        FamilyAdapter(qwen.processor, ENTRIES["gemma3"])
+        SampleCollator(qwen.processor, ENTRIES["gemma3"])
 
 
 @pytest.mark.parametrize("model", ["Qwen/Qwen2-VL-2B-Instruct", Path("nowhere")])

@@ -177,7 +177,7 @@ class Loop:
 
     def samples(self, engine: Engine, version: int) -> list[Sample]:
         """What the server samples: three conversations, each with all of its images in two turns."""
-        bias = {str(token): -100.0 for token in self.adapter.forbidden_token_ids if token < self.rows}
+        bias = {str(token): -100.0 for token in self.adapter.collator.forbidden_token_ids if token < self.rows}
         chats = [[user("look", self.parts[i : i + 2])] for i in (0, 3, 6)]
         first = engine("ask", chats, bias)
         for chat, answer, i in zip(chats, first, (2, 5, 8), strict=True):

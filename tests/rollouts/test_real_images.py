@@ -86,7 +86,7 @@ def test_trainer_and_server_see_the_same_images(
             machine,
             tmp_path / "logs",
             version=0,
-            forbidden_token_ids=sorted(adapter.forbidden_token_ids),
+            forbidden_token_ids=sorted(adapter.collator.forbidden_token_ids),
         )
         async with pool:
             return await collect(
@@ -100,14 +100,14 @@ def test_trainer_and_server_see_the_same_images(
         logprobs="normal",
         temperature=1.0,
         chunk_tokens=1024,
-        forbidden_token_ids=sorted(adapter.forbidden_token_ids),
+        forbidden_token_ids=sorted(adapter.collator.forbidden_token_ids),
     )
     samples, drops = adapter.samples(outputs)
     assert not drops
     shown = {ref for sample in samples for ref in sample.images}
     scores = []
     for sample in samples:
-        batch = adapter.collate([sample])
+        batch = adapter.collator.collate([sample], store.open)
         with torch.no_grad():
             trained, _ = policy(model_inputs(batch), batch.loss_mask)
         scores.append(batch.behavior_logprobs[0].masked_scatter(batch.loss_mask[0].bool(), trained).numpy())

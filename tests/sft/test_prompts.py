@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from components.adapters import get_adapter
+from components.adapters import get_collator
 from components.models.load import load_processor
 from components.models.tiny import make_tiny_checkpoint
 from components.sft.prompts import PromptWriter
@@ -36,12 +36,12 @@ def processor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 def test_a_prompt_begins_once_and_has_room_for_every_image(processor):
     processor, folder = processor
-    adapter = get_adapter(folder, processor)
+    collator = get_collator(folder, processor)
     shown = [image_part(56), image_part(84)]
     ids = PromptWriter(processor).prompt([{"role": "user", "content": [shown[0], text("or"), shown[1], text("?")]}])
     sizes = [Image.new("RGB", (side, 56)) for side in (56, 84)]
-    needed = sum(adapter.n_image_tokens(adapter.process_image(image)) for image in sizes)
-    assert int((ids == adapter.image_token_id).sum()) == needed
+    needed = sum(int(collator.process_image(image)["placeholder_runs"].sum()) for image in sizes)
+    assert int((ids == collator.image_token_id).sum()) == needed
     begin = processor.tokenizer.bos_token_id
     if begin is not None and begin in ids:
         assert ids[0] == begin and int((ids == begin).sum()) == 1

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from components.adapters import FamilyAdapter, get_adapter
+from components.adapters import FamilyAdapter, SampleCollator, get_adapter
 from components.artifacts.images import ImageStore
 from components.contracts.batches import Sample
 from components.contracts.images import EncodedImage, ImageRef
@@ -76,6 +76,10 @@ class Tiny:
     adapter: FamilyAdapter
     images: ImageStore
 
+    @property
+    def collator(self) -> SampleCollator:
+        return self.adapter.collator
+
     def model(self, **changes: Any) -> Any:
         return load_model(self.folder, model_settings(**changes))
 
@@ -93,7 +97,7 @@ class Tiny:
         images = [self.images.open(ref) for ref in refs] or None
         prompt = self.processor(text=[text], images=images)["input_ids"][0]
         rng = np.random.default_rng([seed, index])
-        allowed = sorted(set(range(self.adapter.tokenizer.vocab_size)) - self.adapter.forbidden_token_ids)
+        allowed = sorted(set(range(self.adapter.tokenizer.vocab_size)) - self.collator.forbidden_token_ids)
         completion = rng.choice(allowed, size=rng.integers(3, 10))
         ids = np.concatenate([prompt, completion]).astype(np.int32)
         mask = np.arange(len(ids)) >= len(prompt)

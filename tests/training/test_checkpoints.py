@@ -33,7 +33,7 @@ def make(tiny: Tiny, lora: Any = None, folder: Path | None = None, **changes: An
 
 
 def train(learner: Learner, tiny: Tiny, *seeds: int) -> list[float]:
-    load = MicroBatchLoader(tiny.adapter, tiny.images, 0)
+    load = MicroBatchLoader(tiny.collator, tiny.images, 0)
     with load.batch():
         return [learner.step(tiny.samples(4, seed=seed), load)["loss"] for seed in seeds]
 
@@ -177,7 +177,7 @@ def test_published_weights_are_the_policy(tiny: Tiny, tmp_path: Path, lora: Any)
     assert (folder / "tokenizer.json").samefile(tmp_path / "000002" / "tokenizer.json")
     published = load_model(folder, model_settings())
     load_processor(folder, model_settings())
-    batch = tiny.adapter.collate(tiny.samples(4, seed=1), tiny.images.open)
+    batch = tiny.collator.collate(tiny.samples(4, seed=1), tiny.images.open)
     with torch.no_grad():
         expected = learner.model(**model_inputs(batch)).logits
         torch.testing.assert_close(published(**model_inputs(batch)).logits, expected, atol=1e-4, rtol=1e-4)

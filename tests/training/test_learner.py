@@ -25,12 +25,12 @@ def learner_of(tiny: Tiny, model: Any = None, **changes: Any) -> Learner:
         model if model is not None else tiny.model(),
         trainer_settings(**changes),
         temperature=1.0,
-        forbidden_token_ids=sorted(tiny.adapter.forbidden_token_ids),
+        forbidden_token_ids=sorted(tiny.collator.forbidden_token_ids),
     )
 
 
 def step(learner: Learner, tiny: Tiny, samples: list[Sample]) -> dict[str, float]:
-    load = MicroBatchLoader(tiny.adapter, tiny.images, 0)
+    load = MicroBatchLoader(tiny.collator, tiny.images, 0)
     with load.batch():
         return learner.step(samples, load)
 
@@ -41,7 +41,7 @@ def weights(learner: Learner) -> dict[str, torch.Tensor]:
 
 def on_policy(tiny: Tiny, learner: Learner, samples: list[Sample]) -> list[Sample]:
     """The same samples with the trainer's own log-probs as the sampler's."""
-    load = MicroBatchLoader(tiny.adapter, tiny.images, 0)
+    load = MicroBatchLoader(tiny.collator, tiny.images, 0)
     with load.batch():
         scores = learner.score(samples, load)
     return [replace(sample, behavior_logprobs=score) for sample, score in zip(samples, scores, strict=True)]
@@ -69,7 +69,7 @@ def test_the_update_does_not_depend_on_how_micro_batches_are_cut(tiny: Tiny, agg
 
 def test_samples_and_one_ready_batch_give_the_same_step(tiny: Tiny) -> None:
     samples = tiny.samples(6, seed=1)
-    batch = tiny.adapter.collate(samples, tiny.images.open)
+    batch = tiny.collator.collate(samples, tiny.images.open)
     one, two = learner_of(tiny, max_rows_per_micro_batch=8, max_tokens_per_micro_batch=9999), learner_of(tiny)
     from_samples, from_batch = step(one, tiny, samples), two.step_on([batch])
     assert from_batch["loss"] == pytest.approx(from_samples["loss"], abs=1e-6)
@@ -81,10 +81,10 @@ def test_rewards_alone_are_compared_with_the_mean_of_the_batch(tiny: Tiny) -> No
     samples = tiny.samples(4, seed=2)
     objective = {"name": "mask_ratio", "mask_ratio_low": 0.8, "mask_ratio_high": 1.25}
     learner = learner_of(tiny, objective=objective, aggregation="sum")
-    batch = tiny.adapter.collate(samples, tiny.images.open)
+    batch = tiny.collator.collate(samples, tiny.images.open)
     with torch.no_grad():
         logits = learner.model(**model_inputs(batch)).logits[:, :-1].double()
-        logits[..., sorted(tiny.adapter.forbidden_token_ids)] = float("-inf")
+        logits[..., sorted(tiny.collator.forbidden_token_ids)] = float("-inf")
         lp = logits.log_softmax(-1).gather(-1, batch.input_ids[:, 1:, None]).squeeze(-1)
     ratio = (lp - batch.behavior_logprobs[:, 1:].double()).exp()
     kept = batch.loss_mask[:, 1:] & (ratio >= 0.8) & (ratio <= 1.25)
@@ -99,7 +99,7 @@ def test_rewards_alone_are_compared_with_the_mean_of_the_batch(tiny: Tiny) -> No
 
 @pytest.mark.parametrize("rewards", [[0.5, 0.5], [0.3]])
 def test_equal_rewards_give_no_gradient(tiny: Tiny, rewards: list[float]) -> None:
-    batch = tiny.adapter.collate(tiny.samples(len(rewards), seed=3), tiny.images.open)
+    batch = tiny.collator.collate(tiny.samples(len(rewards), seed=3), tiny.images.open)
     metrics = learner_of(tiny).step_on([replace(batch, advantages=None, rewards=torch.tensor(rewards))])
     assert metrics["loss"] == pytest.approx(0.0, abs=1e-7)
     assert metrics["grad_norm"] == pytest.approx(0.0, abs=1e-6)
@@ -134,7 +134,7 @@ def test_several_updates_use_the_log_probs_of_the_start(tiny: Tiny) -> None:
     correction = {"level": "token", "mode": "truncate", "cap": 1e9}
     samples = tiny.samples(8, seed=6)
     learner = learner_of(tiny, correction=correction, samples_per_update=4, learning_rate=1e-2)
-    load = MicroBatchLoader(tiny.adapter, tiny.images, 0)
+    load = MicroBatchLoader(tiny.collator, tiny.images, 0)
     with load.batch():
         at_start = np.concatenate(
             [s[sample.loss_mask] for s, sample in zip(learner.score(samples, load), samples, strict=True)]
@@ -205,7 +205,7 @@ def test_log_probs_that_are_missing_are_refused(tiny: Tiny) -> None:
 
 
 def test_batches_of_wrong_shapes_are_refused(tiny: Tiny) -> None:
-    batch = tiny.adapter.collate(tiny.samples(2, seed=0), tiny.images.open)
+    batch = tiny.collator.collate(tiny.samples(2, seed=0), tiny.images.open)
     wrong = replace(batch, behavior_logprobs=batch.behavior_logprobs[:, 1:])
     with pytest.raises(DataError, match="behavior_logprobs"):
         learner_of(tiny).step_on([wrong])

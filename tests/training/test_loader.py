@@ -67,15 +67,15 @@ def test_workers_change_nothing_and_an_image_is_processed_once(
     plan = micro_batches(samples, range(12), 150, 3)
     assert len(plan) > 3
     processed: list[int] = []
-    original = tiny.adapter.process_image
-    monkeypatch.setattr(tiny.adapter, "process_image", lambda image: processed.append(1) or original(image))
-    here = MicroBatchLoader(tiny.adapter, tiny.images, 0)
+    original = tiny.collator.process_image
+    monkeypatch.setattr(tiny.collator, "process_image", lambda image: processed.append(1) or original(image))
+    here = MicroBatchLoader(tiny.collator, tiny.images, 0)
     with here.batch():
         expected = list(here(plan)) + list(here(plan))
     assert len(processed) == len({ref.sha256 for sample in samples for ref in sample.images})
     monkeypatch.undo()
-    direct = [tiny.adapter.collate(micro.samples, tiny.images.open) for micro in plan]
-    workers = MicroBatchLoader(tiny.adapter, tiny.images, 2)
+    direct = [tiny.collator.collate(micro.samples, tiny.images.open) for micro in plan]
+    workers = MicroBatchLoader(tiny.collator, tiny.images, 2)
     with workers.batch():
         loaded = list(workers(plan)) + list(workers(plan))
     for (micro, batch), (micro_here, here_batch), straight in zip(loaded, expected, direct * 2, strict=True):
@@ -92,6 +92,6 @@ def test_a_missing_image_is_named_also_from_a_worker(tiny: Tiny) -> None:
     lost = replace(sample, images=(replace(sample.images[0], sha256="f" * 64),))
     plan = micro_batches([lost], [0], 1000, 4)
     for workers in (0, 1):
-        loader = MicroBatchLoader(tiny.adapter, tiny.images, workers)
+        loader = MicroBatchLoader(tiny.collator, tiny.images, workers)
         with loader.batch(), pytest.raises(DataError, match="ffff"):
             list(loader(plan))

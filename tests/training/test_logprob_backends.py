@@ -88,13 +88,13 @@ def test_ids_beyond_the_heads_rows_are_scored_as_one_by_one(backend: str, make_t
     """Molmo2's image tokens have embeddings and no logits; they fill the prompt, and could be a padded target."""
     tiny = make_tiny("molmo2")
     model = tiny.model().double()
-    batch = tiny.adapter.collate(tiny.samples(6, seed=0), tiny.images.open)
+    batch = tiny.collator.collate(tiny.samples(6, seed=0), tiny.images.open)
     assert batch.pixel_values is not None
     batch.pixel_values = batch.pixel_values.double()
     rows = len(model.get_output_embeddings().weight)
     assert (batch.input_ids >= rows).any()
-    assert max(tiny.adapter.forbidden_token_ids) >= rows
-    forbidden = tuple(tiny.adapter.forbidden_token_ids)
+    assert max(tiny.collator.forbidden_token_ids) >= rows
+    forbidden = tuple(tiny.collator.forbidden_token_ids)
     policy = Policy(model, logprobs=backend, temperature=0.7, chunk_tokens=5, forbidden_token_ids=forbidden)
     with torch.no_grad():
         logprobs, entropy = policy(model_inputs(batch), batch.loss_mask)
@@ -107,7 +107,7 @@ def test_ids_beyond_the_heads_rows_are_scored_as_one_by_one(backend: str, make_t
 def _one_by_one(tiny: Tiny, model: Any, forbidden: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     parts = []
     for sample in tiny.samples(6, seed=0):
-        batch = tiny.adapter.collate([sample], tiny.images.open)
+        batch = tiny.collator.collate([sample], tiny.images.open)
         if batch.pixel_values is not None:
             batch.pixel_values = batch.pixel_values.double()
         mask = batch.loss_mask[:, 1:]
@@ -127,7 +127,7 @@ def test_adapters_on_the_head_count_and_can_be_switched_off(tiny: Tiny) -> None:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    batch = tiny.adapter.collate(tiny.samples(2, seed=0, n_images=(0,)), tiny.images.open)
+    batch = tiny.collator.collate(tiny.samples(2, seed=0, n_images=(0,)), tiny.images.open)
     policies = [Policy(model, logprobs=name, temperature=1.0, chunk_tokens=3) for name in ("normal", "torch")]
     results = []
     for policy in policies:

@@ -40,7 +40,7 @@ def test_backends_equal_naive_with_gradients(
 ) -> None:
     tiny = make_tiny(family)
     model = tiny.model(lora=lora).double()
-    batch = tiny.adapter.collate(tiny.samples(6, seed=0), tiny.images.open)
+    batch = tiny.collator.collate(tiny.samples(6, seed=0), tiny.images.open)
     if batch.pixel_values is not None:
         batch.pixel_values = batch.pixel_values.double()
     policy = Policy(model, logprobs=backend, temperature=0.7, chunk_tokens=7, forbidden_token_ids=FORBIDDEN)
@@ -65,7 +65,7 @@ def test_backends_equal_naive_with_gradients(
 
 
 def test_forbidden_tokens_get_no_probability_and_entropy_is_finite(tiny: Tiny) -> None:
-    batch = tiny.adapter.collate(tiny.samples(2, seed=0), tiny.images.open)
+    batch = tiny.collator.collate(tiny.samples(2, seed=0), tiny.images.open)
     batch.input_ids[0, -1] = 5
     batch.loss_mask[0, -1] = True
     policy = Policy(tiny.model(), logprobs="torch", temperature=1.0, chunk_tokens=4, forbidden_token_ids=FORBIDDEN)
@@ -76,7 +76,7 @@ def test_forbidden_tokens_get_no_probability_and_entropy_is_finite(tiny: Tiny) -
 
 
 def test_temperature_raises_entropy(tiny: Tiny) -> None:
-    batch = tiny.adapter.collate(tiny.samples(2, seed=0), tiny.images.open)
+    batch = tiny.collator.collate(tiny.samples(2, seed=0), tiny.images.open)
     model = tiny.model()
     with torch.no_grad():
         policies = [Policy(model, logprobs="torch", temperature=t, chunk_tokens=64) for t in (0.5, 1.0, 2.0)]
@@ -139,7 +139,7 @@ def test_a_head_that_is_not_understood_is_refused(tiny: Tiny) -> None:
 
 
 def test_gradient_checkpointing_works_without_training_mode(tiny: Tiny) -> None:
-    batch = tiny.adapter.collate(tiny.samples(4, seed=0), tiny.images.open)
+    batch = tiny.collator.collate(tiny.samples(4, seed=0), tiny.images.open)
     grads = []
     for checkpointing in (False, True):
         model = tiny.model(gradient_checkpointing=checkpointing)

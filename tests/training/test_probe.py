@@ -64,7 +64,7 @@ def test_it_is_that_of_what_is_published(
     )
     (tmp_path / "work").mkdir()
     worker = TrainerWorker(service_settings(policy, Machine(loader_workers=0), tmp_path / "work"), Ranks())
-    forbidden = sorted(tiny.adapter.forbidden_token_ids)
+    forbidden = sorted(tiny.collator.forbidden_token_ids)
     probe = make_probe(vocabulary(tiny.folder)[0], forbidden, 511, images=True)
 
     def ask(**command: Any) -> Any:

@@ -75,7 +75,7 @@ class LocalSampler:
         prompt_length, logprobs = ids.shape[1], []
         extra = {k: v for k, v in inputs.items() if k in ("pixel_values", "image_grid_thw")}
         for _ in range(sampling.max_tokens):
-            types = (ids == self.tiny.adapter.image_token_id).long()
+            types = (ids == self.tiny.collator.image_token_id).long()
             with torch.no_grad():
                 logits = self.model(
                     input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=types, **extra
@@ -177,7 +177,7 @@ class MinimalAdapter(MultimodalAdapter):
 
     def build_batch(self, outputs: GenerateOutputs) -> MultimodalBatch:
         samples, _ = self.tiny.adapter.samples(outputs)
-        batch = self.tiny.adapter.collate(samples, self.open)
+        batch = self.tiny.collator.collate(samples, self.open)
         batch.advantages = None
         return batch
 
