@@ -13,10 +13,10 @@ from pydantic import BaseModel, Field
 from components.batches.settings import BatchSettings
 from components.contracts.machine import Machine
 from components.contracts.settings import Settings
-from components.datasets.demonstrations.settings import DemonstrationSettings
 from components.datasets.lerobot.settings import LayoutSettings
 from components.datasets.settings import AugmentStatsSettings, DatasetSettings, QuantileStatsSettings
 from components.environments.alfworld.stage import GamesStageSettings
+from components.environments.libero.demonstrations.settings import DemonstrationSettings
 from components.environments.libero.settings import SimulatorSettings
 from components.environments.settings import EnvironmentSettings
 from components.evaluation.libero.settings import CompareLiberoSettings, LiberoEvaluationSettings

@@ -32,7 +32,7 @@ STAGES = Registry(
         "sft": "components.sft.stage:SFT_STAGE",
         "train-vlm": "components.rl.stage:TRAIN_VLM_STAGE",
         "evaluate": "components.evaluation.stage:EVALUATE_STAGE",
-        "demonstrations": "components.datasets.demonstrations.stage:DEMONSTRATIONS_STAGE",
+        "demonstrations": "components.environments.libero.demonstrations.stage:DEMONSTRATIONS_STAGE",
         "policy": "components.policies.stage:POLICY_STAGE",
         "train-vla": "components.vla.stage:TRAIN_VLA_STAGE",
         "evaluate-libero": "components.evaluation.libero.stage:EVALUATE_LIBERO_STAGE",

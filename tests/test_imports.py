@@ -12,7 +12,6 @@ import grimp
 import pytest
 
 PRODUCT = ("armature", "components", "examples", "flows", "tasks")
-BEING_MOVED = "components.environments."
 
 
 def import_graph(*packages: str) -> grimp.ImportGraph:
@@ -36,12 +35,7 @@ def circles_of_siblings(graph: grimp.ImportGraph) -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def product() -> grimp.ImportGraph:
-    graph = import_graph(*PRODUCT)
-    for importer in graph.modules:
-        for imported in graph.find_modules_directly_imported_by(importer):
-            if importer.startswith(BEING_MOVED) and imported.startswith(BEING_MOVED):
-                graph.remove_import(importer=importer, imported=imported)
-    return graph
+    return import_graph(*PRODUCT)
 
 
 def test_all_modules_of_the_product_are_read(product: grimp.ImportGraph) -> None:

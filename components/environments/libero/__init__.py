@@ -1,1 +1,1 @@
-"""The LIBERO simulator: tasks, initial states, cameras, and a scripted policy."""
+"""The LIBERO simulator, a scripted policy in it, and the demonstrations that it gives."""

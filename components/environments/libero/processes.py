@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from components.contracts.errors import ArmatureError
 from components.contracts.robots import RobotObservation
-from components.environments.libero.outcome import DemonstrationOutcome
+from components.environments.libero.scripted.demonstrate import DemonstrationOutcome
 from components.environments.libero.settings import SimulatorSettings
 from components.environments.libero.tasks import LiberoTask
 

@@ -61,7 +61,7 @@ class SimulatorWorker:
         self, slot: int, task: LiberoTask, initial_state: int, seed: int, noise: float, limit: int
     ) -> Iterator[Any]:
         """Each step's (observation, action) before it is taken; at last how it ended."""
-        from components.environments.libero.demonstrate import demonstrate
+        from components.environments.libero.scripted.demonstrate import demonstrate
 
         yield from demonstrate(self._simulator(slot, task), initial_state, seed, noise, limit)
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import cached_property
-from hashlib import sha256
 from importlib.util import find_spec
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, PositiveInt
@@ -20,6 +17,7 @@ from components.environments.code import code_digest, has_code
 from components.environments.data import named_files, versions
 from components.environments.threads import LoopThread, SharedThreadEpisode
 from components.environments.verifiers.episode import VerifiersEpisode
+from components.environments.verifiers.source import Row, VerifiersSource
 from components.installation import install_command
 
 
@@ -35,27 +33,6 @@ class VerifiersSettings(Settings):
         description="legacy: arguments of load_environment; v1: the env section, e.g. {agent = {harness = {...}}}.",
     )
     max_turns: PositiveInt = Field(description="Turns after which an episode is ended and scored.")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One task of the environment: `value` is what it takes, `identity` a digest of its content."""
-
-    value: Any
-    identity: str
-    system_prompt: str | None
-
-
-class VerifiersSource(Protocol):
-    """What differs between the interfaces."""
-
-    max_turns: int
-
-    def rows(self) -> tuple[Sequence[Row], Sequence[Row] | None]:
-        """The training rows, and those for evaluation if they are others."""
-
-    async def play(self, row: Row, base_url: str) -> dict[str, float]:
-        """Play the row against the endpoint at `base_url`: `reward`, and its parts and metrics by name."""
 
 
 class VerifiersEnvironment:
@@ -162,8 +139,3 @@ def _source(settings: VerifiersSettings) -> VerifiersSource:
     from components.environments.verifiers.v1 import V1Source
 
     return V1Source(settings.id, settings.args, settings.max_turns)
-
-
-def digest(document: Any) -> str:
-    """Names a row by its content, which need not be JSON throughout."""
-    return sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()[:16]

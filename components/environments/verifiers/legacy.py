@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import json
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from typing import Any
 
 import verifiers
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from components.contracts.errors import ConfigurationError
-from components.environments.verifiers.environment import Row, digest
 from components.environments.verifiers.episode import content
+from components.environments.verifiers.source import Row
 
 
 class LegacySource:
@@ -86,7 +88,12 @@ def _row(value: dict[str, Any]) -> Row:
     if not isinstance(prompt, list):
         raise ConfigurationError("the environment completes text; the bridge plays environments that chat")
     system = "".join(str(part) for part in content(prompt[0])) if prompt[0]["role"] == "system" else None
-    return Row(value, digest(value), system)
+    return Row(value, _digest(value), system)
+
+
+def _digest(document: Any) -> str:
+    """Names a row by its content, which need not be JSON throughout."""
+    return sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def materialized(value: Any) -> Any:

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from components.contracts.errors import ConfigurationError
-from components.environments.verifiers.environment import Row
+from components.environments.verifiers.source import Row
 
 VERSION = version("verifiers")
 if tuple(int(part) for part in VERSION.split(".")[:2]) < (0, 4):

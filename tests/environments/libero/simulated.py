@@ -1,13 +1,16 @@
-"""Settings of the simulator for tests: nothing is fetched, little is drawn."""
+"""The simulator in tests: its settings, with which nothing is fetched and little is drawn, and its state."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from components.environments.libero.settings import SimulatorSettings
+from components.environments.libero.simulator import LiberoSimulator
 
 needs_libero = pytest.mark.skipif(find_spec("libero") is None, reason="LIBERO is not installed")
 
@@ -24,3 +27,8 @@ def simulator(**changes: Any) -> SimulatorSettings:
         "trusted_initial_states": (),
     }
     return SimulatorSettings.model_validate(values | changes)
+
+
+def physics(made: LiberoSimulator) -> NDArray[np.float64]:
+    state: NDArray[np.float64] = made._control.get_sim_state()
+    return state

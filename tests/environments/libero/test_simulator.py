@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,16 +11,12 @@ from numpy.typing import NDArray
 from scipy.spatial.transform import Rotation
 
 from components.contracts.errors import ConfigurationError, DataError
-from components.environments.libero.demonstrate import demonstrate
-from components.environments.libero.grasps import body_grasp, rim_grasp
 from components.environments.libero.initial_states import load_initial_states
-from components.environments.libero.outcome import DemonstrationOutcome
 from components.environments.libero.package import assets_folder, use_assets
-from components.environments.libero.plans import SCRIPTED_TASKS
 from components.environments.libero.simulator import LiberoSimulator, robot_state
 from components.environments.libero.tasks import suite_tasks
 
-from .simulated import needs_libero, simulator
+from .simulated import needs_libero, physics, simulator
 
 pytestmark = needs_libero
 
@@ -34,24 +29,6 @@ def drawer() -> Iterator[LiberoSimulator]:
     made = LiberoSimulator(suite_tasks("libero_spatial")[DRAWER], simulator(reflections=True, offscreen_samples=4))
     yield made
     made.close()
-
-
-@pytest.fixture(scope="module")
-def bowl() -> Iterator[LiberoSimulator]:
-    made = LiberoSimulator(suite_tasks("libero_spatial")[0], simulator())
-    yield made
-    made.close()
-
-
-def physics(made: LiberoSimulator) -> NDArray[np.float64]:
-    state: NDArray[np.float64] = made._control.get_sim_state()
-    return state
-
-
-def last(values: Iterator[Any]) -> DemonstrationOutcome:
-    *_, outcome = values
-    assert isinstance(outcome, DemonstrationOutcome)
-    return outcome
 
 
 def test_images_and_states_are_those_of_libero(drawer: LiberoSimulator) -> None:
@@ -113,30 +90,6 @@ def test_simple_shapes_move_as_libero_s_meshes(suite: str, index: int) -> None:
     assert np.array_equal(*ends)
 
 
-def test_disturbed_the_expert_reaches_the_goal_another_way(bowl: LiberoSimulator) -> None:
-    calm = last(demonstrate(bowl, 0, 1, noise=0.0, limit=280, watch=False))
-    ends = physics(bowl)
-    disturbed = last(demonstrate(bowl, 0, 1, noise=0.2, limit=280, watch=False))
-    assert calm.success and calm.phase == "done" and disturbed.success
-    assert not np.array_equal(physics(bowl), ends)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("suite", "index"), [(suite, index) for suite, tasks in sorted(SCRIPTED_TASKS.items()) for index in tasks[:2]]
-)
-def test_the_expert_does_its_tasks(suite: str, index: int) -> None:
-    made = LiberoSimulator(suite_tasks(suite)[index], simulator(num_steps_wait=10))
-    outcome = last(demonstrate(made, 7, 7, noise=0.0, limit=280, watch=False))
-    made.close()
-    assert outcome.success
-
-
-def test_too_few_steps_are_a_failure(bowl: LiberoSimulator) -> None:
-    outcome = last(demonstrate(bowl, 0, 1, noise=0.0, limit=5, watch=False))
-    assert (outcome.success, outcome.steps, outcome.phase) == (False, 5, "above")
-
-
 @pytest.mark.parametrize("action", [np.full(7, np.nan), np.zeros(6), np.zeros((1, 7))], ids=["nan", "6", "(1, 7)"])
 def test_an_action_that_is_none_is_refused(bowl: LiberoSimulator, action: NDArray[np.float64]) -> None:
     with pytest.raises(DataError, match="7 finite numbers"):
@@ -161,11 +114,3 @@ def test_the_state_s_rotation_is_the_quaternion_s() -> None:
         assert np.allclose(Rotation.from_rotvec(turn).as_matrix(), expected, atol=1e-6)
         length = np.linalg.norm(turn)
         assert length <= 2 * np.pi + 1e-6 and (length > np.pi) == (quaternion[3] < 0 and quaternion[3] != -1.0)
-
-
-def test_grasps() -> None:
-    place, yaw = rim_grasp(np.pi / 2, 0.05, 0.03)
-    assert np.allclose(place, [0, 0.05, 0.03]) and abs(yaw) < 1e-12  # half a turn is no turn for two fingers
-    box = np.array([[0, 0, 0], [0.2, 0.1, 0.1]])
-    assert np.allclose(body_grasp(box, np.array([0, 0, 0.05]), 0.03), [0.1, 0.05, 0.02])
-    assert np.allclose(body_grasp(box, np.zeros(3), 0.2), [0.1, 0.05, 0.008])  # not into the table

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from components.contracts.robots import RobotObservation
-from components.environments.libero.outcome import DemonstrationOutcome
-from components.environments.libero.plans import plan_for
-from components.environments.libero.scripted_policy import ScriptedPolicy
+from components.environments.libero.scripted.plans import plan_for
+from components.environments.libero.scripted.policy import ScriptedPolicy
 
 if TYPE_CHECKING:
     from components.environments.libero.simulator import LiberoSimulator
+
+
+@dataclass(frozen=True)
+class DemonstrationOutcome:
+    """How an episode ended. `phase` is the policy's last one, `retries` how often it took the object again."""
+
+    success: bool
+    steps: int
+    phase: str
+    retries: int
 
 
 def demonstrate(

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from components.datasets.demonstrations.episodes import DemonstrationJob
-from components.environments.libero.outcome import DemonstrationOutcome
+from components.environments.libero.demonstrations.episodes import DemonstrationJob
+from components.environments.libero.scripted.demonstrate import DemonstrationOutcome
 from components.reports.pages import data_uri
 from components.reports.report import HtmlReport, ReportImage, Table
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from components.contracts.errors import ConfigurationError
-from components.environments.libero.grasps import body_grasp, collision_points, rim_grasp, upwards
+from components.environments.libero.scripted.grasps import body_grasp, collision_points, rim_grasp, upwards
 
 if TYPE_CHECKING:
     from components.environments.libero.simulator import LiberoSimulator

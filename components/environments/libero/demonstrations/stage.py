@@ -10,15 +10,15 @@ from typing import Any
 
 from components.contracts.errors import DataError
 from components.contracts.stages import Artifact, Stage, StageContext, StageReport
-from components.datasets.demonstrations.episodes import DemonstrationJob, DemonstrationJournal, jobs_of
-from components.datasets.demonstrations.page import Preview, demonstrations_report
-from components.datasets.demonstrations.settings import DemonstrationsStageSettings
 from components.datasets.lerobot.layout import Feature
 from components.datasets.lerobot.video import VideoWriter
 from components.datasets.lerobot.writer import create_dataset
 from components.datasets.source import RECORDED
-from components.environments.libero.outcome import DemonstrationOutcome
+from components.environments.libero.demonstrations.episodes import DemonstrationJob, DemonstrationJournal, jobs_of
+from components.environments.libero.demonstrations.page import Preview, demonstrations_report
+from components.environments.libero.demonstrations.settings import DemonstrationsStageSettings
 from components.environments.libero.processes import SimulatorPool, SimulatorProcess
+from components.environments.libero.scripted.demonstrate import DemonstrationOutcome
 from components.environments.libero.settings import SimulatorSettings
 from components.environments.libero.tasks import ACTION_NAMES, MAX_STEPS, STATE_NAMES
 from components.reports.report import write_report

@@ -1,6 +1,6 @@
 """Scenes without meshes and textures, from LIBERO's own: what is seen is what collides.
 
-    python -m components.environments.libero.simplify ASSETS FOLDER
+    python infra/assets/simplify_libero.py ASSETS FOLDER
 
 Physics are the same to the last bit: inertia comes from the collision geometry, which stays as it is.
 """

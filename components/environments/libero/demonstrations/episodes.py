@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from components.artifacts.disk import write_file
 from components.contracts.errors import ConfigurationError
-from components.datasets.demonstrations.settings import DemonstrationSettings
-from components.environments.libero.outcome import DemonstrationOutcome
-from components.environments.libero.plans import SCRIPTED_TASKS
+from components.environments.libero.demonstrations.settings import DemonstrationSettings
 from components.environments.libero.processes import Demonstration
+from components.environments.libero.scripted.demonstrate import DemonstrationOutcome
+from components.environments.libero.scripted.plans import SCRIPTED_TASKS
 from components.environments.libero.tasks import LiberoTask, suite_tasks
 
 

@@ -15,17 +15,18 @@ from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
 from components.contracts.robots import RobotObservation
 from components.contracts.stages import StageContext, StageReport
-from components.datasets.demonstrations.episodes import DemonstrationJournal, jobs_of
-from components.datasets.demonstrations.page import Preview, demonstrations_report
-from components.datasets.demonstrations.settings import DemonstrationSettings, DemonstrationsStageSettings
-from components.datasets.demonstrations.stage import record
 from components.datasets.source import open_source
-from components.environments.libero.outcome import DemonstrationOutcome
+from components.environments.libero.demonstrations.episodes import DemonstrationJournal, jobs_of
+from components.environments.libero.demonstrations.page import Preview, demonstrations_report
+from components.environments.libero.demonstrations.settings import DemonstrationSettings, DemonstrationsStageSettings
+from components.environments.libero.demonstrations.stage import record
 from components.environments.libero.processes import Demonstration
+from components.environments.libero.scripted.demonstrate import DemonstrationOutcome
 from components.environments.libero.simulator import LiberoSimulator
 from components.environments.libero.tasks import ACTION_NAMES, STATE_NAMES
 from components.stages import TerminalEvents, ThreadUnits
-from tests.environments.libero.simulated import needs_libero, simulator
+
+from ..simulated import needs_libero, simulator
 
 pytestmark = needs_libero
 

@@ -1,0 +1,1 @@
+"""A program that solves tasks by what it knows of the scene: it shows a policy how."""

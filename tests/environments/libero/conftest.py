@@ -1,0 +1,19 @@
+"""A simulator that several files of tests reset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from components.environments.libero.simulator import LiberoSimulator
+from components.environments.libero.tasks import suite_tasks
+
+from .simulated import simulator
+
+
+@pytest.fixture(scope="session")
+def bowl() -> Iterator[LiberoSimulator]:
+    made = LiberoSimulator(suite_tasks("libero_spatial")[0], simulator())
+    yield made
+    made.close()

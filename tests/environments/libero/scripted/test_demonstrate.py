@@ -1,0 +1,57 @@
+"""The scripted policy in the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from components.environments.libero.scripted.demonstrate import DemonstrationOutcome, demonstrate
+from components.environments.libero.scripted.grasps import body_grasp, rim_grasp
+from components.environments.libero.scripted.plans import SCRIPTED_TASKS
+from components.environments.libero.simulator import LiberoSimulator
+from components.environments.libero.tasks import suite_tasks
+
+from ..simulated import needs_libero, physics, simulator
+
+pytestmark = needs_libero
+
+
+def last(values: Iterator[Any]) -> DemonstrationOutcome:
+    *_, outcome = values
+    assert isinstance(outcome, DemonstrationOutcome)
+    return outcome
+
+
+def test_disturbed_the_expert_reaches_the_goal_another_way(bowl: LiberoSimulator) -> None:
+    calm = last(demonstrate(bowl, 0, 1, noise=0.0, limit=280, watch=False))
+    ends = physics(bowl)
+    disturbed = last(demonstrate(bowl, 0, 1, noise=0.2, limit=280, watch=False))
+    assert calm.success and calm.phase == "done" and disturbed.success
+    assert not np.array_equal(physics(bowl), ends)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("suite", "index"), [(suite, index) for suite, tasks in sorted(SCRIPTED_TASKS.items()) for index in tasks[:2]]
+)
+def test_the_expert_does_its_tasks(suite: str, index: int) -> None:
+    made = LiberoSimulator(suite_tasks(suite)[index], simulator(num_steps_wait=10))
+    outcome = last(demonstrate(made, 7, 7, noise=0.0, limit=280, watch=False))
+    made.close()
+    assert outcome.success
+
+
+def test_too_few_steps_are_a_failure(bowl: LiberoSimulator) -> None:
+    outcome = last(demonstrate(bowl, 0, 1, noise=0.0, limit=5, watch=False))
+    assert (outcome.success, outcome.steps, outcome.phase) == (False, 5, "above")
+
+
+def test_grasps() -> None:
+    place, yaw = rim_grasp(np.pi / 2, 0.05, 0.03)
+    assert np.allclose(place, [0, 0.05, 0.03]) and abs(yaw) < 1e-12  # half a turn is no turn for two fingers
+    box = np.array([[0, 0, 0], [0.2, 0.1, 0.1]])
+    assert np.allclose(body_grasp(box, np.array([0, 0, 0.05]), 0.03), [0.1, 0.05, 0.02])
+    assert np.allclose(body_grasp(box, np.zeros(3), 0.2), [0.1, 0.05, 0.008])  # not into the table
