@@ -1,6 +1,6 @@
 """No circle of imports, whether at the top of a file, inside a function or under TYPE_CHECKING.
 
-import-linter holds the order of the layers and skips type-only imports; here every import counts.
+import-linter holds the order of the layers; this holds modules and packages that its contracts do not name.
 """
 
 from __future__ import annotations

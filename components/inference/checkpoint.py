@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from components.artifacts.tensors import Tensors, read_tensors
 from components.contracts.errors import DataError
-from components.models.tensors import Tensors, read_tensors
 
 _PLACEHOLDERS = (
     *(f"{kind}_token_{suffix}" for kind in ("image", "video", "audio") for suffix in ("id", "index")),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 
+from components.artifacts.tensors import read_tensors
 from components.contracts.errors import ArmatureError, ServerError, WeightSyncError
 from components.inference.checkpoint import read_config
 from components.inference.client import OTHER_WEIGHTS, TransientError
@@ -17,7 +18,6 @@ from components.inference.probe import Probe, ProbeAnswer
 from components.inference.proof import SyncProof
 from components.inference.replica import Replica, reset_caches
 from components.inference.weights import WEIGHT_TRANSFERS, Publish, WeightTransfer
-from components.models.tensors import read_tensors
 
 log = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from components.artifacts.disk import replaced_folder
+from components.artifacts.tensors import read_tensors, saving
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.foreign import foreign
 from components.models.attention import check_image_attention, follow_image_attention
@@ -29,7 +30,6 @@ from components.models.molmo2 import has_second_layout, to_hub
 from components.models.remote import complete_processor, is_remote, register_body
 from components.models.settings import ModelSettings
 from components.models.source import local_code_options, locate
-from components.models.tensors import read_tensors, saving
 
 _DEPTH = re.compile(r"(n|num|num_hidden)_(hidden_)?layers|depth")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from components.artifacts.disk import replaced_folder
-from components.models.tensors import saving
+from components.artifacts.tensors import saving
 from components.policies.molmoact2.config import MolmoAct2Config
 from components.policies.molmoact2.lerobot_export import write_processors
 from components.policies.molmoact2.lerobot_layout import BASE, LeRobotTensors, is_lerobot
