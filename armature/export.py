@@ -17,7 +17,7 @@ def export_policy(source: Path, out: Path, base: str) -> Path:
         ConfigurationError: `out` exists, or the policy knows no statistics or cameras.
         DataError: `source` holds no policy.
     """
-    from components.policies.molmoact2.checkpoint import load_policy, save_lerobot
+    from components.policies.molmoact2.checkpoints.checkpoint import load_policy, save_lerobot
 
     if out.exists():
         raise ConfigurationError("there is something already", where=str(out), remedy="name a folder to be made")

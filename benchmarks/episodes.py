@@ -20,9 +20,9 @@ from components.evaluation.libero.journal import EvaluationJournal
 from components.evaluation.libero.run import Evaluation
 from components.evaluation.libero.schedule import plan_episodes
 from components.evaluation.libero.settings import LiberoEvaluationSettings
-from components.policies.molmoact2.checkpoint import load_policy
+from components.policies.molmoact2.checkpoints.checkpoint import load_policy
+from components.policies.molmoact2.checkpoints.tiny import make_tiny_policy
 from components.policies.molmoact2.policy import MolmoAct2Policy
-from components.policies.molmoact2.tiny import make_tiny_policy
 from components.policies.settings import RobotPolicySettings
 
 EPISODES, STEPS, BATCH, ROUNDS = 4, 40, 4, 3

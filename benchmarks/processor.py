@@ -12,13 +12,13 @@ from torchvision.transforms import InterpolationMode, Resize
 
 from benchmarks.table import Row, alternate, seconds
 from components.contracts.robots import RobotObservation
-from components.policies.molmoact2.batch import Floats, Ints
-from components.policies.molmoact2.norm_stats import FeatureNormStats, RobotMetadata
-from components.policies.molmoact2.parts import load_parts
-from components.policies.molmoact2.processor import Processor
-from components.policies.molmoact2.prompts import instruction, wrap
-from components.policies.molmoact2.states import state_bins
-from components.policies.molmoact2.tiny import make_tiny_policy
+from components.policies.molmoact2.checkpoints.parts import load_parts
+from components.policies.molmoact2.checkpoints.tiny import make_tiny_policy
+from components.policies.molmoact2.processing.batch import Floats, Ints
+from components.policies.molmoact2.processing.norm_stats import FeatureNormStats, RobotMetadata
+from components.policies.molmoact2.processing.processor import Processor
+from components.policies.molmoact2.processing.prompts import instruction, wrap
+from components.policies.molmoact2.processing.states import state_bins
 from components.policies.settings import RobotPolicySettings
 
 EXAMPLES, ROUNDS = 20, 5

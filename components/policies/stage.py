@@ -24,12 +24,12 @@ def run_policy(
     """
     if settings.tiny is not None:
         _refuse_other_sources(settings)
-        from components.policies.molmoact2.tiny import make_tiny_policy
+        from components.policies.molmoact2.checkpoints.tiny import make_tiny_policy
 
         make_tiny_policy(out / "checkpoint", settings)
         context.events.message(f"policy: made a tiny MolmoAct2 from seed {settings.tiny.seed}")
         return StageReport()
-    from components.policies.molmoact2.parts import load_parts
+    from components.policies.molmoact2.checkpoints.parts import load_parts
     from components.policies.source import refer, write_settings
 
     source = settings.path or settings.checkpoint_path

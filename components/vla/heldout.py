@@ -9,9 +9,9 @@ import numpy as np
 
 from components.datasets.mixture import Mixture
 from components.datasets.samples import RobotSample
-from components.policies.molmoact2.model import MolmoAct2
-from components.policies.molmoact2.norm_stats import RobotMetadata
+from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.policies.molmoact2.policy import InferenceMode, MolmoAct2Policy
+from components.policies.molmoact2.processing.norm_stats import RobotMetadata
 from components.policies.settings import RobotPolicySettings
 from components.vla.data import Encoder, draw_seed
 from components.vla.learner import PolicyLearner

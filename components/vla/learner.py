@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch.nn.utils import get_total_norm
 
-from components.policies.molmoact2.losses import LossDenominators, LossPlan, PolicyLosses
-from components.policies.molmoact2.model import MolmoAct2
+from components.policies.molmoact2.modeling.losses import LossDenominators, LossPlan, PolicyLosses
+from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.training.metrics import peak_memory_gib
 from components.training.ranks import Ranks, whole
 from components.training.skipped import SkippedUpdates

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from components.policies.molmoact2.batch import PolicyBatch
-from components.policies.molmoact2.flow import FlowSamples
+from components.policies.molmoact2.modeling.flow import FlowSamples
+from components.policies.molmoact2.processing.batch import PolicyBatch
 
 
 @dataclass(frozen=True)

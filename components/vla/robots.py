@@ -9,9 +9,9 @@ from typing import Any
 
 from components.contracts.errors import ConfigurationError, DataError
 from components.datasets.source import ACTION, STATE, DatasetSource
-from components.policies.molmoact2.norm_stats import NormStats, RobotMetadata, norm_stats, robot_metadata
-from components.policies.molmoact2.parts import PolicyParts, load_parts
-from components.policies.molmoact2.processor import Processor
+from components.policies.molmoact2.checkpoints.parts import PolicyParts, load_parts
+from components.policies.molmoact2.processing.norm_stats import NormStats, RobotMetadata, norm_stats, robot_metadata
+from components.policies.molmoact2.processing.processor import Processor
 from components.policies.settings import RobotPolicySettings
 
 

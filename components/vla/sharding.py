@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from components.policies.molmoact2.model import MolmoAct2
+from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.training.ranks import Ranks
 
 

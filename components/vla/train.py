@@ -13,9 +13,9 @@ from components.datasets.mixture import Mixture
 from components.datasets.source import open_sources, split
 from components.datasets.stage import read_statistics
 from components.models.source import CHECKPOINT
-from components.policies.molmoact2.checkpoint import load_model, save_policy
-from components.policies.molmoact2.losses import LossPlan
-from components.policies.molmoact2.parts import PolicyParts
+from components.policies.molmoact2.checkpoints.checkpoint import load_model, save_policy
+from components.policies.molmoact2.checkpoints.parts import PolicyParts
+from components.policies.molmoact2.modeling.losses import LossPlan
 from components.training import checkpoints
 from components.training.ranks import Ranks, whole
 from components.vla.data import Encoder, UpdateDataset, load

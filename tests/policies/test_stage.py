@@ -19,9 +19,9 @@ from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.machine import Machine
 from components.contracts.robots import RobotObservation
 from components.contracts.stages import StageContext
-from components.policies.molmoact2.batch import Example
-from components.policies.molmoact2.checkpoint import load_policy
-from components.policies.molmoact2.norm_stats import RobotMetadata
+from components.policies.molmoact2.checkpoints.checkpoint import load_policy
+from components.policies.molmoact2.processing.batch import Example
+from components.policies.molmoact2.processing.norm_stats import RobotMetadata
 from components.policies.settings import RobotPolicySettings, TinyPolicySettings
 from components.policies.source import locate_policy
 from components.policies.stage import POLICY_STAGE

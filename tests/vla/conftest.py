@@ -83,7 +83,7 @@ def write_dataset(root: Path, episodes: int, seed: int = 0) -> None:
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Artifacts of the stages before, by the input's name."""
-    from components.policies.molmoact2.tiny import make_tiny_policy
+    from components.policies.molmoact2.checkpoints.tiny import make_tiny_policy
 
     root = tmp_path_factory.mktemp("vla")
     write_dataset(root / "data" / "dataset", 6)

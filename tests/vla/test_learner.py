@@ -13,8 +13,8 @@ import torch
 from components.datasets.mixture import Mixture
 from components.datasets.source import open_sources
 from components.datasets.stage import read_statistics
-from components.policies.molmoact2.checkpoint import load_model
-from components.policies.molmoact2.losses import LossPlan
+from components.policies.molmoact2.checkpoints.checkpoint import load_model
+from components.policies.molmoact2.modeling.losses import LossPlan
 from components.vla.data import Encoder, UpdateDataset
 from components.vla.groups import prepare
 from components.vla.learner import PolicyLearner

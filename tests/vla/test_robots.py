@@ -13,8 +13,8 @@ import torch
 from components.contracts.errors import ConfigurationError, DataError
 from components.datasets.mixture import Mixture
 from components.datasets.source import DatasetSource, open_sources
-from components.policies.molmoact2.checkpoint import load_model, load_policy, save_policy
-from components.policies.molmoact2.losses import LossPlan
+from components.policies.molmoact2.checkpoints.checkpoint import load_model, load_policy, save_policy
+from components.policies.molmoact2.modeling.losses import LossPlan
 from components.vla.data import Encoder
 from components.vla.learner import PolicyLearner
 from components.vla.robots import robots_of

@@ -9,7 +9,7 @@ import pytest
 
 from components.contracts.machine import Machine
 from components.contracts.stages import Artifact
-from components.policies.molmoact2.checkpoint import load_policy
+from components.policies.molmoact2.checkpoints.checkpoint import load_policy
 from components.stages import ThreadUnits
 from components.vla.settings import TrainVLASettings
 from components.vla.stage import TRAIN_VLA_STAGE, StageContext, summary

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from components.contracts.errors import ConfigurationError, DataError
-from components.policies.molmoact2.checkpoint import load_policy
+from components.policies.molmoact2.checkpoints.checkpoint import load_policy
 from components.training.ranks import Ranks
 from components.vla.job import TrainingJob
 from components.vla.train import train

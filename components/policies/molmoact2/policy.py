@@ -11,10 +11,10 @@ import torch
 
 from components.contracts.errors import ConfigurationError
 from components.contracts.robots import RobotObservation
-from components.policies.molmoact2.batch import Example, Floats
-from components.policies.molmoact2.checkpoint import load_policy
-from components.policies.molmoact2.model import MolmoAct2
-from components.policies.molmoact2.processor import Processor
+from components.policies.molmoact2.checkpoints.checkpoint import load_policy
+from components.policies.molmoact2.modeling.model import MolmoAct2
+from components.policies.molmoact2.processing.batch import Example, Floats
+from components.policies.molmoact2.processing.processor import Processor
 from components.policies.molmoact2.sampling import InferencePlan, Sampler
 from components.policies.settings import RobotPolicySettings
 

@@ -21,7 +21,7 @@ from components.environments.libero.tasks import suite_tasks
 from components.evaluation.libero.results import read_results
 from components.evaluation.libero.settings import EvaluateLiberoStageSettings
 from components.evaluation.libero.stage import evaluate_libero, evaluate_policy
-from components.policies.molmoact2.checkpoint import load_policy, save_policy
+from components.policies.molmoact2.checkpoints.checkpoint import load_policy, save_policy
 from components.policies.molmoact2.policy import MolmoAct2Policy, open_policy
 from tests.environments.libero.simulated import simulator
 from tests.evaluation.libero.playground import settings

@@ -12,7 +12,7 @@ from tokenizers import ByteLevelBPETokenizer
 from tokenizers.trainers import BpeTrainer
 
 from components.contracts.errors import ConfigurationError, DataError
-from components.policies.molmoact2.action_tokens import ActionTokens
+from components.policies.molmoact2.processing.action_tokens import ActionTokens
 
 HORIZON, DIMENSIONS, SCALE = 10, 7, 10.0
 

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from components.contracts.errors import ArmatureError, ConfigurationError, DataError
 from components.contracts.robots import RobotObservation
-from components.policies.molmoact2.action_tokens import ActionTokens
-from components.policies.molmoact2.checkpoint import load_model, load_policy, save_policy
-from components.policies.molmoact2.config import MolmoAct2Config
-from components.policies.molmoact2.model import MolmoAct2
-from components.policies.molmoact2.norm_stats import RobotMetadata
-from components.policies.molmoact2.parts import load_parts
-from components.policies.molmoact2.weights import to_released
+from components.policies.molmoact2.checkpoints.checkpoint import load_model, load_policy, save_policy
+from components.policies.molmoact2.checkpoints.parts import load_parts
+from components.policies.molmoact2.checkpoints.weights import to_released
+from components.policies.molmoact2.configuration import MolmoAct2Config
+from components.policies.molmoact2.modeling.model import MolmoAct2
+from components.policies.molmoact2.processing.action_tokens import ActionTokens
+from components.policies.molmoact2.processing.norm_stats import RobotMetadata
 from tests.policies.molmoact2 import released
 
 KITCHEN = released.SETTINGS.model_copy(update={"norm_tag": "kitchen"})

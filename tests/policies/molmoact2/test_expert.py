@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from components.contracts.errors import DataError
-from components.policies.molmoact2.config import MolmoAct2Config
-from components.policies.molmoact2.expert import ActionExpert
-from components.policies.molmoact2.masks import ContextIndex
-from components.policies.molmoact2.model import MolmoAct2
+from components.policies.molmoact2.configuration import MolmoAct2Config
+from components.policies.molmoact2.modeling.expert import ActionExpert
+from components.policies.molmoact2.modeling.masks import ContextIndex
+from components.policies.molmoact2.modeling.model import MolmoAct2
 from tests.policies.molmoact2 import reference
 from tests.policies.molmoact2.examples import CONFIG, DIMENSIONS, HORIZON, RAW, make_model
 

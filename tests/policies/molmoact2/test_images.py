@@ -10,7 +10,7 @@ import torch
 from torchvision.transforms import InterpolationMode, Resize
 
 from components.contracts.errors import ConfigurationError, DataError
-from components.policies.molmoact2.images import ImageLayout
+from components.policies.molmoact2.processing.images import ImageLayout
 
 RELEASED = ImageLayout(side=378, patch=14, pool=2, columns=False)
 

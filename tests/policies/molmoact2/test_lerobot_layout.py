@@ -16,8 +16,8 @@ from torch import Tensor
 
 from armature.cli import app
 from components.contracts.errors import ArmatureError, ConfigurationError, DataError
-from components.policies.molmoact2.checkpoint import load_policy, save_lerobot, save_policy
-from components.policies.molmoact2.parts import load_parts
+from components.policies.molmoact2.checkpoints.checkpoint import load_policy, save_lerobot, save_policy
+from components.policies.molmoact2.checkpoints.parts import load_parts
 from tests.policies.molmoact2 import released
 
 RANK, ALPHA = 3, 12

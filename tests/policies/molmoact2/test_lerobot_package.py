@@ -16,10 +16,10 @@ import pytest
 from numpy.typing import NDArray
 
 from components.contracts.robots import RobotObservation
-from components.policies.molmoact2.checkpoint import LoadedPolicy, load_policy, save_lerobot, save_policy
-from components.policies.molmoact2.norm_stats import RobotMetadata
+from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy, save_lerobot, save_policy
+from components.policies.molmoact2.checkpoints.tiny import make_tiny_policy
 from components.policies.molmoact2.policy import MolmoAct2Policy
-from components.policies.molmoact2.tiny import make_tiny_policy
+from components.policies.molmoact2.processing.norm_stats import RobotMetadata
 from tests.policies.molmoact2 import released
 from tests.policies.test_stage import TINY as SMALL
 

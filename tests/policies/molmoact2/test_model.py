@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import Molmo2ForConditionalGeneration
 
 from components.contracts.errors import DataError
-from components.policies.molmoact2.batch import PolicyBatch
-from components.policies.molmoact2.flow import FlowSamples
-from components.policies.molmoact2.losses import LossDenominators
-from components.policies.molmoact2.model import MolmoAct2
-from components.policies.molmoact2.vlm import as_bytes
+from components.policies.molmoact2.modeling.flow import FlowSamples
+from components.policies.molmoact2.modeling.losses import LossDenominators
+from components.policies.molmoact2.modeling.model import MolmoAct2
+from components.policies.molmoact2.modeling.vlm import as_bytes
+from components.policies.molmoact2.processing.batch import PolicyBatch
 from tests.policies.molmoact2 import reference
 from tests.policies.molmoact2.examples import CONFIG, as_batch, make_draws, make_examples, make_model, make_plan
 

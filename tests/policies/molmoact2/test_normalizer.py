@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from components.contracts.errors import ConfigurationError, DataError
 from components.datasets.lerobot.layout import Feature
-from components.policies.molmoact2.norm_stats import (
+from components.policies.molmoact2.processing.norm_stats import (
     FeatureNormStats,
     NormStats,
     RobotMetadata,
@@ -21,7 +21,7 @@ from components.policies.molmoact2.norm_stats import (
     robot_metadata,
     training_robot,
 )
-from components.policies.molmoact2.normalizer import Normalizer
+from components.policies.molmoact2.processing.normalizer import Normalizer
 from tests.policies.plain import policy_settings
 
 NAMES = ("x", "left_Gripper", "z")

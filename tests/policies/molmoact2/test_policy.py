@@ -11,9 +11,9 @@ import torch
 
 from components.contracts.errors import ConfigurationError
 from components.contracts.robots import RobotObservation
-from components.policies.molmoact2.action_tokens import ActionTokens
-from components.policies.molmoact2.checkpoint import LoadedPolicy, load_policy, save_policy
+from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy, save_policy
 from components.policies.molmoact2.policy import MolmoAct2Policy, open_policy
+from components.policies.molmoact2.processing.action_tokens import ActionTokens
 from tests.policies.molmoact2 import released
 
 KITCHEN = released.SETTINGS.model_copy(update={"norm_tag": "kitchen"})

@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerFast
 
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.robots import RobotObservation
-from components.policies.molmoact2.action_tokens import ActionTokens
-from components.policies.molmoact2.config import MolmoAct2Config
-from components.policies.molmoact2.images import ImageLayout
-from components.policies.molmoact2.norm_stats import FeatureNormStats, RobotMetadata
-from components.policies.molmoact2.processor import Processor
+from components.policies.molmoact2.configuration import MolmoAct2Config
+from components.policies.molmoact2.processing.action_tokens import ActionTokens
+from components.policies.molmoact2.processing.images import ImageLayout
+from components.policies.molmoact2.processing.norm_stats import FeatureNormStats, RobotMetadata
+from components.policies.molmoact2.processing.processor import Processor
 from components.policies.settings import RobotPolicySettings
 from tests.policies.plain import policy_settings
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from components.policies.molmoact2.budget import sequence_budget
-from components.policies.molmoact2.language import normalize_language
-from components.policies.molmoact2.prompts import image_labels, instruction, wrap
-from components.policies.molmoact2.states import state_bins
+from components.policies.molmoact2.processing.budget import sequence_budget
+from components.policies.molmoact2.processing.language import normalize_language
+from components.policies.molmoact2.processing.prompts import image_labels, instruction, wrap
+from components.policies.molmoact2.processing.states import state_bins
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from components.contracts.errors import DataError
-from components.policies.molmoact2.batch import Example
-from components.policies.molmoact2.model import MolmoAct2
+from components.policies.molmoact2.modeling.model import MolmoAct2
+from components.policies.molmoact2.processing.batch import Example
 from components.policies.molmoact2.sampling import InferencePlan, Sampler, row_noise
 from tests.policies.molmoact2 import reference
 from tests.policies.molmoact2.examples import (

@@ -10,12 +10,12 @@ from transformers import PreTrainedTokenizerFast
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.foreign import foreign
 from components.models.source import CHECKPOINT
-from components.policies.molmoact2.action_tokens import ActionTokens
-from components.policies.molmoact2.config import MolmoAct2Config
-from components.policies.molmoact2.images import ImageLayout
-from components.policies.molmoact2.lerobot_layout import BASE, is_lerobot, read_json, read_lerobot
-from components.policies.molmoact2.norm_stats import NormStats, RobotMetadata, resolve, training_robot
-from components.policies.molmoact2.processor import Processor
+from components.policies.molmoact2.checkpoints.lerobot_layout import BASE, is_lerobot, read_json, read_lerobot
+from components.policies.molmoact2.configuration import MolmoAct2Config
+from components.policies.molmoact2.processing.action_tokens import ActionTokens
+from components.policies.molmoact2.processing.images import ImageLayout
+from components.policies.molmoact2.processing.norm_stats import NormStats, RobotMetadata, resolve, training_robot
+from components.policies.molmoact2.processing.processor import Processor
 from components.policies.settings import RobotPolicySettings
 from components.policies.source import locate_policy, read_settings
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from components.contracts.errors import ConfigurationError, DataError
-from components.policies.molmoact2.batch import Floats, Ints
+from components.policies.molmoact2.processing.batch import Floats, Ints
 
 Pixels = NDArray[np.uint8]
 _CHANNELS, _BILINEAR = 3, 2  # Pillow's number

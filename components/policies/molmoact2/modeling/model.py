@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from components.contracts.errors import DataError
-from components.policies.molmoact2.batch import PolicyBatch
-from components.policies.molmoact2.config import MolmoAct2Config
-from components.policies.molmoact2.expert import ActionExpert
-from components.policies.molmoact2.flow import FlowSamples, flow_errors, noisy_actions
-from components.policies.molmoact2.losses import (
+from components.policies.molmoact2.configuration import MolmoAct2Config
+from components.policies.molmoact2.modeling.expert import ActionExpert
+from components.policies.molmoact2.modeling.flow import FlowSamples, flow_errors, noisy_actions
+from components.policies.molmoact2.modeling.layers import RMSNorm
+from components.policies.molmoact2.modeling.losses import (
     DiscreteLoss,
     LabeledTokens,
     LossDenominators,
@@ -20,9 +20,9 @@ from components.policies.molmoact2.losses import (
     PolicyLosses,
     discrete_loss,
 )
-from components.policies.molmoact2.masks import attention_mask, context_index, context_mask
-from components.policies.molmoact2.numerics import RMSNorm
-from components.policies.molmoact2.vlm import BackboneOutput, Molmo2Backbone
+from components.policies.molmoact2.modeling.masks import attention_mask, context_index, context_mask
+from components.policies.molmoact2.modeling.vlm import BackboneOutput, Molmo2Backbone
+from components.policies.molmoact2.processing.batch import PolicyBatch
 
 Precision = Literal["float32", "bfloat16"]
 

@@ -15,14 +15,14 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from components.models.tiny.templates import chatml
-from components.policies.molmoact2.action_tokens import ActionTokens
-from components.policies.molmoact2.batch import Floats
-from components.policies.molmoact2.checkpoint import save_policy
-from components.policies.molmoact2.config import MolmoAct2Config
-from components.policies.molmoact2.images import ImageLayout
-from components.policies.molmoact2.model import MolmoAct2
-from components.policies.molmoact2.parts import PolicyParts
-from components.policies.molmoact2.prompts import instruction
+from components.policies.molmoact2.checkpoints.checkpoint import save_policy
+from components.policies.molmoact2.checkpoints.parts import PolicyParts
+from components.policies.molmoact2.configuration import MolmoAct2Config
+from components.policies.molmoact2.modeling.model import MolmoAct2
+from components.policies.molmoact2.processing.action_tokens import ActionTokens
+from components.policies.molmoact2.processing.batch import Floats
+from components.policies.molmoact2.processing.images import ImageLayout
+from components.policies.molmoact2.processing.prompts import instruction
 from components.policies.settings import RobotPolicySettings, TinyPolicySettings
 
 PATCH, POOL = 14, 2

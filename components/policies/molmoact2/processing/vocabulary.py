@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from components.contracts.errors import DataError
-from components.policies.molmoact2.config import MolmoAct2Config
+from components.policies.molmoact2.configuration import MolmoAct2Config
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from components.policies.molmoact2.batch import PolicyBatch
+from components.policies.molmoact2.processing.batch import PolicyBatch
 from components.policies.molmoact2.semantics import SEMANTICS
 from components.policies.settings import ActionMode, RobotPolicySettings
 

@@ -11,18 +11,18 @@ from numpy.typing import ArrayLike
 
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.robots import RobotObservation
-from components.policies.molmoact2.action_tokens import ActionTokens, DecodedActions
-from components.policies.molmoact2.batch import Example, Flags, Floats, Ints
-from components.policies.molmoact2.budget import sequence_budget
-from components.policies.molmoact2.config import MolmoAct2Config
-from components.policies.molmoact2.images import ImageLayout
-from components.policies.molmoact2.language import normalize_language
-from components.policies.molmoact2.norm_stats import RobotMetadata
-from components.policies.molmoact2.normalizer import Normalizer
-from components.policies.molmoact2.prompts import image_labels, instruction, wrap
+from components.policies.molmoact2.configuration import MolmoAct2Config
+from components.policies.molmoact2.processing.action_tokens import ActionTokens, DecodedActions
+from components.policies.molmoact2.processing.batch import Example, Flags, Floats, Ints
+from components.policies.molmoact2.processing.budget import sequence_budget
+from components.policies.molmoact2.processing.images import ImageLayout
+from components.policies.molmoact2.processing.language import normalize_language
+from components.policies.molmoact2.processing.norm_stats import RobotMetadata
+from components.policies.molmoact2.processing.normalizer import Normalizer
+from components.policies.molmoact2.processing.prompts import image_labels, instruction, wrap
+from components.policies.molmoact2.processing.states import state_bins
+from components.policies.molmoact2.processing.vocabulary import ActionVocabulary
 from components.policies.molmoact2.semantics import SEMANTICS
-from components.policies.molmoact2.states import state_bins
-from components.policies.molmoact2.vocabulary import ActionVocabulary
 from components.policies.settings import RobotPolicySettings
 
 IGNORED = -100

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from components.policies.molmoact2.batch import Floats, Ints
+from components.policies.molmoact2.processing.batch import Floats, Ints
 
 
 def state_bins(state: Floats, count: int) -> Ints:

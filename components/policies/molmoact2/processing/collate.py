@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from components.contracts.errors import DataError
-from components.policies.molmoact2.batch import Example, PolicyBatch
+from components.policies.molmoact2.processing.batch import Example, PolicyBatch
 
 IGNORED, NO_EXAMPLE = -100, -1
 

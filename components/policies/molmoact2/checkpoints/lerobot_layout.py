@@ -17,8 +17,8 @@ from torch import Tensor
 
 from components.contracts.errors import DataError
 from components.contracts.names import bare_name
-from components.policies.molmoact2.norm_stats import ACTION, STATE, FeatureNormStats, RobotMetadata, resolve
-from components.policies.molmoact2.weights import TensorFiles
+from components.policies.molmoact2.checkpoints.weights import TensorFiles
+from components.policies.molmoact2.processing.norm_stats import ACTION, STATE, FeatureNormStats, RobotMetadata, resolve
 from components.policies.settings import Normalization, RobotPolicySettings
 from components.policies.source import locate_policy
 

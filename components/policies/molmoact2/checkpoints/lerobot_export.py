@@ -16,8 +16,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from components.contracts.errors import ConfigurationError
-from components.policies.molmoact2.lerobot_layout import CONFIG, NORMALIZATIONS, NORMALIZER, PACK, PREPROCESSOR
-from components.policies.molmoact2.norm_stats import ACTION, STATE, FeatureNormStats, RobotMetadata
+from components.policies.molmoact2.checkpoints.lerobot_layout import (
+    CONFIG,
+    NORMALIZATIONS,
+    NORMALIZER,
+    PACK,
+    PREPROCESSOR,
+)
+from components.policies.molmoact2.processing.norm_stats import ACTION, STATE, FeatureNormStats, RobotMetadata
 from components.policies.settings import RobotPolicySettings
 
 POSTPROCESSOR, UNNORMALIZER = "policy_postprocessor", "molmoact2_masked_unnormalizer"

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from components.policies.molmoact2.config import MolmoAct2Config
-from components.policies.molmoact2.masks import ContextIndex
-from components.policies.molmoact2.numerics import rms, rotary_angles, rotate
-from components.policies.molmoact2.vlm import KeyValue, checkpointed
+from components.policies.molmoact2.configuration import MolmoAct2Config
+from components.policies.molmoact2.modeling.layers import rms, rotary_angles, rotate
+from components.policies.molmoact2.modeling.masks import ContextIndex
+from components.policies.molmoact2.modeling.vlm import KeyValue, checkpointed
 
 ROPE_BASE = 10_000.0
 

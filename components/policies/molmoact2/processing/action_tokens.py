@@ -18,7 +18,7 @@ from scipy.fft import dct, idct
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from components.contracts.errors import ConfigurationError, DataError
-from components.policies.molmoact2.batch import Floats
+from components.policies.molmoact2.processing.batch import Floats
 
 TOKENIZER, TOKENIZER_CONFIG, CONFIG = "tokenizer.json", "tokenizer_config.json", "processor_config.json"
 _CHARACTERS = 0x800  # of at most two bytes; far more than coefficients reach

@@ -23,7 +23,7 @@ from transformers.models.molmo2.modeling_molmo2 import (
 )
 
 from components.contracts.errors import DataError
-from components.policies.molmoact2.numerics import RMSNorm, rotary_angles, rotate
+from components.policies.molmoact2.modeling.layers import RMSNorm, rotary_angles, rotate
 
 KeyValue = tuple[Tensor, Tensor]
 

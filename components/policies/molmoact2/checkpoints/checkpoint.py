@@ -17,15 +17,15 @@ from torch import Tensor
 
 from components.artifacts.disk import replaced_folder
 from components.artifacts.tensors import saving
-from components.policies.molmoact2.config import MolmoAct2Config
-from components.policies.molmoact2.lerobot_export import write_processors
-from components.policies.molmoact2.lerobot_layout import BASE, LeRobotTensors, is_lerobot
-from components.policies.molmoact2.model import MolmoAct2
-from components.policies.molmoact2.norm_stats import FeatureNormStats, RobotMetadata, norm_stats
-from components.policies.molmoact2.normalizer import Normalizer
-from components.policies.molmoact2.parts import ACTION_TOKENIZER, CONFIG, PolicyParts, load_parts
-from components.policies.molmoact2.processor import Processor
-from components.policies.molmoact2.weights import SHARD_BYTES, TensorFiles, load_weights, write_released
+from components.policies.molmoact2.checkpoints.lerobot_export import write_processors
+from components.policies.molmoact2.checkpoints.lerobot_layout import BASE, LeRobotTensors, is_lerobot
+from components.policies.molmoact2.checkpoints.parts import ACTION_TOKENIZER, CONFIG, PolicyParts, load_parts
+from components.policies.molmoact2.checkpoints.weights import SHARD_BYTES, TensorFiles, load_weights, write_released
+from components.policies.molmoact2.configuration import MolmoAct2Config
+from components.policies.molmoact2.modeling.model import MolmoAct2
+from components.policies.molmoact2.processing.norm_stats import FeatureNormStats, RobotMetadata, norm_stats
+from components.policies.molmoact2.processing.normalizer import Normalizer
+from components.policies.molmoact2.processing.processor import Processor
 from components.policies.settings import RobotPolicySettings
 from components.policies.source import locate_policy, write_settings
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from components.policies.molmoact2.config import MolmoAct2Config
+from components.policies.molmoact2.configuration import MolmoAct2Config
 
 
 @dataclass(frozen=True)

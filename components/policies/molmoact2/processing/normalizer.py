@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from components.contracts.errors import ConfigurationError, DataError
-from components.policies.molmoact2.batch import Flags, Floats
-from components.policies.molmoact2.norm_stats import FeatureNormStats
+from components.policies.molmoact2.processing.batch import Flags, Floats
+from components.policies.molmoact2.processing.norm_stats import FeatureNormStats
 from components.policies.settings import Normalization
 
 _TINY = np.float32(1e-8)

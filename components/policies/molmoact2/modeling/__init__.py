@@ -1,0 +1,1 @@
+"""The network: native Molmo2, the action expert, and what is minimized."""
