@@ -19,8 +19,7 @@ from components.policies.molmoact2.configuration import MolmoAct2Config
 from components.policies.molmoact2.modeling.flow import FlowSamples
 from components.policies.molmoact2.modeling.losses import LossPlan
 from components.policies.molmoact2.modeling.model import MolmoAct2
-from components.policies.molmoact2.processing.batch import Example
-from components.policies.molmoact2.processing.collate import collate, pack
+from components.policies.molmoact2.processing.batch import Example, collate, pack
 from components.policies.molmoact2.sampling import InferencePlan, Sampler
 from components.policies.settings import ActionMode
 from components.training.metrics import peak_memory_gib

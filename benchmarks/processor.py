@@ -16,9 +16,7 @@ from components.policies.molmoact2.checkpoints.parts import load_parts
 from components.policies.molmoact2.checkpoints.tiny import make_tiny_policy
 from components.policies.molmoact2.processing.batch import Floats, Ints
 from components.policies.molmoact2.processing.norm_stats import FeatureNormStats, RobotMetadata
-from components.policies.molmoact2.processing.processor import Processor
-from components.policies.molmoact2.processing.prompts import instruction, wrap
-from components.policies.molmoact2.processing.states import state_bins
+from components.policies.molmoact2.processing.processor import Processor, instruction, state_bins, wrap
 from components.policies.settings import RobotPolicySettings
 
 EXAMPLES, ROUNDS = 20, 5

@@ -14,8 +14,7 @@ from components.datasets.mixture import Mixture
 from components.datasets.samples import RobotSample
 from components.policies.molmoact2.configuration import MolmoAct2Config
 from components.policies.molmoact2.modeling.flow import FlowSamples
-from components.policies.molmoact2.processing.batch import Example
-from components.policies.molmoact2.processing.collate import collate, pack
+from components.policies.molmoact2.processing.batch import Example, collate, pack
 from components.policies.molmoact2.processing.processor import Processor
 from components.policies.molmoact2.semantics import SEMANTICS
 from components.policies.settings import RobotPolicySettings

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from components.contracts.errors import DataError
 from components.policies.molmoact2.configuration import MolmoAct2Config
-from components.policies.molmoact2.graphs import GraphedFunction
+from components.policies.molmoact2.modeling.graphs import GraphedFunction
 from components.policies.molmoact2.modeling.masks import context_index, context_mask
 from components.policies.molmoact2.modeling.model import MolmoAct2
-from components.policies.molmoact2.processing.batch import Example, PolicyBatch
-from components.policies.molmoact2.processing.collate import collate
+from components.policies.molmoact2.processing.batch import Example, PolicyBatch, collate
 from components.policies.molmoact2.semantics import SEMANTICS
 from components.policies.settings import RobotPolicySettings
 

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from components.contracts.errors import DataError
-from components.policies.molmoact2.processing.batch import Example, PolicyBatch
-from components.policies.molmoact2.processing.collate import collate, pack
+from components.policies.molmoact2.processing.batch import Example, PolicyBatch, collate, pack
 
 PAD, PATCHES, PIXELS, HORIZON, WIDTH = 7, 9, 6, 4, 3
 

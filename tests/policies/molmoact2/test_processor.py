@@ -102,7 +102,7 @@ def fast() -> ActionTokens:
 
 def build(settings: RobotPolicySettings, fast: ActionTokens | None, **changes: Any) -> Processor:
     parts: dict[str, Any] = {"config": config(), "tokenizer": TOKENIZER, "robot": ROBOT, "layout": LAYOUT}
-    return Processor.build(settings=settings, action_tokens=fast, **(parts | changes))
+    return Processor(settings=settings, action_tokens=fast, **(parts | changes))
 
 
 def text(columns: str = "", images: tuple[str, ...] = ("Image 1", "Image 2")) -> str:

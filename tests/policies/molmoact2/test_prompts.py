@@ -5,10 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from components.policies.molmoact2.processing.budget import sequence_budget
-from components.policies.molmoact2.processing.language import normalize_language
-from components.policies.molmoact2.processing.prompts import image_labels, instruction, wrap
-from components.policies.molmoact2.processing.states import state_bins
+from components.policies.molmoact2.processing.processor import (
+    image_labels,
+    instruction,
+    normalize_language,
+    sequence_budget,
+    state_bins,
+    wrap,
+)
 
 
 @pytest.mark.parametrize(

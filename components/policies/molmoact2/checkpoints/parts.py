@@ -58,7 +58,7 @@ class PolicyParts:
                 where=str(self.files),
                 remedy="set policy.norm_tag to an entry of the checkpoint's norm_stats.json, or train on a dataset",
             )
-        return Processor.build(
+        return Processor(
             self.config, self.tokenizer, self.settings, self.robot, self.layout, self.action_tokens, horizon
         )
 

@@ -22,7 +22,7 @@ from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.policies.molmoact2.processing.action_tokens import ActionTokens
 from components.policies.molmoact2.processing.batch import Floats
 from components.policies.molmoact2.processing.images import ImageLayout
-from components.policies.molmoact2.processing.prompts import instruction
+from components.policies.molmoact2.processing.processor import instruction
 from components.policies.settings import RobotPolicySettings, TinyPolicySettings
 
 PATCH, POOL = 14, 2

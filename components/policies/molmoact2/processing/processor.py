@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -13,20 +15,26 @@ from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.robots import RobotObservation
 from components.policies.molmoact2.configuration import MolmoAct2Config
 from components.policies.molmoact2.processing.action_tokens import ActionTokens, DecodedActions
-from components.policies.molmoact2.processing.batch import Example, Flags, Floats, Ints
-from components.policies.molmoact2.processing.budget import sequence_budget
+from components.policies.molmoact2.processing.batch import IGNORED, Example, Flags, Floats, Ints
 from components.policies.molmoact2.processing.images import ImageLayout
-from components.policies.molmoact2.processing.language import normalize_language
 from components.policies.molmoact2.processing.norm_stats import RobotMetadata
 from components.policies.molmoact2.processing.normalizer import Normalizer
-from components.policies.molmoact2.processing.prompts import image_labels, instruction, wrap
-from components.policies.molmoact2.processing.states import state_bins
 from components.policies.molmoact2.processing.vocabulary import ActionVocabulary
 from components.policies.molmoact2.semantics import SEMANTICS
 from components.policies.settings import RobotPolicySettings
 
-IGNORED = -100
 _REMEMBERED = 10_000  # texts whose tokens are kept
+
+_PROMPT, _TASK, _MARGIN, _MULTIPLE = 80, 32, 32, 64
+_IMAGE, _USUAL_IMAGES = 196, 2
+_ACTION_WRAPPING, _PER_STEP, _PER_DIMENSION = 4, 6, 0.95
+
+_OPEN, _SHUT = "\u201c\u2018", "\u201d\u2019"  # typographic quotation marks
+_ENDING = ".,!?;:\u2026"
+_CLOSING = "\"')]}" + _SHUT
+_AROUND = "\"'`[](){}" + _OPEN + _SHUT
+_LABEL = re.compile(r"^(?:task|instruction|language[_ ]instruction|goal)\s*[:\-]\s*", re.IGNORECASE)
+_LEAD = re.compile(r"^(?:the|your)\s+task\s+is\s+to\s+", re.IGNORECASE)
 
 
 class Processor:
@@ -43,33 +51,9 @@ class Processor:
         settings: RobotPolicySettings,
         robot: RobotMetadata,
         layout: ImageLayout,
-        action_tokens: ActionTokens | None,
-        horizon: int,
-    ) -> None:
-        self.config, self.tokenizer, self.settings, self.robot = config, tokenizer, settings, robot
-        self.layout, self.action_tokens, self.horizon = layout, action_tokens, horizon
-        self.chunk = settings.chunk_size
-        self.cameras = settings.image_keys or robot.camera_keys
-        self.vocabulary = ActionVocabulary.find(tokenizer, config)
-        gripper = settings.normalize_gripper
-        self.state = Normalizer.build("state", robot.state_stats, settings.state_normalization, gripper)
-        self.action = Normalizer.build("action", robot.action_stats, settings.action_normalization, gripper)
-        self._setup = wrap(settings.setup_type or robot.setup_type, "setup", settings.add_setup_tokens)
-        self._control = wrap(settings.control_mode or robot.control_mode, "control", settings.add_control_tokens)
-        self._texts: dict[str, Ints] = {}
-        self._refuse()
-
-    @classmethod
-    def build(
-        cls,
-        config: MolmoAct2Config,
-        tokenizer: Any,
-        settings: RobotPolicySettings,
-        robot: RobotMetadata,
-        layout: ImageLayout,
         action_tokens: ActionTokens | None = None,
         horizon: int | None = None,
-    ) -> Processor:
+    ) -> None:
         """
         Args:
             tokenizer: The checkpoint's, a transformers fast tokenizer.
@@ -81,7 +65,19 @@ class Processor:
             ConfigurationError: the parts do not fit each other.
             DataError: the tokenizer lacks a token, or disagrees with the configuration.
         """
-        return cls(config, tokenizer, settings, robot, layout, action_tokens, horizon or settings.chunk_size)
+        self.config, self.tokenizer, self.settings, self.robot = config, tokenizer, settings, robot
+        self.layout, self.action_tokens = layout, action_tokens
+        self.chunk = settings.chunk_size
+        self.horizon = horizon or self.chunk
+        self.cameras = settings.image_keys or robot.camera_keys
+        self.vocabulary = ActionVocabulary.find(tokenizer, config)
+        gripper = settings.normalize_gripper
+        self.state = Normalizer.build("state", robot.state_stats, settings.state_normalization, gripper)
+        self.action = Normalizer.build("action", robot.action_stats, settings.action_normalization, gripper)
+        self._setup = wrap(settings.setup_type or robot.setup_type, "setup", settings.add_setup_tokens)
+        self._control = wrap(settings.control_mode or robot.control_mode, "control", settings.add_control_tokens)
+        self._texts: dict[str, Ints] = {}
+        self._refuse()
 
     @property
     def state_dimensions(self) -> int:
@@ -248,3 +244,72 @@ class Processor:
         ):
             if value > most:
                 raise ConfigurationError(f"{value} {what}, and the model has {most}", where="config.json")
+
+
+def wrap(text: str, kind: Literal["setup", "control"], enabled: bool) -> str:
+    """`text` between the tokens of its kind, unless it is empty, wrapped already, or they are not wanted."""
+    start, end = f"<{kind}_start>", f"<{kind}_end>"
+    if not text or not enabled or (text.startswith(start) and text.endswith(end)):
+        return text
+    return f"{start}{text}{end}"
+
+
+def image_labels(count: int) -> tuple[str, ...]:
+    """What stands before each of `count` images."""
+    return ("",) if count == 1 else tuple(f"Image {number}" for number in range(1, count + 1))
+
+
+def instruction(task: str, setup: str, control: str) -> tuple[str, str]:
+    """The user's turn, and the beginning of the answer, before the state tokens and after them.
+
+    The images stand before the turn. `setup` and `control` are wrapped already.
+    """
+    before = f"<|im_start|>user\nThe task is to {task}. The setup is {setup}. The current state of the robot is "
+    after = (
+        f". The expected control mode is {control}. Given these, what action should the robot take to complete "
+        "the task?<|im_end|>\n<|im_start|>assistant\n<action_output>"
+    )
+    return before, after
+
+
+def normalize_language(text: str) -> str:
+    """A task's text as MolmoAct2 was trained on: lower case, one line, no wrapping, no closing punctuation.
+
+    It is unwrapped until nothing changes; its sentences are joined with "; ".
+    """
+    text, before = " ".join(text.split()), None
+    while text != before:
+        before = text
+        text = text.strip().strip(_AROUND).strip()
+        text = _LABEL.sub("", text, count=1).strip()
+        text = _LEAD.sub("", text, count=1).strip()
+        for ending in (_ENDING, _CLOSING, _ENDING):
+            text = text.rstrip(ending).rstrip()
+    sentences = [sentence.strip() for sentence in re.split(r"[.!?]+", text)]
+    sentences = [sentence for sentence in sentences if sentence]
+    return ("; ".join(sentences) if len(sentences) > 1 else text).lower()
+
+
+def state_bins(state: Floats, count: int) -> Ints:
+    """For each normalized value the nearest of `count` points spread evenly over [-1, 1]; halves go to the even one.
+
+    NaN is 0, values outside are clipped. Computed in float32.
+    """
+    values = np.nan_to_num(np.asarray(state, np.float32), nan=0.0, posinf=1.0, neginf=-1.0)
+    return np.rint((np.clip(values, -1, 1) + 1) / 2 * (count - 1)).astype(np.int64)
+
+
+def sequence_budget(
+    images: int, state_dimensions: int, action_dimensions: int, horizon: int, discrete: bool, image_tokens: int = _IMAGE
+) -> int:
+    """The limit that the released code derives from an example's parts.
+
+    Args:
+        images: 0 counts as two.
+        discrete: Whether action tokens are part of the example.
+        image_tokens: Of an image; fewer than the released model's count as its 196.
+    """
+    tokens = max(_IMAGE, image_tokens) * (images or _USUAL_IMAGES) + _PROMPT + _TASK + state_dimensions + _MARGIN
+    if discrete:
+        tokens += _ACTION_WRAPPING + horizon * max(_PER_STEP, math.ceil(_PER_DIMENSION * action_dimensions))
+    return math.ceil(tokens / _MULTIPLE) * _MULTIPLE
