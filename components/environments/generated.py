@@ -20,7 +20,7 @@ def task_seed(seed: int, split: Split, index: int) -> int:
 class GeneratedEnvironment(ABC, Generic[SettingsT]):
     """An environment that makes `train_tasks` and `heldout_tasks` tasks from `seed`."""
 
-    name: ClassVar[str]
+    name: str
     Settings: ClassVar[type[Settings]]
     system_prompt: str | None = None
     dialogue: bool = True
