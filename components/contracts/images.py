@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import binascii
+import re
+from base64 import b64decode, b64encode
 from dataclasses import dataclass
 from hashlib import sha256
 
 from components.contracts.errors import DataError
+
+_DATA_URL = re.compile(r"data:(image/[a-z]+);base64,(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +28,27 @@ class EncodedImage:
                 remedy="encode pixels with components.artifacts.images.encode_png",
             )
 
+    @classmethod
+    def from_url(cls, url: str) -> EncodedImage:
+        """The image in a data URL.
+
+        Raises:
+            DataError: it is another URL, of which none is fetched, or its base64 is damaged.
+        """
+        match = _DATA_URL.fullmatch(url)
+        if match is None:
+            raise DataError(
+                f"an image is passed by URL, {url[:80]!r}", remedy="give its bytes as data:image/...;base64,..."
+            )
+        try:
+            return cls(b64decode(match[2], validate=True), match[1])
+        except binascii.Error as error:
+            raise DataError(f"an image's base64 is damaged: {error}") from error
+
+    @property
+    def url(self) -> str:
+        return data_url(self.data, self.media_type)
+
     @property
     def sha256(self) -> str:
         return sha256(self.data).hexdigest()
@@ -39,3 +65,7 @@ class ImageRef:
     media_type: str
     width: int
     height: int
+
+
+def data_url(data: bytes, media_type: str) -> str:
+    return f"data:{media_type};base64,{b64encode(data).decode()}"

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from components.contracts.images import data_url
 from components.datasets.histograms import Histogram
 from components.datasets.lerobot.reader import Dataset
 from components.datasets.measure import Measured
 from components.datasets.quantiles import FeatureValues
 from components.datasets.statistics import QUANTILES, Array, FeatureStatistics
-from components.reports.pages import data_uri
 from components.reports.report import HtmlReport, ReportImage, Table
 
 COLUMNS, BINS = 4, 60
@@ -78,4 +78,4 @@ def _image(name: str, counts: list[Array], edges: list[Array]) -> ReportImage:
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=90, facecolor="white", metadata={"Software": None})
     spans = (f"[{i}] from {edge[0]:.4g} to {edge[-1]:.4g}" for i, edge in enumerate(edges))
-    return ReportImage(name, data_uri(out.getvalue(), "image/png"), "; ".join(spans))
+    return ReportImage(name, data_url(out.getvalue(), "image/png"), "; ".join(spans))

@@ -124,18 +124,6 @@ def open_sources(artifact: Path) -> tuple[DatasetSource, ...]:
     return tuple(_source(_opened(source, path, cache), source) for source in reference.sources)
 
 
-def open_source(artifact: Path) -> Dataset:
-    """The only dataset of an artifact.
-
-    Raises:
-        DataError: see `open_sources`, or there are several.
-    """
-    sources = open_sources(artifact)
-    if len(sources) != 1:
-        raise DataError(f"{len(sources)} datasets where one is needed", where=str(artifact / REFERENCE))
-    return sources[0].dataset
-
-
 def split(
     sources: Sequence[DatasetSource], held_out: float, seed: int
 ) -> tuple[tuple[DatasetSource, ...], tuple[DatasetSource, ...]]:

@@ -156,6 +156,7 @@ class ServerPool:
         await self._session.close()
         await self.http.aclose()
         await asyncio.gather(*(replica.server.stop() for replica in self.replicas if replica.server))
+        log.info("the pool's counts: %s", self.statistics.snapshot())
 
     # Requests
 

@@ -9,17 +9,6 @@ from dataclasses import dataclass, field
 
 from components.inference.client import Completion, GenerationFailure
 
-_COUNTS = (
-    "requests",
-    "completions",
-    "retries",
-    "timeouts",
-    "ejections",
-    "restarts",
-    "prompt_tokens",
-    "completion_tokens",
-)
-
 
 @dataclass
 class PoolStatistics:
@@ -55,7 +44,7 @@ class PoolStatistics:
 
     def snapshot(self) -> dict[str, float]:
         """Flat numbers for a log: counts, failures by reason, completion tokens per second of the pool's life."""
-        numbers: dict[str, float] = {name: getattr(self, name) for name in _COUNTS}
+        numbers: dict[str, float] = {name: value for name, value in vars(self).items() if isinstance(value, int)}
         numbers |= {f"failures/{reason}": count for reason, count in self.failures.items()}
         numbers["tokens_per_second"] = self.completion_tokens / max(time.monotonic() - self.began, 1e-9)
         numbers["mean_request_seconds"] = self.request_seconds / max(self.requests, 1)

@@ -15,7 +15,6 @@ from components.models.families import COMPONENTS, Family
 from components.models.settings import LoraSettings
 
 ALL_LINEARS = "all"
-PEFT_PREFIX = "base_model.model."
 
 
 def target_modules(model: nn.Module, family: Family, settings: LoraSettings) -> list[str]:

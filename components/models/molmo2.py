@@ -7,7 +7,7 @@ writes for it has the embedding in equal halves; its parts have `vocab_size` and
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -111,11 +111,6 @@ def from_hub(state: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
 def has_second_layout(config: Any) -> bool:
     """Whether a configuration is Molmo2's, whose files are in the hub layout."""
     return bool(config.model_type == "molmo2")
-
-
-def is_hub(names: Iterable[str]) -> bool:
-    """Whether `names` are those of the hub layout."""
-    return any(name.startswith(("model.transformer.", "model.vision_backbone.")) for name in names)
 
 
 def _parse(name: str) -> tuple[str, str, str]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import math
 import re
-from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from components.contracts.images import data_url
 from components.reports.report import ReportImage
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def _svg_uri(panel: Panel, names: list[str], history: History) -> str:
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     style = "<style>:root{color:#33332f}@media(prefers-color-scheme:dark){:root{color:#d5d5d0}}</style>"
     svg = out.getvalue().replace(_INK, "currentColor").replace("<defs>", style + "<defs>", 1)
-    return f"data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}"
+    return data_url(svg.encode(), "image/svg+xml")
 
 
 def _points(history: History, key: str) -> tuple[list[float], list[float]]:

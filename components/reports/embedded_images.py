@@ -6,8 +6,7 @@ from io import BytesIO
 from typing import Protocol
 
 from components.artifacts.images import decode
-from components.contracts.images import EncodedImage, ImageRef
-from components.reports.pages import data_uri
+from components.contracts.images import EncodedImage, ImageRef, data_url
 
 
 class ImageReader(Protocol):
@@ -35,7 +34,7 @@ class EmbeddedImages:
         if self._left <= 0:
             self._left_out.add(key)
             return key
-        uri = data_uri(*self._encode(ref))
+        uri = data_url(*self._encode(ref))
         if len(uri) > self._left:
             self._left = 0
             self._left_out.add(key)

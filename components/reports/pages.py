@@ -46,10 +46,6 @@ def inline_json(value: Any) -> Markup:
     return Markup(text)
 
 
-def data_uri(data: bytes, media_type: str) -> str:
-    return f"data:{media_type};base64,{b64encode(data).decode()}"
-
-
 def _asset(names: tuple[str, ...]) -> str:
     return "\n".join((ASSETS / name).read_text("utf-8") for name in names)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from base64 import b64encode
 from typing import Any
 
 from components.artifacts.images import ImageStore
@@ -37,7 +36,7 @@ class SharedImages:
 
     def _put(self, image: EncodedImage) -> tuple[ImageRef, str]:
         ref = self._store.put(image)
-        return ref, f"data:{ref.media_type};base64,{b64encode(self._store.read(ref)).decode()}"
+        return ref, EncodedImage(self._store.read(ref), ref.media_type).url
 
 
 class Conversation:

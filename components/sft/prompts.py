@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from components.artifacts.images import decode
-from components.artifacts.references import load_reference
+from components.contracts.images import EncodedImage
 from components.contracts.rollouts import TokenIds
 
 
@@ -75,4 +75,4 @@ def _for_template(part: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _image(part: Mapping[str, Any]) -> Image.Image:
-    return decode(load_reference(part["image_url"]["url"]))
+    return decode(EncodedImage.from_url(part["image_url"]["url"]))

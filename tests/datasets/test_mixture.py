@@ -18,7 +18,7 @@ from components.datasets.lerobot.layout import Feature
 from components.datasets.lerobot.writer import create_dataset
 from components.datasets.mixture import FrameIndex, Mixture
 from components.datasets.settings import DatasetSettings, QuantileStatsSettings
-from components.datasets.source import local_folder, open_source, open_sources, pinned, split
+from components.datasets.source import local_folder, open_sources, pinned, split
 from components.datasets.stage import read_statistics
 from components.stages import run_stage
 
@@ -174,7 +174,7 @@ def test_a_recorded_dataset_is_a_source(written, tmp_path):
     (source,) = open_sources(tmp_path / "artifact")
     assert (source.tag, source.state, source.action) == ("default", "observation.state", "action")
     assert list(source.cameras) == ["observation.images.front", "observation.images.wrist"]
-    assert open_source(tmp_path / "artifact").info.total_frames == sum(LENGTHS)
+    assert source.dataset.info.total_frames == sum(LENGTHS)
     (mixed,) = open_sources(artifact(tmp_path / "store", named(tmp_path / "artifact", "robot")).path)
     assert mixed.tag == "robot" and mixed.dataset.root == tmp_path / "artifact/dataset"
     with pytest.raises(ConfigurationError, match="one dataset in a folder alone"):

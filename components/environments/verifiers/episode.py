@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
-import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from components.contracts.episodes import Observation, Outcome
+from components.contracts.errors import DataError
 from components.contracts.images import EncodedImage
 from components.environments.verifiers.endpoint import ChatEndpoint, PendingRequest
 
 Play = Callable[[str], Awaitable[Mapping[str, float]]]
-_DATA_URL = re.compile(r"data:(image/[a-z]+);base64,(.*)", re.DOTALL)
 
 
 class VerifiersEpisode:
@@ -100,14 +97,10 @@ def _part(part: Mapping[str, Any]) -> str | EncodedImage:
         return str(part["text"])
     if part["type"] != "image_url":
         raise ValueError(f"a message holds {part['type']!r}; the bridge supports text and images")
-    url = str(part["image_url"]["url"])
-    match = _DATA_URL.fullmatch(url)
-    if match is None:
-        raise ValueError(f"an image is passed by URL, {url[:80]!r}; give its bytes as data:image/...;base64,...")
     try:
-        return EncodedImage(base64.b64decode(match[2], validate=True), match[1])
-    except binascii.Error as error:
-        raise ValueError(f"an image's base64 is damaged: {error}") from error
+        return EncodedImage.from_url(str(part["image_url"]["url"]))
+    except DataError as error:
+        raise ValueError(str(error)) from error
 
 
 def _essence(message: Mapping[str, Any]) -> tuple[str, tuple[str | EncodedImage, ...]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 
+from components.contracts.images import data_url
 from components.evaluation.wilson import Interval
-from components.reports.pages import data_uri
 from components.reports.report import ReportImage
 
 _ROW, _LABEL, _BAR, _EDGE = 26, 400, 320, 70
@@ -25,7 +25,7 @@ def rate_chart(title: str, rates: Mapping[str, Interval]) -> ReportImage:
         f"{_STYLE}{rows}</svg>"
     )
     words = "; ".join(f"{label}: {rate}" for label, rate in rates.items())
-    return ReportImage(title, data_uri(svg.encode(), "image/svg+xml"), words)
+    return ReportImage(title, data_url(svg.encode(), "image/svg+xml"), words)
 
 
 def _row(place: int, label: str, rate: Interval) -> str:

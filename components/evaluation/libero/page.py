@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from components.contracts.images import data_url
 from components.evaluation.libero.chart import rate_chart
 from components.evaluation.libero.compare import PairedComparison
 from components.evaluation.libero.results import LiberoResult, by_suite, by_task, success_rate
 from components.evaluation.wilson import Interval
-from components.reports.pages import data_uri
 from components.reports.report import HtmlReport, ReportImage, Table
 
 _COLUMNS = ("episodes", "success", "95 % interval", "steps when solved", "failed")
@@ -127,5 +127,5 @@ def _still(still: LastFrame) -> ReportImage:
     out = BytesIO()
     Image.fromarray(still.image).save(out, "WEBP", quality=80, method=4)
     return ReportImage(
-        _label(still.result), data_uri(out.getvalue(), "image/webp"), f"the end: {still.result.language}"
+        _label(still.result), data_url(out.getvalue(), "image/webp"), f"the end: {still.result.language}"
     )

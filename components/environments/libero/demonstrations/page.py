@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from components.contracts.images import data_url
 from components.environments.libero.demonstrations.episodes import DemonstrationJob
 from components.environments.libero.scripted.demonstrate import DemonstrationOutcome
-from components.reports.pages import data_uri
 from components.reports.report import HtmlReport, ReportImage, Table
 
 STILLS, SIDE = 6, 128
@@ -66,4 +66,4 @@ def _stills(preview: Preview) -> str:
             sheet.paste(still, (SIDE * column, SIDE * row))
     out = io.BytesIO()
     sheet.save(out, "JPEG", quality=85)
-    return data_uri(out.getvalue(), "image/jpeg")
+    return data_url(out.getvalue(), "image/jpeg")

@@ -15,7 +15,7 @@ from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
 from components.contracts.robots import RobotObservation
 from components.contracts.stages import StageContext, StageReport
-from components.datasets.source import open_source
+from components.datasets.source import open_sources
 from components.environments.libero.demonstrations.episodes import DemonstrationJournal, jobs_of
 from components.environments.libero.demonstrations.page import Preview, demonstrations_report
 from components.environments.libero.demonstrations.settings import DemonstrationSettings, DemonstrationsStageSettings
@@ -77,7 +77,7 @@ def run(root: Path, chosen: DemonstrationsStageSettings, processes: int = 1) -> 
 def test_the_dataset_s_actions_reach_the_goal_and_a_crash_costs_one_episode(tmp_path: Path) -> None:
     chosen = settings()
     report, out, done = run(tmp_path, chosen)
-    dataset = open_source(out)
+    dataset = open_sources(out)[0].dataset
     assert done == [1, 2] and dict(report.rows) == {"episodes": 2, "frames": dataset.info.total_frames}
     assert json.loads((out / "failures.json").read_text()) == []
     assert dataset.tasks == (TASK,) and dataset.info.fps == 20 and dataset.info.robot_type == "panda"
