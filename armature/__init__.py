@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from components.contracts.rollouts import GenerateOutputs
     from components.contracts.settings import Settings
     from components.environments.generated import GeneratedEnvironment
-    from components.training.config import MultimodalRLConfig
-    from components.training.trainer import MultimodalGRPOTrainer
+    from components.rl.config import MultimodalRLConfig
+    from components.rl.trainer import MultimodalGRPOTrainer
 
 __all__ = [
     "ArmatureError",
@@ -62,8 +62,8 @@ _MODULES = {
     "GeneratedEnvironment": "components.environments.generated",
     "MultimodalAdapter": "components.adapters.base",
     "MultimodalBatch": "components.contracts.batches",
-    "MultimodalGRPOTrainer": "components.training.trainer",
-    "MultimodalRLConfig": "components.training.config",
+    "MultimodalGRPOTrainer": "components.rl.trainer",
+    "MultimodalRLConfig": "components.rl.config",
     "Observation": "components.contracts.episodes",
     "Outcome": "components.contracts.episodes",
     "Recipe": "components.configuration",

@@ -6,23 +6,23 @@ trainer.args.vllm_server_host and _port is joined.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from armature.hardware import gpu_count
 from components.configuration import explain, read_toml
 from components.contracts.errors import ConfigurationError
-from components.contracts.machine import Machine, Scalar
+from components.contracts.machine import Scalar
 from components.inference.settings import ServerSettings
-from components.training.config import MultimodalRLConfig
+from components.rl.config import MultimodalRLConfig
+
+if TYPE_CHECKING:
+    from components.rl.trainer import MultimodalGRPOTrainer
 
 USAGE = "Usage: armature train-multimodal @ path/to/file.toml"
 
@@ -98,12 +98,12 @@ def train(arguments: Sequence[str]) -> dict[str, float]:
     config = MultimodalRLConfig(env_id=layout.env.id, env_args=layout.env.args, **layout.trainer.args)
 
     from components.models.source import locate
+    from components.rl.trainer import MultimodalGRPOTrainer
 
-    model = locate(layout.model, layout.revision)
-    with _server(layout.inference, config, model, server_gpus):
-        from components.training.trainer import MultimodalGRPOTrainer
-
-        return MultimodalGRPOTrainer(model, config=config).train()
+    trainer = MultimodalGRPOTrainer(locate(layout.model, layout.revision), config=config)
+    if layout.inference is not None:
+        _serve(trainer, layout.inference, server_gpus)
+    return trainer.train()
 
 
 def divide_gpus(layout: MultimodalFile) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -129,31 +129,15 @@ def divide_gpus(layout: MultimodalFile) -> tuple[tuple[int, ...], tuple[int, ...
     return tuple(range(serving)), tuple(range(serving, serving + layout.trainer.gpus))
 
 
-@contextmanager
-def _server(
-    table: InferenceTable | None, config: MultimodalRLConfig, model: Path, gpus: tuple[int, ...]
-) -> Iterator[None]:
-    if table is None:
-        yield
-        return
-    from components.inference.server import VllmServer
-
+def _serve(trainer: MultimodalGRPOTrainer, table: InferenceTable, gpus: tuple[int, ...]) -> None:
+    """Have the trainer start its server, at the port that its config names."""
     extra: Mapping[str, Any] = table.args.model_extra or {}
-    arguments: dict[str, Scalar] = {"port": config.vllm_server_port, **extra}
-    machine = Machine(
-        server_gpus=(gpus,) if gpus else (),
-        server_arguments=arguments,
-        ready_timeout=config.vllm_server_timeout,
+    arguments: dict[str, Scalar] = {"port": trainer.config.vllm_server_port, **extra}
+    trainer.machine = trainer.machine.model_copy(
+        update={"endpoints": (), "server_gpus": (gpus,) if gpus else (), "server_arguments": arguments}
     )
-    settings = ServerSettings(
+    trainer.served = ServerSettings(
         max_model_len=table.args.max_model_len,
         max_images_per_prompt=table.args.images,
         dtype=table.args.dtype or ("bfloat16" if gpus else "float32"),
     )
-    key = os.environ.setdefault("VLLM_API_KEY", secrets.token_urlsafe(32))
-    server = VllmServer(settings, machine, index=0, log_folder=config.folder / "servers", api_key=key)
-    asyncio.run(server.start(model))
-    try:
-        yield
-    finally:
-        asyncio.run(server.stop())

@@ -30,7 +30,6 @@ from components.rollouts.collect import collect
 from components.rollouts.schedule import tasks_of_step
 from components.stages import TerminalEvents
 from components.training.client import TrainerClient
-from components.training.null_events import NullEvents
 from components.training.service_settings import TrainerPolicySettings
 
 
@@ -38,7 +37,7 @@ async def train(work: Path, overrides: list[str]) -> float:
     """The accuracy on the held-out tasks after the last step."""
     settings: dict[str, Any] = dict(armature.load_recipe("train-vlm/colors", overrides).sections)
     machine, model, plan, trainer = (settings[name] for name in ("machine", "model", "rollouts", "trainer"))
-    images, events, quiet = ImageStore(work / "images"), TerminalEvents(), NullEvents()
+    images, events = ImageStore(work / "images"), TerminalEvents()
 
     # The model, and the environment with its tasks: an image and a question each, and a reward for the answer.
     start = make_tiny_checkpoint("qwen2-vl", work / "model", model.tiny.seed, model.tiny)
@@ -56,7 +55,7 @@ async def train(work: Path, overrides: list[str]) -> float:
         async with pool:
 
             async def play(tasks: list[Any], samples: int, step: int, sampling: Any) -> Any:
-                options: dict[str, Any] = {"step": step, "seed": plan.seed, "machine": machine, "events": quiet}
+                options: dict[str, Any] = {"step": step, "seed": plan.seed, "machine": machine, "events": events}
                 return await collect(environment, tasks, samples, pool, images, sampling, **options)
 
             for step in range(1, trainer.max_steps + 1):

@@ -20,7 +20,9 @@ log = logging.getLogger(__name__)
 class SampleSource(Protocol):
     """What an adapter does here: exact token sequences from trajectories, drops counted by reason."""
 
-    def samples(self, outputs: GenerateOutputs, advantages: TurnAdvantages) -> tuple[list[Sample], Counter[str]]: ...
+    def samples(
+        self, outputs: GenerateOutputs, advantages: TurnAdvantages | None = None
+    ) -> tuple[list[Sample], Counter[str]]: ...
 
 
 @dataclass(frozen=True)

@@ -25,13 +25,17 @@ class StepUnits(Protocol):
     def record(self, step: int, metrics: dict[str, float]) -> None: ...
 
 
-def run_loop(steps: StepUnits, first: int, last: int, max_staleness: int, units: Units, events: Events) -> None:
+def run_loop(
+    steps: StepUnits, first: int, last: int, max_staleness: int, units: Units, events: Events, sync_every: int = 1
+) -> None:
     """Steps `first` to `last`, both included; the policy version is the number of steps applied.
 
     With `max_staleness` 0 the rollouts of a step are sampled by the weights of the step before (on-policy). With 1
     they are generated while the trainer works on the step before, by weights that are one version older: new weights
     wait until the last of them is there, and so does a checkpoint, for a run that resumes has no older weights to
     make them with. Which version samples a token never depends on which of the two is done first.
+
+    New weights follow after the steps that `sync_every` divides; 0: never.
     """
 
     def collect(step: int) -> Future[Artifact]:
@@ -53,7 +57,7 @@ def run_loop(steps: StepUnits, first: int, last: int, max_staleness: int, units:
             ahead.result()
             clock.lap("timing/wait_for_rollouts")
         steps.save(step)
-        if step < last:
+        if step < last and sync_every and step % sync_every == 0:
             units.submit(f"sync-{step:05d}", steps.sync, step).result()
         clock.lap("timing/sync")
         pending = ahead or (collect(step + 1) if step < last else None)

@@ -13,12 +13,14 @@ from components.artifacts.images import ImageStore
 from components.artifacts.store import ArtifactStore
 from components.contracts.errors import TrainerError
 from components.contracts.stages import Artifact, StageContext
+from components.environments.make import make_environment
+from components.environments.stage import load_tasks
 from components.inference.checkpoint import vocabulary
 from components.inference.pool import ServerPool
 from components.models.load import load_processor
 from components.models.source import locate
-from components.rl.run import RLRun
-from components.rl.settings import TrainVLMSettings
+from components.rl.run import RLRun, RunParts, Trainer
+from components.rl.settings import LoopSettings, TrainVLMSettings
 from components.rl.skipped import skipped_batches
 from components.training.client import TrainerClient
 from components.training.service_settings import TrainerPolicySettings
@@ -44,7 +46,6 @@ def open_run(
         temperature=settings.rollouts.sampling.temperature,
         images=context.images,
     )
-    trainer = TrainerClient(policy, context.machine, context.workspace / "trainer")
     adapter = get_adapter(
         weights,
         load_processor(weights, settings.model),
@@ -59,28 +60,46 @@ def open_run(
         forbidden_token_ids=sorted(adapter.collator.forbidden_token_ids),
         load_on_join=load_on_join,
     )
+    with closing(make_environment(settings.environment, context.machine.environment_processes)) as environment:
+        parts = RunParts(
+            environment=environment,
+            tasks=load_tasks(inputs["tasks"].path, "train"),
+            adapter=adapter,
+            tokenizer=adapter.tokenizer,
+            vocabulary=vocabulary(weights),
+            servers=servers,
+            trainer=TrainerClient(policy, context.machine, context.workspace / "trainer"),
+            digests={"tasks": inputs["tasks"].digest},
+        )
+        with open_parts(settings.loop, context, store, parts) as opened:
+            yield opened
+
+
+@contextmanager
+def open_parts(
+    settings: LoopSettings, context: StageContext, store: ArtifactStore, parts: RunParts
+) -> Iterator[tuple[RLRun, int]]:
+    """The run of `parts`, of which servers and trainer are up within it, and the last step that the trainer saved."""
     with ThreadPoolExecutor(1) as starter, start_blocking_portal(name="servers") as portal:
         context.events.message("starting the trainer and the servers")
-        resumed = starter.submit(_start, trainer)
+        resumed = starter.submit(_start, parts.trainer)
         try:
-            with portal.wrap_async_context_manager(servers) as pool:
+            with portal.wrap_async_context_manager(parts.servers):
                 done = resumed.result()
-                run = RLRun(settings, inputs, context, store, adapter, pool, trainer, portal)
-                with closing(run.environment):
-                    run.vocabulary = vocabulary(weights)
-                    named, last = context.machine.skip_batches, settings.trainer.max_steps
-                    run.skipped = skipped_batches(context.workspace, named, done, last)
-                    if done:
-                        context.events.message(f"resuming after step {done}")
-                        run.complete_history(done)
-                        run.sync(done)
-                    yield run, done
+                run = RLRun(settings, context, store, parts, portal)
+                named, last = context.machine.skip_batches, settings.trainer.max_steps
+                run.skipped = skipped_batches(context.workspace, named, done, last)
+                if done:
+                    context.events.message(f"resuming after step {done}")
+                    run.complete_history(done)
+                    run.sync(done)
+                yield run, done
         finally:
             with suppress(TrainerError):  # one that did not start has said so, or something worse has
                 resumed.result()
-            trainer.stop()
+            parts.trainer.stop()
 
 
-def _start(trainer: TrainerClient) -> int:
+def _start(trainer: Trainer) -> int:
     trainer.start()
     return trainer.resume()

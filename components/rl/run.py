@@ -6,32 +6,32 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from anyio.from_thread import BlockingPortal
 
-from components.adapters import FamilyAdapter
 from components.artifacts.history import History
 from components.artifacts.images import ImageStore
 from components.artifacts.manifest import write_manifest
 from components.artifacts.store import ArtifactStore
-from components.batches.build import BuiltBatch, build_batch
-from components.batches.check import MOST_TOKENS, Vocabulary
+from components.batches.build import BuiltBatch, SampleSource, build_batch
+from components.batches.check import Vocabulary
 from components.batches.table import write_batch
-from components.contracts.episodes import Task
+from components.contracts.episodes import Environment, Task
 from components.contracts.errors import TrainerError
-from components.contracts.rollouts import GenerateOutputs
+from components.contracts.rollouts import GenerateOutputs, LogProbs
 from components.contracts.stages import Artifact, StageContext
-from components.environments.make import make_environment
-from components.environments.stage import load_tasks
 from components.inference.endpoint import Endpoint
 from components.inference.pool import ServerPool
+from components.inference.probe import Probe, ProbeAnswer
 from components.rl.agreement import LogprobAgreement, compare, refuse_mismatch, step_mismatch
+from components.rl.loop import run_loop
 from components.rl.metrics import rollout_metrics
 from components.rl.reporting import ViewerSteps
-from components.rl.settings import TrainVLMSettings
+from components.rl.settings import LoopSettings
 from components.rl.texts import RecordingGenerator, refuse_other_texts
 from components.rollouts.collect import collect
 from components.rollouts.generator import Generator
@@ -39,10 +39,49 @@ from components.rollouts.rounds import choose_groups, play_rounds
 from components.rollouts.schedule import tasks_of_step
 from components.rollouts.table import read_rollouts, write_rollouts
 from components.training.client import TrainerClient
-from components.training.restarts import with_restarts
+from components.training.restarts import Restartable, with_restarts
 
 BATCH_METRICS = "metrics.json"
 T = TypeVar("T")
+
+
+class Trainer(Restartable, Protocol):
+    """What a run asks of a trainer: see `TrainerClient`, whose methods these are."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def step(self, step: int, batch: Path) -> dict[str, float]: ...
+
+    def score(self, batch: Path) -> list[LogProbs]: ...
+
+    def publish(self, folder: Path, version: int) -> None: ...
+
+    def probe(self, probe: Probe, version: int) -> ProbeAnswer: ...
+
+    def save(self) -> Path: ...
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """What a run joins.
+
+    `tokenizer` is that of the policy, a fast one of transformers; `digests` are those of what is played, by name, for
+    the manifests of rollouts; the servers get new weights after every `sync_every` steps, 0: never; `rewarded` may
+    change what is played before it is kept.
+    """
+
+    environment: Environment
+    tasks: Sequence[Task]
+    adapter: SampleSource
+    tokenizer: Any
+    vocabulary: Vocabulary
+    servers: ServerPool
+    trainer: Trainer
+    digests: Mapping[str, str]
+    sync_every: int = 1
+    rewarded: Callable[[GenerateOutputs], GenerateOutputs] = lambda outputs: outputs
 
 
 class RLRun:
@@ -54,26 +93,31 @@ class RLRun:
 
     def __init__(
         self,
-        settings: TrainVLMSettings,
-        inputs: Mapping[str, Artifact],
+        settings: LoopSettings,
         context: StageContext,
         store: ArtifactStore,
-        adapter: FamilyAdapter,
-        pool: ServerPool,
-        trainer: TrainerClient,
+        parts: RunParts,
         portal: BlockingPortal,
     ) -> None:
-        self.settings, self.inputs, self.context, self.store = settings, inputs, context, store
-        self.pool, self.trainer, self.portal = pool, trainer, portal
-        self.adapter, self.images = adapter, ImageStore(context.images)
-        self.environment = make_environment(settings.environment, context.machine.environment_processes)
-        self.tasks: list[Task] = load_tasks(inputs["tasks"].path, "train")
+        self.settings, self.context, self.store, self.parts = settings, context, store, parts
+        self.pool, self.trainer, self.portal = parts.servers, parts.trainer, portal
+        self.images = ImageStore(context.images)
         self.history = History(context.workspace / "history.jsonl")
         self.weights = context.workspace / "weights"
         self.gallery = ViewerSteps()
-        self.vocabulary: Vocabulary = (MOST_TOKENS, MOST_TOKENS)
         self.skipped: frozenset[int] = frozenset()
         self._step_metrics: dict[int, dict[str, float]] = {}
+
+    def train_from(self, done: int) -> None:
+        """All steps after `done`; before the first one trainer and servers have to agree.
+
+        Raises:
+            MismatchError: they do not.
+        """
+        if done == 0:
+            self.context.events.message("\n".join(["pre-flight: trainer and server agree", *self.preflight().lines()]))
+        last, staleness = self.settings.trainer.max_steps, self.settings.rollouts.max_staleness
+        run_loop(self, done + 1, last, staleness, self.context.units, self.context.events, self.parts.sync_every)
 
     def rollouts(self, step: int) -> Artifact:
         """The rollouts of `step`, found or collected."""
@@ -85,7 +129,7 @@ class RLRun:
         def fill(folder: Path) -> None:
             write_rollouts(folder, outputs)
             rows = {"trajectories": len(outputs.trajectories), "failures": len(outputs.failures)}
-            self._describe(folder, "rollouts", step, rows, outputs.drops, {"tasks": self.inputs["tasks"].digest})
+            self._describe(folder, "rollouts", step, rows, outputs.drops, dict(self.parts.digests))
 
         artifact = self.store.write("rollouts", self._key(step), fill)
         self.context.events.artifact(artifact, "output", step)
@@ -114,7 +158,7 @@ class RLRun:
             self.context.events.message(f"the batch of step {step} is skipped, as machine.skip_batches says")
             return BuiltBatch([], Counter(batch_skipped=len(outputs.trajectories)), {"batch/skipped": 1.0})
         chosen = choose_groups(outputs, self.settings.rollouts)
-        built = build_batch(chosen.outputs, self.adapter, self.settings.batches, self.vocabulary)
+        built = build_batch(chosen.outputs, self.parts.adapter, self.settings.batches, self.parts.vocabulary)
         return BuiltBatch(built.samples, built.drops + Counter(chosen.drops), built.metrics | chosen.metrics)
 
     def train(self, step: int, batch: Artifact) -> dict[str, float]:
@@ -149,7 +193,8 @@ class RLRun:
 
     def sync(self, version: int) -> None:
         """Bring the weights after step `version` to every server, unless all that they would sample is made."""
-        upcoming = range(version + 1, version + 2 + self.settings.rollouts.max_staleness)
+        every = self.parts.sync_every or self.settings.trainer.max_steps
+        upcoming = range(version + 1, version + 1 + every + self.settings.rollouts.max_staleness)
         if all(self.store.find("rollouts", self._key(step)) for step in upcoming):
             return
         folder = self.weights / f"{version:06d}"
@@ -159,8 +204,11 @@ class RLRun:
             self.portal.call(self.pool.sync, folder, version, None, answer)
             return
 
+        trainer = self.trainer
+        assert isinstance(trainer, TrainerClient)
+
         async def send(endpoints: Sequence[Endpoint]) -> None:
-            await asyncio.to_thread(self.trainer.send, endpoints, version)
+            await asyncio.to_thread(trainer.send, endpoints, version)
 
         self.portal.call(self.pool.sync, folder, version, send, answer)
 
@@ -182,8 +230,8 @@ class RLRun:
         """
         overheard = RecordingGenerator(self.pool)
         outputs = self.portal.call(self._round, overheard, 0, self.settings.preflight.groups, 0)
-        refuse_other_texts(overheard.completions, self.adapter.tokenizer.backend_tokenizer)
-        samples, drops = self.adapter.samples(outputs)
+        refuse_other_texts(overheard.completions, self.parts.tokenizer.backend_tokenizer)
+        samples, drops = self.parts.adapter.samples(outputs)
         drops.update(outputs.drops)
         folder = self.context.workspace / "preflight"
         folder.mkdir(exist_ok=True)
@@ -212,9 +260,9 @@ class RLRun:
 
     async def _round(self, policy: Generator, step: int, groups: int, number: int) -> GenerateOutputs:
         plan = self.settings.rollouts
-        return await collect(
-            self.environment,
-            tasks_of_step(self.tasks, groups, step, plan.seed, number),
+        outputs = await collect(
+            self.parts.environment,
+            tasks_of_step(self.parts.tasks, groups, step, plan.seed, number),
             plan.group_size,
             policy,
             self.images,
@@ -225,6 +273,7 @@ class RLRun:
             events=self.context.events,
             first_group=number * groups,
         )
+        return self.parts.rewarded(outputs)
 
     def _made_batch(self, step: int) -> Artifact:
         made = self.store.find("batches", self._batch_key(step))

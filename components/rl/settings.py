@@ -33,6 +33,15 @@ class PreflightSettings(Settings):
     )
 
 
+class LoopSettings(Settings):
+    """What the loop reads, whatever is played and trained."""
+
+    rollouts: RolloutSettings
+    batches: BatchSettings
+    trainer: TrainerSettings
+    preflight: PreflightSettings
+
+
 class TrainVLMSettings(Settings):
     """The sections of a train-vlm recipe that the trained weights depend on."""
 
@@ -43,3 +52,9 @@ class TrainVLMSettings(Settings):
     batches: BatchSettings
     trainer: TrainerSettings
     preflight: PreflightSettings
+
+    @property
+    def loop(self) -> LoopSettings:
+        return LoopSettings(
+            rollouts=self.rollouts, batches=self.batches, trainer=self.trainer, preflight=self.preflight
+        )

@@ -18,17 +18,12 @@ def train_vlm(
 ) -> StageReport:
     """Writes `checkpoint/` (Hugging Face layout), `history.json`, `metrics.json`, `lineage.json` and the report."""
     from components.models.source import CHECKPOINT
-    from components.rl.loop import run_loop
     from components.rl.open import open_run
     from components.rl.reporting import write_pages
     from components.stages import open_store
 
-    trainer = settings.trainer
     with open_run(settings, inputs, context, open_store(context.machine)) as (run, done):
-        if done == 0:
-            context.events.message("\n".join(["pre-flight: trainer and server agree", *run.preflight().lines()]))
-        staleness = settings.rollouts.max_staleness
-        run_loop(run, done + 1, trainer.max_steps, staleness, context.units, context.events)
+        run.train_from(done)
         run.finish(out / CHECKPOINT)
         history, lineage, gallery = run.history.read(), run.lineage(), run.gallery
     write_json(out / "history.json", history)

@@ -6,27 +6,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from components.contracts.batches import MultimodalBatch
-from components.training.config import MultimodalRLConfig
 
 if TYPE_CHECKING:
     from components.adapters.base import MultimodalAdapter
     from components.training.client import TrainerClient
     from components.training.learner import Learner
-    from components.training.trainer import MultimodalGRPOTrainer
 
 __all__ = [
     "Learner",
     "MultimodalAdapter",
     "MultimodalBatch",
-    "MultimodalGRPOTrainer",
-    "MultimodalRLConfig",
     "TrainerClient",
 ]
 
 _MODULES = {
     "Learner": "components.training.learner",
     "MultimodalAdapter": "components.adapters.base",
-    "MultimodalGRPOTrainer": "components.training.trainer",
     "TrainerClient": "components.training.client",
 }
 

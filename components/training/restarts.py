@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from components.contracts.errors import TrainerError
 from components.contracts.stages import Events
-from components.training.client import TrainerClient
 
 MAX_RESTARTS = 3
 T = TypeVar("T")
 
 
+class Restartable(Protocol):
+    """A trainer that may die, as `TrainerClient` is."""
+
+    @property
+    def alive(self) -> bool: ...
+
+    def restart(self) -> None: ...
+
+    def resume(self) -> int: ...
+
+
 def with_restarts(
-    trainer: TrainerClient, done: int, ask: Callable[[], T], replay: Callable[[int], object], events: Events
+    trainer: Restartable, done: int, ask: Callable[[], T], replay: Callable[[int], object], events: Events
 ) -> T:
     """The answer of `ask`, which needs the weights after step `done`.
 

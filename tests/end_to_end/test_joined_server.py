@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from armature import MultimodalGRPOTrainer, MultimodalRLConfig
 from armature.check import check_recipe
 from components.configuration import Recipe, build_recipe, load_recipe
 from components.contracts.errors import ConfigurationError, MismatchError
@@ -19,7 +20,6 @@ from components.environments.settings import EnvironmentSettings
 from components.inference.pool import ServerPool
 from components.inference.settings import ServerSettings
 from components.stages import STAGES, run_stage
-from components.training import MultimodalGRPOTrainer, MultimodalRLConfig
 
 NAME = "train-vlm/colors"
 

@@ -17,6 +17,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from components.adapters.sequences import merge_turns, sample_of
 from components.artifacts.store import ArtifactStore
+from components.batches.check import MOST_TOKENS
 from components.batches.table import read_batch
 from components.configuration import load_recipe
 from components.contracts.batches import Sample, TurnAdvantages
@@ -24,11 +25,10 @@ from components.contracts.episodes import Observation, Outcome, Task
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
 from components.contracts.rollouts import GenerateOutputs
-from components.contracts.stages import Artifact, StageContext
-from components.environments.stage import TASKS_STAGE
+from components.contracts.stages import StageContext
 from components.inference.client import Completion
 from components.rl.loop import run_loop
-from components.rl.run import RLRun
+from components.rl.run import RLRun, RunParts
 from components.rl.settings import TrainVLMSettings
 from components.rl.skipped import skipped_batches
 from components.rollouts.schedule import tasks_of_step
@@ -130,16 +130,6 @@ def portal() -> Iterator[BlockingPortal]:
         yield portal
 
 
-@pytest.fixture(scope="module")
-def tasks(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    """Tasks that are listed, of an environment that is then replaced."""
-    folder = tmp_path_factory.mktemp("tasks")
-    overrides = ("environment.train_tasks=4", "environment.heldout_tasks=1")
-    settings = load_recipe("train-vlm/colors", overrides).settings_for(TASKS_STAGE.settings)
-    TASKS_STAGE.run(settings, {}, folder, context(folder))
-    return Artifact(kind="tasks", path=folder, digest="tasks")
-
-
 def context(folder: Path) -> StageContext:
     machine = Machine.model_validate({})
     return StageContext(machine, TerminalEvents(), ThreadUnits(), folder, folder / "images", "run")
@@ -148,7 +138,15 @@ def context(folder: Path) -> StageContext:
 class Attempt:
     """A run in `folder`, from the beginning or again."""
 
-    def __init__(self, folder: Path, tasks: Artifact, portal: BlockingPortal, staleness: int, delay: float = 0.0):
+    def __init__(
+        self,
+        folder: Path,
+        portal: BlockingPortal,
+        staleness: int,
+        delay: float = 0.0,
+        adapter: Unmerged | None = None,
+        sync_every: int = 1,
+    ) -> None:
         folder.mkdir(exist_ok=True)
         overrides = (
             f"rollouts.groups_per_step={GROUPS}",
@@ -162,16 +160,22 @@ class Attempt:
         assert isinstance(settings, TrainVLMSettings)
         self.store, self.policy = ArtifactStore(folder), Scripted(delay)
         self.trainer = NotingTrainer(self.policy)
-        adapter, pool = cast(Any, Unmerged()), cast(Any, PoolOfOne(self.policy))
-        self.run = RLRun(
-            settings, {"tasks": tasks}, context(folder), self.store, adapter, pool, cast(Any, self.trainer), portal
+        parts = RunParts(
+            environment=Tells(),
+            tasks=Tells().tasks("train"),
+            adapter=adapter or Unmerged(),
+            tokenizer=None,
+            vocabulary=(MOST_TOKENS, MOST_TOKENS),
+            servers=cast(Any, PoolOfOne(self.policy)),
+            trainer=cast(Any, self.trainer),
+            digests={},
+            sync_every=sync_every,
         )
-        self.run.environment = Tells()
-        self.run.tasks = Tells().tasks("train")
+        self.run = RLRun(settings.loop, context(folder), self.store, parts, portal)
 
     def go(self, first: int = 1, last: int = STEPS) -> Attempt:
         staleness = self.run.settings.rollouts.max_staleness
-        run_loop(self.run, first, last, staleness, ThreadUnits(), TerminalEvents())
+        run_loop(self.run, first, last, staleness, ThreadUnits(), TerminalEvents(), self.run.parts.sync_every)
         return self
 
     def played(self) -> dict[int, list[tuple[str, str]]]:
@@ -186,16 +190,16 @@ class Attempt:
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_step_plays_whole_rounds_until_enough_groups_differ(
-    tmp_path: Path, tasks: Artifact, portal: BlockingPortal, staleness: int
+    tmp_path: Path, portal: BlockingPortal, staleness: int
 ) -> None:
-    attempt = Attempt(tmp_path, tasks, portal, staleness).go()
+    attempt = Attempt(tmp_path, portal, staleness).go()
     history = attempt.run.history.read()
     played = attempt.played()
     assert len({len(one) for one in played.values()}) > 1  # not always as many rounds
     assert any(metrics["groups/surplus"] for metrics in history)
     for step, metrics in zip(range(1, STEPS + 1), history, strict=True):
         rounds = len(played[step]) // (GROUPS * MEMBERS)
-        planned = [tasks_of_step(attempt.run.tasks, GROUPS, step, SEED, number) for number in range(rounds)]
+        planned = [tasks_of_step(attempt.run.parts.tasks, GROUPS, step, SEED, number) for number in range(rounds)]
         firsts = {one: task for one, task in played[step] if one.endswith("-00")}
         assert list(firsts.values()) == [task.task_id for each in planned for task in each]
         differ = [one for one, task in played[step] if int(task) % 2 == 0 and one.endswith("-00")]
@@ -212,13 +216,11 @@ def test_a_step_plays_whole_rounds_until_enough_groups_differ(
     assert attempt.policy.requests == turns  # none after an episode was done
 
 
-def test_a_batch_that_is_named_is_skipped_and_the_run_remembers_it(
-    tmp_path: Path, tasks: Artifact, portal: BlockingPortal
-) -> None:
-    first = Attempt(tmp_path, tasks, portal, staleness=0).go(last=2)
+def test_a_batch_that_is_named_is_skipped_and_the_run_remembers_it(tmp_path: Path, portal: BlockingPortal) -> None:
+    first = Attempt(tmp_path, portal, staleness=0).go(last=2)
     poisoned = first.store.find("batches", "run-00002")
     assert poisoned is not None and first.trainer.batches[2]
-    again = Attempt(tmp_path, tasks, portal, staleness=0)
+    again = Attempt(tmp_path, portal, staleness=0)
     with pytest.raises(ConfigurationError, match=rf"steps 1, 9 cannot be skipped: 1 of {STEPS} steps are made"):
         skipped_batches(tmp_path, (1, 2, 9), 1, STEPS)
     assert skipped_batches(tmp_path, (2,), 1, STEPS) == {2}
@@ -234,9 +236,7 @@ def test_a_batch_that_is_named_is_skipped_and_the_run_remembers_it(
     assert again.played()[2] == first.played()[2]
 
 
-def test_a_sample_that_cannot_be_trained_on_is_left_out_and_counted(
-    tmp_path: Path, tasks: Artifact, portal: BlockingPortal
-) -> None:
+def test_a_sample_that_cannot_be_trained_on_is_left_out_and_counted(tmp_path: Path, portal: BlockingPortal) -> None:
     class Poisons(Unmerged):
         def samples(
             self, outputs: GenerateOutputs, advantages: TurnAdvantages | None = None
@@ -246,22 +246,18 @@ def test_a_sample_that_cannot_be_trained_on_is_left_out_and_counted(
             ids[0] = -1
             return [replace(samples[0], input_ids=ids), *samples[1:]], drops
 
-    attempt = Attempt(tmp_path, tasks, portal, staleness=0)
-    attempt.run.adapter = cast(Any, Poisons())
-    attempt.go(last=1)
+    attempt = Attempt(tmp_path, portal, staleness=0, adapter=Poisons()).go(last=1)
     (row,) = attempt.run.history.read()
     assert row["drops/bad_input_ids"] == 1
     assert len(attempt.trainer.batches[1]) == row["samples/count"] > 0
 
 
-def test_a_resumed_run_plays_the_same_tasks_however_fast_they_are(
-    tmp_path: Path, tasks: Artifact, portal: BlockingPortal
-) -> None:
-    whole = Attempt(tmp_path / "whole", tasks, portal, staleness=1, delay=0.0).go()
-    Attempt(tmp_path / "cut", tasks, portal, staleness=0, delay=0.002).go(last=1)
-    resumed = Attempt(tmp_path / "cut", tasks, portal, staleness=1, delay=0.001).go(first=2)
+def test_a_resumed_run_plays_the_same_tasks_however_fast_they_are(tmp_path: Path, portal: BlockingPortal) -> None:
+    whole = Attempt(tmp_path / "whole", portal, staleness=1, delay=0.0).go()
+    Attempt(tmp_path / "cut", portal, staleness=0, delay=0.002).go(last=1)
+    resumed = Attempt(tmp_path / "cut", portal, staleness=1, delay=0.001).go(first=2)
     assert resumed.played() == whole.played()
-    again = Attempt(tmp_path / "whole", tasks, portal, staleness=1).go()
+    again = Attempt(tmp_path / "whole", portal, staleness=1).go()
     assert again.policy.requests == 0  # everything was found
     metrics = "metrics.json"
     for step in range(1, STEPS + 1):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,14 @@ from components.configuration import load_recipe
 from components.contracts.errors import MismatchError
 from components.contracts.machine import Machine
 from components.contracts.stages import StageContext
+from components.environments.make import make_environment
+from components.environments.stage import load_tasks
+from components.inference.checkpoint import vocabulary
 from components.inference.client import Completion
 from components.inference.pool import ServerPool
 from components.models.load import load_processor
 from components.models.source import locate
-from components.rl.run import RLRun
+from components.rl.run import RLRun, RunParts
 from components.rl.settings import TrainVLMSettings
 from components.rl.texts import refuse_other_texts
 from components.stages import STAGES, TerminalEvents, ThreadUnits, open_store, run_stage
@@ -133,13 +135,20 @@ def test_the_preflight_refuses_a_joined_server_before_it_asks_the_trainer(
     policy = TrainerPolicySettings(
         model_path=weights, model=settings.model, trainer=settings.trainer, temperature=1.0, images=tmp_path / "images"
     )
-    trainer = TrainerClient(policy, machine, tmp_path / "trainer")  # never started
-    servers = ServerPool(weights, settings.inference, machine, tmp_path / "logs")
-    with start_blocking_portal() as portal, portal.wrap_async_context_manager(servers) as pool:
-        run = RLRun(settings, inputs, context, open_store(machine), adapter, pool, trainer, portal)
-        with (
-            closing(run.environment),
-            pytest.raises(MismatchError, match=f"8 times in 8; it says '{weights.name}'") as caught,
-        ):
-            run.preflight()
+    parts = RunParts(
+        environment=make_environment(settings.environment),
+        tasks=load_tasks(inputs["tasks"].path, "train"),
+        adapter=adapter,
+        tokenizer=adapter.tokenizer,
+        vocabulary=vocabulary(weights),
+        servers=ServerPool(weights, settings.inference, machine, tmp_path / "logs"),
+        trainer=TrainerClient(policy, machine, tmp_path / "trainer"),  # never started
+        digests={},
+    )
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(parts.servers),
+        pytest.raises(MismatchError, match=f"8 times in 8; it says '{weights.name}'") as caught,
+    ):
+        RLRun(settings.loop, context, open_store(machine), parts, portal).preflight()
     assert caught.value.where == server.url

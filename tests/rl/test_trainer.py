@@ -15,17 +15,22 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
+from tokenizers.decoders import DecodeStream
 
 from components.adapters import MultimodalAdapter
+from components.batches.table import read_batch
 from components.configuration import load_recipe
 from components.contracts.batches import MultimodalBatch
-from components.contracts.errors import ConfigurationError
+from components.contracts.errors import ConfigurationError, MismatchError
 from components.contracts.rollouts import GenerateOutputs, LogProbs, TokenIds
 from components.inference.probe import ProbeAnswer, make_probe
 from components.models.load import load_model
-from components.training import MultimodalGRPOTrainer, MultimodalRLConfig
+from components.rl.config import MultimodalRLConfig
+from components.rl.trainer import MultimodalGRPOTrainer
+from tests.training.conftest import LORA, Tiny, make_tiny, model_settings, tiny
 
-from .conftest import LORA, Tiny, model_settings
+__all__ = ["make_tiny", "tiny"]  # fixtures
 
 COLORS = load_recipe("train-vlm/colors").dump()["environment"]["args"]
 
@@ -38,24 +43,30 @@ class Answer:
     text: str
     finish_reason: str
     policy_version: int
+    server: str = "sampler"
 
 
 class LocalSampler:
     """Samples with the weights that it was last given, as a server would: weights come as folders only."""
 
-    def __init__(self, tiny: Tiny, folder: Path, version: int, forbidden: Sequence[int]) -> None:
-        self.tiny, self.version, self.forbidden = tiny, version, list(forbidden)
+    lost_at = 0
+
+    def __init__(self, tiny: Tiny, folder: Path, forbidden: Sequence[int]) -> None:
+        self.tiny, self.version, self.forbidden = tiny, 0, list(forbidden)
         self.model = load_model(folder, model_settings())
         self.weights = SimpleNamespace(probe=make_probe(384, self.forbidden, 64, images=False))
         self.synced: list[int] = []
+        self.asked = 0
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None: ...
 
-    async def sync(self, folder: Path, version: int, answer: ProbeAnswer) -> None:
+    async def sync(self, folder: Path, version: int, publish: None, answer: ProbeAnswer) -> None:
         """The trainer's answer to the probe has to be that of the weights which it published."""
+        if version == self.lost_at:
+            raise ConnectionError("the server is gone")
         self.model, self.version = load_model(folder, model_settings()), version
         tokens = torch.tensor([self.weights.probe.tokens])
         with torch.no_grad():
@@ -65,6 +76,7 @@ class LocalSampler:
         self.synced.append(version)
 
     async def complete(self, messages: Sequence[dict[str, Any]], sampling: Any, seed: int) -> Answer:
+        self.asked += 1
         parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
         urls = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
         images = [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).convert("RGB") for url in urls]
@@ -87,7 +99,9 @@ class LocalSampler:
             ids = torch.cat([ids, token[None]], 1)
         tokens = ids[0, prompt_length:].numpy().astype(np.int32)
         prompt = ids[0, :prompt_length].numpy().astype(np.int32)
-        reply = self.tiny.adapter.tokenizer.decode(tokens)
+        stream = DecodeStream(ids=prompt.tolist(), skip_special_tokens=False)  # as vLLM does
+        parts = [stream.step(self.tiny.adapter.tokenizer.backend_tokenizer, token) for token in tokens.tolist()]
+        reply = "".join(part for part in parts if part is not None)
         return Answer(prompt, tokens, np.array(logprobs, np.float32), reply, "length", self.version)
 
 
@@ -101,8 +115,8 @@ def config(folder: Path, **options: Any) -> MultimodalRLConfig:
 def samplers(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> list[LocalSampler]:
     made: list[LocalSampler] = []
 
-    def pool(self: MultimodalGRPOTrainer, weights: Path, version: int) -> LocalSampler:
-        made.append(LocalSampler(tiny, weights, version, self.forbidden))
+    def pool(self: MultimodalGRPOTrainer, weights: Path) -> LocalSampler:
+        made.append(LocalSampler(tiny, weights, self.forbidden))
         return made[-1]
 
     monkeypatch.setattr(MultimodalGRPOTrainer, "_pool", pool)
@@ -110,7 +124,7 @@ def samplers(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> list[LocalSampler]:
 
 
 def run(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
 
 
 def reward(trainer: MultimodalGRPOTrainer) -> None:
@@ -142,7 +156,7 @@ def test_every_step_is_on_policy_and_weights_reach_the_sampler(
     trainer.train()
     metrics = run(tmp_path)
     assert [one["step"] for one in metrics] == [1, 2, 3]
-    assert samplers[0].synced == [1, 2, 3]
+    assert samplers[0].synced == [1, 2]
     for one in metrics:
         assert one["mismatch_kl"] < 1e-5
         assert one["importance_ratio"] == pytest.approx(1.0, abs=1e-3)
@@ -168,32 +182,130 @@ def test_it_continues_where_it_was(tiny: Tiny, tmp_path: Path, samplers: list[Lo
     assert [one["loss"] for one in stopped] == [one["loss"] for one in straight]
 
 
-class MinimalAdapter(MultimodalAdapter):
-    """What a user writes: `build_batch` alone, one row per trajectory."""
+def test_a_step_that_no_checkpoint_has_is_applied_again_from_its_batch(
+    tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(folder: Path, lost_at: int = 0) -> None:
+        trainer = MultimodalGRPOTrainer(tiny.model(), tiny.processor, config=config(folder, save_steps=10))
+        trainer.set_environment("colors", **COLORS)
+        reward(trainer)
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalSampler, "lost_at", lost_at)
+            trainer.train()
 
-    def __init__(self, tiny: Tiny, trainer_images: Any) -> None:
+    trained(tmp_path / "straight")
+    with pytest.raises(ConnectionError, match="the server is gone"):
+        trained(tmp_path / "stopped", lost_at=2)
+    assert [one["step"] for one in run(tmp_path / "stopped")] == [1]
+    trained(tmp_path / "stopped")
+    preflight_and_step_3 = 16
+    assert samplers[-1].asked == preflight_and_step_3 and samplers[-1].synced == [2]
+    straight, stopped = (load_file(tmp_path / name / "final/model.safetensors") for name in ("straight", "stopped"))
+    assert all(torch.equal(value, stopped[name]) for name, value in straight.items())
+
+
+def test_the_server_gets_new_weights_as_often_as_it_is_told(
+    tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler]
+) -> None:
+    for every, synced in ((2, [2, 4]), (0, [])):
+        folder = tmp_path / str(every)
+        options = config(folder, max_steps=5, sync_to_vllm_every=every, learning_rate=1e-4)
+        trainer = MultimodalGRPOTrainer(tiny.model(), tiny.processor, None, options)
+        trainer.set_environment("colors", **COLORS)
+        reward(trainer)
+        trainer.train()
+        assert samplers[-1].synced == synced
+        versions = [max([0, *(one for one in synced if one < step)]) for step in range(1, 6)]
+        assert [one["policy_version/max"] for one in run(folder)] == versions
+
+
+def test_without_groups_rollouts_are_compared_with_the_whole_step(
+    tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler]
+) -> None:
+    options = config(tmp_path, rollouts_per_step=5, rollouts_per_example=None, max_steps=1)
+    trainer = MultimodalGRPOTrainer(tiny.model(), tiny.processor, None, options)
+    trainer.set_environment("colors", **COLORS)
+    reward(trainer)
+    trainer.train()
+    (batch,) = (tmp_path / "store/batches").glob("*-00001")
+    samples = read_batch(batch)
+    mean = np.mean([sample.reward for sample in samples])
+    assert len({sample.reward for sample in samples}) > 1
+    for sample in samples:
+        np.testing.assert_allclose(sample.advantages[sample.loss_mask], sample.reward - mean, rtol=1e-5)
+
+
+class MinimalAdapter(MultimodalAdapter):
+    """What a user writes: `build_batch` alone, one row per trajectory; or that and the same row once more."""
+
+    def __init__(self, tiny: Tiny, copies: int = 1, shift: int = 0) -> None:
         super().__init__(tiny.processor)
-        self.tiny, self.open = tiny, trainer_images
+        self.tiny, self.copies, self.shift, self.open = tiny, copies, shift, None
 
     def build_batch(self, outputs: GenerateOutputs) -> MultimodalBatch:
         samples, _ = self.tiny.adapter.samples(outputs)
-        batch = self.tiny.collator.collate(samples, self.open)
+        batch = self.tiny.collator.collate([one for one in samples for _ in range(self.copies)], self.open)
         batch.advantages = None
+        batch.behavior_logprobs = batch.behavior_logprobs.roll(self.shift, dims=1)
         return batch
+
+
+def with_own_adapter(
+    tiny: Tiny, adapter: MinimalAdapter, options: MultimodalRLConfig, monkeypatch: pytest.MonkeyPatch
+) -> MultimodalGRPOTrainer:
+    trainer = MultimodalGRPOTrainer(tiny.model(), tiny.processor, adapter, options)
+    adapter.open = trainer.images.open
+    monkeypatch.setattr(tiny.adapter, "images", trainer.images.open)
+    trainer.set_environment("colors", **COLORS)
+    reward(trainer)
+    return trainer
+
+
+@pytest.mark.parametrize("batch_size", [512, 5])
+def test_an_adapter_of_ones_own_trains_as_that_of_the_family(
+    tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler], monkeypatch: pytest.MonkeyPatch, batch_size: int
+) -> None:
+    """Also where an update ends within one of its batches. AdamW would turn noise in gradients of 0 into steps."""
+    common = {"max_steps": 2, "micro_batch_size": 3, "batch_size": batch_size, "adam_epsilon": 1e-2}
+    own, family = (config(tmp_path / name, **common) for name in ("own", "family"))
+    forbidden = tuple(sorted(tiny.collator.forbidden_token_ids))  # a family knows more of them than a config.json
+    monkeypatch.setattr("components.rl.trainer.placeholder_token_ids", lambda folder: forbidden)
+    with_own_adapter(tiny, MinimalAdapter(tiny), own, monkeypatch).train()
+    trainer = MultimodalGRPOTrainer(tiny.model(), tiny.processor, None, family)
+    trainer.set_environment("colors", **COLORS)
+    reward(trainer)
+    trainer.train()
+    for one, other in zip(run(tmp_path / "own"), run(tmp_path / "family"), strict=True):
+        same = {name: value for name, value in other.items() if not name.startswith(("timing", "tokens_per", "memory"))}
+        assert {name: one[name] for name in same} == pytest.approx(same, rel=1e-4, abs=1e-6, nan_ok=True)
+
+
+def test_rows_that_are_no_trajectories_are_compared_with_all_rows(
+    tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = config(tmp_path, max_steps=1, micro_batch_size=3)
+    metrics = with_own_adapter(tiny, MinimalAdapter(tiny, copies=2), options, monkeypatch).train()
+    assert metrics["sequences"] == 16 and metrics["mismatch_kl"] < 1e-5
+    (batch,) = (tmp_path / "store/batches").glob("*-00001")
+    samples = read_batch(batch)
+    mean = np.mean([sample.reward for sample in samples])
+    for sample in samples:
+        np.testing.assert_allclose(sample.advantages[sample.loss_mask], sample.reward - mean, rtol=1e-4, atol=1e-6)
+
+
+def test_a_shift_by_one_is_noticed_before_the_first_step(
+    tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(MismatchError, match="trainer and server disagree"):
+        with_own_adapter(tiny, MinimalAdapter(tiny, shift=1), config(tmp_path), monkeypatch).train()
+    assert not (tmp_path / "history.jsonl").exists()
 
 
 def test_an_adapter_of_ones_own_and_one_reward_part(
     tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = config(tmp_path, max_steps=1, micro_batch_size=3, primary_reward_key="format")
-    trainer = MultimodalGRPOTrainer(tiny.model(), tiny.processor, MinimalAdapter(tiny, None), options)
-    adapter = trainer.adapter
-    assert isinstance(adapter, MinimalAdapter)
-    adapter.open = trainer.images.open
-    monkeypatch.setattr(tiny.adapter, "images", trainer.images.open)
-    trainer.set_environment("colors", **COLORS)
-    reward(trainer)
-    metrics = trainer.train()
+    metrics = with_own_adapter(tiny, MinimalAdapter(tiny), options, monkeypatch).train()
     assert metrics["sequences"] == 8
     assert metrics["reward/mean"] > 2  # lengths of texts, not counts of a letter
 

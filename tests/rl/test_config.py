@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from components.contracts.errors import ConfigurationError
-from components.training import MultimodalRLConfig
+from components.rl.config import MultimodalRLConfig
 
 PUBLISHED = {
     "max_steps": 500,
@@ -43,7 +43,7 @@ def test_values_reach_the_trainer() -> None:
     config = MultimodalRLConfig(
         batch_size=32, micro_batch_size=2, mask_ratio_high=8.0, save_steps=5, bf16=True, lr_scheduler_type="cosine"
     )
-    settings = config.trainer_settings()
+    settings = config.settings().trainer
     assert (settings.samples_per_update, settings.max_rows_per_micro_batch, settings.save_every) == (32, 2, 5)
     assert (settings.autocast, settings.lr_scheduler) == ("bf16", "cosine")
     assert settings.objective.name == "mask_ratio"
@@ -73,7 +73,7 @@ def test_what_has_no_meaning_is_refused(options: dict[str, Any], message: str) -
 
 def test_settings_are_imported_without_torch() -> None:
     code = (
-        "import sys, components.training, components.training.settings, components.training.service_settings, "
+        "import sys, components.rl.config, components.training.settings, components.training.service_settings, "
         "components.training.client; assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

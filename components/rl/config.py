@@ -8,15 +8,24 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from components.batches.settings import BatchSettings, GroupMean
 from components.contracts.errors import ConfigurationError
+from components.contracts.machine import Machine
+from components.inference.settings import SamplingSettings
 from components.registry import suggestion
+from components.rl.settings import LoopSettings, PreflightSettings
+from components.rollouts.settings import RolloutSettings
 from components.training.settings import Aggregation, Logprobs, MaskRatio, TrainerSettings
 
 DEFAULT_GROUP = 8
 WITHOUT_USE = {
     "vllm_server_group_port": "weights reach the server as a folder that it reloads, not over a port of their own",
-    "report_to": "MLflow tracking belongs to the flows: armature run train-vlm/...; metrics.jsonl is always written",
+    "report_to": "MLflow tracking belongs to the flows: armature run train-vlm/...; history.jsonl is always written",
 }
+
+
+class _RolloutSettings(RolloutSettings):
+    group_size: PositiveInt
 
 
 class MultimodalRLConfig(BaseModel):
@@ -28,7 +37,7 @@ class MultimodalRLConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    output_dir: Path = Field(Path("outputs"), description="Checkpoints, published weights, images and metrics.jsonl.")
+    output_dir: Path = Field(Path("outputs"), description="Checkpoints, published weights, rollouts and history.jsonl.")
     run_name: str | None = Field(None, description="Name of the run: a folder of its own under output_dir.")
     seed: NonNegativeInt = Field(42, description="Seed of the tasks, of sampling and of the trainer.")
 
@@ -66,6 +75,9 @@ class MultimodalRLConfig(BaseModel):
     save_steps: PositiveInt = Field(500, description="Steps between checkpoints.")
     save_total_limit: PositiveInt = Field(2, description="Newest checkpoints that are kept.")
 
+    max_mismatch_kl: PositiveFloat = Field(
+        1e-2, description="Refuse to train above this KL between server and trainer, measured before the first step."
+    )
     vllm_server_host: str = Field("0.0.0.0", description="Host of the vLLM server; 0.0.0.0 means this machine.")
     vllm_server_port: int = Field(8000, gt=0, lt=65536, description="Port of the vLLM server.")
     vllm_server_timeout: PositiveFloat = Field(600.0, description="Seconds to wait for the server to be ready.")
@@ -90,7 +102,7 @@ class MultimodalRLConfig(BaseModel):
                 f"rollouts_per_example ({self.group_size})",
                 remedy="change one of them",
             )
-        self.trainer_settings()
+        self.settings()
 
     @property
     def group_size(self) -> int:
@@ -108,37 +120,65 @@ class MultimodalRLConfig(BaseModel):
         host = "127.0.0.1" if self.vllm_server_host in ("0.0.0.0", "::") else self.vllm_server_host
         return f"http://{host}:{self.vllm_server_port}"
 
-    def trainer_settings(self) -> TrainerSettings:
-        """The same values as the section `trainer` of a recipe.
+    @property
+    def machine(self) -> Machine:
+        """The same values as the section `machine` of a recipe."""
+        return Machine(
+            endpoints=(self.server_url,),
+            ready_timeout=self.vllm_server_timeout,
+            generation_timeout=self.generation_timeout,
+            max_concurrent=self.max_concurrent,
+        )
+
+    def settings(self) -> LoopSettings:
+        """The same values as sections of a recipe.
 
         Raises:
             ConfigurationError: values that contradict each other.
         """
-        chunked = {} if self.logprobs == "normal" else {"chunk_tokens": 1024}
         try:
-            return TrainerSettings(
-                objective=MaskRatio(
-                    name="mask_ratio", mask_ratio_low=self.mask_ratio_low, mask_ratio_high=self.mask_ratio_high
+            n_groups = self.rollouts_per_step // self.group_size
+            return LoopSettings(
+                rollouts=_RolloutSettings(
+                    groups_per_step=n_groups,
+                    group_size=self.group_size,
+                    sampling=SamplingSettings(temperature=self.temperature, max_tokens=self.max_tokens),
+                    seed=self.seed,
                 ),
-                aggregation=self.aggregation,
-                dr_grpo_length=self.max_tokens if self.aggregation == "dr_grpo" else None,
-                learning_rate=self.learning_rate,
-                adam_beta1=self.adam_beta1,
-                adam_beta2=self.adam_beta2,
-                adam_epsilon=self.adam_epsilon,
-                weight_decay=self.weight_decay,
-                max_grad_norm=self.max_grad_norm,
-                lr_scheduler=self.lr_scheduler_type,
-                warmup_steps=self.warmup_steps,
-                max_steps=self.max_steps,
-                samples_per_update=self.batch_size,
-                max_tokens_per_micro_batch=self.max_tokens_per_micro_batch,
-                max_rows_per_micro_batch=self.micro_batch_size,
-                logprobs={"name": self.logprobs, **chunked},
-                autocast="bf16" if self.bf16 else "none",
-                save_every=self.save_steps,
-                keep_checkpoints=self.save_total_limit,
-                seed=self.seed,
+                batches=BatchSettings(
+                    advantage=GroupMean(name="group_mean", scale="none"),
+                    skip_zero_advantage=False,
+                    max_sequence_tokens=2**31 - 1,
+                ),
+                trainer=self._trainer_settings(),
+                preflight=PreflightSettings(groups=min(4, n_groups), max_mismatch_kl=self.max_mismatch_kl),
             )
         except ValueError as error:
             raise ConfigurationError(f"the options contradict each other: {error}") from error
+
+    def _trainer_settings(self) -> TrainerSettings:
+        chunked = {} if self.logprobs == "normal" else {"chunk_tokens": 1024}
+        return TrainerSettings(
+            objective=MaskRatio(
+                name="mask_ratio", mask_ratio_low=self.mask_ratio_low, mask_ratio_high=self.mask_ratio_high
+            ),
+            aggregation=self.aggregation,
+            dr_grpo_length=self.max_tokens if self.aggregation == "dr_grpo" else None,
+            learning_rate=self.learning_rate,
+            adam_beta1=self.adam_beta1,
+            adam_beta2=self.adam_beta2,
+            adam_epsilon=self.adam_epsilon,
+            weight_decay=self.weight_decay,
+            max_grad_norm=self.max_grad_norm,
+            lr_scheduler=self.lr_scheduler_type,
+            warmup_steps=self.warmup_steps,
+            max_steps=self.max_steps,
+            samples_per_update=self.batch_size,
+            max_tokens_per_micro_batch=self.max_tokens_per_micro_batch,
+            max_rows_per_micro_batch=self.micro_batch_size,
+            logprobs={"name": self.logprobs, **chunked},
+            autocast="bf16" if self.bf16 else "none",
+            save_every=self.save_steps,
+            keep_checkpoints=self.save_total_limit,
+            seed=self.seed,
+        )

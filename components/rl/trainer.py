@@ -1,0 +1,218 @@
+"""`MultimodalGRPOTrainer`: the loop around a model in this process."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from components.adapters import FamilyAdapter, MultimodalAdapter, get_adapter
+from components.artifacts.digests import document_digest
+from components.artifacts.images import ImageStore
+from components.artifacts.store import ArtifactStore
+from components.contracts.episodes import Environment
+from components.contracts.errors import ConfigurationError
+from components.contracts.rollouts import GenerateOutputs, Trajectory
+from components.contracts.stages import StageContext
+from components.environments.make import make_environment
+from components.environments.settings import EnvironmentSettings
+from components.environments.sources import environment_sources
+from components.inference.checkpoint import placeholder_token_ids, vocabulary
+from components.inference.pool import ServerPool
+from components.inference.settings import ServerSettings
+from components.models.load import load_model, load_processor
+from components.models.settings import ModelSettings
+from components.models.source import locate
+from components.rl.config import MultimodalRLConfig
+from components.rl.in_process import InProcessTrainer
+from components.rl.open import open_parts
+from components.rl.run import RunParts
+from components.rl.user_adapter import UserAdapter
+from components.rollouts.table import read_rollouts
+from components.stages import TerminalEvents, ThreadUnits
+from components.training.loader import MicroBatchLoader
+
+JOINED = ServerSettings(max_model_len=2**20, max_images_per_prompt=0, dtype="bfloat16")
+"""What a server that somebody else started is at worst."""
+
+
+class MultimodalGRPOTrainer:
+    """Trains a vision-language model on rollouts of its own, step by step, in this process.
+
+    It is the loop of the flow `train-vlm`: trainer and server have to agree before the first step, and what is
+    played lies below `config.folder`, so that a run which was stopped resumes from its newest checkpoint, with the
+    rollouts and batches since then.
+
+    Args:
+        model: a transformers model (with PEFT adapters or without), or a folder to load one from.
+        tokenizer: the model's processor, or its tokenizer; None with a folder: the folder's processor.
+        adapter: rollouts to batches; None: the one of the model's family, which needs a processor.
+        config: everything else.
+
+    Whatever the model's configuration says, dropout is off, and what is trained is kept in fp32.
+
+    Raises:
+        ConfigurationError: `config` is missing, or no adapter fits the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | str | Path,
+        tokenizer: Any = None,
+        adapter: MultimodalAdapter | None = None,
+        config: MultimodalRLConfig | None = None,
+    ) -> None:
+        if config is None:
+            raise ConfigurationError(
+                "MultimodalGRPOTrainer needs a config", remedy="pass config=MultimodalRLConfig(...)"
+            )
+        torch.manual_seed(config.seed)
+        self.config, self.machine, self.served = config, config.machine, JOINED
+        self.store = ArtifactStore(config.folder / "store")
+        self.images = ImageStore(self.store.images)
+        self.environment: Environment | None = None
+        self._source = Path(model) if isinstance(model, str | Path) else None
+        network, self.tokenizer = self._loaded(model, tokenizer)
+        tqdm.write("Initializing MultimodalGRPOTrainer")
+        self.adapter = adapter or get_adapter(network.config, self.tokenizer, self.images.open)
+        self._key = ""
+        if isinstance(self.adapter, FamilyAdapter):
+            self.adapter.images = self.adapter.images or self.images.open
+            self.forbidden = tuple(sorted(self.adapter.collator.forbidden_token_ids))
+            self._samples: FamilyAdapter | UserAdapter = self.adapter
+            load: MicroBatchLoader | UserAdapter = MicroBatchLoader(self.adapter.collator, self.images, workers=0)
+        else:
+            network.config.save_pretrained(config.folder / "model")
+            self.forbidden = placeholder_token_ids(config.folder / "model")
+            self._samples = load = UserAdapter(self.adapter, config.micro_batch_size, self._rollouts)
+        self._trainer = InProcessTrainer(
+            network,
+            self.tokenizer,
+            config.settings().trainer,
+            temperature=config.temperature,
+            forbidden_token_ids=self.forbidden,
+            load=load,
+            folder=config.folder,
+        )
+
+    def _loaded(self, model: nn.Module | str | Path, tokenizer: Any) -> tuple[Any, Any]:
+        """The model, read from its folder if it is not one yet, and what tokenizes for it."""
+        checkpointing = self.config.gradient_checkpointing
+        if not isinstance(model, str | Path):
+            network: Any = model
+            if checkpointing:
+                network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            return network, tokenizer
+        tqdm.write(f"Loading VLM: {model}")
+        settings = ModelSettings(source=str(model), dtype="float32", gradient_checkpointing=checkpointing)
+        return load_model(model, settings), tokenizer or load_processor(model, settings)
+
+    @property
+    def model(self) -> Any:
+        """The model that is trained."""
+        return self._trainer.learner.model
+
+    def set_environment(self, environment: str | Environment, **args: Any) -> None:
+        """Train on a registered environment with its settings `args`, or on one that is made already."""
+        if not isinstance(environment, str):
+            self.environment, kind = environment, type(environment)
+            self._played: Any = f"{kind.__module__}.{kind.__qualname__}"
+            return
+        tqdm.write(f"Loading environment: {environment}")
+        settings = EnvironmentSettings(
+            name=environment, args=args, train_tasks=self.config.env_tasks, heldout_tasks=1, seed=self.config.seed
+        )
+        self.environment = make_environment(settings)
+        self._played = settings.model_dump(mode="json") | environment_sources(settings)
+
+    def train(self) -> dict[str, float]:
+        """Run to `max_steps`, from the newest checkpoint if there is one; the metrics of the last step.
+
+        Raises:
+            ConfigurationError: no environment is set.
+            MismatchError: trainer and server do not agree.
+            ServerError: the server is not up, or does not take new weights.
+        """
+        config, settings = self.config, self.config.settings()
+        if self.environment is None:
+            if not config.env_id:
+                raise ConfigurationError("no environment is set", remedy="call set_environment, or set env_id")
+            self.set_environment(config.env_id, **config.env_args)
+        assert self.environment is not None
+        made_from = {"rollouts": settings.rollouts.model_dump(), "batches": settings.batches.model_dump()}
+        made_from |= {"trainer": self._trainer.identity, "environment": self._played}
+        self._key = document_digest(made_from | {"reward": config.primary_reward_key})[:20]
+        with closing(self.environment) as environment, closing(_StepLines(config.log_every_steps)) as events:
+            weights = self._first_weights()
+            parts = RunParts(
+                environment=environment,
+                tasks=list(environment.tasks("train")),
+                adapter=self._samples,
+                tokenizer=getattr(self.tokenizer, "tokenizer", self.tokenizer),
+                vocabulary=vocabulary(weights),
+                servers=self._pool(weights),
+                trainer=self._trainer,
+                digests={},
+                sync_every=config.sync_to_vllm_every,
+                rewarded=self._rewarded,
+            )
+            context = StageContext(self.machine, events, ThreadUnits(), config.folder, self.store.images, self._key)
+            with (
+                self.store.lock("train", self._key),
+                open_parts(settings, context, self.store, parts) as (run, done),
+            ):
+                tqdm.write("Server is up!\nStarting training...")
+                run.train_from(done)
+                run.finish(config.folder / "final")
+                return run.history.read()[-1]
+
+    def _first_weights(self) -> Path:
+        """A checkpoint of the weights that the run begins with."""
+        if self._source is not None:
+            return locate(self._source)
+        self._trainer.publish(self.config.folder / "model", 0)
+        return self.config.folder / "model"
+
+    def _pool(self, weights: Path) -> ServerPool:
+        logs = self.config.folder / "logs"
+        return ServerPool(weights, self.served, self.machine, logs, forbidden_token_ids=self.forbidden)
+
+    def _rollouts(self, step: int) -> GenerateOutputs:
+        return read_rollouts(self.store.home("rollouts", f"{self._key}-{step:05d}"))
+
+    def _rewarded(self, outputs: GenerateOutputs) -> GenerateOutputs:
+        """With the reward part that is trained on, and in the groups that are compared."""
+        return replace(outputs, trajectories=tuple(self._of_part(one) for one in outputs.trajectories))
+
+    def _of_part(self, trajectory: Trajectory) -> Trajectory:
+        if self.config.group_size == 1:
+            trajectory = replace(trajectory, group_id="step")
+        key = self.config.primary_reward_key
+        if key is None:
+            return trajectory
+        if key not in trajectory.reward_parts:
+            raise ConfigurationError(
+                f"the environment gives no reward part {key!r}",
+                where="primary_reward_key",
+                remedy=f"choose from {', '.join(sorted(trajectory.reward_parts))}",
+            )
+        turns = tuple(replace(turn, reward=turn.reward_parts.get(key, 0.0)) for turn in trajectory.turns)
+        return replace(trajectory, turns=turns)
+
+
+class _StepLines(TerminalEvents):
+    """Says a line of every `every`-th step, beside the bars."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self._every = every
+
+    def progress(self, name: str, done: int, total: int, **postfix: float) -> None:
+        super().progress(name, done, total, **postfix)
+        if name == "Training" and postfix and (done % self._every == 0 or done in (1, total)):
+            self.message(f"Step {done}/{total}: " + ", ".join(f"{key}={value:.4g}" for key, value in postfix.items()))
