@@ -1,9 +1,11 @@
-"""Where a model lies: a hub name, a folder, or an artifact that refers to either."""
+"""Where a checkpoint lies: a hub name, a folder, or an artifact that holds one or refers to either."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +20,39 @@ from components.contracts.errors import ConfigurationError, DataError
 REFERENCE = "source.json"
 CHECKPOINT = "checkpoint"
 """The folder with the weights in the artifact of a stage that trains."""
-OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
 
 
-CONTENT = frozenset({".safetensors", ".json", ".jinja", ".txt", ".model", ".py"})
-"""Kinds of files in a checkpoint that change what it computes."""
+@dataclass(frozen=True)
+class CheckpointKind:
+    """What checkpoints of a kind consist of.
+
+    name: of the stage and the settings that give one, for messages.
+    content: Suffixes of the files that change what it computes; none are compared if it is empty.
+    files: Arguments of `snapshot_download` that choose what is fetched.
+    fetched_whole: A snapshot on this machine has all of these files.
+    no_folder, no_revision: What to do where a source is neither folder nor hub name, or a hub name has no revision.
+    """
+
+    name: str
+    content: frozenset[str]
+    files: Mapping[str, Any]
+    fetched_whole: bool
+    no_folder: str
+    no_revision: str
+
+
+MODEL = CheckpointKind(
+    name="model",
+    content=frozenset({".safetensors", ".json", ".jinja", ".txt", ".model", ".py"}),
+    files={"ignore_patterns": ["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack"]},
+    fetched_whole=True,
+    no_folder="give an existing folder, a hub name, or tiny/<family>",
+    no_revision="set model.revision to the commit that the model's page shows under its history",
+)
 
 
 class SourceReference(BaseModel):
-    """What a model artifact holds instead of the weights themselves.
+    """What an artifact holds instead of the weights themselves.
 
     `commit` is the resolved commit of a hub name, None for a folder. The loader checks `checkpoint_sha256`, so that
     a changed folder is not taken for the old one.
@@ -44,25 +70,27 @@ class SourceReference(BaseModel):
         (folder / REFERENCE).write_text(json.dumps(self.model_dump(), indent=2, sort_keys=True) + "\n")
 
 
-def make_reference(source: str, revision: str | None) -> SourceReference:
+def make_reference(source: str, revision: str | None, kind: CheckpointKind = MODEL) -> SourceReference:
     """Resolve a folder or a hub name, fetching the latter.
 
     Raises:
         ConfigurationError: a hub name without a revision.
         DataError: no such folder or repository, or it has no safetensors.
     """
-    folder = locate(source, revision)
+    folder = locate(source, revision, kind)
     commit = None if Path(source).is_dir() else folder.name
-    absolute = str(folder.resolve()) if commit is None else source
     return SourceReference(
-        source=absolute, revision=revision, commit=commit, checkpoint_sha256=checkpoint_sha256(folder)
+        source=str(folder.resolve()) if commit is None else source,
+        revision=revision,
+        commit=commit,
+        checkpoint_sha256=checkpoint_sha256(folder, kind.content),
     )
 
 
-def locate(source: str | Path, revision: str | None = None) -> Path:
+def locate(source: str | Path, revision: str | None = None, kind: CheckpointKind = MODEL) -> Path:
     """The folder with the weights of a folder, an artifact or a hub name; the last is fetched if missing.
 
-    The artifact is one of the stage `model` or of a stage that trains.
+    The artifact is one of the stage that `kind` names, or of a stage that trains.
 
     Raises:
         ConfigurationError: a hub name without a revision.
@@ -70,35 +98,31 @@ def locate(source: str | Path, revision: str | None = None) -> Path:
     """
     folder = Path(source)
     if not folder.is_dir():
-        return _fetch(str(source), revision, complete=False)
+        return _fetch(str(source), revision, kind)
     if (folder / CHECKPOINT).is_dir():
         return folder / CHECKPOINT
     if not (folder / REFERENCE).is_file():
         return folder
     reference = SourceReference.model_validate_json((folder / REFERENCE).read_text())
-    if reference.commit is None:
-        target = locate(reference.source)
-    else:
-        target = _fetch(reference.source, reference.commit, complete=True)
-    found = checkpoint_sha256(target)
-    if found != reference.checkpoint_sha256:
+    target = _kept(reference, kind) or locate(reference.source, reference.commit, kind)
+    if kind.content and (found := checkpoint_sha256(target, kind.content)) != reference.checkpoint_sha256:
         raise DataError(
             f"the checkpoint is not the one that the artifact refers to: {found} is not {reference.checkpoint_sha256}",
             where=f"{target}, referred to by {folder / REFERENCE}",
-            remedy="put the old files back, or remove the artifact and run the model stage again",
+            remedy=f"put the old files back, or remove the artifact and run the {kind.name} stage again",
         )
     return target
 
 
-def checkpoint_sha256(folder: Path, kinds: frozenset[str] = CONTENT) -> str:
+def checkpoint_sha256(folder: Path, content: frozenset[str] = MODEL.content) -> str:
     """SHA-256 over all that a checkpoint's results depend on: every shard, configuration, tokenizer and template.
 
-    Files that no loader reads (`kinds` are the suffixes of those that one does), and hidden ones, do not count.
+    Files that no loader reads (`content` are the suffixes of those that one does), and hidden ones, do not count.
 
     Raises:
         DataError: there are no safetensors.
     """
-    paths = {path.relative_to(folder): path for path in folder.rglob("*") if path.suffix in kinds and path.is_file()}
+    paths = {path.relative_to(folder): path for path in folder.rglob("*") if path.suffix in content and path.is_file()}
     found = {name.as_posix(): path for name, path in paths.items() if not any(part[0] == "." for part in name.parts)}
     if not any(name.endswith(".safetensors") for name in found):
         raise DataError(
@@ -109,28 +133,26 @@ def checkpoint_sha256(folder: Path, kinds: frozenset[str] = CONTENT) -> str:
     return document_digest({name: file_sha256(path) for name, path in found.items()})
 
 
-def _fetch(name: str, revision: str | None, complete: bool) -> Path:
-    """The snapshot of a hub name; `complete`: it was fetched before, so look no further if it is there."""
-    if name.count("/") != 1 or name.startswith(("/", ".", "~")):
-        raise DataError(
-            "no such model folder", where=name, remedy="give an existing folder, a hub name, or tiny/<family>"
-        )
-    if revision is None:
-        raise ConfigurationError(
-            "a hub name needs a revision",
-            where=f"model.source = {name!r}",
-            remedy="set model.revision to the commit that the model's page shows under its history",
-        )
-    if complete:
+def _kept(reference: SourceReference, kind: CheckpointKind) -> Path | None:
+    """The snapshot that was fetched when the reference was made, if it is still here."""
+    if reference.commit is not None and kind.fetched_whole:
         with suppress(LocalEntryNotFoundError):
-            return Path(snapshot_download(name, revision=revision, local_files_only=True))
+            return Path(snapshot_download(reference.source, revision=reference.commit, local_files_only=True))
+    return None
+
+
+def _fetch(name: str, revision: str | None, kind: CheckpointKind) -> Path:
+    if name.count("/") != 1 or name.startswith(("/", ".", "~")):
+        raise DataError(f"no such {kind.name} folder", where=name, remedy=kind.no_folder)
+    if revision is None:
+        raise ConfigurationError("a hub name needs a revision", where=f"{kind.name}: {name!r}", remedy=kind.no_revision)
     try:
-        return Path(snapshot_download(name, revision=revision, ignore_patterns=list(OTHER_WEIGHTS)))
+        return Path(snapshot_download(name, revision=revision, **kind.files))
     except (LocalEntryNotFoundError, HfHubHTTPError) as error:
         raise DataError(
-            f"the model cannot be fetched: {str(error).splitlines()[0]}",
+            f"the {kind.name} cannot be fetched: {str(error).splitlines()[0]}",
             where=f"{name} at {revision}",
-            remedy="check the name and the revision, log in for a gated model, or give a folder",
+            remedy="check the name and the revision, log in for a gated repository, or give a folder",
         ) from error
 
 

@@ -29,15 +29,16 @@ def run_policy(
         make_tiny_policy(out / "checkpoint", settings)
         context.events.message(f"policy: made a tiny MolmoAct2 from seed {settings.tiny.seed}")
         return StageReport()
+    from components.models.source import make_reference
     from components.policies.molmoact2.checkpoints.parts import load_parts
-    from components.policies.source import refer, write_settings
+    from components.policies.source import POLICY, write_settings
 
     source = settings.path or settings.checkpoint_path
     if source is None:
         raise ConfigurationError(
             "no policy is named", remedy="set one of policy.checkpoint_path, policy.path and policy.tiny"
         )
-    reference = refer(source, settings.revision)
+    reference = make_reference(source, settings.revision, POLICY)
     parts = load_parts(source, settings)
     reference.write(out)
     write_settings(out, parts.settings)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -19,11 +18,12 @@ from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.machine import Machine
 from components.contracts.robots import RobotObservation
 from components.contracts.stages import StageContext
+from components.models.source import locate
 from components.policies.molmoact2.checkpoints.checkpoint import load_policy
 from components.policies.molmoact2.processing.batch import Example
 from components.policies.molmoact2.processing.norm_stats import RobotMetadata
 from components.policies.settings import RobotPolicySettings, TinyPolicySettings
-from components.policies.source import locate_policy
+from components.policies.source import POLICY
 from components.policies.stage import POLICY_STAGE
 from components.stages import TerminalEvents, ThreadUnits
 from tests.policies.molmoact2 import released
@@ -84,7 +84,7 @@ def test_a_tiny_policy_is_made_again_with_the_same_bytes(run: Callable[..., Path
     made = run(tiny=TINY)
     assert folder_digest(made) == folder_digest(run(tiny=TINY))
     assert folder_digest(made) != folder_digest(run(tiny=TINY.model_copy(update={"seed": 4})))
-    assert locate_policy(made) == made / "checkpoint"
+    assert locate(made, kind=POLICY) == made / "checkpoint"
 
 
 def test_a_tiny_policy_has_the_released_layout(run: Callable[..., Path], folder: Path) -> None:
@@ -175,7 +175,7 @@ def test_no_code_is_fetched_from_a_hub(
             shutil.copyfile(folder / file, target / file)
         return str(target)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr("components.models.source.snapshot_download", snapshot)
     made = run(checkpoint_path="allenai/MolmoAct2", revision=COMMIT, norm_tag="kitchen")
     assert json.loads((made / "source.json").read_text())["commit"] == COMMIT
     assert load_policy(made).settings.chunk_size == 4

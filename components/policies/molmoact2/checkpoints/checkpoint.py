@@ -17,6 +17,7 @@ from torch import Tensor
 
 from components.artifacts.disk import replaced_folder
 from components.artifacts.tensors import saving
+from components.models.source import locate
 from components.policies.molmoact2.checkpoints.lerobot_export import write_processors
 from components.policies.molmoact2.checkpoints.lerobot_layout import BASE, LeRobotTensors, is_lerobot
 from components.policies.molmoact2.checkpoints.parts import ACTION_TOKENIZER, CONFIG, PolicyParts, load_parts
@@ -27,7 +28,7 @@ from components.policies.molmoact2.processing.norm_stats import FeatureNormStats
 from components.policies.molmoact2.processing.normalizer import Normalizer
 from components.policies.molmoact2.processing.processor import Processor
 from components.policies.settings import RobotPolicySettings
-from components.policies.source import locate_policy, write_settings
+from components.policies.source import POLICY, write_settings
 
 OWN_TAG = "trained"
 """The tag of statistics that came with a dataset, where the settings name none."""
@@ -83,7 +84,7 @@ def load_model(source: str | Path, parts: PolicyParts, device: str | torch.devic
     Raises:
         DataError: a weight is missing, unknown or of another shape.
     """
-    folder = locate_policy(source, parts.settings.revision)
+    folder = locate(source, parts.settings.revision, POLICY)
     with torch.device("meta"):
         model = MolmoAct2(parts.config, parts.settings.dtype, parts.settings.llm_residual_dropout)
     model.to_empty(device=device)

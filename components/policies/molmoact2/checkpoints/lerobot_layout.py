@@ -17,10 +17,11 @@ from torch import Tensor
 
 from components.contracts.errors import DataError
 from components.contracts.names import bare_name
+from components.models.source import locate
 from components.policies.molmoact2.checkpoints.weights import TensorFiles
 from components.policies.molmoact2.processing.norm_stats import ACTION, STATE, FeatureNormStats, RobotMetadata, resolve
 from components.policies.settings import Normalization, RobotPolicySettings
-from components.policies.source import locate_policy
+from components.policies.source import POLICY_WITHOUT_WEIGHTS
 
 CONFIG, BASE = "config.json", "base"
 PREPROCESSOR, NORMALIZER, PACK = "policy_preprocessor", "molmoact2_masked_normalizer", "molmoact2_pack_inputs"
@@ -143,7 +144,7 @@ def _base(folder: Path, raw: Mapping[str, Any], settings: RobotPolicySettings) -
     own = settings.checkpoint_path is not None
     name = settings.checkpoint_path if settings.checkpoint_path is not None else str(raw["checkpoint_path"])
     revision = settings.checkpoint_revision or (None if own else raw.get("checkpoint_revision"))
-    return locate_policy(name, revision, weights=False)
+    return locate(name, revision, POLICY_WITHOUT_WEIGHTS)
 
 
 def _robot(folder: Path, raw: Mapping[str, Any]) -> RobotMetadata | None:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.foreign import foreign
-from components.models.source import CHECKPOINT
+from components.models.source import CHECKPOINT, locate
 from components.policies.molmoact2.checkpoints.lerobot_layout import BASE, is_lerobot, read_json, read_lerobot
 from components.policies.molmoact2.configuration import MolmoAct2Config
 from components.policies.molmoact2.processing.action_tokens import ActionTokens
@@ -17,7 +17,7 @@ from components.policies.molmoact2.processing.images import ImageLayout
 from components.policies.molmoact2.processing.norm_stats import NormStats, RobotMetadata, resolve, training_robot
 from components.policies.molmoact2.processing.processor import Processor
 from components.policies.settings import RobotPolicySettings
-from components.policies.source import locate_policy, read_settings
+from components.policies.source import POLICY_WITHOUT_WEIGHTS, read_settings
 
 CONFIG, PROCESSOR_CONFIG, ACTION_TOKENIZER = "config.json", "processor_config.json", "action_tokenizer"
 
@@ -87,7 +87,7 @@ def load_parts(
             where=str(source),
             remedy="give the policy's settings, as for a released checkpoint",
         )
-    base = locate_policy(source, chosen.revision, weights=False)
+    base = locate(source, chosen.revision, POLICY_WITHOUT_WEIGHTS)
     own: RobotMetadata | None = None
     if is_lerobot(base):
         lerobot = read_lerobot(base, chosen)
@@ -115,7 +115,7 @@ def _saved_settings(source: str | Path, settings: RobotPolicySettings | None) ->
     """What was saved in an artifact, in the checkpoint of one, or beside the files of a LeRobot checkpoint's base."""
     folder = Path(source)
     if not folder.is_dir():
-        folder = locate_policy(source, settings.revision if settings else None, weights=False)
+        folder = locate(source, settings.revision if settings else None, POLICY_WITHOUT_WEIGHTS)
     found = (read_settings(place) for place in (folder, folder / CHECKPOINT, folder / BASE))
     return next((one for one in found if one is not None), None)
 
@@ -131,7 +131,7 @@ def _tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 def _action_tokens(folder: Path, settings: RobotPolicySettings) -> ActionTokens | None:
     if settings.action_tokenizer is not None:
         return ActionTokens.load(
-            locate_policy(settings.action_tokenizer, settings.action_tokenizer_revision, weights=False)
+            locate(settings.action_tokenizer, settings.action_tokenizer_revision, POLICY_WITHOUT_WEIGHTS)
         )
     inside = folder / ACTION_TOKENIZER
     return ActionTokens.load(inside) if inside.is_dir() else None
