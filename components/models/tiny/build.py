@@ -35,23 +35,7 @@ RECIPES = Registry(
     },
 )
 SMALL = TinySettings(
-    seed=0,
-    hidden_size=64,
-    intermediate_size=128,
-    layers=2,
-    heads=2,
-    key_value_heads=2,
-    vision_hidden_size=64,
-    vision_intermediate_size=128,
-    vision_layers=2,
-    vision_heads=2,
-    image_side=112,
-    max_positions=2048,
-    vocabulary_size=400,
-    corpus=(),
-    initializer_range=0.05,
-    vision_initializer_range=0.05,
-    tie_embeddings=False,
+    vision_layers=2, image_side=112, vocabulary_size=400, initializer_range=0.05, vision_initializer_range=0.05
 )
 
 

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from components.models.settings import TinySettings
-from components.models.tiny.recipe import PATCH, TinyRecipe, text_sizes
+from components.models.tiny.recipe import PATCH, TinyRecipe, text_sizes, vision_sizes
 from components.models.tiny.templates import gemma
 from components.models.tiny.tokenizer import TinyVocabulary
 
@@ -52,10 +52,7 @@ def _config(settings: TinySettings, tokenizer: Any) -> Gemma3Config:
         layer_types=["full_attention" if index % 2 else "sliding_attention" for index in range(settings.layers)],
     )
     vision = SiglipVisionConfig(
-        hidden_size=settings.vision_hidden_size,
-        intermediate_size=settings.vision_intermediate_size,
-        num_hidden_layers=settings.vision_layers,
-        num_attention_heads=settings.vision_heads,
+        **vision_sizes(settings),
         image_size=settings.image_side,
         patch_size=PATCH,
         vision_use_head=False,

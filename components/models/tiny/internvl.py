@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from components.models.settings import TinySettings
-from components.models.tiny.recipe import PATCH, TinyRecipe, text_sizes
+from components.models.tiny.recipe import PATCH, TinyRecipe, text_sizes, vision_sizes
 from components.models.tiny.templates import chatml
 from components.models.tiny.tokenizer import TinyVocabulary
 
@@ -43,10 +43,7 @@ def _tokens_per_tile(settings: TinySettings) -> int:
 def _config(settings: TinySettings, tokenizer: Any) -> InternVLConfig:
     return InternVLConfig(
         vision_config=InternVLVisionConfig(
-            hidden_size=settings.vision_hidden_size,
-            intermediate_size=settings.vision_intermediate_size,
-            num_hidden_layers=settings.vision_layers,
-            num_attention_heads=settings.vision_heads,
+            **vision_sizes(settings),
             image_size=[settings.image_side, settings.image_side],
             patch_size=[PATCH, PATCH],
             initializer_range=settings.vision_initializer_range,

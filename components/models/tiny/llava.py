@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from components.models.settings import TinySettings
-from components.models.tiny.recipe import PATCH, TinyRecipe, text_sizes
+from components.models.tiny.recipe import PATCH, TinyRecipe, text_sizes, vision_sizes
 from components.models.tiny.templates import vicuna
 from components.models.tiny.tokenizer import TinyVocabulary
 
@@ -33,10 +33,7 @@ CLASS_TOKENS = 1  # CLIP's; the feature strategy "default" drops it again
 
 def _shared(settings: TinySettings, tokenizer: Any) -> dict[str, Any]:
     vision = CLIPVisionConfig(
-        hidden_size=settings.vision_hidden_size,
-        intermediate_size=settings.vision_intermediate_size,
-        num_hidden_layers=settings.vision_layers,
-        num_attention_heads=settings.vision_heads,
+        **vision_sizes(settings),
         image_size=settings.image_side,
         patch_size=PATCH,
         projection_dim=settings.hidden_size,

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from components.models.settings import TinySettings
-from components.models.tiny.recipe import PATCH, TinyRecipe, text_sizes
+from components.models.tiny.recipe import PATCH, TinyRecipe, text_sizes, vision_sizes
 from components.models.tiny.templates import mistral
 from components.models.tiny.tokenizer import TinyVocabulary
 
@@ -33,10 +33,7 @@ MERGE = 2  # Mistral3 makes one token of 2 x 2 patches
 
 def _shared(settings: TinySettings, tokenizer: Any) -> dict[str, Any]:
     vision = PixtralVisionConfig(
-        hidden_size=settings.vision_hidden_size,
-        intermediate_size=settings.vision_intermediate_size,
-        num_hidden_layers=settings.vision_layers,
-        num_attention_heads=settings.vision_heads,
+        **vision_sizes(settings),
         image_size=settings.image_side,
         patch_size=PATCH,
         initializer_range=settings.vision_initializer_range,

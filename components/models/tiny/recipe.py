@@ -26,6 +26,15 @@ class TinyRecipe:
     initialize: Callable[[Any, TinySettings], None] = lambda model, settings: None
 
 
+def vision_sizes(settings: TinySettings) -> dict[str, int]:
+    return {
+        "hidden_size": settings.vision_hidden_size,
+        "intermediate_size": settings.vision_intermediate_size,
+        "num_hidden_layers": settings.vision_layers,
+        "num_attention_heads": settings.vision_heads,
+    }
+
+
 def text_sizes(settings: TinySettings, tokenizer: Any) -> dict[str, Any]:
     """The entries that every family's language-model configuration shares."""
     return {
