@@ -300,9 +300,6 @@ def train_multimodal(
 
 def main() -> None:
     """Exit codes: 0 done, 1 failed, 2 the configuration or the command line is wrong, 130 a run was interrupted."""
-    # Before torch is loaded, here and in child programs: with threads that wait spinning, a training step took 15 s
-    # instead of 2 s on two cores as soon as another process ran.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         app(standalone_mode=True)
     except ConfigurationError as error:

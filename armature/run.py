@@ -90,8 +90,6 @@ def run_recipe(recipe: Recipe) -> list[str]:
         ArmatureError: what the flow failed with.
     """
     print(f"{recipe.name}: {recipe.description}", flush=True)
-    # For child programs, and here unless torch is loaded already: `armature.cli.main` says why.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     return _lines(_flow_state(recipe))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -63,3 +64,12 @@ def test_importing_armature_is_quick_and_loads_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "passive"), ("active", "active")])
+def test_threads_wait_without_spinning_whoever_imports_it(before, after):
+    others = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    script = "import os, armature; print(os.environ['OMP_WAIT_POLICY'])"
+    env = others | ({"OMP_WAIT_POLICY": before} if before else {})
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True, env=env)
+    assert done.stdout.strip() == after
