@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from transformers import AutoModelForImageTextToText
 
 from components.contracts.stages import Artifact, StageContext
+from components.models.families import family_of
+from components.models.load import load_config
+from components.models.settings import ModelSettings
 from components.models.source import locate
-from components.rl.memory import available_memory, estimate_memory
 from components.rl.open import open_run
 from components.rl.settings import TrainVLMSettings
 from components.stages import open_store
+from components.training.settings import ChunkedLogprobs, TrainerSettings
 
-
-def memory_lines(settings: TrainVLMSettings, model: Artifact, context: StageContext) -> list[str]:
-    """What the trainer and a server need, and what is free."""
-    weights = locate(model.path, settings.model.revision)
-    estimate = estimate_memory(weights, settings.model, settings.trainer, settings.inference.dtype)
-    return estimate.lines(*available_memory(context.machine.trainer_gpus))
+GIB = 2**30
+BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def check(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], context: StageContext) -> None:
@@ -25,9 +30,91 @@ def check(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], context: S
     Raises:
         MismatchError: they do not agree; training would be off-policy without knowing it.
     """
-    for line in memory_lines(settings, inputs["model"], context):
+    weights = locate(inputs["model"].path, settings.model.revision)
+    estimate = estimate_memory(weights, settings.model, settings.trainer, settings.inference.dtype)
+    for line in estimate.lines(*available_memory(context.machine.trainer_gpus)):
         context.events.message(line)
     with open_run(settings, inputs, context, open_store(context.machine), load_on_join=False) as (run, _):
         for line in run.preflight().lines():
             context.events.message(line)
     context.events.message("trainer and server agree: ready to train")
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of the trainer on one device, unsharded, and of one server's weights.
+
+    `optimizer` counts fp32 gradients, two AdamW moments and, for bf16 weights, the fp32 master copy;
+    `activations` is what a transformer layer keeps for the backward pass (34 bytes per token and hidden unit in
+    bf16, arXiv 2205.05198 without the attention scores), once per layer, or once with gradient checkpointing;
+    `logits` is one chunk of log-probs in fp32 with its gradient, or all of a micro-batch with logprobs = normal.
+    """
+
+    parameters: int
+    trainable: int
+    weights: int
+    optimizer: int
+    activations: int
+    logits: int
+    server_weights: int
+
+    @property
+    def trainer(self) -> int:
+        return self.weights + self.optimizer + self.activations + self.logits
+
+    def lines(self, available: int, where: str) -> list[str]:
+        parts = {
+            "weights": self.weights,
+            "gradients, AdamW, master weights": self.optimizer,
+            "activations of a micro-batch": self.activations,
+            "log-prob chunk": self.logits,
+        }
+        table = [f"  {name:<34}{size / GIB:8.2f} GiB" for name, size in parts.items()]
+        return [
+            f"parameters             {self.parameters / 1e6:,.1f} M, {self.trainable / 1e6:,.1f} M trained",
+            f"trainer needs          {self.trainer / GIB:.2f} GiB unsharded; {available / GIB:.2f} GiB free on {where}",
+            *table,
+            f"server weights         {self.server_weights / GIB:.2f} GiB, and its KV cache",
+        ]
+
+
+def estimate_memory(source: Path, model: ModelSettings, trainer: TrainerSettings, server_dtype: str) -> MemoryEstimate:
+    """Counts parameters on the meta device: no weights are read."""
+    config = load_config(source, model)
+    family = family_of(config)
+    with torch.device("meta"):
+        skeleton = AutoModelForImageTextToText.from_config(config, trust_remote_code=model.trust_remote_code)
+    sizes = {name: parameter.numel() for name, parameter in skeleton.named_parameters()}
+    parameters = sum(sizes.values())
+    text = config.get_text_config()
+    if model.lora is None:
+        trainable = sum(size for name, size in sizes.items() if family.component_of(name) not in model.freeze)
+    else:
+        linears = [m for m in skeleton.modules() if isinstance(m, torch.nn.Linear)]
+        reached = len(model.lora.targets) * text.num_hidden_layers
+        mean_width = sum(m.in_features + m.out_features for m in linears) / max(1, len(linears))
+        trainable = int(reached * mean_width * model.lora.rank)
+    width = 2 if trainer.autocast == "bf16" or model.dtype == "bfloat16" else 4
+    tokens = trainer.max_tokens_per_micro_batch
+    layers = 1 if model.gradient_checkpointing else text.num_hidden_layers
+    kept = text.num_hidden_layers * tokens * text.hidden_size * width if model.gradient_checkpointing else 0
+    master = 4 if model.dtype == "bfloat16" else 0
+    return MemoryEstimate(
+        parameters=parameters,
+        trainable=trainable,
+        weights=parameters * BYTES[model.dtype],
+        optimizer=trainable * (4 + 8 + master),
+        activations=17 * width * tokens * text.hidden_size * layers + kept,
+        logits=(trainer.logprobs.chunk_tokens if isinstance(trainer.logprobs, ChunkedLogprobs) else tokens)
+        * text.vocab_size
+        * 4
+        * 2,
+        server_weights=parameters * {"float32": 4}.get(server_dtype, 2),
+    )
+
+
+def available_memory(gpus: tuple[int, ...]) -> tuple[int, str]:
+    """Free bytes on the trainer's first GPU, or in main memory."""
+    if gpus:
+        return torch.cuda.mem_get_info(gpus[0])[0], f"GPU {gpus[0]}"
+    return psutil.virtual_memory().available, "this machine"

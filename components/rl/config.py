@@ -159,26 +159,16 @@ class MultimodalRLConfig(BaseModel):
     def _trainer_settings(self) -> TrainerSettings:
         chunked = {} if self.logprobs == "normal" else {"chunk_tokens": 1024}
         return TrainerSettings(
+            **self.model_dump(include=TrainerSettings.model_fields.keys() - {"logprobs"}),  # of the same name
             objective=MaskRatio(
                 name="mask_ratio", mask_ratio_low=self.mask_ratio_low, mask_ratio_high=self.mask_ratio_high
             ),
-            aggregation=self.aggregation,
             dr_grpo_length=self.max_tokens if self.aggregation == "dr_grpo" else None,
-            learning_rate=self.learning_rate,
-            adam_beta1=self.adam_beta1,
-            adam_beta2=self.adam_beta2,
-            adam_epsilon=self.adam_epsilon,
-            weight_decay=self.weight_decay,
-            max_grad_norm=self.max_grad_norm,
             lr_scheduler=self.lr_scheduler_type,
-            warmup_steps=self.warmup_steps,
-            max_steps=self.max_steps,
             samples_per_update=self.batch_size,
-            max_tokens_per_micro_batch=self.max_tokens_per_micro_batch,
             max_rows_per_micro_batch=self.micro_batch_size,
             logprobs={"name": self.logprobs, **chunked},
             autocast="bf16" if self.bf16 else "none",
             save_every=self.save_steps,
             keep_checkpoints=self.save_total_limit,
-            seed=self.seed,
         )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 
 from anyio.from_thread import start_blocking_portal
 
 from components.adapters import get_adapter
 from components.artifacts.images import ImageStore
 from components.artifacts.store import ArtifactStore
-from components.contracts.errors import TrainerError
+from components.contracts.errors import ConfigurationError, TrainerError
 from components.contracts.stages import Artifact, StageContext
 from components.environments.make import make_environment
 from components.environments.stage import load_tasks
@@ -21,9 +23,10 @@ from components.models.load import load_processor
 from components.models.source import locate
 from components.rl.run import RLRun, RunParts, Trainer
 from components.rl.settings import LoopSettings, TrainVLMSettings
-from components.rl.skipped import skipped_batches
 from components.training.client import TrainerClient
 from components.training.service_settings import TrainerPolicySettings
+
+SKIPPED_BATCHES = "skipped-batches.json"
 
 
 @contextmanager
@@ -103,3 +106,23 @@ def open_parts(
 def _start(trainer: Trainer) -> int:
     trainer.start()
     return trainer.resume()
+
+
+def skipped_batches(workspace: Path, named: Collection[int], done: int, last: int) -> frozenset[int]:
+    """The steps to make without an update: those named now, and those named when the run was started before.
+
+    Raises:
+        ConfigurationError: a step that the weights contain already, or that the run does not have.
+    """
+    file = workspace / SKIPPED_BATCHES
+    before: set[int] = set(json.loads(file.read_text())) if file.exists() else set()
+    new = set(named) - before
+    if wrong := sorted(step for step in new if step <= done or step > last):
+        raise ConfigurationError(
+            f"the batches of steps {', '.join(map(str, wrong))} cannot be skipped: {done} of {last} steps are made",
+            where="machine.skip_batches",
+            remedy="name steps that are still to come, or delete the checkpoints after the step before",
+        )
+    if new:
+        file.write_text(json.dumps(sorted(before | new)))
+    return frozenset(before | new)

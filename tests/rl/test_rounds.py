@@ -28,9 +28,9 @@ from components.contracts.rollouts import GenerateOutputs
 from components.contracts.stages import StageContext
 from components.inference.client import Completion
 from components.rl.loop import run_loop
+from components.rl.open import skipped_batches
 from components.rl.run import RLRun, RunParts
 from components.rl.settings import TrainVLMSettings
-from components.rl.skipped import skipped_batches
 from components.rollouts.schedule import tasks_of_step
 from components.rollouts.table import read_rollouts
 from components.stages import TerminalEvents, ThreadUnits
