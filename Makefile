@@ -4,7 +4,7 @@ SERVED := $(wildcard components/inference/served/*.toml components/inference/ser
 BIN    := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint check up down fuzz chaos bench clean
+.PHONY: help run test lint docs check up down fuzz chaos bench clean
 
 help:  ## what each command does
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -21,6 +21,9 @@ lint: .venv/.made  ## style, types and the layer rule
 	$(BIN)/mypy
 	$(BIN)/mypy examples
 	$(BIN)/lint-imports
+
+docs: .venv/.made  ## the documentation site, in build/docs; a broken link or reference is an error
+	$(BIN)/sphinx-build --fresh-env --fail-on-warning --keep-going --quiet docs build/docs
 
 check: environments  ## know before a run whether the machine and the model fit; choose with NAME=train-vlm/...
 	$(BIN)/armature check $(or $(NAME),train-vlm/colors)

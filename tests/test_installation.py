@@ -35,6 +35,12 @@ def test_the_constant_is_the_name_of_the_project():
     assert install_command("thor") == "pip install 'armature-vla[thor]'"
 
 
+def test_one_version_stands_everywhere():
+    served = tomllib.loads((ROOT / "components/inference/served/pyproject.toml").read_text())["project"]["version"]
+    newest = re.findall(r"^## (\d[\w.]*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    assert PROJECT["version"] == served == newest
+
+
 def test_nobody_is_told_to_install_the_other_armature():
     told = re.compile(r"pip install [\"']?armature\b(?!-)|[\"' ]armature\[[a-z]")
     assert [name for name, text in tracked().items() if told.search(text)] == []

@@ -18,7 +18,7 @@ from pathlib import Path
 from components.installation import CHECKOUT, MADE, REQUIREMENTS, SERVED
 
 TORCHVISION_OPERATORS = Path(__file__).with_name("torchvision_operators.py")
-EXTRAS = "train,thor,datasets,dask,dev"
+EXTRAS = "train,thor,datasets,dask,docs,dev"
 
 
 def say(message: str) -> None:
