@@ -1,0 +1,69 @@
+"""The hooks of .pre-commit-config.yaml run on the whole checkout, and refuse what they are there for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAMS = Path(sys.executable).parent
+HOOKS = [
+    hook for each in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"] for hook in each["hooks"]
+]
+
+
+def run(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"MYPY_CACHE_DIR": str(ROOT / ".mypy_cache"), "PYTHONPATH": str(folder)}
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tracked files under git, with the environment of this one."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in run(ROOT, "git", "ls-files").stdout.splitlines():
+        if os.path.lexists(ROOT / name):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+    (folder / ".venv").symlink_to(PROGRAMS.parent)
+    run(folder, "git", "init", "--quiet")
+    run(folder, "git", "add", "--all")
+    return folder
+
+
+def test_every_hook_is_a_command_of_the_environment() -> None:
+    assert [hook["id"] for hook in HOOKS if hook["language"] != "system"] == []
+    programs = [hook["entry"].split()[0] for hook in HOOKS]
+    assert [program for program in programs if shutil.which(ROOT / program) is None and program != "sh"] == []
+
+
+@pytest.mark.slow
+def test_they_pass_on_the_checkout(checkout: Path) -> None:
+    done = run(checkout, PROGRAMS / "pre-commit", "run", "--all-files")
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = [line.partition("..")[0] for line in done.stdout.splitlines() if line.endswith("Passed")]
+    assert passed == [hook["name"] for hook in HOOKS if "stages" not in hook]
+
+
+@pytest.mark.slow
+def test_a_file_that_is_not_formatted_is_put_right_and_refused(checkout: Path) -> None:
+    path = checkout / "examples/unformatted.py"
+    path.write_text("import sys\nimport os\nprint( sys.path,os.name )\n")
+    run(checkout, "git", "add", path)
+    for hook, left in (("ruff-check", "import os\nimport sys"), ("ruff-format", "print(sys.path, os.name)\n")):
+        done = run(checkout, PROGRAMS / "pre-commit", "run", hook, "--files", path)
+        assert done.returncode == 1 and left in path.read_text(), done.stdout
+
+
+@pytest.mark.parametrize(("length", "code"), [(72, 0), (73, 1)])
+def test_a_long_subject_is_refused(length: int, code: int, checkout: Path, tmp_path: Path) -> None:
+    message = tmp_path / "message"
+    message.write_text("s" * length + "\n\n" + "a body may be as wide as it likes " * 9 + "\n")
+    words = ["run", "--hook-stage", "commit-msg", "--commit-msg-filename", str(message)]
+    assert run(checkout, PROGRAMS / "pre-commit", *words).returncode == code
