@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
@@ -70,7 +69,7 @@ def measure() -> list[Row]:
             write_game(game, Path(scratch))
         assert len(list(Path(scratch).glob(f"train/*/*/{GAME}"))) == GAMES
         stock = _stock(Path(scratch))
-    ours = asyncio.run(_ours(games))
+    ours = _ours(games)
     assert all(ours["said"][game.name] == stock["said"][game.name] for game in games), "not the same games"
     played, steps = GAMES * GROUP, GAMES * GROUP * STEPS
     shape = f"{GAMES} games as large as ALFWorld's, groups of {GROUP}, {STEPS} random steps, the same texts"
@@ -91,28 +90,27 @@ def measure() -> list[Row]:
     ]
 
 
-async def _ours(games: list[Game]) -> dict[str, Any]:
+def _ours(games: list[Game]) -> dict[str, Any]:
     """Processor seconds of the worker and of us together, which includes what travels between."""
     host = EngineHost(1)
-    worker = host.worker(0)
+    (worker,) = host.workers
 
-    async def spent() -> float:
-        return float((await worker.ask("count"))["cpu"]) + time.process_time()
+    def spent() -> float:
+        return float(worker.call("count")["cpu"]) + time.process_time()
 
     members = [(host.play(game.name, game.problem, game.goal), game) for game in games for _ in range(GROUP)]
-    idle, began = (await worker.ask("count"))["resident"], await spent()
-    shown = list(await asyncio.gather(*(hosted.reset() for hosted, _ in members)))
-    reset = await spent()
+    idle, began = worker.call("count")["resident"], spent()
+    shown = [hosted.reset() for hosted, _ in members]
+    reset = spent()
     said = {game.name: [first.feedback] for (_, game), first in zip(members, shown, strict=True)}
     choices = [Random(0) for _ in members]
     for _ in range(STEPS):
         commands = [rng.choice(now.commands) for rng, now in zip(choices, shown, strict=True)]
-        stepped = (hosted.step(command) for (hosted, _), command in zip(members, commands, strict=True))
-        shown = list(await asyncio.gather(*stepped))
+        shown = [hosted.step(command) for (hosted, _), command in zip(members, commands, strict=True)]
         for index in range(0, len(members), GROUP):
             said[members[index][1].name].append(shown[index].feedback)
-    stepping = await spent()
-    resident = (await worker.ask("count"))["resident"]
+    stepping = spent()
+    resident = worker.call("count")["resident"]
     host.close()
     return {"resets": reset - began, "steps": stepping - reset, "said": said, "idle": idle, "resident": resident}
 

@@ -42,6 +42,7 @@ class Program:
         log: its stdout and stderr are appended here; None: they go where ours go.
         env: variables to add to ours; a value of None takes the variable away.
         grace: seconds between SIGTERM and SIGKILL when it is stopped.
+        pass_fds: open files that it inherits, under the same numbers.
 
     Raises:
         FileNotFoundError: there is no such program.
@@ -55,6 +56,7 @@ class Program:
         env: Mapping[str, str | None] | None = None,
         cwd: Path | None = None,
         grace: float = GRACE,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         self.command = [str(part) for part in command]
         self.log, self._grace = log, grace
@@ -73,14 +75,15 @@ class Program:
         read, self._lifeline = os.pipe()
         try:
             # -I: neither PYTHONPATH nor the working folder may change what the guard imports.
+            own = [str(read), str(os.getpid()), str(grace), ",".join(map(str, pass_fds))]
             self._guard = subprocess.Popen(
-                [sys.executable, "-I", __file__, str(read), str(os.getpid()), str(grace), *self.command],
+                [sys.executable, "-I", __file__, *own, *self.command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env=child_env,
                 cwd=cwd,
-                pass_fds=[read],
+                pass_fds=[read, *pass_fds],
                 start_new_session=True,
             )
         except BaseException:
@@ -162,7 +165,7 @@ def _signal(process: psutil.Process, number: int) -> None:
 # The guard: one thread, woken by the lifeline or by signals.
 
 
-def _guard(lifeline: int, parent: int, grace: float, command: list[str]) -> int:
+def _guard(lifeline: int, parent: int, grace: float, inherited: list[int], command: list[str]) -> int:
     """Run `command` until it ends or the lifeline does. The exit code; negative for a signal."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -179,7 +182,11 @@ def _guard(lifeline: int, parent: int, grace: float, command: list[str]) -> int:
         signal.signal(number, note)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     with _scratch() as folder:
-        child = subprocess.Popen(command, preexec_fn=_die_with_guard, env=os.environ | {"TMPDIR": folder})
+        child = subprocess.Popen(
+            command, preexec_fn=_die_with_guard, env=os.environ | {"TMPDIR": folder}, pass_fds=inherited
+        )
+        for descriptor in inherited:  # so that whoever holds the other end sees the program's end
+            os.close(descriptor)
         return _until_the_end(child.pid, lifeline, parent, grace, wake, asked)
 
 
@@ -269,7 +276,10 @@ def _stop_children(grace: float) -> None:
 
 
 def _main() -> None:
-    code = _guard(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4:])
+    lifeline, parent, grace, inherited, *command = sys.argv[1:]
+    code = _guard(
+        int(lifeline), int(parent), float(grace), [int(each) for each in inherited.split(",") if each], command
+    )
     if code >= 0:
         os._exit(code)
     # Die by the same signal, so that our parent sees what ended the program.

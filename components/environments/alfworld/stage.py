@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
-from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 from pydantic import Field, NonNegativeInt
@@ -16,9 +15,7 @@ from components.environments.alfworld.games.folders import games_digest, write_g
 from components.environments.alfworld.games.game import SOURCES, Game, GamesSettings, GeneratedGames
 from components.environments.alfworld.games.load import load_games
 from components.environments.alfworld.text.host import EngineHost
-
-AT_ONCE = 4
-"""Games that a process is given before the first of them is done."""
+from components.workers.process import Worker
 
 
 class GamesStageSettings(Settings):
@@ -38,11 +35,12 @@ def write_games(
     counts = {"train": settings.train, "valid_seen": settings.valid_seen, "valid_unseen": settings.valid_unseen}
     if not any(counts.values()):
         raise ConfigurationError("no games are requested", where="train, valid_seen, valid_unseen")
-    processes = context.machine.playing_processes
-    with closing(EngineHost(processes)) as host:
+    with EngineHost(context.machine.playing_processes) as host:
         for number, source in enumerate(SOURCES):
             games = list(load_games(settings.games, source, count=counts[source], seed=settings.seed))
-            asyncio.run(_win(games, host, processes * AT_ONCE))
+            for game, defect in host.map(games, partial(wins_by_plan, host), key=lambda game: game.name):
+                if defect:
+                    raise DataError(defect, where=f"{game.source}/{game.name}", remedy="leave the game out")
             for game in games:
                 write_game(game, folder)
             context.events.progress("splits", number + 1, len(SOURCES))
@@ -53,33 +51,17 @@ def write_games(
 GAMES_STAGE = Stage("alfworld-games", 1, GamesStageSettings, (), write_games)
 
 
-async def _win(games: list[Game], host: EngineHost, at_once: int) -> None:
-    """
-    Raises:
-        DataError: a game is won before it begins, or not by its plan.
-    """
-    free = asyncio.Semaphore(at_once)
-
-    async def win(game: Game) -> None:
-        async with free:
-            defect = await wins_by_plan(game, host)
-        if defect:
-            raise DataError(defect, where=f"{game.source}/{game.name}", remedy="leave the game out")
-
-    await asyncio.gather(*(win(game) for game in games))
-
-
-async def wins_by_plan(game: Game, host: EngineHost) -> str | None:
+def wins_by_plan(host: EngineHost, worker: Worker, game: Game) -> str | None:
     """What is wrong with the game's plan; None: it leads from an unmet goal to the goal by admissible commands."""
-    hosted = host.play(f"{game.source}/{game.name}", game.problem, game.goal)
+    hosted = host.play_at(worker, game.problem, game.goal)
     try:
-        shown = await hosted.reset()
+        shown = hosted.reset()
         if shown.won:
             return "the goal is met before the game begins"
         for step, command in enumerate(game.plan, 1):
             if command not in shown.commands:
                 return f"command {step} of the plan, {command!r}, is not admissible"
-            shown = await hosted.step(command)
+            shown = hosted.step(command)
         return None if shown.won else f"the plan of {len(game.plan)} commands does not win"
     finally:
-        await hosted.close()
+        hosted.close()

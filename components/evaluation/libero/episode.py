@@ -22,7 +22,7 @@ Actor = Callable[[RobotObservation, int], Actions]
 
 
 class SimulatorClient(Protocol):
-    """Simulators of a process, by slot; both raise SimulatorError when the process is lost."""
+    """Simulators of a process, by slot; both raise WorkerError when the process is lost."""
 
     def reset(self, task: LiberoTask, initial_state: int, seed: int, slot: int = 0) -> RobotObservation: ...
 
@@ -47,7 +47,7 @@ def play_episode(
 ) -> PlayedEpisode:
     """
     Raises:
-        SimulatorError: the simulator was lost.
+        WorkerError: the simulator was lost.
         DataError: the policy answered with something that is not an action.
     """
     observation = arena.reset(planned.task, planned.initial_state, planned.simulator_seed, slot)
@@ -70,7 +70,7 @@ def replay_episode(arena: SimulatorClient, slot: int, planned: PlannedEpisode, a
     """The episode again from its actions, this time filmed.
 
     Raises:
-        SimulatorError: the simulator was lost.
+        WorkerError: the simulator was lost.
     """
     again = replace(planned, max_steps=len(actions))
     return play_episode(arena, slot, again, lambda _observation, _chunk: actions, film=True)

@@ -12,13 +12,14 @@ import numpy as np
 
 from components.contracts.errors import ArmatureError
 from components.contracts.robots import RobotObservation, RobotPolicy
-from components.environments.libero.processes import SimulatorError
 from components.environments.libero.tasks import ACTION_NAMES
 from components.evaluation.libero.batching import InferenceQueue
 from components.evaluation.libero.episode import Actions, SimulatorClient, play_episode
 from components.evaluation.libero.journal import EpisodeOutcome, EvaluationJournal
-from components.evaluation.libero.schedule import EpisodeKey, EpisodeSchedule, PlannedEpisode, TaskKey, noise_seed
+from components.evaluation.libero.schedule import EpisodeKey, PlannedEpisode, TaskKey, noise_seed
 from components.evaluation.libero.settings import LiberoEvaluationSettings
+from components.workers.errors import WorkerError
+from components.workers.pool import StickyQueue
 
 
 class ProgressCallback(Protocol):
@@ -40,6 +41,10 @@ def simulator_slots(arenas: Sequence[SimulatorClient], count: int) -> list[Simul
     return [SimulatorSlot(arenas[i % len(arenas)], i // len(arenas)) for i in range(count)]
 
 
+def task_of(planned: PlannedEpisode) -> TaskKey:
+    return planned.key[:2]
+
+
 class Evaluation:
     """Plays what the journal does not have yet, and writes it there."""
 
@@ -58,7 +63,7 @@ class Evaluation:
         """The outcome of every planned episode; none depends on the number of arenas or `settings.batch`.
 
         Raises:
-            SimulatorError: more episodes than `failed_episodes` could not be played.
+            WorkerError: more episodes than `failed_episodes` could not be played.
             DataError: the policy answered with something that is not an action.
         """
         wanted = {planned.key for planned in self._planned}
@@ -66,16 +71,18 @@ class Evaluation:
         self.outcomes = {key: outcome for key, outcome in known if key in wanted and outcome.failure is None}
         left = [planned for planned in self._planned if planned.key not in self.outcomes]
         queue = InferenceQueue(policy, self._settings.batch)
-        schedule = EpisodeSchedule(left)
+        schedule = StickyQueue(left, task_of)  # building a task's simulator takes 9 s
         count = min(self._settings.batch, len(left))
         queue.serve([self._player(simulator, schedule, queue) for simulator in simulator_slots(arenas, count)])
         return self.outcomes
 
-    def _player(self, simulator: SimulatorSlot, schedule: EpisodeSchedule, queue: InferenceQueue) -> Callable[[], None]:
+    def _player(
+        self, simulator: SimulatorSlot, schedule: StickyQueue[PlannedEpisode], queue: InferenceQueue
+    ) -> Callable[[], None]:
         def play() -> None:
             held: TaskKey | None = None
             while (planned := schedule.take(held)) is not None:
-                held = planned.key[:2]
+                held = task_of(planned)
                 self._finish(planned, self._outcome(simulator, planned, queue))
 
         return play
@@ -89,7 +96,7 @@ class Evaluation:
             started = time.monotonic()
             try:
                 played = play_episode(simulator.arena, simulator.slot, planned, actor)
-            except SimulatorError as error:
+            except WorkerError as error:
                 problem = error
             else:
                 return EpisodeOutcome(played.success, played.actions, None, attempt, time.monotonic() - started)
@@ -101,7 +108,7 @@ class Evaluation:
             self.outcomes[planned.key] = outcome
             failed = [each for each in self.outcomes.values() if each.failure is not None]
             if len(failed) > self._settings.failed_episodes:
-                raise SimulatorError(
+                raise WorkerError(
                     f"{len(failed)} episodes could not be played, {self._settings.failed_episodes} may fail: "
                     f"{outcome.failure}",
                     where=planned.name,

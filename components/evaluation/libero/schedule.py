@@ -1,11 +1,9 @@
-"""Which episodes are played, by which seeds, and who plays which next."""
+"""Which episodes are played, and by which seeds."""
 
 from __future__ import annotations
 
 import json
-import threading
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -83,29 +81,3 @@ def noise_seed(settings: LiberoEvaluationSettings, planned: PlannedEpisode, chun
     if settings.per_episode_seed:
         parts += [planned.task.suite, planned.task.index, planned.initial_state, planned.repetition]
     return int.from_bytes(sha256(json.dumps(parts).encode()).digest()[:8], "big") >> 1
-
-
-class EpisodeSchedule:
-    """Hands out episodes to players. A player keeps to its task while it has any, because building one takes 9 s;
-    then it goes where most episodes wait for each player. Thread safe."""
-
-    def __init__(self, planned: Iterable[PlannedEpisode]) -> None:
-        self._waiting: dict[TaskKey, deque[PlannedEpisode]] = {}
-        for episode in planned:
-            self._waiting.setdefault(episode.key[:2], deque()).append(episode)
-        self._players: Counter[TaskKey] = Counter()
-        self._lock = threading.Lock()
-
-    def take(self, held: TaskKey | None) -> PlannedEpisode | None:
-        """The next episode for a player that has `held` built; None: there is none left."""
-        with self._lock:
-            if held is not None and self._waiting.get(held):
-                return self._waiting[held].popleft()
-            if held is not None:
-                self._players[held] -= 1
-            open_tasks = [key for key, episodes in self._waiting.items() if episodes]
-            if not open_tasks:
-                return None
-            chosen = max(open_tasks, key=lambda key: len(self._waiting[key]) / (1 + self._players[key]))
-            self._players[chosen] += 1
-            return self._waiting[chosen].popleft()

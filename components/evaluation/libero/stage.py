@@ -35,7 +35,7 @@ def evaluate_libero(
     """Writes `results.parquet`, `eval_info.json`, `metrics.json`, `videos/` and `report.html`.
 
     Raises:
-        SimulatorError: more episodes than may fail could not be played.
+        WorkerError: more episodes than may fail could not be played.
         ConfigurationError: a task that does not exist, or a policy that cannot act in this mode.
     """
     from components.environments.libero.processes import SimulatorProcess

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from components.datasets.lerobot.video import VideoSettings, VideoWriter
-from components.environments.libero.processes import SimulatorError
 from components.evaluation.libero.episode import Actions, CameraImages, PlayedEpisode, SimulatorClient, replay_episode
 from components.evaluation.libero.eval_info import video_path
 from components.evaluation.libero.journal import EpisodeOutcome
 from components.evaluation.libero.schedule import EpisodeKey, PlannedEpisode
+from components.workers.errors import WorkerError
 
 ENCODING = VideoSettings(codec="libx264", pixel_format="yuv420p", quality=23, keyframe_every=20)
 
@@ -47,7 +47,7 @@ def film(
     """Each episode again, with its images.
 
     Raises:
-        SimulatorError: the simulator was lost in every attempt.
+        WorkerError: the simulator was lost in every attempt.
     """
     for episode in picked:
         yield episode, _again(arena, episode, outcomes[episode.key].actions, attempts)
@@ -55,7 +55,7 @@ def film(
 
 def _again(arena: SimulatorClient, episode: PlannedEpisode, actions: Actions, attempts: int) -> PlayedEpisode:
     for _ in range(attempts - 1):
-        with suppress(SimulatorError):
+        with suppress(WorkerError):
             return replay_episode(arena, 0, episode, actions)
     return replay_episode(arena, 0, episode, actions)
 

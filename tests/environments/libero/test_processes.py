@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 
@@ -13,8 +12,9 @@ import psutil
 import pytest
 
 from components.contracts.errors import ConfigurationError, DataError
-from components.environments.libero.processes import SimulatorError, SimulatorPool, SimulatorProcess
+from components.environments.libero.processes import SimulatorProcess
 from components.environments.libero.tasks import suite_tasks
+from components.workers.errors import WorkerError
 
 from .simulated import needs_libero, simulator
 
@@ -47,7 +47,7 @@ def test_what_is_refused_leaves_the_process_as_it_is(process: SimulatorProcess) 
     pid = process.pid
     with pytest.raises(DataError, match="7 finite numbers"):
         process.step(np.full((1, 7), np.inf, np.float32))
-    with pytest.raises(SimulatorError, match="slot 5"):
+    with pytest.raises(WorkerError, match="slot 5"):
         process.step(STILL, slot=5)
     with pytest.raises(ConfigurationError, match="cannot do"):
         process.demonstrate(suite_tasks("libero_goal")[0], 0, 0, 0.0, 10)
@@ -60,9 +60,9 @@ def test_a_killed_process_is_noticed_and_started_again(process: SimulatorProcess
     starts, pid = process.starts, process.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(SimulatorError, match="code -9"):
+    with pytest.raises(WorkerError, match="code -9"):
         process.step(STILL)
-    with pytest.raises(SimulatorError, match="reset comes first"):
+    with pytest.raises(WorkerError, match="reset comes first"):
         process.step(STILL)
     after = process.reset(task, 3, 1)
     assert process.starts == starts + 1
@@ -74,37 +74,7 @@ def test_one_that_hangs_is_ended_in_time() -> None:
     others = set(psutil.Process().children())
     with SimulatorProcess(simulator(), timeout=0.5) as process:
         began = time.monotonic()
-        with pytest.raises(SimulatorError, match=r"within 0.5 s.*"):
+        with pytest.raises(WorkerError, match=r"within 0.5 s.*"):
             process.reset(suite_tasks("libero_spatial")[0], 0, 1)  # importing alone takes longer
         assert time.monotonic() - began < 10 and process.pid is None
         assert set(psutil.Process().children()) <= others
-
-
-def test_jobs_of_a_key_stay_together_and_failed_ones_are_tried_again() -> None:
-    jobs = [("a", i) for i in range(4)] + [("b", i) for i in range(4)]
-    tries: dict[tuple[str, int], int] = {}
-    worked: dict[int, list[tuple[str, int]]] = {}
-    lock, both = threading.Lock(), threading.Barrier(2, timeout=10)
-
-    def work(process: SimulatorProcess, job: tuple[str, int]) -> int:
-        with lock:
-            tries[job] = tries.get(job, 0) + 1
-            worked.setdefault(id(process), []).append(job)
-        if tries[job] == 1:
-            both.wait()  # the two take turns
-        if job == ("a", 2) and tries[job] < 3:
-            raise SimulatorError("gone")
-        return job[1]
-
-    with SimulatorPool(simulator(), 2, 1.0) as pool:
-        done = dict(pool.map(jobs, work, key=lambda job: job[0], attempts=3))
-        assert done == {job: job[1] for job in jobs}
-        assert tries["a", 2] == 3 and sum(tries.values()) == 10
-        assert [{job[0] for job in each} for each in worked.values()] in ([{"a"}, {"b"}], [{"b"}, {"a"}])
-        tries.clear()
-        with pytest.raises(SimulatorError):
-            dict(pool.map([("a", 2)], lambda process, job: work_alone(job), key=lambda job: job[0], attempts=2))
-
-
-def work_alone(job: tuple[str, int]) -> int:
-    raise SimulatorError("gone")

@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from components.contracts.robots import RobotObservation
-from components.environments.libero.processes import ChunkResult, SimulatorError
+from components.environments.libero.processes import ChunkResult
 from components.environments.libero.tasks import LiberoTask
 from components.evaluation.libero.settings import LiberoEvaluationSettings
+from components.workers.errors import WorkerError
 
 TASKS = [LiberoTask("libero_spatial", i, f"task_{i}", f"reach number {i}", 5, "") for i in range(3)]
 
@@ -66,7 +67,7 @@ class Plane:
         if self.steps in self._deaths:
             self._points.clear()
         if slot not in self._points:
-            raise SimulatorError("the process of the plane died")
+            raise WorkerError("the process of the plane died")
         frames = []
         for steps, action in enumerate(actions, start=1):
             if film:

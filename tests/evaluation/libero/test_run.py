@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 from components.contracts.errors import DataError
 from components.contracts.robots import RobotObservation
-from components.environments.libero.processes import SimulatorError
 from components.evaluation.libero.journal import EpisodeOutcome, EvaluationJournal
 from components.evaluation.libero.run import Evaluation
 from components.evaluation.libero.schedule import EpisodeKey, plan_episodes
+from components.workers.errors import WorkerError
 from tests.evaluation.libero.playground import TASKS, Homing, Plane, settings
 
 pytestmark = pytest.mark.timeout(30)
@@ -72,7 +72,7 @@ def test_episodes_that_always_fail_are_counted_up_to_a_limit(tmp_path: Path) -> 
     failed = [outcome for outcome in outcomes.values() if outcome.failure]
     assert [(each.success, each.steps, each.lost) for each in failed] == [(False, 0, 3)]
     assert "the process of the plane died" in str(failed[0].failure)
-    with pytest.raises(SimulatorError, match="2 episodes could not be played, 1 may fail"):
+    with pytest.raises(WorkerError, match="2 episodes could not be played, 1 may fail"):
         play(tmp_path / "more", [Plane(deaths=range(1, 7))], failed_episodes=1)
     resumed = play(tmp_path, [Plane()], failed_episodes=1)
     assert not any(outcome.failure for outcome in resumed.values())

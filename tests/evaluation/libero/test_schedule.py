@@ -6,7 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from components.contracts.errors import ConfigurationError
-from components.evaluation.libero.schedule import EpisodeSchedule, noise_seed, plan_episodes
+from components.evaluation.libero.schedule import noise_seed, plan_episodes
+from components.workers.pool import StickyQueue
 from tests.evaluation.libero.playground import TASKS, settings
 
 KNOWN = {"libero_spatial": TASKS}
@@ -54,7 +55,7 @@ def test_without_per_episode_seeds_the_noise_hangs_on_the_chunk_alone() -> None:
 
 def test_a_player_keeps_its_task_and_each_episode_is_played_once() -> None:
     planned = plan_episodes(settings(), KNOWN)
-    schedule = EpisodeSchedule(planned)
+    schedule = StickyQueue(planned, lambda episode: episode.key[:2])
     held: list[tuple[str, int] | None] = [None, None]
     played, changes, first = [], 0, []
     while any(taken := [schedule.take(held[player]) for player in (0, 1)]):

@@ -16,7 +16,7 @@ from components.environments.alfworld.games.game import GamesSettings, Generated
 from components.environments.alfworld.games.load import games_sources, load_games
 from components.environments.alfworld.games.untrusted import check_goal, check_problem
 from components.environments.alfworld.prompts import EpisodePrompts, PromptSettings, parse_action
-from components.environments.alfworld.text.host import EngineReply, HostedGame, shared_host
+from components.environments.alfworld.text.host import EngineHost, EngineReply, HostedGame, shared_host
 from components.environments.alfworld.text.schematic import KnownState, NoImage, Schematic, draw
 from components.environments.alfworld.text.searching import with_detours
 
@@ -74,7 +74,8 @@ class AlfworldText:
         self.reward_weights = {"won": settings.won_weight}
         self._counts = {"train": train_tasks, "heldout": heldout_tasks}
         self._seed = seed
-        self.host, self._leave = shared_host(processes, self)
+        self._processes = processes
+        self._host: EngineHost | None = shared_host(processes)
 
     @staticmethod
     def sources(settings: AlfworldTextSettings) -> dict[str, str]:
@@ -94,7 +95,8 @@ class AlfworldText:
         problem = check_problem(task.payload["problem"], where=task.task_id)
         goal = check_goal(task.payload["goal"], where=task.task_id)
         name = f"{task.payload['source']}/{task.payload['game']}"
-        return TextEpisode(self.host.play(name, problem, goal), self.settings)
+        self._host = self._host or shared_host(self._processes)
+        return TextEpisode(self._host.play(name, problem, goal), self.settings)
 
     def demonstration(self, task: Task) -> Sequence[str]:
         plan, problem = task.payload["plan"], task.payload["problem"]
@@ -102,16 +104,19 @@ class AlfworldText:
         return [self.settings.prompt.demonstration(command) for command in commands]
 
     def close(self) -> None:
-        self._leave()
+        """The processes end with the last environment, or the last episode, that they were shared with."""
+        self._host = None
 
 
 class TextEpisode:
+    """Blocks: every call waits for the process that plays the game."""
+
     def __init__(self, game: HostedGame, settings: AlfworldTextSettings) -> None:
         self._game, self._settings = game, settings
         self._turns = 0
 
     async def reset(self) -> Observation:
-        self._shown = await self._game.reset()
+        self._shown = self._game.reset()
         self._turns = self._invalid_actions = 0
         self._dialogue = EpisodePrompts(self._settings.prompt, self._shown.feedback)
         self._seen = KnownState.begin(self._dialogue.task)
@@ -123,7 +128,7 @@ class TextEpisode:
         defect: ActionDefect | None = "format" if read.defect else None
         if defect is None and read.action not in self._shown.commands:
             defect = "inadmissible"
-        self._shown = await self._game.step(read.action)
+        self._shown = self._game.step(read.action)
         self._dialogue.acted(read.action, self._shown.feedback)
         self._turns += 1
         self._invalid_actions += defect is not None
@@ -135,7 +140,7 @@ class TextEpisode:
         return Outcome(self._observation(self._shown), action_defect=defect)
 
     async def close(self) -> None:
-        await self._game.close()
+        self._game.close()
 
     def _observation(self, shown: EngineReply) -> Observation:
         text = self._dialogue.text(shown.commands)

@@ -17,11 +17,12 @@ from components.datasets.source import RECORDED
 from components.environments.libero.demonstrations.episodes import DemonstrationJob, DemonstrationJournal, jobs_of
 from components.environments.libero.demonstrations.page import Preview, demonstrations_report
 from components.environments.libero.demonstrations.settings import DemonstrationsStageSettings
-from components.environments.libero.processes import SimulatorPool, SimulatorProcess
+from components.environments.libero.processes import SimulatorProcess
 from components.environments.libero.scripted.demonstrate import DemonstrationOutcome
 from components.environments.libero.settings import SimulatorSettings
 from components.environments.libero.tasks import ACTION_NAMES, MAX_STEPS, STATE_NAMES
 from components.reports.report import write_report
+from components.workers.pool import WorkerPool
 
 ATTEMPTS = 3
 """Of an episode whose simulator crashed."""
@@ -38,7 +39,7 @@ def record(
     Raises:
         ConfigurationError: the scripted policy cannot do one of the tasks, or LIBERO or its assets are missing.
         DataError: no episode reached its goal.
-        SimulatorError: an episode's simulator crashed `ATTEMPTS` times.
+        WorkerError: an episode's simulator crashed `ATTEMPTS` times.
     """
     jobs = jobs_of(settings.demonstrations)
     journal = DemonstrationJournal(context.workspace / "episodes")
@@ -76,7 +77,11 @@ def _play(
     done = len(jobs) - len(left)
     reached = sum(journal.outcome(job).success for job in jobs if job not in left)
     machine = context.machine
-    with SimulatorPool(settings.simulator, machine.playing_processes, machine.environment_timeout) as pool:
+
+    def simulator() -> SimulatorProcess:
+        return SimulatorProcess(settings.simulator, machine.environment_timeout)
+
+    with WorkerPool(simulator, machine.playing_processes) as pool:
         for _, outcome in pool.map(left, work, key=lambda job: job.task, attempts=ATTEMPTS):
             done, reached = done + 1, reached + outcome.success
             context.events.progress("demonstrations", done, len(jobs), reached=reached / done)

@@ -1,0 +1,97 @@
+"""Who works at what: jobs of a key stay together, failed ones are tried again, and an error ends it all."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from components.workers.errors import WorkerError
+from components.workers.pool import StickyQueue, WorkerPool
+from components.workers.process import WorkerProcess
+
+Job = tuple[str, int]
+JOBS = [("a", i) for i in range(4)] + [("b", i) for i in range(4)]
+
+
+def key(job: Job) -> str:
+    return job[0]
+
+
+def pool(count: int) -> WorkerPool[WorkerProcess]:
+    return WorkerPool(lambda: WorkerProcess("tests.workers.misbehaving", timeout=60.0), count)
+
+
+def test_jobs_of_a_key_stay_together_and_failed_ones_are_tried_again() -> None:
+    tries: dict[Job, int] = {}
+    worked: dict[int, list[Job]] = {}
+    lock, both = threading.Lock(), threading.Barrier(2, timeout=20)
+
+    def work(worker: WorkerProcess, job: Job) -> int:
+        with lock:
+            tries[job] = tries.get(job, 0) + 1
+            worked.setdefault(id(worker), []).append(job)
+        if tries[job] == 1:
+            both.wait()  # the two take turns
+        if job == ("a", 2) and tries[job] < 3:
+            worker.call("leave", 1)
+        echoed: int = worker.call("echo", job[1])
+        return echoed
+
+    with pool(2) as workers:
+        done = dict(workers.map(JOBS, work, key, attempts=3))
+        assert done == {job: job[1] for job in JOBS}
+        assert tries["a", 2] == 3 and sum(tries.values()) == 10
+        first, second = worked.values()
+        assert {key(job) for job in first}.isdisjoint(key(job) for job in second)
+        assert [number for _, number in second] == sorted(number for _, number in second)
+        assert sorted(worker.starts for worker in workers.workers) == [1, 3]
+
+
+def test_a_last_attempt_and_any_other_error_end_it_all() -> None:
+    tried: list[Job] = []
+
+    def work(worker: WorkerProcess, job: Job) -> None:
+        tried.append(job)
+        raise error
+
+    with pool(1) as workers:
+        for error, attempts in ((WorkerError("gone"), 2), (LookupError("lost"), 1)):
+            tried.clear()
+            with pytest.raises(type(error)):
+                list(workers.map(JOBS, work, key, attempts=2))
+            assert tried == [JOBS[0]] * attempts
+        assert list(workers.map([], work, key)) == []
+
+
+def test_who_stops_listening_stops_the_work() -> None:
+    tried: list[Job] = []
+
+    def work(worker: WorkerProcess, job: Job) -> None:
+        tried.append(job)
+        time.sleep(0.5 * (len(tried) - 1))
+
+    with pool(1) as workers:
+        results = workers.map(JOBS, work, key)
+        next(results)
+        results.close()  # type: ignore[attr-defined]
+    assert len(tried) <= 2
+
+
+def test_a_key_has_its_worker_and_keys_take_turns() -> None:
+    with pool(3) as workers:
+        keys = ["a", "b", "a", "c", "d", "b", ("d", 1)]
+        assert [workers.workers.index(workers.of(each)) for each in keys] == [0, 1, 0, 2, 0, 1, 1]
+        assert not any(worker.alive for worker in workers.workers)
+
+
+def test_a_new_taker_goes_where_most_wait_for_each() -> None:
+    queue = StickyQueue([*JOBS, ("b", 4)], key)
+    assert queue.take(None) == ("b", 0)
+    assert queue.take(None) == ("a", 0)
+    assert queue.take(None) == ("b", 1)  # four wait there for two, three would for two at a
+    assert [queue.take("a") for _ in range(3)] == [("a", 1), ("a", 2), ("a", 3)]
+    assert queue.take("a") == ("b", 2)
+    queue.clear()
+    assert queue.take("b") is None

@@ -1,0 +1,281 @@
+"""A worker in a process, whatever it does: what it costs is its own state, in time, and the next call finds another."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from components.contracts.errors import ConfigurationError, DataError
+from components.workers.channel import encoded
+from components.workers.errors import WorkerError
+from components.workers.process import WorkerProcess
+
+MODULE = "tests.workers.misbehaving"
+
+
+def misbehaving(timeout: float = 60.0, **settings: Any) -> WorkerProcess:
+    return WorkerProcess(MODULE, settings, timeout=timeout)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[WorkerProcess]:
+    with misbehaving() as made:
+        yield made
+
+
+def gone(pid: int, seconds: float = 20.0) -> bool:
+    end = time.monotonic() + seconds
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other) and type(one) is type(other)
+
+
+def test_data_arrives_as_it_was(worker: WorkerProcess) -> None:
+    rng = np.random.default_rng(0)
+    arrays = [
+        rng.integers(0, 256, (2, 3, 3), dtype=np.uint8),
+        rng.normal(size=(4, 7)).astype(np.float32),
+        np.asfortranarray(rng.normal(size=(3, 5)))[::2],
+        np.array([np.nan, np.inf, -0.0], np.float16),
+        np.array(7, np.int64),
+        np.zeros((0, 7), np.float32),
+        np.array([True, False]),
+        np.arange(3, dtype=">i4"),
+    ]
+    value = {"arrays": arrays, "more": {"nested": [arrays[1], None, True, "ä\n\0", 1e-323, 2**80, 0.1 + 0.2]}, "": []}
+    back = worker.call("echo", value)
+    assert same(value, back)
+    back["arrays"][0][:] = 0  # a copy of its own, to write to
+    assert worker.starts == 1 and worker.alive
+
+
+def test_what_is_no_data_is_not_sent(worker: WorkerProcess) -> None:
+    worker.call("echo", 1)
+    for value in (Path("a"), np.float32(1), {1, 2}, object()):
+        with pytest.raises(TypeError, match="does not travel"):
+            worker.call("echo", value)
+    with pytest.raises(TypeError, match="arrays"):
+        encoded(b"bytes")
+    assert worker.starts == 1 and worker.call("echo", 2) == 2
+
+
+def test_state_stays_until_the_end_and_settings_come_again() -> None:
+    with misbehaving(start=10) as worker:
+        assert not worker.alive and worker.starts == 0
+        assert [worker.call("add", 1) for _ in range(3)] == [11, 12, 13]
+        worker.close()
+        assert not worker.alive
+        assert worker.call("add", 1) == 11 and worker.starts == 2
+
+
+def test_one_that_is_closed_may_clean_up_and_one_that_is_killed_does_not(tmp_path: Path) -> None:
+    for killed in (True, False):
+        with misbehaving(5.0, farewell=str(tmp_path / "closed")) as worker:
+            worker.call("echo", 1)
+            if killed:
+                with pytest.raises(WorkerError, match="no answer"):
+                    worker.call("sleep", 600)
+        assert (tmp_path / "closed").exists() is not killed
+
+
+def test_what_is_yielded_comes_as_a_list_and_each_part_in_time() -> None:
+    with misbehaving(timeout=6.0) as worker:
+        began = time.monotonic()
+        assert worker.call("spread", [1, None, [2]], 2.5) == [1, None, [2]]
+        assert time.monotonic() - began > 6.0
+        assert worker.call("spread", [], 0.0) == []
+
+
+def test_an_error_of_ours_is_the_caller_s_and_changes_nothing(worker: WorkerProcess) -> None:
+    before, pid = worker.call("add", 5), worker.pid
+    expected = {
+        "ConfigurationError": ConfigurationError,
+        "DataError": DataError,
+        "StoreError": DataError,
+        "OwnError": WorkerError,
+    }
+    for name, kind in expected.items():
+        with pytest.raises(kind) as raised:
+            worker.call("refuse_with", name)
+        assert type(raised.value) is kind
+        assert (raised.value.what, raised.value.where, raised.value.remedy) == ("not this", "here", "that")
+    assert worker.pid == pid and worker.call("add", 1) == before + 1
+
+
+@pytest.mark.parametrize("method", ["fail", "spread_and_fail"])
+def test_after_any_other_error_the_process_is_another(worker: WorkerProcess, method: str) -> None:
+    worker.call("add", 5)
+    starts = worker.starts
+    with pytest.raises(WorkerError, match="LookupError: lost"):
+        worker.call(method)
+    assert not worker.alive
+    assert worker.call("add", 1) == 1 and worker.starts == starts + 1
+
+
+def test_a_death_is_told_with_its_reason(worker: WorkerProcess) -> None:
+    for request, code in [(("leave", 7), 7), (("leave", 0), 0), (("send_object",), 1)]:
+        with pytest.raises(WorkerError, match=f"ended with code {code}") as raised:
+            worker.call(*request)
+        assert request[0] in raised.value.where and not worker.alive
+    worker.call("add", 1)
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)  # while nobody asks
+    with pytest.raises(WorkerError, match="ended with code -9"):
+        worker.call("add", 1)
+    assert worker.call("add", 1) == 1
+
+
+def test_a_death_in_a_call_is_noticed_at_once(worker: WorkerProcess) -> None:
+    worker.call("echo", 1)
+    assert worker.pid is not None
+    threading.Timer(0.5, os.kill, (worker.pid, signal.SIGKILL)).start()
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match="ended with code -9"):
+        worker.call("sleep", 50.0)
+    assert time.monotonic() - began < 20
+
+
+def test_one_that_hangs_is_ended_in_time_with_all_that_it_started() -> None:
+    with misbehaving(timeout=5.0) as worker:
+        child, pid = worker.call("start_a_child"), worker.pid
+        assert pid is not None
+        began = time.monotonic()
+        with pytest.raises(WorkerError, match=r"no answer within 5 s\n.*sleep"):
+            worker.call("sleep", 600)
+        assert time.monotonic() - began < 20
+        assert gone(pid) and gone(child)
+        assert worker.call("add", 1) == 1
+
+
+def test_one_that_never_comes_up_is_ended_in_time() -> None:
+    with misbehaving(timeout=0.05) as worker, pytest.raises(WorkerError, match=r"within 0.05 s\n.*start of"):
+        worker.call("echo", 1)
+    with (
+        WorkerProcess("no.such.module", timeout=60.0) as missing,
+        pytest.raises(WorkerError, match="ended with code 1"),
+    ):
+        missing.call("echo", 1)
+
+
+def document(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+def array(name: Any, shape: Any) -> bytes:
+    return document(json.dumps(["done", {"$array": [name, shape]}]).encode())
+
+
+GARBAGE = {
+    "not JSON": document(b"what?"),
+    "not text": document(b"\xff\xfe\xfd"),
+    "no answer": document(b"[]"),
+    "of another kind": document(b'["maybe", 1]'),
+    "of no kind": document(b'{"a": 1}'),
+    "an error without parts": document(b'["refused", ["DataError"]]'),
+    "deep": document(b"[" * 100_000),
+    "a length beyond all": b"\xff" * 8,
+    "objects": array("|O", [1]) + bytes(8),
+    "a structure": array([["a", "<i4"]], [1]) + bytes(4),
+    "a negative side": array("<i4", [-1]),
+    "a side that is not a number": array("<i4", ["1"]),
+    "an array beyond all": array("<f8", [2**40, 2**40]),
+}
+
+
+@pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)
+def test_nonsense_ends_the_process(worker: WorkerProcess, data: bytes) -> None:
+    with pytest.raises(WorkerError, match="cannot be read"):
+        worker.call("write", data.hex(), "stay")
+    assert not worker.alive and worker.call("add", 1) == 1
+
+
+def test_a_pickle_is_nonsense_and_is_not_run(worker: WorkerProcess, tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+
+    class Evil:
+        def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+            return os.mkdir, (str(canary),)
+
+    pickled = pickle.dumps(Evil())
+    for data in (document(pickled), struct.pack("!i", len(pickled)) + pickled):
+        with pytest.raises(WorkerError):
+            WorkerProcess(MODULE, timeout=5.0).call("write", data.hex(), "stay")
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("data", [b"", b"\x05", document(b'["done", 1]')[:-1], array("<f4", [2]) + bytes(7)])
+def test_an_answer_that_is_cut_off_is_a_death_or_a_hang(data: bytes) -> None:
+    with misbehaving(timeout=5.0) as worker:
+        worker.call("echo", 1)
+        with pytest.raises(WorkerError, match="ended with code 0"):
+            worker.call("write", data.hex(), "leave")
+        worker.call("echo", 1)
+        began = time.monotonic()
+        with pytest.raises(WorkerError, match="no answer within 5 s"):
+            worker.call("write", data.hex(), "stay")
+        assert time.monotonic() - began < 20
+
+
+def test_threads_that_share_it_each_get_their_answers(worker: WorkerProcess) -> None:
+    def ask(number: int) -> bool:
+        return all(worker.call("echo", [number, each]) == [number, each] for each in range(50))
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(ask, range(8)))
+
+
+def test_closing_it_fails_the_call_in_flight() -> None:
+    with misbehaving() as worker:
+        worker.call("echo", 1)
+        threading.Timer(0.5, worker.close).start()
+        with pytest.raises(WorkerError, match="ended with code"):
+            worker.call("sleep", 50.0)
+        assert worker.call("add", 1) == 1
+
+
+def test_an_interrupted_call_leaves_no_answer_for_the_next(worker: WorkerProcess) -> None:
+    worker.call("echo", 1)
+    signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(KeyboardInterrupt):
+        worker.call("spread", [1, 2, 3], 1.0)
+    assert worker.call("echo", "mine") == "mine"
+
+
+def test_it_and_all_that_it_started_end_with_their_parent() -> None:
+    code = (
+        "import os, signal\n"
+        "from components.workers.process import WorkerProcess\n"
+        f"worker = WorkerProcess({MODULE!r}, timeout=60.0)\n"
+        "print(worker.call('start_a_child'), worker.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False).stdout
+    assert all(gone(int(pid)) for pid in out.split()) and len(out.split()) == 2
