@@ -91,15 +91,19 @@ def stage(
     print(f"{artifact.digest}  {out or artifact.path}")
 
 
-@app.command(epilog="The first node says which file: armature join .armature/store/workspaces/train-vla-.../job.json")
+@app.command(
+    epilog="The first node says which: armature join .armature/store/workspaces/train-vla-.../trainer/trainer.json"
+)
 def join(
-    job: Annotated[Path, typer.Argument(metavar="JOB", help="The training's job.json, in the store that nodes share.")],
+    job: Annotated[
+        Path, typer.Argument(metavar="JOB", help="The training's trainer.json, in the store that nodes share.")
+    ],
 ) -> None:
     """Take part in a training on several nodes, as another node than the first.
 
     Ends when the training ends.
     """
-    from components.vla.join import join as take_part
+    from components.training.join import join as take_part
 
     take_part(job)
 

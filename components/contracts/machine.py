@@ -52,8 +52,7 @@ class Machine(Settings):
     trainer_processes: PositiveInt = Field(1, description="Ranks of the trainer on each node.")
     trainer_gpus: tuple[int, ...] = Field((), description="CUDA devices of the trainer on each node; empty on CPU.")
     trainer_nodes: PositiveInt = Field(
-        1,
-        description="Nodes that train, this one first; the others run `armature join`. Only for train-vla.",
+        1, description="Nodes that train, this one first; the others run `armature join`."
     )
     trainer_interface: str | None = Field(
         None,

@@ -60,14 +60,12 @@ def add_adapters(model: PreTrainedModel, family: Family, settings: LoraSettings,
             where="model.lora.targets",
             remedy="leave lm_head out, or use a checkpoint with tie_word_embeddings = false",
         )
-    config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=cast(int, settings.alpha),
-        lora_dropout=settings.dropout,
-        target_modules=names,
-        bias="none",
-    )
-    return get_peft_model(model, config)
+    return get_peft_model(model, lora_config(names, settings.rank, settings.alpha, settings.dropout))
+
+
+def lora_config(names: list[str], rank: int, alpha: float, dropout: float) -> LoraConfig:
+    """Adapters on the layers of these full names: alpha / rank * B A dropout(x) is added to their output."""
+    return LoraConfig(r=rank, lora_alpha=cast(int, alpha), lora_dropout=dropout, target_modules=names, bias="none")
 
 
 def base_model(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
@@ -75,14 +73,14 @@ def base_model(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
     return cast(PreTrainedModel, model.get_base_model()) if isinstance(model, PeftModel) else model
 
 
-def merged_weights(model: PreTrainedModel | PeftModel) -> dict[str, torch.Tensor]:
+@torch.no_grad()
+def merged_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """The weights under the names of the model without adapters, each adapter added to its layer.
 
-    Nothing is merged in place: subtracting an adapter again would not give back the same bits.
+    Nothing is merged in place: subtracting an adapter again would not give back the same bits. The sum has the
+    wider dtype of layer and adapter.
     """
-    base = base_model(model)
-    if base is model:
-        return base.state_dict()
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
     deltas = {
         name: module.get_delta_weight(adapter)
         for name, module in base.named_modules()

@@ -14,7 +14,7 @@ from components.contracts.numbers import read_floats
 from components.contracts.rollouts import LogProbs
 from components.inference.probe import Probe, ProbeAnswer
 from components.rl.user_adapter import UserAdapter
-from components.training import checkpoints
+from components.training.checkpoints import Checkpoints, identity
 from components.training.learner import Learner
 from components.training.loader import MicroBatchLoader
 from components.training.probe import answer_probe
@@ -45,15 +45,18 @@ class InProcessTrainer:
         load: MicroBatchLoader | UserAdapter,
         folder: Path,
     ) -> None:
-        self.identity = checkpoints.identity(model, settings, temperature=temperature)
+        self.identity = identity(model, settings, temperature=temperature)
         self._publisher = Publisher(model, processor, folder / "processor")
-        self._processor, self._load, self._checkpoints = processor, load, folder / "checkpoints"
+        self._processor, self._load = processor, load
         self.learner = Learner(
             model,
             settings,
             temperature=temperature,
             forbidden_token_ids=forbidden_token_ids,
             ranks=Ranks(device=torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        )
+        self._checkpoints = Checkpoints(
+            folder / "checkpoints", self.identity, self.learner.ranks, settings.keep_checkpoints
         )
         self._metrics: dict[int, dict[str, float]] = {}
 
@@ -65,8 +68,8 @@ class InProcessTrainer:
 
     def resume(self) -> int:
         """Load the newest checkpoint, if there is one. The number of steps that the weights contain."""
-        if newest := checkpoints.latest(self._checkpoints):
-            state = checkpoints.load(self.learner, newest, self.identity)
+        if newest := self._checkpoints.newest:
+            state = self._checkpoints.load(self.learner, newest)
             self._metrics = {int(step): read_floats(metrics) for step, metrics in state["metrics"].items()}
         return self.learner.steps_done
 
@@ -93,6 +96,10 @@ class InProcessTrainer:
         return ProbeAnswer(logprobs, "float32" if precise else "bfloat16")
 
     def save(self) -> Path:
-        """Write a checkpoint."""
+        """Begin to write a checkpoint."""
         state = {"metrics": {str(step): metrics for step, metrics in self._metrics.items()}}
-        return checkpoints.save(self.learner, self._checkpoints, state, self.identity)
+        return self._checkpoints.save(self.learner, state)
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is on the disk."""
+        self._checkpoints.wait()

@@ -71,7 +71,7 @@ def open_run(
             tokenizer=adapter.tokenizer,
             vocabulary=vocabulary(weights),
             servers=servers,
-            trainer=TrainerClient(policy, context.machine, context.workspace / "trainer"),
+            trainer=TrainerClient(policy, context.machine, context.workspace / "trainer", context.events),
             digests={"tasks": inputs["tasks"].digest},
         )
         with open_parts(settings.loop, context, store, parts) as opened:

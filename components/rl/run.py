@@ -242,9 +242,10 @@ class RLRun:
         return agreement
 
     def finish(self, folder: Path) -> None:
-        """Write the final checkpoint in the Hugging Face layout."""
+        """Write the final weights in the Hugging Face layout."""
         last = self.settings.trainer.max_steps
         self._of_trainer(last, lambda: self.trainer.publish(folder, last))
+        self.trainer.finish()
 
     def lineage(self) -> list[dict[str, Any]]:
         """The digests of the rollouts and the batch of every step, and of a batch that was made and then skipped."""

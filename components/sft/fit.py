@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from components.batches.table import write_batch
 from components.contracts.batches import Sample
 from components.contracts.stages import Events
 from components.training.client import TrainerClient
-from components.training.restarts import with_restarts
+from components.training.restarts import run_steps
 
 KEPT = {
     "loss": "loss",
@@ -99,14 +98,10 @@ def fit(
             events.metrics(metrics, step)
             events.progress("Warm start", step, plan.steps, loss=metrics["loss"], p=metrics["probability"])
 
-        done = trainer.resume()
-        if done:
-            events.message(f"resuming after step {done}")
-        else:
-            history.append(0, with_restarts(trainer, 0, held_out_loss, one_step, events))
-        for step in range(done + 1, plan.steps + 1):
-            with_restarts(trainer, step - 1, partial(one_step, step), one_step, events)
-        with_restarts(trainer, plan.steps, lambda: trainer.publish(out, plan.steps), one_step, events)
+        def begin() -> None:
+            history.append(0, held_out_loss())
+
+        run_steps(trainer, plan.steps, begin, one_step, out, events)
 
 
 def mean_loss(samples: Sequence[Sample], scores: Sequence[np.ndarray]) -> float:

@@ -1,46 +1,37 @@
-"""Checkpoints to resume from: what is trained, the optimizer, random numbers and position, without pickle."""
+"""Checkpoints to resume from, on any number of ranks: what is trained, the optimizer, random numbers and position."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
+from threading import Thread
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.tensor import DTensor
 
 from components.artifacts.disk import sync, sync_tree
 from components.contracts.errors import DataError, TrainerError
 from components.contracts.numbers import dump_json
-from components.training.ranks import Ranks, like, whole
-from components.training.settings import TrainerSettings
+from components.contracts.settings import Settings
+from components.training.optimizer_state import STATE, WEIGHT, empty_state, refusal, refuse_counts, state_tensors
+from components.training.ranks import Ranks
+from components.training.sharded_tensors import NotFiniteError, ShardedTensors, cause, write
 from components.training.skipped import SkippedUpdates
-from components.training.tensors import checked_state, checked_weights, optimizer_tensors, restore_state
 
-FORMAT = 1
-STATE_FILE, MODEL_FILE, OPTIMIZER_FILE, RNG_FILE = (
-    "state.json",
-    "model.safetensors",
-    "optimizer.safetensors",
-    "rng.safetensors",
-)
+FORMAT = 2
+STATE_FILE, TENSORS = "state.json", "tensors"
 _NAME = re.compile(r"step-(\d{6,})")
 _NOT_COMPARED = {"save_every", "keep_checkpoints"}
 _SAMPLED = 64
-
-
-class CheckpointPolicy(Protocol):
-    """The setting that says how many checkpoints stay."""
-
-    @property
-    def keep_checkpoints(self) -> int: ...
 
 
 class Resumable(Protocol):
@@ -53,13 +44,9 @@ class Resumable(Protocol):
     def model(self) -> nn.Module: ...
     @property
     def optimizer(self) -> torch.optim.Optimizer: ...
-    @property
-    def ranks(self) -> Ranks: ...
-    @property
-    def settings(self) -> CheckpointPolicy: ...
 
 
-def identity(model: nn.Module, settings: TrainerSettings, **more: Any) -> dict[str, Any]:
+def identity(model: nn.Module, settings: Settings, **more: Any) -> dict[str, Any]:
     """What a checkpoint must share with the run that resumes from it: parameters, settings, frozen weights.
 
     Call it before the model is sharded. Of a frozen parameter some values are hashed: enough to tell two
@@ -72,140 +59,214 @@ def identity(model: nn.Module, settings: TrainerSettings, **more: Any) -> dict[s
             picked = flat[:: max(1, len(flat) // _SAMPLED)].float().cpu()
             digest.update(name.encode() + picked.numpy().tobytes())
     values = settings.model_dump(mode="json", exclude=_NOT_COMPARED)
-    if settings.lr_scheduler == "constant":
+    if values.get("lr_scheduler") == "constant":
         del values["max_steps"]
     trained = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     return {"trainer": values, "frozen_weights": digest.hexdigest(), "trained_weights": trained, **more}
 
 
-def latest(folder: Path) -> Path | None:
-    """The checkpoint of the highest step in `folder`; only complete ones have a name that is found."""
-    found = _checkpoints(folder)
-    return found[-1] if found else None
+class Checkpoints:
+    """The checkpoints of a run: step-NNNNNN in `folder`. Every rank calls each method alike.
 
-
-def latest_name(folder: Path) -> str | None:
-    """The name of that checkpoint, as ranks tell it each other."""
-    newest = latest(folder)
-    return newest.name if newest else None
-
-
-def save(learner: Resumable, folder: Path, state: Mapping[str, Any], who: Mapping[str, Any]) -> Path:
-    """Write `folder`/step-NNNNNN and remove all but the newest `keep_checkpoints`. Every rank calls it.
+    A checkpoint is copied to the CPU while training waits, and written while it goes on: each rank copies and writes
+    its shards, and its share of what is not sharded.
 
     Args:
-        learner: what is saved.
-        folder: holds the checkpoints of the run.
-        state: JSON that comes back from `load`.
         who: see `identity`.
-
-    Raises:
-        TrainerError: it could not be written; earlier checkpoints are as they were.
+        keep: newest checkpoints that stay.
     """
-    model, optimizer = _model_tensors(learner), optimizer_tensors(learner.optimizer, _trained(learner))
-    gathered = enumerate(learner.ranks.gather(_rng()))
-    rng = {f"{rank}/{name}": value for rank, states in gathered for name, value in states.items()}
-    target = folder / f"step-{learner.steps_done:06d}"
-    if learner.ranks.first:
-        document = {"format": FORMAT, "step": learner.steps_done, "identity": who, "state": state}
+
+    def __init__(self, folder: Path, who: Mapping[str, Any], ranks: Ranks, keep: int) -> None:
+        self.folder, self.who, self.ranks, self.keep = folder, who, ranks, keep
+        self._writers = ranks.another_group()
+        self._writing: Future[None] | None = None
+
+    @property
+    def newest(self) -> Path | None:
+        """The checkpoint of the highest step; only complete ones have a name that is found."""
+        name = self.ranks.broadcast(max((path.name for path in self._complete()), key=_step, default=None))
+        return self.folder / name if name else None
+
+    def save(self, learner: Resumable, state: Mapping[str, Any]) -> Path:
+        """Copy the learner and begin to write `folder`/step-NNNNNN, after which all but the newest are removed.
+
+        Args:
+            state: JSON that comes back from `load`.
+
+        Raises:
+            TrainerError: it cannot be begun, or the one before could not be written; those before are as they were.
+        """
+        self.wait()
+        target = self.folder / f"step-{learner.steps_done:06d}"
+        new = self.folder / f".new-{target.name}"
+        self._agree(self.ranks, target, lambda: _empty_folder(new / TENSORS) if self.ranks.first else None)
+        document = {"format": FORMAT, "step": learner.steps_done, "identity": self.who, "state": state}
         document["skipped"] = asdict(learner.skipped)
-        new = folder / f".new-{target.name}"
+        copied = write(self._own(learner), new / TENSORS, self.ranks.rank)
+        text = dump_json(document, indent=1)
+        self._writing = _in_thread(lambda: self._finish(copied, text, new, target))
+        return target
+
+    def wait(self) -> None:
+        """Until what was saved is on the disk.
+
+        Raises:
+            TrainerError: it could not be written.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def load(self, learner: Resumable, path: Path) -> dict[str, Any]:
+        """Bring `learner` to where it was, and return the `state` that was saved with it.
+
+        Random numbers of a rank that there was not then stay as they are.
+
+        Raises:
+            DataError: the checkpoint is damaged, or of another model, other settings or another format.
+        """
+        document = self._document(path)
+        where = path / TENSORS
+        trained = _trained(learner)
+        rng = _rng(self.ranks.rank)
         try:
-            shutil.rmtree(new, ignore_errors=True)
-            new.mkdir(parents=True)
-            save_file(model, new / MODEL_FILE)
-            save_file(optimizer, new / OPTIMIZER_FILE)
-            save_file(rng, new / RNG_FILE)
-            (new / STATE_FILE).write_bytes(dump_json(document, indent=1))
-            _publish(new, target)
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(new, ignore_errors=True)
-            kept = latest(folder)
-            raise TrainerError(
-                f"checkpoint {target.name} could not be written: {error}",
-                where=str(folder),
-                remedy=f"make room on the disk; the newest complete checkpoint is {kept.name if kept else 'none'}",
-            ) from error
-        for old in _checkpoints(folder)[: -learner.settings.keep_checkpoints]:
-            shutil.rmtree(old)
-    return target
-
-
-def load(learner: Resumable, path: Path, who: Mapping[str, Any]) -> dict[str, Any]:
-    """Bring `learner` to where it was, and return the `state` that was saved with it. Every rank calls it.
-
-    Raises:
-        DataError: the checkpoint is damaged, or of another model, other settings or another format.
-    """
-    try:
-        document = json.loads((path / STATE_FILE).read_text())
-        model, optimizer, rng = (load_file(path / name) for name in (MODEL_FILE, OPTIMIZER_FILE, RNG_FILE))
-    except (OSError, ValueError, SafetensorError) as error:
-        raise DataError(
-            f"the checkpoint cannot be read: {error}",
-            where=str(path),
-            remedy="delete this folder: the one before it is used then",
-        ) from error
-    if not isinstance(document, dict) or not {"format", "step", "identity", "state"} <= document.keys():
-        raise DataError("this is not a training state", where=str(path / STATE_FILE), remedy="delete this folder")
-    if document["format"] != FORMAT:
-        raise DataError(f"checkpoint format {document['format']}, this version reads {FORMAT}", where=str(path))
-    differing = _differences(document["identity"], json.loads(json.dumps(who)))
-    if differing:
-        raise DataError(
-            f"the checkpoint is of another model or other settings: {'; '.join(differing[:8])}",
-            where=str(path),
-            remedy="resume with the settings that it was made with, or start in an empty folder",
-        )
-    trained = _trained(learner)
-    model = checked_weights(model, trained, path / MODEL_FILE)
-    slots = checked_state(optimizer, learner.optimizer, trained, path / OPTIMIZER_FILE)
-    with torch.no_grad():
+            shards = ShardedTensors(where)
+            found = shards.specs
+            state = empty_state(found, learner.optimizer, trained, where)
+            slots = {f"{STATE}{name}|{slot}": v for name, kept in state.items() for slot, v in kept.items()}
+            weights = {WEIGHT + name: parameter.detach() for name, parameter in trained.items()}
+            rng = {name: value for name, value in rng.items() if name in found}
+            shards.check_finite(weights | slots)
+            shards.read(slots | rng)
+            refuse_counts(((name, kept["step"]) for name, kept in state.items()), where)
+            shards.read(weights)
+        except NotFiniteError as error:
+            name = str(error).removeprefix(WEIGHT).removeprefix(STATE)
+            raise refusal(f"{name} has values that are not finite", where) from error
+        except (OSError, ValueError, RuntimeError) as error:
+            raise _unreadable(error, path) from error
         for name, parameter in trained.items():
-            parameter.copy_(like(model[name], parameter))
-    restore_state(learner.optimizer, trained, slots)
-    _restore_rng({k.partition("/")[2]: v for k, v in rng.items() if k.startswith(f"{learner.ranks.rank}/")})
-    learner.steps_done = int(document["step"])
-    learner.skipped = SkippedUpdates(**document.get("skipped", {}))
-    state: dict[str, Any] = document["state"]
-    return state
+            learner.optimizer.state[parameter] = state.get(name, {})
+        _restore_rng(rng)
+        learner.steps_done = int(document["step"])
+        learner.skipped = SkippedUpdates(**document.get("skipped", {}))
+        kept_state: dict[str, Any] = document["state"]
+        return kept_state
+
+    def _own(self, learner: Resumable) -> dict[str, Tensor]:
+        """What this rank writes: its shards, and of whole tensors, which all ranks have, those that fall to it."""
+        tensors = state_tensors(learner.optimizer, _trained(learner))
+        whole = [name for name, value in tensors.items() if not isinstance(value, DTensor)]
+        others = {name for i, name in enumerate(whole) if i % self.ranks.size != self.ranks.rank}
+        return {name: value for name, value in tensors.items() if name not in others} | _rng(self.ranks.rank)
+
+    def _finish(self, copied: Future[Any], document: bytes, new: Path, target: Path) -> None:
+        """Give a checkpoint its name, once all of it is on the disk."""
+
+        def publish() -> None:
+            (new / STATE_FILE).write_bytes(document)
+            sync_tree(new)
+            shutil.rmtree(target, ignore_errors=True)
+            new.rename(target)
+            sync(target.parent)
+            for old in sorted(self._complete(), key=lambda path: _step(path.name))[: -self.keep]:
+                shutil.rmtree(old)
+
+        try:
+            self._agree(self._writers, target, copied.result)
+            self._agree(self._writers, target, publish if self.ranks.first else None)
+        except TrainerError:
+            if self.ranks.first:
+                shutil.rmtree(new, ignore_errors=True)
+            raise
+
+    def _agree(self, ranks: Ranks, target: Path, act: Callable[[], Any] | None) -> None:
+        """Act on every rank, and fail on all if one of them fails."""
+        failure = None
+        try:
+            if act is not None:
+                act()
+        except (OSError, ValueError, RuntimeError, CheckpointException) as error:
+            failure = str(cause(error) if isinstance(error, CheckpointException) else error)
+        if failures := [one for one in ranks.gather(failure) if one is not None]:
+            kept = max((path.name for path in self._complete()), key=_step, default="none")
+            raise TrainerError(
+                f"checkpoint {target.name} could not be written: {failures[0]}",
+                where=str(self.folder),
+                remedy=f"make room on the disk; the newest complete checkpoint is {kept}",
+            )
+
+    def _complete(self) -> list[Path]:
+        if not self.folder.is_dir():
+            return []
+        return [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)]
+
+    def _document(self, path: Path) -> dict[str, Any]:
+        try:
+            document = json.loads((path / STATE_FILE).read_text())
+        except (OSError, ValueError) as error:
+            raise _unreadable(error, path) from error
+        if not isinstance(document, dict) or not {"format", "step", "identity", "state"} <= document.keys():
+            raise DataError("this is not a training state", where=str(path / STATE_FILE), remedy="delete this folder")
+        if document["format"] != FORMAT:
+            raise DataError(
+                f"checkpoint format {document['format']}, this version reads {FORMAT}",
+                where=str(path),
+                remedy="delete this folder; a run then starts again from its batches",
+            )
+        differing = _differences(document["identity"], json.loads(json.dumps(self.who)))
+        if differing:
+            raise DataError(
+                f"the checkpoint is of another model or other settings: {'; '.join(differing[:8])}",
+                where=str(path),
+                remedy="resume with the settings that it was made with, or start in an empty folder",
+            )
+        return document
+
+
+def _in_thread(act: Callable[[], None]) -> Future[None]:
+    """A daemon's: a rank that fails must end, though the others never answer what it waits for here."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            act()
+            future.set_result(None)
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
+
+
+def _unreadable(error: Exception, path: Path) -> DataError:
+    remedy = "delete this folder: the one before it is used then"
+    return DataError(f"the checkpoint cannot be read: {error}", where=str(path), remedy=remedy)
+
+
+def _step(name: str) -> int:
+    return int(name.removeprefix("step-"))
 
 
 def _trained(learner: Resumable) -> dict[str, nn.Parameter]:
     return {name: p for name, p in learner.model.named_parameters() if p.requires_grad}
 
 
-def _model_tensors(learner: Resumable) -> dict[str, Tensor]:
-    return {name: whole(parameter).contiguous() for name, parameter in _trained(learner).items()}
-
-
-def _rng() -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
+def _rng(rank: int) -> dict[str, Tensor]:
+    states = {f"rng/{rank}/cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
+        states[f"rng/{rank}/cuda"] = torch.cuda.get_rng_state()
     return states
 
 
 def _restore_rng(states: Mapping[str, Tensor]) -> None:
-    if "cpu" in states:
-        torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    for name, state in states.items():
+        (torch.cuda.set_rng_state if name.endswith("cuda") else torch.set_rng_state)(state)
 
 
-def _publish(new: Path, target: Path) -> None:
-    """Rename `new`, once all of it is on the disk."""
-    sync_tree(new)
-    shutil.rmtree(target, ignore_errors=True)
-    new.rename(target)
-    sync(target.parent)
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+def _empty_folder(path: Path) -> None:
+    shutil.rmtree(path.parent, ignore_errors=True)
+    path.mkdir(parents=True)
 
 
 def _differences(saved: Any, now: Any, name: str = "") -> list[str]:

@@ -1,4 +1,4 @@
-"""`TrainerClient`: starts a trainer service and speaks to it. Torch-free."""
+"""Clients that start a trainer service and speak to it. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from threading import Thread
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,37 +19,47 @@ import numpy.typing as npt
 from components.contracts.errors import ArmatureError, TrainerError
 from components.contracts.machine import Machine
 from components.contracts.numbers import read_floats
+from components.contracts.stages import Events
 from components.inference.endpoint import Endpoint
 from components.inference.probe import Probe, ProbeAnswer
 from components.process import Program
 from components.training.errors import rebuild
-from components.training.processes import private_folder, start_ranks
-from components.training.service_settings import TrainerPolicySettings, service_settings
+from components.training.nodes import Attempt, NodeHeartbeats, start
+from components.training.service_settings import TrainingSettings, service_settings
 
 TOKEN = "ARMATURE_TRAINER_TOKEN"
 FATAL = 500
 DEATH = 30.0
 """Seconds for a service that dropped a connection to end."""
+POLL = 0.05
 
 
-class TrainerClient:
+class ServiceClient:
     """A trainer service, up within the `with` block.
 
+    On several nodes this is the first, and the others run `armature join`.
+
     Args:
-        policy: which model, and how it is trained.
+        training: what is trained, and how.
         machine: processes, GPUs, threads and timeouts.
         workspace: folder that outlives the service; its checkpoints are there.
+        events: where it is said what to run on other nodes.
 
     Every method raises what the service raised: a DataError for a batch that cannot be used, a ConfigurationError
     for a command out of order, and a TrainerError, with the traceback or the last lines of the log, if it failed or
     died. After that `alive` tells whether it still runs.
     """
 
-    def __init__(self, policy: TrainerPolicySettings, machine: Machine, workspace: Path) -> None:
+    def __init__(
+        self, training: TrainingSettings, machine: Machine, workspace: Path, events: Events | None = None
+    ) -> None:
         self.machine = machine
-        self.settings = service_settings(policy, machine, workspace)
+        self.settings = service_settings(training, machine, workspace)
+        self._events = events
         self._token = secrets.token_hex(32)
         self._program: Program | None = None
+        self._attempt: Attempt | None = None
+        self._lost: str | None = None
         self._http = httpx.Client(trust_env=False, headers={"authorization": f"Bearer {self._token}"})
 
     def __enter__(self) -> Self:
@@ -68,22 +79,21 @@ class TrainerClient:
         """Start the service and wait until it answers.
 
         Raises:
+            ArmatureError: what kept a rank from starting.
             TrainerError: it is not up within `machine.ready_timeout`, or died; with the reason.
         """
-        settings = self.settings
+        settings, nodes = self.settings, self.settings.processes.nodes
         settings.workspace.mkdir(parents=True, exist_ok=True)
-        for stale in (settings.address, *(settings.error(rank) for rank in range(settings.processes))):
+        for stale in (settings.address, *(settings.error(rank) for rank in range(settings.processes.ranks))):
             stale.unlink(missing_ok=True)
-        file = settings.workspace / "settings.json"
-        file.write_text(settings.model_dump_json(indent=1))
-        self._program = start_ranks(
-            ["-m", "components.training.service", file],
-            settings.processes,
-            rendezvous=private_folder(settings.workspace / "rendezvous"),
-            interface=settings.interface,
-            log=settings.workspace / "trainer.log",
-            env=self._environment(),
-        )
+        settings.file.write_text(settings.model_dump_json(indent=1))
+        if nodes > 1 and self._attempt is None and self._events is not None:
+            self._events.message(f"{nodes} nodes train; run on each other one: armature join {settings.file}")
+        self._attempt, self._lost = Attempt.following(settings.workspace).open(settings.workspace), None
+        log = settings.workspace / "trainer.log"
+        self._program = start(settings, self._attempt, 0, log, **{TOKEN: self._token})
+        if nodes > 1:
+            Thread(target=self._watch, args=(self._program, self._attempt), daemon=True).start()
         deadline = time.monotonic() + self.machine.ready_timeout
         while (url := read_address(settings.address)) is None:
             if not self.alive:
@@ -92,79 +102,54 @@ class TrainerClient:
                 error = self._died(f"the trainer service was not ready after {self.machine.ready_timeout:g} s")
                 self.stop()
                 raise error
-            time.sleep(0.05)
+            time.sleep(POLL)
         self._http.base_url = httpx.URL(url)
 
     def restart(self) -> None:
-        """Stop what is left of the service and start it again; then `resume`."""
-        self.stop()
+        """Stop what is left of the service and start it again, on all nodes; then `resume`."""
+        self._end_processes()
         self.start()
 
     def stop(self) -> None:
-        """End the service and all its processes."""
-        if self._program is not None:
-            self._program.stop()
-            self._program = None
+        """End the service and all its processes. Other nodes hear that the training failed, unless it is finished."""
+        self._tell("failed")
+        self._end_processes()
+
+    def finish(self) -> None:
+        """The training is done: wait until its last checkpoint is on the disk, and tell the other nodes.
+
+        Raises:
+            TrainerError: the checkpoint could not be written.
+        """
+        self.settle()
+        self._tell("done")
 
     def resume(self) -> int:
         """Load the newest checkpoint, if there is one. The number of steps that the weights contain."""
         return int(self._ask("resume", self.machine.ready_timeout))
 
-    def step(self, step: int, batch: Path) -> dict[str, float]:
-        """Train on the batch in folder `batch` as step `step` = 1, 2, ...; the metrics of the step.
+    def save(self) -> Path:
+        """Begin to write a checkpoint; see `components.training.checkpoints`. It is found once it is complete."""
+        return Path(self._ask("save", self.machine.train_timeout))
 
-        A step is applied once: asking again returns the same metrics.
+    def settle(self) -> None:
+        """Wait until what `save` began is on the disk.
+
+        Raises:
+            TrainerError: it could not be written.
         """
-        return read_floats(self._ask("step", self.machine.train_timeout, step=step, batch=str(batch.resolve())))
-
-    def score(self, batch: Path) -> list[npt.NDArray[np.float32]]:
-        """For each sample of the batch (L,) log-probs of its trained tokens, 0 elsewhere."""
-        scores = self._ask("score", self.machine.train_timeout, batch=str(batch.resolve()))
-        return [np.array(score, dtype=np.float32) for score in scores]
+        self._ask("settle", self.machine.train_timeout)
 
     def publish(self, folder: Path, version: int) -> None:
-        """Write the weights after step `version` to `folder` in the Hugging Face layout, atomically.
-
-        Of sibling folders whose names are numbers, as this one's, the newest two stay.
+        """Write the weights after step `version` to `folder` as others load them, atomically.
 
         Raises:
             ConfigurationError: the weights are of another version.
         """
         self._ask("publish", self.machine.train_timeout, folder=str(folder.resolve()), version=version)
 
-    def send(self, endpoints: Sequence[Endpoint], version: int) -> None:
-        """Send the weights after step `version` from the trainer's GPUs to vLLM servers, all of them together.
-
-        They are those that `publish` would write, under the same names. The servers must expect it: see
-        `components.inference.pool.ServerPool.sync`. Asking again sends again.
-
-        Raises:
-            ConfigurationError: the weights are of another version, or `machine.weight_transfer` needs no sender.
-            WeightSyncError: a server refused them.
-        """
-        addresses = [asdict(endpoint) for endpoint in endpoints]
-        self._ask("send", self.machine.sync_timeout, endpoints=addresses, version=version)
-
-    def probe(self, probe: Probe, version: int) -> ProbeAnswer:
-        """What the weights after step `version` answer; servers that hold them answer the same.
-
-        Raises:
-            ConfigurationError: the weights are of another version.
-        """
-        answer = self._ask("probe", self.machine.train_timeout, probe=asdict(probe), version=version)
-        return ProbeAnswer(np.array(answer["logprobs"], dtype=np.float32), answer["dtype"])
-
-    def save(self) -> Path:
-        """Write a checkpoint; see `components.training.checkpoints`."""
-        return Path(self._ask("save", self.machine.train_timeout))
-
-    def _environment(self) -> dict[str, str | None]:
-        env: dict[str, str | None] = {TOKEN: self._token, **self.machine.trainer_variables()}
-        if self.settings.gpus:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.settings.gpus))
-        if self.settings.threads:
-            env["OMP_NUM_THREADS"] = str(self.settings.threads)
-        return env
+    def _train(self, step: int, **arguments: str) -> dict[str, float]:
+        return read_floats(self._ask("step", self.machine.train_timeout, step=step, **arguments))
 
     def _ask(self, name: str, timeout: float, **arguments: Any) -> Any:
         if not self.alive:
@@ -189,31 +174,93 @@ class TrainerClient:
             raise rebuild(document["error"])
         return document["result"]
 
+    def _watch(self, program: Program, attempt: Attempt) -> None:
+        """End the processes here when another node is lost: they would wait for it for ever."""
+        heartbeats = NodeHeartbeats(self.settings, attempt)
+        while program.returncode is None:
+            if (lost := heartbeats.lost()) is not None:
+                self._lost = lost
+                program.stop()
+            time.sleep(POLL)
+
+    def _tell(self, result: Any) -> None:
+        """What became of the training; the first word counts."""
+        attempt = self._attempt
+        if attempt is not None and attempt.result is None:
+            self._attempt = attempt.model_copy(update={"result": result}).tell(self.settings.workspace)
+
+    def _end_processes(self) -> None:
+        if self._program is not None:
+            self._program.stop()
+            self._program = None
+
     def _wait_for_death(self) -> None:
         deadline = time.monotonic() + DEATH
         while self.alive and time.monotonic() < deadline:
-            time.sleep(0.05)
+            time.sleep(POLL)
 
     def _died(self, what: str) -> ArmatureError:
         """The reason that a rank wrote down, else what the log says last."""
-        program = self._program
-        for rank in range(self.settings.processes):
-            file = self.settings.error(rank)
-            if file.exists():
-                document = json.loads(file.read_text())
-                cause = rebuild(document)
-                return TrainerError(
-                    f"{what}: rank {rank}: {cause.what}",
-                    where=document["traceback"],
-                    remedy=cause.remedy or "see the log beside the checkpoints; start again and resume",
-                )
+        program, settings = self._program, self.settings
+        what = f"{what} ({self._lost})" if self._lost else what
+        files = [(rank, settings.error(rank)) for rank in range(settings.processes.ranks)]
+        said = [(rank, json.loads(file.read_text())) for rank, file in files if file.exists()]
+        if said:
+            # That of ours, if there is one: others died because that rank was gone.
+            rank, document = min(said, key=lambda one: isinstance(rebuild(one[1]), TrainerError))
+            cause = rebuild(document)
+            if not isinstance(cause, TrainerError):
+                return cause
+            return TrainerError(
+                f"{what}: rank {rank}: {cause.what}",
+                where=document["traceback"],
+                remedy=cause.remedy or "see the log beside the checkpoints; start again and resume",
+            )
         tail = program.tail() if program is not None else ""
         code = program.returncode if program is not None else None
         return TrainerError(
             f"{what} (exit code {code}); its log ends:\n{tail}",
-            where=str(self.settings.workspace / "trainer.log"),
+            where=str(settings.workspace / "trainer.log"),
             remedy="start it again and resume from the last checkpoint",
         )
+
+
+class TrainerClient(ServiceClient):
+    """A trainer of tokens: `training` is a `components.training.service_settings.TrainerPolicySettings`."""
+
+    def step(self, step: int, batch: Path) -> dict[str, float]:
+        """Train on the batch in folder `batch` as step `step` = 1, 2, ...; the metrics of the step.
+
+        A step is applied once: asking again returns the same metrics.
+        """
+        return self._train(step, batch=str(batch.resolve()))
+
+    def score(self, batch: Path) -> list[npt.NDArray[np.float32]]:
+        """For each sample of the batch (L,) log-probs of its trained tokens, 0 elsewhere."""
+        scores = self._ask("score", self.machine.train_timeout, batch=str(batch.resolve()))
+        return [np.array(score, dtype=np.float32) for score in scores]
+
+    def send(self, endpoints: Sequence[Endpoint], version: int) -> None:
+        """Send the weights after step `version` from the trainer's GPUs to vLLM servers, all of them together.
+
+        They are those that `publish` would write, under the same names. The servers must expect it: see
+        `components.inference.pool.ServerPool.sync`. Asking again sends again.
+
+        Raises:
+            ConfigurationError: the weights are of another version, or `machine.weight_transfer` needs no sender.
+            WeightSyncError: a server refused them.
+        """
+        addresses = [asdict(endpoint) for endpoint in endpoints]
+        self._ask("send", self.machine.sync_timeout, endpoints=addresses, version=version)
+
+    def probe(self, probe: Probe, version: int) -> ProbeAnswer:
+        """What the weights after step `version` answer; servers that hold them answer the same.
+
+        Raises:
+            ConfigurationError: the weights are of another version.
+        """
+        answer = self._ask("probe", self.machine.train_timeout, probe=asdict(probe), version=version)
+        return ProbeAnswer(np.array(answer["logprobs"], dtype=np.float32), answer["dtype"])
 
 
 def read_address(file: Path) -> str | None:

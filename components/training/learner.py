@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import fields, replace
-from math import isfinite
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -15,26 +15,25 @@ import numpy.typing as npt
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 
 from components.adapters.validate import model_inputs, validate_batch
 from components.batches.check import check_samples
 from components.contracts.batches import MultimodalBatch, Sample
 from components.contracts.errors import ConfigurationError
+from components.training.engine import ALL, ParameterGroup, TrainingEngine
 from components.training.logprobs import Policy, check_head
 from components.training.metrics import Meter, batch_report, peak_memory_gib
 from components.training.objectives import Tokens, loss_of, normalizer
 from components.training.plan import MicroBatch, micro_batches, share, updates
-from components.training.ranks import Ranks, whole
+from components.training.ranks import Ranks
 from components.training.schedule import learning_rate
 from components.training.settings import TrainerSettings
-from components.training.skipped import SkippedUpdates
 
 Load = Callable[[Sequence[MicroBatch]], Iterator[tuple[MicroBatch, MultimodalBatch]]]
 """Gives each planned micro-batch its tensors, in order."""
 
 
-class Learner:
+class Learner(TrainingEngine[Any]):
     """The policy, its optimizer, and how a batch changes them.
 
     Args:
@@ -60,10 +59,9 @@ class Learner:
         ranks: Ranks | None = None,
         shard: Callable[[Policy], None] | None = None,
     ) -> None:
-        self.settings, self.ranks = settings, ranks or Ranks()
-        self.steps_done, self.skipped = 0, SkippedUpdates()
-        model.to(self.ranks.device)
-        self._sharded = shard is not None
+        ranks = ranks or Ranks()
+        self.settings = settings
+        model.to(ranks.device)
         self._make_policy = lambda inner: Policy(
             inner,
             logprobs=settings.logprobs.name,
@@ -71,7 +69,7 @@ class Learner:
             temperature=temperature,
             forbidden_token_ids=forbidden_token_ids,
             autocast=torch.bfloat16 if settings.autocast == "bf16" else None,
-        ).to(self.ranks.device)
+        ).to(ranks.device)
         needs_copy = settings.kl_coefficient > 0 and not isinstance(model, PeftModel)
         self.reference = self._make_policy(deepcopy(model).requires_grad_(False)) if needs_copy else None
         self.policy = self._make_policy(_master_weights(model, settings.autocast))
@@ -80,11 +78,15 @@ class Learner:
             shard(self.policy)
             if self.reference is not None:
                 shard(self.reference)
-        self.optimizer = _optimizer(self.policy, settings)
-
-    @property
-    def model(self) -> Any:
-        return self.policy.model
+        super().__init__(
+            self.policy.model,
+            _parameter_groups(self.policy.model, settings),
+            ranks,
+            sharded=shard is not None,
+            betas=(settings.adam_beta1, settings.adam_beta2),
+            eps=settings.adam_epsilon,
+            max_grad_norm=settings.max_grad_norm,
+        )
 
     def step(self, samples: Sequence[Sample], load: Load) -> dict[str, float]:
         """Train on one batch: one update, or one per `samples_per_update` samples. Every rank calls it alike.
@@ -153,29 +155,16 @@ class Learner:
         if n_tokens == 0:
             return
         scale = 1 / normalizer(self.settings, n_tokens, n_sequences)
-        self.optimizer.zero_grad(set_to_none=True)
         for micro, batch in batches:
             batch = _to(batch, self.ranks.device)
             logprobs, entropy = self.policy(model_inputs(batch), batch.loss_mask)
             at_start = _at_start(micro, logprobs, start)
             tokens = _pack(batch, logprobs, at_start, corrected=self.settings.correction.mode != "none")
             loss = loss_of(tokens, entropy, self._reference_logprobs(batch), at_start, self.settings)
-            # FSDP averages gradients over its ranks, and the counts are already those of all ranks.
-            (loss.total * scale * (self.ranks.size if self._sharded else 1)).backward()
+            self.backward(loss.total * scale)
             meter.add(tokens, loss, scale)
-        self.ranks.sum_gradients(self.policy.parameters())
-        gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]
-        norm = float(whole(get_total_norm(gradients)))
-        finite = isfinite(norm)
-        if finite:
-            for gradient in gradients:
-                gradient.mul_(min(1.0, self.settings.max_grad_norm / (norm + 1e-6)))
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate(self.steps_done + 1, self.settings)
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        meter.update(norm, finite)
-        self.skipped.note(self.steps_done + 1, norm, finite)
+        done = self.update(self.steps_done + 1)
+        meter.update(done.norms[ALL], done.finite)
 
     def _finish(self, meter: Meter, batch: dict[str, float], began: float) -> dict[str, float]:
         report = meter.report(self.ranks) | batch
@@ -263,18 +252,11 @@ def _master_weights(model: nn.Module, autocast: str) -> nn.Module:
     return model
 
 
-def _optimizer(policy: Policy, settings: TrainerSettings) -> torch.optim.AdamW:
-    """AdamW; vectors (norms and biases) are not decayed."""
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    if not trained:
-        raise ConfigurationError("nothing of the model is trained", where="model.freeze", remedy="freeze less")
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+def _parameter_groups(model: nn.Module, settings: TrainerSettings) -> list[ParameterGroup]:
+    """Matrices and vectors; vectors (norms and biases) are not decayed."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    rate = partial(learning_rate, settings=settings)
+    return [
+        ParameterGroup("matrices", [p for p in trained if p.ndim >= 2], rate, settings.weight_decay),
+        ParameterGroup("vectors", [p for p in trained if p.ndim < 2], rate, 0.0),
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=settings.learning_rate,
-        betas=(settings.adam_beta1, settings.adam_beta2),
-        eps=settings.adam_epsilon,
-    )

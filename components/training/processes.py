@@ -19,8 +19,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from components.contracts.errors import ConfigurationError
+from components.contracts.machine import Machine
+from components.contracts.secrets import Environment, resolve
 from components.ports import loopback
 from components.process import Program
 
@@ -29,44 +32,81 @@ RENDEZVOUS = "ARMATURE_RENDEZVOUS"
 _POLL = 0.1
 
 
-def start_ranks(
-    arguments: Sequence[str | Path],
-    processes: int,
-    *,
-    rendezvous: Path,
-    node: int = 0,
-    nodes: int = 1,
-    interface: str | None = None,
-    log: Path | None,
-    env: Mapping[str, str | None],
-) -> Program:
-    """Start `python ARGUMENTS...` as the ranks of one node.
+class TrainerProcesses(BaseModel):
+    """The ranks of a training, and how they find each other."""
 
-    Args:
-        processes: on each node; one rank in all needs nobody to bring it together with others.
-        rendezvous: a folder as `private_folder` makes it, new for every start, which all nodes see.
-        node: which of the `nodes` this is.
-        interface: the network that nodes speak over, or NCCL with servers elsewhere; None on one node: loopback.
-        env: more variables of the ranks; those of collectives win over ours.
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
-    Raises:
-        ConfigurationError: this machine has no such interface.
-    """
-    name = _checked(interface) if interface else loopback()
-    own = name if nodes > 1 else loopback()
-    ours: dict[str, str | None] = {
-        "WORLD_SIZE": str(nodes * processes),
-        RENDEZVOUS: str(rendezvous / "store"),
-        "GLOO_SOCKET_IFNAME": own,
-        "NCCL_SOCKET_IFNAME": f"={name}",
-    }
-    if processes > 1:
-        ours["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-        command = [sys.executable, "-m", __spec__.name, str(processes), str(node * processes), *arguments]
-    else:
-        ours |= {"RANK": str(node), "LOCAL_RANK": "0"}
-        command = [sys.executable, *arguments]
-    return Program(command, log=log, env=ours | dict(env))
+    processes: PositiveInt = Field(1, description="Ranks on each node.")
+    nodes: PositiveInt = Field(1, description="They see the same folders under the same names.")
+    interface: str | None = Field(
+        None, description="The network that nodes speak over, or NCCL with servers elsewhere; None: loopback."
+    )
+    gpus: tuple[int, ...] = Field((), description="CUDA devices of each node, one per process; empty on CPU.")
+    shard: bool = Field(False, description="Split the model over all ranks (FSDP2) instead of copying it to each.")
+    threads: NonNegativeInt = Field(0, description="Of torch in each rank; 0 lets it choose.")
+    environment: Environment = Field(default_factory=dict, description="More variables of the ranks.")
+    ready_timeout: PositiveFloat = Field(600.0, description="Seconds that ranks wait for each other.")
+
+    @classmethod
+    def of(cls, machine: Machine) -> TrainerProcesses:
+        """Those of `machine`: several GPUs share one model, several CPU processes have one each."""
+        return cls(
+            processes=machine.trainer_processes,
+            nodes=machine.trainer_nodes,
+            interface=machine.trainer_interface,
+            gpus=machine.trainer_gpus,
+            shard=machine.trainer_nodes * machine.trainer_processes > 1 and bool(machine.trainer_gpus),
+            threads=machine.threads,
+            environment=machine.trainer_environment,
+            ready_timeout=machine.ready_timeout,
+        )
+
+    @property
+    def ranks(self) -> int:
+        """Those of all nodes."""
+        return self.nodes * self.processes
+
+    def start(
+        self,
+        arguments: Sequence[str | Path],
+        *,
+        rendezvous: Path,
+        node: int = 0,
+        log: Path | None,
+        env: Mapping[str, str | None] | None = None,
+    ) -> Program:
+        """Start `python ARGUMENTS...` as the ranks of one node.
+
+        Args:
+            rendezvous: a folder as `private_folder` makes it, new for every start, which all nodes see.
+            node: which of the nodes this is.
+            env: variables beside those of `environment`.
+
+        Raises:
+            ConfigurationError: this machine has no such interface, or a variable that `environment` names is not set.
+        """
+        name = _checked(self.interface) if self.interface else loopback()
+        own = name if self.nodes > 1 else loopback()
+        ours: dict[str, str | None] = {
+            "WORLD_SIZE": str(self.ranks),
+            RENDEZVOUS: str(rendezvous / "store"),
+            "GLOO_SOCKET_IFNAME": own,
+            "NCCL_SOCKET_IFNAME": f"={name}",
+        }
+        if self.processes > 1:
+            ours["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+            first = str(node * self.processes)
+            command = [sys.executable, "-m", __spec__.name, str(self.processes), first, *arguments]
+        else:
+            ours |= {"RANK": str(node), "LOCAL_RANK": "0"}
+            command = [sys.executable, *arguments]
+        ours |= resolve(self.environment, "machine.trainer_environment")
+        if self.gpus:
+            ours["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
+        if self.threads:
+            ours["OMP_NUM_THREADS"] = str(self.threads)
+        return Program(command, log=log, env=ours | dict(env or {}))
 
 
 def private_folder(path: Path) -> Path:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+IDLE = timedelta(days=365)
+"""Ranks wait for the next command as long as it takes; a rank that died is noticed by its parent, not by a timeout."""
 BUCKET_ELEMENTS = 16 * 2**20
 """Gradients are summed over ranks in pieces of this size: few messages, little extra memory."""
 
@@ -31,6 +34,10 @@ class Ranks:
     @property
     def first(self) -> bool:
         return self.rank == 0
+
+    def another_group(self) -> Ranks:
+        """The same ranks with a group of their own, for a thread: what it sends cannot meet what others send."""
+        return self if self.size == 1 else replace(self, group=dist.new_group(backend="gloo", timeout=IDLE))
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Add up the gradients of whole (not sharded) parameters over the ranks; a missing one counts as zero."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from components.contracts.errors import TrainerError
@@ -21,6 +23,10 @@ class Restartable(Protocol):
     def restart(self) -> None: ...
 
     def resume(self) -> int: ...
+
+    def publish(self, folder: Path, version: int) -> None: ...
+
+    def finish(self) -> None: ...
 
 
 def with_restarts(
@@ -47,3 +53,31 @@ def with_restarts(
                 raise
             events.message(f"the trainer died after step {done}; starting it again\n{error}")
             restarts += 1
+
+
+def run_steps(
+    trainer: Restartable,
+    steps: int,
+    begin: Callable[[], object],
+    one_step: Callable[[int], object],
+    out: Path,
+    events: Events,
+) -> None:
+    """Make the steps that the newest checkpoint lacks, and publish the weights after the last one to `out`.
+
+    Args:
+        begin: what is done before the first step.
+        one_step: makes step 1, 2, ..., again if the trainer died after its last checkpoint, and saves.
+
+    Raises:
+        TrainerError: the trainer refuses, or dies again and again.
+    """
+    done = trainer.resume()
+    if done:
+        events.message(f"resuming after step {done}")
+    else:
+        with_restarts(trainer, 0, begin, one_step, events)
+    for step in range(done + 1, steps + 1):
+        with_restarts(trainer, step - 1, partial(one_step, step), one_step, events)
+    with_restarts(trainer, steps, lambda: trainer.publish(out, steps), one_step, events)
+    trainer.finish()

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step, so that there is no scheduler state to lose."""
+"""Learning rates as functions of the step, so that there is no scheduler state to lose."""
 
 from __future__ import annotations
 
@@ -15,3 +15,16 @@ def learning_rate(step: int, settings: TrainerSettings) -> float:
     done = min((step - settings.warmup_steps - 1) / decay_steps, 1.0) if decay_steps else 0.0
     factor = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + cos(pi * done)) / 2}[settings.lr_scheduler]
     return settings.learning_rate * factor
+
+
+def warmup_cosine(step: int, *, warmup: int, decay: int, final: float) -> float:
+    """What peak learning rates are multiplied by in step k = 1, 2, ...
+
+    k / warmup while k < warmup, then final + (1 - final) / 2 * (1 + cos(pi * (k - warmup) / (decay - warmup))), and
+    `final` from `decay` on.
+    """
+    if step < warmup:
+        return step / warmup
+    if step >= decay:
+        return final
+    return final + (1 - final) * (1 + cos(pi * (step - warmup) / (decay - warmup))) / 2

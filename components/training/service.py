@@ -17,17 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from components.artifacts.disk import write_file
-from components.contracts.batches import Sample
 from components.contracts.errors import ArmatureError
 from components.training.errors import FatalServiceError, describe, rebuild
 from components.training.frontend import HttpFrontend
 from components.training.launch import joined
 from components.training.ranks import Ranks
-from components.training.service_settings import ServiceSettings
-from components.training.worker import Command, TrainerWorker
+from components.training.service_settings import WORKERS, ServiceSettings
+from components.training.service_worker import Command, ServiceWorker
 
 TOKEN = "ARMATURE_TRAINER_TOKEN"
-KEEPS_STATE = ("score", "save", "publish", "send", "probe")
+KEEPS_STATE = ("score", "save", "settle", "publish", "send", "probe", "measure")
 """Commands that change nothing in the trainer: when one fails on all ranks alike, the service continues."""
 
 
@@ -35,16 +34,16 @@ def main(settings_file: str) -> None:
     """Run until told to stop. The exit code is 1 if an error ended it."""
     settings = ServiceSettings.model_validate_json(Path(settings_file).read_text())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    with joined(settings) as ranks:
+    with joined(settings.processes, settings.seed) as ranks:
         try:
-            worker = TrainerWorker(settings, ranks)
+            worker = WORKERS[settings.worker](settings, ranks)
             serve(worker, settings, ranks)
         except BaseException as error:
             settings.error(ranks.rank).write_text(json.dumps(describe(error)))
             raise
 
 
-def serve(worker: TrainerWorker, settings: ServiceSettings, ranks: Ranks) -> None:
+def serve(worker: ServiceWorker, settings: ServiceSettings, ranks: Ranks) -> None:
     """Take commands, one at a time, until "stop"."""
     front = HttpFrontend(os.environ[TOKEN], worker.recorded) if ranks.first else None
     if front is not None:
@@ -63,12 +62,12 @@ def serve(worker: TrainerWorker, settings: ServiceSettings, ranks: Ranks) -> Non
             front.stop()
 
 
-def carry_out(worker: TrainerWorker, command: Command, answer: Future[Any] | None, ranks: Ranks) -> None:
+def carry_out(worker: ServiceWorker, command: Command, answer: Future[Any] | None, ranks: Ranks) -> None:
     """Check on all ranks, then run on all ranks; `answer` is rank 0's."""
-    samples: list[Sample] = []
+    prepared: Any = None
     refused: Exception | None = None
     try:
-        samples = worker.check(command)
+        prepared = worker.check(command)
     except Exception as error:  # of whatever kind: nothing has changed
         refused = error
     first_refusal = next((error for error in ranks.gather(describe(refused) if refused else None) if error), None)
@@ -77,7 +76,7 @@ def carry_out(worker: TrainerWorker, command: Command, answer: Future[Any] | Non
             answer.set_exception(rebuild(first_refusal))
         return
     try:
-        result = worker.run(command, samples)
+        result = worker.run(command, prepared)
     except BaseException as error:
         survives = ranks.size == 1 and command["name"] in KEEPS_STATE and isinstance(error, ArmatureError)
         if answer is not None:

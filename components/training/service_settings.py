@@ -4,21 +4,42 @@ from __future__ import annotations
 
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal, Protocol
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
 from components.models.settings import ModelSettings
+from components.registry import Registry
+from components.training.processes import TrainerProcesses
 from components.training.settings import TrainerSettings
+
+WORKERS = Registry(
+    "trainer",
+    "armature.trainers",
+    {"tokens": "components.training.worker:TrainerWorker", "policy": "components.vla.worker:PolicyWorker"},
+)
+"""What each rank runs: a `components.training.service_worker.ServiceWorker`."""
+
+
+class TrainingSettings(Protocol):
+    """What a worker of WORKERS reads; a pydantic model."""
+
+    WORKER: ClassVar[str]
+
+    @property
+    def seed(self) -> int: ...
+    def model_dump(self, *, mode: Literal["json"]) -> dict[str, Any]: ...
 
 
 class TrainerPolicySettings(BaseModel):
-    """What decides the results of a trainer service: which model, trained how, on which images."""
+    """What decides the results of a trainer of tokens: which model, trained how, on which images."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    WORKER: ClassVar[str] = "tokens"
 
     model_path: Path = Field(description="Folder of the model that the run begins with.")
     model: ModelSettings
@@ -26,23 +47,29 @@ class TrainerPolicySettings(BaseModel):
     temperature: PositiveFloat = Field(description="Temperature of the sampler.")
     images: Path = Field(description="Root of the image store.")
 
+    @property
+    def seed(self) -> int:
+        return self.trainer.seed
+
 
 class ServiceSettings(BaseModel):
     """All that the processes of the service read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    policy: TrainerPolicySettings
+    worker: str = Field(description="Name in WORKERS.")
+    training: dict[str, Any] = Field(description="What that worker reads.")
+    seed: NonNegativeInt
     workspace: Path = Field(description="Checkpoints, address, logs and errors of the service.")
-    processes: PositiveInt
-    gpus: tuple[int, ...] = Field(description="CUDA devices, one per process; empty on CPU.")
-    shard: bool = Field(description="Split the model over the processes (FSDP2) instead of copying it to each.")
-    threads: NonNegativeInt
+    processes: TrainerProcesses
     loader_workers: NonNegativeInt
     weight_transfer: Literal["file", "nccl", "ipc"]
     sync_timeout: PositiveFloat
-    ready_timeout: PositiveFloat = Field(description="Seconds that ranks wait for each other.")
-    interface: str | None = Field(description="Network interface of collectives; None: loopback.")
+
+    @property
+    def file(self) -> Path:
+        """Where every process reads this."""
+        return self.workspace / "trainer.json"
 
     @property
     def checkpoints(self) -> Path:
@@ -58,11 +85,11 @@ class ServiceSettings(BaseModel):
         return self.workspace / f"error-{rank}.json"
 
 
-def service_settings(policy: TrainerPolicySettings, machine: Machine, workspace: Path) -> ServiceSettings:
+def service_settings(training: TrainingSettings, machine: Machine, workspace: Path) -> ServiceSettings:
     """The service on `machine`: several GPUs share one model, several CPU processes have one each.
 
     Raises:
-        ConfigurationError: the machine has several nodes, or NCCL is to reach servers elsewhere by no network named.
+        ConfigurationError: NCCL is to reach servers elsewhere by no network named.
     """
     distant = [url for url in machine.endpoints if not _is_loopback(url)]
     if machine.weight_transfer == "nccl" and distant and machine.trainer_interface is None:
@@ -71,24 +98,15 @@ def service_settings(policy: TrainerPolicySettings, machine: Machine, workspace:
             where=f"machine.endpoints = {', '.join(distant)}",
             remedy="set machine.trainer_interface to the private network between trainer and servers",
         )
-    if machine.trainer_nodes > 1:
-        raise ConfigurationError(
-            "the trainer service runs on one node: it is fed and asked for weights by the flow while servers generate",
-            where=f"machine.trainer_nodes = {machine.trainer_nodes}",
-            remedy="set it to 1; only the stage train-vla trains on several",
-        )
     return ServiceSettings(
-        policy=policy,
+        worker=training.WORKER,
+        training=training.model_dump(mode="json"),
+        seed=training.seed,
         workspace=workspace.resolve(),
-        processes=machine.trainer_processes,
-        gpus=machine.trainer_gpus,
-        shard=machine.trainer_processes > 1 and bool(machine.trainer_gpus),
-        threads=machine.threads,
+        processes=TrainerProcesses.of(machine),
         loader_workers=machine.loader_workers,
         weight_transfer=machine.weight_transfer,
         sync_timeout=machine.sync_timeout,
-        ready_timeout=machine.ready_timeout,
-        interface=machine.trainer_interface,
     )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import nn
 
 from components.policies.settings import Semantics
+from components.training.engine import ParameterGroup
+from components.training.schedule import warmup_cosine
 from components.vla.lora import add_adapters
-from components.vla.settings import LearningRates, VLATrainerSettings
+from components.vla.settings import VLATrainerSettings
 
 EXPERT = "action_expert."
 VISION = "vlm.model.vision_tower."
@@ -28,19 +28,29 @@ def prepare(model: nn.Module, settings: VLATrainerSettings, semantics: Semantics
         frozen = [".embedding"] if semantics == "head" else [".embedding", ".new_embedding"]
         for name in frozen:
             model.get_parameter(EMBEDDING + name).requires_grad_(False)
-    if settings.mode in ("lora", "expert"):
-        model.get_submodule(EXPERT.rstrip(".")).requires_grad_(True)
     if settings.lora is not None:
         expert_too = settings.mode == "lora_expert"
         add_adapters(model, lambda n: expert_too or not n.startswith(EXPERT), settings.lora, settings.seed)
+    if settings.mode in ("lora", "expert"):
+        model.get_submodule(EXPERT.rstrip(".")).requires_grad_(True)
 
 
-def parameter_groups(model: nn.Module, rates: LearningRates) -> list[dict[str, object]]:
-    """Groups with `name`, `params` and peak `lr`, in the order of GROUPS; empty ones are left out."""
+def parameter_groups(model: nn.Module, settings: VLATrainerSettings) -> list[ParameterGroup]:
+    """One for each of GROUPS, in that order."""
     members: dict[str, list[nn.Parameter]] = {name: [] for name in GROUPS}
-    for group, parameter in _trained(model):
-        members[group].append(parameter)
-    return [{"name": n, "params": members[n], "lr": getattr(rates, n)} for n in GROUPS if members[n]]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            members[group_of(name)].append(parameter)
+    decay = settings.decay_steps or settings.max_steps
+
+    def group(name: str) -> ParameterGroup:
+        def rate(update: int) -> float:
+            factor = warmup_cosine(update, warmup=settings.warmup_steps, decay=decay, final=settings.final_lr_fraction)
+            return float(getattr(settings.learning_rates, name)) * factor
+
+        return ParameterGroup(name, members[name], rate, settings.weight_decay)
+
+    return [group(name) for name in GROUPS]
 
 
 def group_of(name: str) -> str:
@@ -50,9 +60,3 @@ def group_of(name: str) -> str:
     if name.startswith(CONNECTOR) or name == f"{EMBEDDING}.new_embedding":
         return "connector"
     return "vit" if name.startswith(VISION) else "vlm"
-
-
-def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            yield group_of(name), parameter

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from math import isfinite, sqrt
+from math import sqrt
 from time import perf_counter
 
 import numpy as np
 import torch
-from torch.nn.utils import get_total_norm
 
 from components.policies.molmoact2.modeling.losses import LossDenominators, LossPlan, PolicyLosses
 from components.policies.molmoact2.modeling.model import MolmoAct2
+from components.training.engine import AppliedUpdate, TrainingEngine
 from components.training.metrics import peak_memory_gib
-from components.training.ranks import Ranks, whole
-from components.training.skipped import SkippedUpdates
+from components.training.ranks import Ranks
 from components.vla.groups import parameter_groups
 from components.vla.micro_batch import PolicyMicroBatch
-from components.vla.optimizer import PolicyAdamW
-from components.vla.schedule import lr_factor
 from components.vla.settings import VLATrainerSettings
 
 LOSSES = {"loss": "total", "loss/flow": "flow", "loss/cross_entropy": "cross_entropy", "loss/z": "z"}
 """Names in the history, and attributes of the model's losses."""
 
 
-class PolicyLearner:
+class PolicyLearner(TrainingEngine[MolmoAct2]):
     """A policy, its optimizer, and how a batch changes them.
 
     Args:
@@ -42,18 +39,21 @@ class PolicyLearner:
         ranks: Ranks | None = None,
         shard: Callable[[MolmoAct2], None] | None = None,
     ) -> None:
-        self.model, self.settings, self.plan, self.ranks = model, settings, plan, ranks or Ranks()
-        self.steps_done, self.skipped = 0, SkippedUpdates()
-        self._sharded = shard is not None
-        model.to(self.ranks.device)
+        ranks = ranks or Ranks()
+        self.settings, self.plan = settings, plan
+        model.to(ranks.device)
         model.checkpoint_gradients(settings.gradient_checkpointing)
         if shard is not None:
             shard(model)
-        self.optimizer = PolicyAdamW(
-            parameter_groups(model, settings.learning_rates),
+        super().__init__(
+            model,
+            parameter_groups(model, settings),
+            ranks,
+            sharded=shard is not None,
             betas=(settings.adam_beta1, settings.adam_beta2),
             eps=settings.adam_epsilon,
-            weight_decay=settings.weight_decay,
+            max_grad_norm=settings.max_grad_norm,
+            clip_groups=True,
             ema_decay=settings.ema_decay,
         )
 
@@ -67,24 +67,21 @@ class PolicyLearner:
             Losses, gradient norms, learning rates, padding and speed, over all ranks.
         """
         began = perf_counter()
-        update = self.steps_done + 1
+        number = self.steps_done + 1
         self.model.train()
         if self.settings.mode == "expert":
             self.model.vlm.eval()
         ready = [micro.to(self.ranks.device) for micro in micro_batches]
         denominators = self._denominators(ready)
         sums = dict.fromkeys(LOSSES, 0.0)
-        self.optimizer.zero_grad(set_to_none=True)
-        for number, micro in enumerate(ready):
-            torch.manual_seed(self._seed(update, number))
+        for index, micro in enumerate(ready):
+            torch.manual_seed(self._seed(number, index))
             losses: PolicyLosses = self.model(micro.batch, micro.draws, self.plan, denominators)
-            # FSDP averages gradients over its ranks, and the denominators are already those of all ranks.
-            (losses.total * (self.ranks.size if self._sharded else 1)).backward()
+            self.backward(losses.total)
             for name, attribute in LOSSES.items():
                 sums[name] += float(getattr(losses, attribute).detach())
-        self._sum_gradients()
-        report = self.ranks.sum(sums) | self._apply(update)
-        self.steps_done = update
+        report = self.ranks.sum(sums) | self._gradients(self.update(number), number)
+        self.steps_done = number
         return report | self._counts(micro_batches, perf_counter() - began)
 
     @torch.no_grad()
@@ -112,37 +109,13 @@ class PolicyLearner:
         key = (self.settings.seed, update, number, self.ranks.rank)
         return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
-    def _sum_gradients(self) -> None:
-        """Add up gradients over the ranks, of parameters that got one on some rank: others stay untouched."""
-        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
-        reached = [i for i, p in enumerate(trained) if p.grad is not None]
-        everywhere = set().union(*self.ranks.gather(reached))
-        self.ranks.sum_gradients([trained[i] for i in sorted(everywhere)])
-
-    def _apply(self, update: int) -> dict[str, float]:
-        """Clip each group's gradient, and update if all of them are finite."""
-        norms, gradients, rates = {}, {}, {}
-        for group in self.optimizer.param_groups:
-            name = group["name"]
-            rates[name] = getattr(self.settings.learning_rates, name) * lr_factor(update, self.settings)
-            gradients[name] = [p.grad for p in group["params"] if p.grad is not None]
-            norms[name] = float(whole(get_total_norm(gradients[name]))) if gradients[name] else 0.0
-        finite = all(map(isfinite, norms.values()))
-        if finite:
-            for group in self.optimizer.param_groups:
-                name = group["name"]
-                for gradient in gradients[name]:
-                    gradient.mul_(min(1.0, self.settings.max_grad_norm / (norms[name] + 1e-6)))
-                group["lr"] = rates[name]
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.skipped.note(update, norms, finite)
+    def _gradients(self, done: AppliedUpdate, number: int) -> dict[str, float]:
         report = {
-            "grad_norm": sqrt(sum(norm**2 for norm in norms.values())),
+            "grad_norm": sqrt(sum(norm**2 for norm in done.norms.values())),
             "updates_skipped": float(self.skipped.total),
         }
-        report |= {f"grad_norm/{name}": norm for name, norm in norms.items()}
-        return report | {f"learning_rate/{name}": rate for name, rate in rates.items()}
+        report |= {f"grad_norm/{name}": norm for name, norm in done.norms.items()}
+        return report | {f"learning_rate/{group.name}": group.rate(number) for group in self.groups}
 
     def _counts(self, micro_batches: Sequence[PolicyMicroBatch], seconds: float) -> dict[str, float]:
         counts = {

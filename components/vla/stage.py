@@ -23,19 +23,17 @@ def train_vla(
         TrainerError: the training dies again and again.
     """
     from components.artifacts.history import History as HistoryFile
-    from components.vla.follow import carry_out
-    from components.vla.job import job_on
+    from components.models.source import CHECKPOINT
+    from components.vla.client import PolicyTrainerClient, PolicyTraining
+    from components.vla.train import train
 
-    job = job_on(
-        context.machine,
-        settings,
-        {name: inputs[name].path.resolve() for name in INPUTS},
-        workspace=context.workspace.resolve(),
-        out=out.resolve(),
-        fingerprint=context.fingerprint,
-    )
-    carry_out(job, context.events)
-    history = HistoryFile(job.history).read()
+    artifacts = {name: inputs[name].path.resolve() for name in INPUTS}
+    training = PolicyTraining(settings=settings, **artifacts, fingerprint=context.fingerprint)
+    context.workspace.mkdir(parents=True, exist_ok=True)
+    file = HistoryFile(context.workspace / "history.jsonl")
+    with PolicyTrainerClient(training, context.machine, context.workspace / "trainer", context.events) as trainer:
+        train(trainer, settings.training, file, context.events, out / CHECKPOINT)
+    history = file.read()
     numbers = summary(history)
     write_json(out / "history.json", history)
     write_json(out / "metrics.json", numbers)

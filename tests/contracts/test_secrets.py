@@ -81,8 +81,9 @@ def test_a_variable_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_policys_job_on_disk_has_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from components.contracts.secrets import resolve
     from components.vla.job import TrainingJob, job_on
+
+    from components.contracts.secrets import resolve
     from components.vla.settings import TrainVLASettings
 
     monkeypatch.setenv("MY_TOKEN", VALUE)

@@ -55,6 +55,9 @@ class CountingTrainer:
         self.weights = list(self.saved)
         return len(self.weights)
 
+    def finish(self) -> None:
+        self.finished = True
+
     def restart(self) -> None:
         self.alive, self.weights = True, []
 

@@ -11,25 +11,45 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from components.adapters import model_inputs
 from components.contracts.errors import DataError, TrainerError
 from components.models.load import load_model, load_processor
-from components.training import checkpoints
+from components.training.checkpoints import STATE_FILE, TENSORS, Checkpoints, identity
 from components.training.learner import Learner
 from components.training.loader import MicroBatchLoader
+from components.training.optimizer_state import STATE
 from components.training.publish import Publisher
+from components.training.ranks import Ranks
+from components.training.sharded_tensors import INDEX
 
 from .conftest import LORA, Tiny, model_settings, trainer_settings
+from .rewriting import rewrite
 
 
 def make(tiny: Tiny, lora: Any = None, folder: Path | None = None, **changes: Any) -> tuple[Learner, dict[str, Any]]:
     settings = trainer_settings(**changes)
     torch.manual_seed(0)  # of the adapters
     model = load_model(folder or tiny.folder, model_settings(lora=lora))
-    who = checkpoints.identity(model, settings)
+    who = identity(model, settings)
     return Learner(model, settings, temperature=1.0), who
+
+
+def save(learner: Learner, folder: Path, state: dict[str, Any], who: dict[str, Any]) -> Path:
+    """On the disk when it returns."""
+    checkpoints = Checkpoints(folder, who, learner.ranks, learner.settings.keep_checkpoints)
+    path = checkpoints.save(learner, state)
+    checkpoints.wait()
+    return path
+
+
+def load(learner: Learner, path: Path, who: dict[str, Any]) -> dict[str, Any]:
+    return Checkpoints(path.parent, who, learner.ranks, 2).load(learner, path)
+
+
+def latest(folder: Path) -> Path | None:
+    return Checkpoints(folder, {}, Ranks(), 2).newest
 
 
 def train(learner: Learner, tiny: Tiny, *seeds: int) -> list[float]:
@@ -44,11 +64,11 @@ def test_a_resumed_run_is_bit_for_bit_the_run(tiny: Tiny, tmp_path: Path, lora: 
     losses = train(straight, tiny, 1, 2, 3, 4)
     first, _ = make(tiny, lora)
     train(first, tiny, 1, 2)
-    checkpoints.save(first, tmp_path, {"note": [1]}, who)
+    save(first, tmp_path, {"note": [1]}, who)
     second, who_again = make(tiny, lora)
-    newest = checkpoints.latest(tmp_path)
+    newest = latest(tmp_path)
     assert newest is not None
-    assert checkpoints.load(second, newest, who_again) == {"note": [1]}
+    assert load(second, newest, who_again) == {"note": [1]}
     assert second.steps_done == 2
     assert train(second, tiny, 3, 4) == losses[2:]
     for one, two in zip(straight.policy.parameters(), second.policy.parameters(), strict=True):
@@ -62,14 +82,12 @@ def test_moments_in_bf16_are_trained_on(tiny: Tiny, tmp_path: Path) -> None:
     """As torch's AdamW leaves them beside weights of bf16: the training of one whose moments were rounded in place."""
     rounded, who = make(tiny)
     train(rounded, tiny, 1)
-    path = checkpoints.save(rounded, tmp_path, {}, who)
-    file = path / checkpoints.OPTIMIZER_FILE
-    stored = load_file(file)
-    save_file({name: value.bfloat16() if "exp_avg" in name else value for name, value in stored.items()}, file)
+    path = save(rounded, tmp_path, {}, who)
+    rewrite(path, STATE, lambda kept: {n: value.bfloat16() if "exp_avg" in n else value for n, value in kept.items()})
     for state in rounded.optimizer.state.values():
         state.update({name: state[name].bfloat16().float() for name in ("exp_avg", "exp_avg_sq")})
     resumed, _ = make(tiny)
-    checkpoints.load(resumed, path, who)
+    load(resumed, path, who)
     assert train(resumed, tiny, 2, 3) == train(rounded, tiny, 2, 3)
     pairs = zip(rounded.policy.parameters(), resumed.policy.parameters(), strict=True)
     assert all(torch.equal(one, two) for one, two in pairs)
@@ -77,36 +95,36 @@ def test_moments_in_bf16_are_trained_on(tiny: Tiny, tmp_path: Path) -> None:
 
 def test_random_numbers_come_back(tiny: Tiny, tmp_path: Path) -> None:
     learner, who = make(tiny)
-    path = checkpoints.save(learner, tmp_path, {}, who)
+    path = save(learner, tmp_path, {}, who)
     expected = torch.rand(3)
     torch.rand(100)
-    checkpoints.load(learner, path, who)
+    load(learner, path, who)
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_only_the_newest_are_kept_and_a_half_written_one_is_not_seen(tiny: Tiny, tmp_path: Path) -> None:
     learner, who = make(tiny, keep_checkpoints=2)
-    assert checkpoints.latest(tmp_path / "none") is None
+    assert latest(tmp_path / "none") is None
     for learner.steps_done in (1, 2, 12):
-        checkpoints.save(learner, tmp_path, {}, who)
+        save(learner, tmp_path, {}, who)
     (tmp_path / ".new-step-000099").mkdir()
     assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-000002", "step-000012"]
-    newest = checkpoints.latest(tmp_path)
+    newest = latest(tmp_path)
     assert newest is not None
     assert newest.name == "step-000012"
 
 
 def test_another_objective_another_model_and_another_base_are_refused(tiny: Tiny, tmp_path: Path) -> None:
     learner, who = make(tiny, LORA)
-    path = checkpoints.save(learner, tmp_path, {}, who)
+    path = save(learner, tmp_path, {}, who)
     other, who_other = make(tiny, LORA, learning_rate=5e-4, aggregation="sequence")
     with pytest.raises(DataError) as refused:
-        checkpoints.load(other, path, who_other)
+        load(other, path, who_other)
     assert "trainer.aggregation was 'token', is 'sequence'" in refused.value.what
     assert "trainer.learning_rate was 0.001, is 0.0005" in refused.value.what
     full, who_full = make(tiny)
     with pytest.raises(DataError, match="trained_weights"):
-        checkpoints.load(full, path, who_full)
+        load(full, path, who_full)
     changed = tmp_path / "other-base"
     shutil.copytree(tiny.folder, changed)
     model = load_model(changed, model_settings())
@@ -115,46 +133,66 @@ def test_another_objective_another_model_and_another_base_are_refused(tiny: Tiny
     model.save_pretrained(changed)
     based, who_based = make(tiny, LORA, changed)
     with pytest.raises(DataError, match="frozen_weights"):
-        checkpoints.load(based, path, who_based)
+        load(based, path, who_based)
 
 
 def test_how_often_to_save_may_change(tiny: Tiny, tmp_path: Path) -> None:
     learner, who = make(tiny)
-    path = checkpoints.save(learner, tmp_path, {}, who)
+    path = save(learner, tmp_path, {}, who)
     other, who_other = make(tiny, save_every=7, keep_checkpoints=5, max_steps=99)
-    checkpoints.load(other, path, who_other)
+    load(other, path, who_other)
     cosine, who_cosine = make(tiny, lr_scheduler="cosine")
     with pytest.raises(DataError, match="lr_scheduler"):
-        checkpoints.load(cosine, path, who_cosine)
+        load(cosine, path, who_cosine)
 
 
 def test_a_damaged_checkpoint_is_named(tiny: Tiny, tmp_path: Path) -> None:
     learner, who = make(tiny)
-    path = checkpoints.save(learner, tmp_path, {}, who)
-    model = path / checkpoints.MODEL_FILE
-    model.write_bytes(model.read_bytes()[:1000])
-    with pytest.raises(DataError, match="cannot be read") as refused:
-        checkpoints.load(learner, path, who)
-    assert refused.value.where == str(path)
-    (path / checkpoints.STATE_FILE).write_text(json.dumps({"format": 99}))
+    path = save(learner, tmp_path, {}, who)
+    (file,) = (path / TENSORS).glob("*/*.distcp")
+    whole, index = file.read_bytes(), file.with_name(INDEX).read_text()
+
+    def refused(what: str) -> str:
+        with pytest.raises(DataError, match=what) as error:
+            load(learner, path, who)
+        return error.value.where
+
+    file.write_bytes(whole[:1000])
+    assert refused("cannot be read") == str(path)
+    file.write_bytes(whole)
+    for old, new, what in [
+        (file.name, "../../elsewhere", "names a file elsewhere"),
+        ('"float32"', '"load"', "no dtype 'load'"),
+        ('"offsets":[0', '"offsets":[1', "lies outside"),
+        ('"offsets":[0', '"offsets":[-1', "is not an index"),
+        ('"start":', '"strange":', "is not an index"),
+        (index, "[]", "is not an index"),
+    ]:
+        assert old in index
+        file.with_name(INDEX).write_text(index.replace(old, new))
+        assert refused(f"cannot be read: .*{what}") == str(path)
+    file.with_name(INDEX).unlink()
+    refused("cannot be read: there are no tensors")
+    (path / STATE_FILE).write_text(json.dumps({"format": 99, "step": 1, "identity": {}, "state": {}}))
+    refused("checkpoint format 99, this version reads 2")
 
 
 def test_no_room_leaves_the_last_checkpoint(tiny: Tiny, tmp_path: Path) -> None:
     """A file-size limit stands for the full disk: writing fails in the middle of a file in the same way."""
     learner, who = make(tiny)
     learner.steps_done = 1
-    checkpoints.save(learner, tmp_path, {}, who)
+    save(learner, tmp_path, {}, who)
     learner.steps_done = 2
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         with pytest.raises(TrainerError, match="checkpoint step-000002 could not be written") as failed:
-            checkpoints.save(learner, tmp_path, {}, who)
+            save(learner, tmp_path, {}, who)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "the newest complete checkpoint is step-000001" in failed.value.remedy
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
-    checkpoints.load(learner, tmp_path / "step-000001", who)
+    load(learner, tmp_path / "step-000001", who)
     assert learner.steps_done == 1
 
 

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from components.contracts.errors import DataError
-from components.training import checkpoints
+from components.training.checkpoints import TENSORS, Checkpoints
+from components.training.optimizer import CompensatedAdamW
+from components.training.optimizer_state import STATE, WEIGHT
 from components.training.ranks import Ranks
 from components.training.skipped import SkippedUpdates
-from components.vla.optimizer import PolicyAdamW
+
+from .rewriting import rewrite
 
 Tensors = dict[str, Tensor]
 WHO = {"model": "small"}
@@ -28,7 +30,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def policy_adamw(model: nn.Module) -> torch.optim.Optimizer:
     groups = [{"name": "all", "params": list(model.parameters()), "lr": 0.1}]
-    return PolicyAdamW(groups, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, ema_decay=0.5)
+    return CompensatedAdamW(groups, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, ema_decay=0.5)
 
 
 OPTIMIZERS = {"adamw": adamw, "policy": policy_adamw}
@@ -41,10 +43,8 @@ def small(make: Callable[[nn.Module], torch.optim.Optimizer], dtype: torch.dtype
     return SimpleNamespace(
         model=model,
         optimizer=make(model),
-        ranks=Ranks(),
         steps_done=0,
         skipped=SkippedUpdates(),
-        settings=SimpleNamespace(keep_checkpoints=2),
     )
 
 
@@ -58,11 +58,20 @@ def update(learner: Any, seed: int) -> None:
 
 
 def saved(folder: Path, learner: Any, change: Callable[[Tensors], Any]) -> Path:
-    path = checkpoints.save(learner, folder, {}, WHO)
-    file = path / checkpoints.OPTIMIZER_FILE
-    tensors = load_file(file)
-    save_file(change(tensors) or tensors, file)
+    path = save(learner, folder)
+    rewrite(path, STATE, change)
     return path
+
+
+def save(learner: Any, folder: Path) -> Path:
+    checkpoints = Checkpoints(folder, WHO, Ranks(), 2)
+    path = checkpoints.save(learner, {})
+    checkpoints.wait()
+    return path
+
+
+def load(learner: Any, path: Path) -> None:
+    Checkpoints(path.parent, WHO, Ranks(), 2).load(learner, path)
 
 
 def as_bf16(tensors: Tensors) -> Tensors:
@@ -76,7 +85,7 @@ def test_moments_of_bf16_are_converted(tmp_path: Path, name: str) -> None:
     first, second = small(make), small(make)
     update(first, 1)
     path = saved(tmp_path, first, as_bf16)
-    checkpoints.load(second, path, WHO)
+    load(second, path)
     for parameter in first.model["a"].parameters():
         for slot in ("exp_avg", "exp_avg_sq"):
             first.optimizer.state[parameter][slot] = first.optimizer.state[parameter][slot].bfloat16().float()
@@ -95,20 +104,20 @@ def put(key: str, value: Callable[[Tensors], Tensor]) -> Callable[[Tensors], Any
     return lambda tensors: tensors | {key: value(tensors).clone().contiguous()}
 
 
-WEIGHT, BIAS = "a.weight|exp_avg", "a.bias|exp_avg"
+MOMENT, BIAS = "a.weight|exp_avg", "a.bias|exp_avg"
 DAMAGES: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "no count of steps": (drop("a.weight|step"), "step missing"),
-    "one moment": (drop(WEIGHT), "exp_avg missing"),
-    "amsgrad": (put("a.weight|max_exp_avg_sq", lambda t: t[WEIGHT]), "max_exp_avg_sq not known here"),
-    "sgd": (lambda t: {"a.weight|momentum_buffer": t[WEIGHT]}, "exp_avg, exp_avg_sq"),
-    "another model": (put("b.weight|exp_avg", lambda t: t[WEIGHT]), "b.weight, which nothing here trains"),
-    "no slot named": (put("a.weight", lambda t: t[WEIGHT]), "which nothing here trains"),
-    "order of another": (lambda t: t | {WEIGHT: t[BIAS], BIAS: t[WEIGHT]}, "has shape"),
-    "a shape that broadcasts": (put(WEIGHT, lambda t: t[WEIGHT][:1]), r"has shape \[1, 3\], \[2, 3\] is needed"),
-    "transposed": (put(WEIGHT, lambda t: t[WEIGHT].T), r"has shape \[3, 2\], \[2, 3\] is needed"),
-    "double": (put(WEIGHT, lambda t: t[WEIGHT].double()), "float64, which does not fit"),
-    "complex": (put(WEIGHT, lambda t: t[WEIGHT].to(torch.complex64)), "complex64, which does not fit"),
-    "NaN": (put(WEIGHT, lambda t: t[WEIGHT] * float("nan")), "values that are not finite"),
+    "one moment": (drop(MOMENT), "exp_avg missing"),
+    "amsgrad": (put("a.weight|max_exp_avg_sq", lambda t: t[MOMENT]), "max_exp_avg_sq not known here"),
+    "sgd": (lambda t: {"a.weight|momentum_buffer": t[MOMENT]}, "exp_avg, exp_avg_sq"),
+    "another model": (put("b.weight|exp_avg", lambda t: t[MOMENT]), "b.weight, which nothing here trains"),
+    "no slot named": (put("a.weight", lambda t: t[MOMENT]), "which nothing here trains"),
+    "order of another": (lambda t: t | {MOMENT: t[BIAS], BIAS: t[MOMENT]}, "has shape"),
+    "a shape that broadcasts": (put(MOMENT, lambda t: t[MOMENT][:1]), r"has shape \[1, 3\], \[2, 3\] is needed"),
+    "transposed": (put(MOMENT, lambda t: t[MOMENT].T), r"has shape \[3, 2\], \[2, 3\] is needed"),
+    "double": (put(MOMENT, lambda t: t[MOMENT].double()), "float64, which does not fit"),
+    "complex": (put(MOMENT, lambda t: t[MOMENT].to(torch.complex64)), "complex64, which does not fit"),
+    "NaN": (put(MOMENT, lambda t: t[MOMENT] * float("nan")), "values that are not finite"),
     "endless": (put("a.bias|exp_avg_sq", lambda t: t[BIAS] / 0), "values that are not finite"),
     "negative count": (put("a.weight|step", lambda t: torch.tensor(-1.0)), "not a number of updates"),
     "count of nothing": (put("a.weight|step", lambda t: torch.tensor(0.0)), "not a number of updates"),
@@ -126,8 +135,8 @@ def test_foreign_state_is_refused_before_anything_changes(tmp_path: Path, name: 
     path = saved(tmp_path, first, change)
     before = {key: value.clone() for key, value in second.model.state_dict().items()}
     with pytest.raises(DataError, match=what) as refused:
-        checkpoints.load(second, path, WHO)
-    assert refused.value.where == str(path / checkpoints.OPTIMIZER_FILE)
+        load(second, path)
+    assert refused.value.where == str(path / TENSORS)
     assert second.steps_done == 0 and not any(second.optimizer.state.values())
     assert all(torch.equal(value, before[key]) for key, value in second.model.state_dict().items())
 
@@ -135,29 +144,31 @@ def test_foreign_state_is_refused_before_anything_changes(tmp_path: Path, name: 
 def test_moments_that_would_lose_precision_are_refused(tmp_path: Path) -> None:
     first, second = small(policy_adamw, torch.bfloat16), small(policy_adamw, torch.bfloat16)
     update(first, 1)
-    path = saved(tmp_path, first, put(WEIGHT, lambda t: t[WEIGHT].float()))
+    path = saved(tmp_path, first, put(MOMENT, lambda t: t[MOMENT].float()))
     with pytest.raises(DataError, match=r"float32, which does not fit into torch.bfloat16"):
-        checkpoints.load(second, path, WHO)
+        load(second, path)
 
 
 @pytest.mark.parametrize("damage", ["missing", "shape", "NaN"])
 def test_weights_that_do_not_fit_are_refused_too(tmp_path: Path, damage: str) -> None:
     first, second = small(adamw), small(adamw)
     update(first, 1)
-    path = checkpoints.save(first, tmp_path, {}, WHO)
-    tensors = load_file(path / checkpoints.MODEL_FILE)
-    weight = tensors.pop("a.weight")
-    if damage != "missing":
-        tensors["a.weight"] = weight[:1].contiguous() if damage == "shape" else weight * float("nan")
-    save_file(tensors, path / checkpoints.MODEL_FILE)
+    path = save(first, tmp_path)
+
+    def change(tensors: Tensors) -> None:
+        weight = tensors.pop("a.weight")
+        if damage != "missing":
+            tensors["a.weight"] = weight[:1].contiguous() if damage == "shape" else weight * float("nan")
+
+    rewrite(path, WEIGHT, change)
     with pytest.raises(DataError, match=r"a\.weight"):
-        checkpoints.load(second, path, WHO)
+        load(second, path)
 
 
 def test_a_checkpoint_before_the_first_update_is_resumed(tmp_path: Path) -> None:
     first, second = small(policy_adamw), small(policy_adamw)
     first.steps_done, first.skipped = 2, SkippedUpdates(total=2, in_a_row=2)
-    checkpoints.load(second, checkpoints.save(first, tmp_path, {}, WHO), WHO)
+    load(second, save(first, tmp_path))
     assert (second.steps_done, second.skipped) == (2, SkippedUpdates(total=2, in_a_row=2))
     for learner in (first, second):
         update(learner, 3)

@@ -8,17 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from components.training.processes import private_folder, start_ranks
+from components.training.processes import TrainerProcesses, private_folder
 
 TELL = """
 import os, sys, torch
-from components.training.launch import joined_ranks
+from components.training.launch import joined
+from components.training.processes import TrainerProcesses
 
 class Stranger:
     def __reduce__(self):
         return (open, (sys.argv[1], "w"))
 
-with joined_ranks(gpus=False, threads=1, seed=0, patience=60) as ranks:
+with joined(TrainerProcesses(threads=1, ready_timeout=60), seed=0) as ranks:
     value = {"rank": ranks.rank, "text": "é" * (1 + 1000 * ranks.rank), "rows": {3: torch.full((ranks.rank,), 2.5)}}
     for rank, told in enumerate(ranks.gather(value)):
         assert told["rank"] == rank and len(told["text"]) == 1 + 1000 * rank
@@ -33,9 +34,10 @@ with joined_ranks(gpus=False, threads=1, seed=0, patience=60) as ranks:
 """
 END = """
 import os, signal, sys, time
-from components.training.launch import joined_ranks
+from components.training.launch import joined
+from components.training.processes import TrainerProcesses
 
-with joined_ranks(gpus=False, threads=1, seed=0, patience=60) as ranks:
+with joined(TrainerProcesses(threads=1, ready_timeout=60), seed=0) as ranks:
     open(f"{sys.argv[1]}-{ranks.rank}", "w").write(str(os.getpid()))
     ranks.gather(None)
     if ranks.rank == 1:
@@ -48,13 +50,8 @@ with joined_ranks(gpus=False, threads=1, seed=0, patience=60) as ranks:
 def run(script: str, folder: Path, argument: Path) -> tuple[int, str]:
     file = folder / "script.py"
     file.write_text(textwrap.dedent(script))
-    program = start_ranks(
-        [file, argument],
-        2,
-        rendezvous=private_folder(folder / "rendezvous"),
-        log=folder / "log",
-        env={"OMP_NUM_THREADS": "1"},
-    )
+    processes = TrainerProcesses(processes=2, threads=1)
+    program = processes.start([file, argument], rendezvous=private_folder(folder / "rendezvous"), log=folder / "log")
     try:
         return program.wait(120), program.tail()
     finally:
@@ -79,7 +76,7 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
 def test_one_rank_has_no_parent_and_meets_nobody(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os; print(*(os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')))")
-    program = start_ranks([script], 1, rendezvous=tmp_path, log=tmp_path / "log", env={})
+    program = TrainerProcesses().start([script], rendezvous=tmp_path, log=tmp_path / "log")
     assert program.command == [sys.executable, str(script)]
     assert program.wait(60) == 0
     assert program.tail() == "0 0 1"

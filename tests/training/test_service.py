@@ -60,19 +60,6 @@ def batches(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return folders
 
 
-def test_several_nodes_are_refused(tiny: Tiny, tmp_path: Path) -> None:
-    policy = TrainerPolicySettings(
-        model_path=tiny.folder,
-        model=model_settings(),
-        trainer=trainer_settings(),
-        temperature=1.0,
-        images=tiny.images.root,
-    )
-    machine = Machine(trainer_nodes=2, trainer_interface="eth1")
-    with pytest.raises(ConfigurationError, match=r"runs on one node(?s:.*)machine.trainer_nodes = 2"):
-        service_settings(policy, machine, tmp_path)
-
-
 def test_nccl_to_servers_elsewhere_needs_a_network_that_is_named(tiny: Tiny, tmp_path: Path) -> None:
     policy = TrainerPolicySettings(
         model_path=tiny.folder,
@@ -82,12 +69,12 @@ def test_nccl_to_servers_elsewhere_needs_a_network_that_is_named(tiny: Tiny, tmp
         images=tiny.images.root,
     )
     near = Machine(weight_transfer="nccl", endpoints=("http://127.0.0.1:8000", "http://[::1]:8000"))
-    assert service_settings(policy, near, tmp_path).interface is None
+    assert service_settings(policy, near, tmp_path).processes.interface is None
     far = Machine(weight_transfer="nccl", endpoints=("http://10.0.0.9:8000",))
     with pytest.raises(ConfigurationError, match=r"no network for it is named(?s:.*)10.0.0.9(?s:.*)trainer_interface"):
         service_settings(policy, far, tmp_path)
     named = far.model_copy(update={"trainer_interface": "eth1"})
-    assert service_settings(policy, named, tmp_path).interface == "eth1"
+    assert service_settings(policy, named, tmp_path).processes.interface == "eth1"
 
 
 def test_an_address_that_is_not_whole_yet_is_none(tmp_path: Path) -> None:
@@ -97,7 +84,7 @@ def test_an_address_that_is_not_whole_yet_is_none(tmp_path: Path) -> None:
     trainer = TrainerClient(policy, Machine(ready_timeout=0.5), tmp_path)
 
     def begin_to_write() -> None:
-        while not (tmp_path / "settings.json").exists():
+        while not (tmp_path / "trainer.json").exists():
             time.sleep(0.01)
         trainer.settings.address.write_text('{"url": "http://127.0')
 
@@ -160,6 +147,7 @@ def test_killed_and_resumed_is_as_if_never_stopped(
         for k in (1, 2):
             trainer.step(k, batches[k - 1])
         trainer.save()
+        trainer.settle()
         trainer.step(3, batches[2])
         assert trainer._program is not None
         family = trainer._program.family()
@@ -243,6 +231,7 @@ def test_steps_without_a_gradient_that_can_be_used_are_told_saved_and_resumed(
         assert [untrained[name] for name in ("loss", "importance_ratio", "entropy", "updates")] == [0.0] * 4
         assert weights(trainer, tmp_path / "b", 3) == before
         trainer.save()
+        trainer.settle()
         trainer.restart()
         assert trainer.resume() == 3
         np.testing.assert_equal(trainer.step(2, tmp_path / "overflow"), overflow)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +17,13 @@ from safetensors.torch import load_file
 from components.batches.table import write_batch
 from components.contracts.machine import Machine
 from components.models.settings import LoraSettings
+from components.training.checkpoints import TENSORS
 from components.training.client import TrainerClient
-from components.training.processes import private_folder, start_ranks
+from components.training.processes import TrainerProcesses, private_folder
 from components.training.service_settings import TrainerPolicySettings, service_settings
 
 from .conftest import LORA, Tiny, model_settings, trainer_settings
+from .rewriting import read
 
 SCRIPT = """
 import json, sys
@@ -31,9 +34,9 @@ from components.training.service_settings import ServiceSettings
 from components.training.worker import TrainerWorker
 
 cases = [(ServiceSettings.model_validate(settings), batches) for settings, batches in json.load(open(sys.argv[1]))]
-with joined(cases[0][0]) as ranks:
+with joined(cases[0][0].processes, cases[0][0].seed) as ranks:
     for settings, batches in cases:
-        torch.manual_seed(settings.policy.trainer.seed)
+        torch.manual_seed(settings.seed)
         worker = TrainerWorker(settings, ranks)
         done = worker.run({"name": "resume"}, [])
         results = []
@@ -44,6 +47,7 @@ with joined(cases[0][0]) as ranks:
         score = {"name": "score", "batch": batches[0]}
         scores = worker.run(score, worker.check(score))
         worker.run({"name": "save"}, [])
+        worker.run({"name": "settle"}, [])
         worker.run({"name": "publish", "folder": str(settings.workspace / "out"), "version": 0}, [])
         if ranks.first:
             (settings.workspace / "results.json").write_text(json.dumps([results, scores]))
@@ -83,9 +87,12 @@ class Runs:
         self.tiny, self.root = tiny, root
         self.batches = batch_folders(tiny, root)
 
-    def run(self, names: Iterable[str], processes: int, most_batches: int = 3) -> dict[str, Result]:
+    def folder(self, name: str, processes: int, suffix: str = "") -> Path:
+        return self.root / f"{name} on {processes}{suffix}"
+
+    def run(self, names: Iterable[str], processes: int, most_batches: int = 3, suffix: str = "") -> dict[str, Result]:
         machine = Machine(trainer_processes=processes, threads=1, loader_workers=0)
-        folders = {name: self.root / f"{name} on {processes}" for name in names}
+        folders = {name: self.folder(name, processes, suffix) for name in names}
         cases = []
         for name, folder in folders.items():
             policy = TrainerPolicySettings(
@@ -95,18 +102,18 @@ class Runs:
                 temperature=1.0,
                 images=self.tiny.images.root,
             )
-            settings = service_settings(policy, machine, folder).model_copy(update={"shard": processes > 1})
-            folder.mkdir(exist_ok=True)
+            settings = service_settings(policy, machine, folder)
+            split = settings.processes.model_copy(update={"shard": processes > 1})
+            settings = settings.model_copy(update={"processes": split})
+            folder.mkdir(parents=True, exist_ok=True)
             batches = self.batches[: min(most_batches, CASES[name].batches)]
             cases.append((settings.model_dump(mode="json"), [str(batch) for batch in batches]))
         (self.root / "cases.json").write_text(json.dumps(cases))
         (self.root / "script.py").write_text(SCRIPT)
-        program = start_ranks(
+        program = TrainerProcesses.of(machine).start(
             [self.root / "script.py", self.root / "cases.json"],
-            processes,
             rendezvous=private_folder(self.root / "rendezvous"),
             log=self.root / "log",
-            env={"OMP_NUM_THREADS": "1"},
         )
         assert program.wait(280) == 0, program.tail(60)
         return {name: read_result(folder) for name, folder in folders.items()}
@@ -179,6 +186,31 @@ def test_a_rank_without_a_token_to_train_on_takes_part(
     assert_same_weights(one, two)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("processes", [1, 3])
+def test_a_checkpoint_of_two_ranks_is_resumed_on_another_number(
+    runs: Runs, two_ranks: dict[str, Result], processes: int
+) -> None:
+    """What is saved again right after resuming is every bit that was saved: weights, moments and counts."""
+    checkpoint, suffix = "checkpoints/step-000002", " from 2"
+    for name in RESUMED:
+        shutil.copytree(runs.folder(name, 2) / checkpoint, runs.folder(name, processes, suffix) / checkpoint)
+    results = runs.run(RESUMED, processes, most_batches=2, suffix=suffix)
+    for name in RESUMED:
+        assert results[name].metrics == []
+        before, after = (
+            {key: value for key, value in read(folder / checkpoint / TENSORS).items() if not key.startswith("rng/")}
+            for folder in (runs.folder(name, 2), runs.folder(name, processes, suffix))
+        )
+        assert before.keys() == after.keys() and any("exp_avg_sq" in key for key in before)
+        assert all(torch.equal(value, after[key]) for key, value in before.items())
+        parts = (runs.folder(name, processes, suffix) / checkpoint / TENSORS).glob("rank-*")
+        assert len(list(parts)) == processes
+        one, other = two_ranks[name].weights, results[name].weights
+        assert all(torch.equal(value, other[key]) for key, value in one.items())
+
+
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("autocast", ["none", "bf16"])
@@ -199,6 +231,7 @@ def test_two_gpus_make_the_step_of_one(tiny: Tiny, tmp_path: Path, lora: Any, au
         with TrainerClient(policy, machine, tmp_path / f"gpus-{len(gpus)}") as trainer:
             metrics = [trainer.step(k, batches[k - 1]) for k in (1, 2)]
             trainer.save()
+            trainer.settle()
             trainer.step(3, batches[2])
             trainer.restart()
             assert trainer.resume() == 2

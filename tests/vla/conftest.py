@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from components.artifacts.history import History
+from components.contracts.machine import Machine
+from components.contracts.stages import Artifact
 from components.datasets.lerobot.layout import Feature
 from components.datasets.lerobot.writer import LayoutSettings, create_dataset
 from components.policies.settings import RobotPolicySettings
-from components.vla.job import TrainingJob
+from components.training.ranks import Ranks
+from components.training.service_settings import ServiceSettings, service_settings
+from components.vla.client import PolicyTraining
 from components.vla.settings import TrainVLASettings
+from components.vla.train import train
+from components.vla.worker import PolicyWorker
 from tests.policies import plain
 
 from .settings import training_settings
@@ -93,28 +103,71 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"policy": root / "policy", "dataset": root / "data", "statistics": root / "statistics"}
 
 
+@dataclass(frozen=True)
+class Job:
+    """A training in this process, where the ranks of a service are not what is tested."""
+
+    training: PolicyTraining
+    service: ServiceSettings
+    folder: Path
+
+    @property
+    def history(self) -> Path:
+        return self.folder / "history.jsonl"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoint"
+
+    def train(self, ranks: Ranks | None = None) -> None:
+        """To the end; on several ranks each calls it, and the first has the history."""
+        ranks = ranks or Ranks()
+        worker = PolicyWorker(self.service, ranks)
+        trainer: Any = WorkerClient(worker)
+        history = History(self.history if ranks.first else self.folder / "none")
+        train(trainer, self.training.settings.training, history, Silent(), self.checkpoint)
+
+
+class WorkerClient:
+    """The client of a worker in this process."""
+
+    alive = True
+
+    def __init__(self, worker: PolicyWorker) -> None:
+        self.worker = worker
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return partial(self._ask, {"finish": "settle"}.get(name, name))
+
+    def _ask(self, name: str, *values: Any) -> Any:
+        known = {"step": ("step",), "publish": ("folder", "version")}.get(name, ())
+        command = {"name": name} | dict(zip(known, values, strict=True))
+        return self.worker.run(command, self.worker.check(command))
+
+
+class Silent:
+    """Events that nobody hears."""
+
+    def progress(self, name: str, done: int, total: int, **postfix: float) -> None: ...
+    def metrics(self, values: Mapping[str, float], step: int) -> None: ...
+    def artifact(self, artifact: Artifact, role: str, step: int | None = None) -> None: ...
+    def message(self, text: str) -> None: ...
+
+
 def make_job(
     inputs: dict[str, Path],
     folder: Path,
     policy: dict[str, Any] | None = None,
-    processes: int = 1,
+    machine: Machine | None = None,
     shard: bool = False,
-    interface: str | None = None,
     **training: Any,
-) -> TrainingJob:
-    return TrainingJob(
-        settings=TrainVLASettings(policy=policy_settings(**(policy or {})), training=training_settings(**training)),
-        **inputs,
-        workspace=folder / "work",
-        out=folder / "out",
-        fingerprint="test",
-        processes=processes,
-        nodes=1 if interface is None else 2,
-        interface=interface,
-        gpus=(),
-        shard=shard,
-        threads=1,
-        loader_workers=0,
-        environment={},
-        ready_timeout=120.0,
-    )
+) -> Job:
+    settings = TrainVLASettings(policy=policy_settings(**(policy or {})), training=training_settings(**training))
+    training_of = PolicyTraining(settings=settings, **inputs, fingerprint="test")
+    machine = machine or Machine(threads=1, loader_workers=0, ready_timeout=120)
+    service = service_settings(training_of, machine, folder / "trainer")
+    split = service.processes.model_copy(update={"shard": shard})
+    folder.mkdir(parents=True, exist_ok=True)
+    return Job(training_of, service.model_copy(update={"processes": split}), folder)

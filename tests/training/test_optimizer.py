@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from components.vla.optimizer import PolicyAdamW
+from components.training.optimizer import CompensatedAdamW
 
 HYPER: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 
@@ -21,7 +21,7 @@ def start(dtype: torch.dtype) -> nn.Parameter:
 
 def test_fp32_is_updated_as_torch_does_it_to_the_bit() -> None:
     ours, theirs = start(torch.float32), start(torch.float32)
-    optimizer = PolicyAdamW([{"params": [ours], "lr": 1e-2}], **HYPER)
+    optimizer = CompensatedAdamW([{"params": [ours], "lr": 1e-2}], **HYPER)
     stock = torch.optim.AdamW([theirs], lr=1e-2, **HYPER)
     for gradient in gradients(20, (7, 5)):
         ours.grad, theirs.grad = gradient.clone(), gradient.clone()
@@ -35,7 +35,7 @@ def test_bf16_follows_the_fp32_updates_that_plain_rounding_loses() -> None:
     exact, kept, rounded = start(torch.bfloat16).float().detach(), start(torch.bfloat16), start(torch.bfloat16)
     reference = nn.Parameter(exact.clone())
     stock = torch.optim.AdamW([reference], lr=1e-4, **HYPER)
-    optimizer = PolicyAdamW([{"params": [kept], "lr": 1e-4}], **HYPER)
+    optimizer = CompensatedAdamW([{"params": [kept], "lr": 1e-4}], **HYPER)
     plain = torch.optim.AdamW([rounded], lr=1e-4, **HYPER)
     one_way = torch.ones(7, 5)
     for _ in range(200):
@@ -58,13 +58,13 @@ def test_bf16_follows_the_fp32_updates_that_plain_rounding_loses() -> None:
 def test_a_parameter_without_a_gradient_is_left_alone() -> None:
     parameter = start(torch.float32)
     before = parameter.detach().clone()
-    PolicyAdamW([{"params": [parameter], "lr": 1.0}], **HYPER).step()
+    CompensatedAdamW([{"params": [parameter], "lr": 1.0}], **HYPER).step()
     assert torch.equal(parameter, before)
 
 
 def test_the_average_is_that_of_the_weights_and_goes_again() -> None:
     parameter = start(torch.float32)
-    optimizer = PolicyAdamW([{"params": [parameter], "lr": 1e-2}], ema_decay=0.8, **HYPER)
+    optimizer = CompensatedAdamW([{"params": [parameter], "lr": 1e-2}], ema_decay=0.8, **HYPER)
     average = parameter.detach().clone()
     for gradient in gradients(5, (7, 5)):
         parameter.grad = gradient

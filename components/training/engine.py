@@ -1,0 +1,117 @@
+"""What trains, whatever the loss: a model on its ranks, its optimizer, and how gradients become an update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from components.contracts.errors import ConfigurationError
+from components.training.optimizer import CompensatedAdamW
+from components.training.ranks import Ranks, whole
+from components.training.skipped import SkippedUpdates
+
+Model = TypeVar("Model", bound=nn.Module)
+ALL = "all"
+"""The name of the gradients of all groups together."""
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters with a learning rate of their own; `rate` is called with the number of the update, from 1."""
+
+    name: str
+    parameters: Sequence[nn.Parameter]
+    rate: Callable[[int], float]
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class AppliedUpdate:
+    """The norms of the gradients that were clipped, by name, and whether the optimizer step was made."""
+
+    norms: Mapping[str, float]
+    finite: bool
+
+
+class TrainingEngine(Generic[Model]):
+    """A model, its optimizer and its position.
+
+    Args:
+        model: on `ranks.device`, sharded if `sharded`; what requires a gradient is in one of the groups.
+        groups: of parameters; empty ones are left out.
+        max_grad_norm: largest norm of the gradients of all groups together, or of each with `clip_groups`.
+        ema_decay: of a moving average of the weights; None: no average.
+
+    Raises:
+        ConfigurationError: nothing is trained.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        groups: Sequence[ParameterGroup],
+        ranks: Ranks,
+        *,
+        sharded: bool,
+        betas: tuple[float, float],
+        eps: float,
+        max_grad_norm: float,
+        clip_groups: bool = False,
+        ema_decay: float | None = None,
+    ) -> None:
+        self.model, self.ranks, self.sharded, self.max_grad_norm = model, ranks, sharded, max_grad_norm
+        self.steps_done, self.skipped = 0, SkippedUpdates()
+        self.groups = [group for group in groups if group.parameters]
+        if not self.groups:
+            raise ConfigurationError("nothing of the model is trained", where="model.freeze", remedy="freeze less")
+        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._clipped = {g.name: g.parameters for g in self.groups} if clip_groups else {ALL: self.trained}
+        self.optimizer = CompensatedAdamW(
+            [{"params": list(g.parameters), "lr": g.rate(1), "weight_decay": g.weight_decay} for g in self.groups],
+            betas=betas,
+            eps=eps,
+            ema_decay=ema_decay,
+        )
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradient of `loss`, this rank's addend of a loss that is normalized over all ranks."""
+        # FSDP averages gradients over its ranks.
+        (loss * (self.ranks.size if self.sharded else 1)).backward()
+
+    def update(self, number: int) -> AppliedUpdate:
+        """Sum the gradients over the ranks, clip them, and make the optimizer step if they are finite.
+
+        Every rank calls it. A parameter that no rank's loss reached stays untouched, its moments too.
+
+        Raises:
+            DivergedError: too many updates in a row were skipped.
+        """
+        self._sum_gradients()
+        norms = {}
+        for name, parameters in self._clipped.items():
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            norms[name] = float(whole(get_total_norm(gradients))) if gradients else 0.0
+        finite = all(map(isfinite, norms.values()))
+        if finite:
+            for name, parameters in self._clipped.items():
+                norm = torch.tensor(norms[name], dtype=torch.float64)
+                clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
+            for group, own in zip(self.groups, self.optimizer.param_groups, strict=True):
+                own["lr"] = group.rate(number)
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.skipped.note(number, norms if len(norms) > 1 else next(iter(norms.values())), finite)
+        return AppliedUpdate(norms, finite)
+
+    def _sum_gradients(self) -> None:
+        if self.ranks.size == 1:
+            return
+        reached = [i for i, parameter in enumerate(self.trained) if parameter.grad is not None]
+        everywhere: set[Any] = set().union(*self.ranks.gather(reached))
+        self.ranks.sum_gradients([self.trained[i] for i in sorted(everywhere)])

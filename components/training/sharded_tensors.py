@@ -1,0 +1,246 @@
+"""Named tensors that several ranks hold, as one folder that any number of ranks can read, without pickle.
+
+`torch.distributed.checkpoint` plans, copies, writes and reshards. What it would keep in a pickled `.metadata`, each
+rank writes as JSON beside its own shards, and ranks send each other nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+
+INDEX = "index.json"
+_ONE_PROCESS = "torch.distributed is disabled, unavailable or uninitialized"
+warnings.filterwarnings("ignore", message=_ONE_PROCESS)  # what `no_dist` says; ranks agree outside of it
+
+
+class SavedShard(BaseModel):
+    """A box of a tensor, and where in the rank's file its bytes are."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    offsets: list[NonNegativeInt]
+    sizes: list[NonNegativeInt]
+    start: NonNegativeInt
+    length: NonNegativeInt
+
+
+class SavedTensor(BaseModel):
+    """What one rank has of a tensor, or all ranks together."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    dtype: str
+    shape: list[NonNegativeInt]
+    shards: list[SavedShard]
+
+
+class SavedTensors(BaseModel):
+    """The index of one rank."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    file: str
+    tensors: dict[str, SavedTensor]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class ShardedTensors:
+    """The tensors in a folder that `write` filled on every rank.
+
+    Raises:
+        ValueError, OSError: there is none, a rank's part is missing, or an index is not one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        entries: dict[str, TensorStorageMetadata] = {}
+        storage: dict[MetadataIndex, _Location] = {}
+        for path in sorted(folder.glob(f"rank-*/{INDEX}")):
+            for name, saved, file in _index(path):
+                entry = entries.setdefault(name, _entry(saved))
+                if entry.size != torch.Size(saved.shape) or entry.properties.dtype != _dtype(saved.dtype):
+                    raise ValueError(f"{name} has another shape or type in {path}")
+                for shard in saved.shards:
+                    chunk = ChunkStorageMetadata(torch.Size(shard.offsets), torch.Size(shard.sizes))
+                    _refuse_outside(name, chunk, entry.size)
+                    if prod(chunk.sizes):
+                        entry.chunks.append(chunk)
+                        where = f"{path.parent.name}/{file}"
+                        storage[MetadataIndex(name, chunk.offsets)] = _Location(where, shard.start, shard.length)
+        if not entries:
+            raise ValueError("there are no tensors")
+        for name, entry in entries.items():
+            if sum(prod(chunk.sizes) for chunk in entry.chunks) != prod(entry.size):
+                raise ValueError(f"the parts of {name} do not add up to it")
+        self._metadata = Metadata(cast(Any, entries), storage_data=storage)
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """By name."""
+        entries = cast(dict[str, TensorStorageMetadata], self._metadata.state_dict_metadata)
+        return {name: TensorSpec(entry.size, entry.properties.dtype) for name, entry in entries.items()}
+
+    def check_finite(self, targets: Mapping[str, Tensor]) -> None:
+        """Read what `read` would, and change nothing.
+
+        Raises:
+            NotFiniteError: of a tensor.
+            ValueError, OSError: a file is damaged.
+        """
+        self._load(targets, _FiniteCheck())
+
+    def read(self, targets: Mapping[str, Tensor]) -> None:
+        """Fill `targets`, plain tensors or this rank's shards of DTensors, on any device, in their dtype.
+
+        Raises:
+            ValueError, OSError: a file is damaged; some of `targets` may be filled.
+        """
+        self._load(targets, DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False))
+
+    def _load(self, targets: Mapping[str, Tensor], planner: DefaultLoadPlanner) -> None:
+        try:
+            dcp.load(dict(targets), storage_reader=_Reader(self._folder, self._metadata), planner=planner, no_dist=True)
+        except CheckpointException as failed:
+            raise cause(failed) from failed
+
+
+class NotFiniteError(ValueError):
+    """A tensor has infinities or NaN; its name is the argument."""
+
+
+def write(tensors: Mapping[str, Tensor], folder: Path, rank: int) -> Future[Any]:
+    """Copy this rank's plain tensors and shards of DTensors to the CPU, and then write them in a thread.
+
+    Args:
+        tensors: a plain tensor of one name is given by one rank alone.
+        folder: exists; the same for all ranks. What this rank writes is `rank-<rank>/` there.
+
+    Returns:
+        What ends when all is on the disk, with a CheckpointException if something could not be written; see `cause`.
+    """
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    saving = dcp.async_save(
+        dict(tensors), storage_writer=_Writer(folder / f"rank-{rank}"), planner=planner, no_dist=True
+    )
+    return cast("Future[Any]", saving)
+
+
+def cause(failed: CheckpointException) -> Exception:
+    """The error behind what torch raises for it."""
+    first = next(iter(failed.failures.values()))[0]
+    return first if isinstance(first, OSError | ValueError) else ValueError(f"{type(first).__name__}: {first}")
+
+
+@dataclass(frozen=True)
+class _Location:
+    """What `FileSystemReader` asks of an entry."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: None = None
+
+
+class _Writer(FileSystemWriter):
+    """Writes the index in JSON."""
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        written = {result.index: result.storage_data for part in results for result in part}
+        files = {info.relative_path for info in written.values()}
+        tensors = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata)
+            shards = []
+            for chunk in entry.chunks:
+                info = written[MetadataIndex(name, chunk.offsets)]
+                shards.append(
+                    SavedShard(
+                        offsets=list(chunk.offsets), sizes=list(chunk.sizes), start=info.offset, length=info.length
+                    )
+                )
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            tensors[name] = SavedTensor(dtype=dtype, shape=list(entry.size), shards=shards)
+        index = SavedTensors(file=next(iter(files), ""), tensors=tensors)
+        Path(self.path, INDEX).write_text(index.model_dump_json())
+
+
+class _Reader(FileSystemReader):
+    """Has the index already."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+
+class _FiniteCheck(DefaultLoadPlanner):
+    """Reads each shard into memory of its own, one at a time."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        assert self.metadata is not None
+        entry = cast(TensorStorageMetadata, self.metadata.state_dict_metadata[read_item.storage_index.fqn])
+        return torch.empty(read_item.lengths, dtype=entry.properties.dtype)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        if not torch.isfinite(tensor).all():
+            raise NotFiniteError(read_item.storage_index.fqn)
+
+
+def _index(path: Path) -> list[tuple[str, SavedTensor, str]]:
+    try:
+        index = SavedTensors.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise ValueError(f"{path} is not an index: {error.errors()[0]['msg']}") from error
+    if index.tensors and Path(index.file).name != index.file:
+        raise ValueError(f"{path} names a file elsewhere: {index.file!r}")
+    return [(name, saved, index.file) for name, saved in index.tensors.items()]
+
+
+def _entry(saved: SavedTensor) -> TensorStorageMetadata:
+    return TensorStorageMetadata(TensorProperties(dtype=_dtype(saved.dtype)), torch.Size(saved.shape), [])
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"there is no dtype {name!r}")
+    return dtype
+
+
+def _refuse_outside(name: str, chunk: ChunkStorageMetadata, size: torch.Size) -> None:
+    dims = len(chunk.offsets) == len(chunk.sizes) == len(size)
+    if not dims or any(o + s > total for o, s, total in zip(chunk.offsets, chunk.sizes, size, strict=True)):
+        raise ValueError(f"a part of {name} lies outside of it")

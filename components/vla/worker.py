@@ -1,0 +1,113 @@
+"""The commands of a trainer of policies, as every rank carries them out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from components.contracts.errors import ConfigurationError
+from components.datasets.mixture import Mixture
+from components.datasets.source import open_sources, split
+from components.datasets.stage import read_statistics
+from components.models.lora import merged_weights
+from components.policies.molmoact2.checkpoints.checkpoint import load_model, save_policy
+from components.policies.molmoact2.modeling.losses import LossPlan
+from components.training.ranks import Ranks, whole
+from components.training.service_settings import ServiceSettings
+from components.training.service_worker import Command, ServiceWorker
+from components.training.sharding import sharder
+from components.vla.client import PolicyTraining
+from components.vla.data import Encoder, UpdateDataset, load
+from components.vla.groups import prepare
+from components.vla.heldout import HeldoutEvaluator, evenly_spread
+from components.vla.learner import PolicyLearner
+from components.vla.micro_batch import PolicyMicroBatch
+from components.vla.robots import robots_of
+from components.vla.sharding import units
+
+REMEMBERED = 1000
+"""Steps whose metrics a checkpoint has: the history is beside it."""
+
+
+class PolicyWorker(ServiceWorker):
+    """One rank of a trainer of policies: a policy on the frames of datasets.
+
+    Raises:
+        ConfigurationError, DataError: settings, datasets, statistics and checkpoint do not fit each other.
+    """
+
+    def __init__(self, settings: ServiceSettings, ranks: Ranks) -> None:
+        training = PolicyTraining.model_validate(settings.training)
+        policy, self.trainer = training.settings.policy, training.settings.training
+        _refuse(self.trainer.batch_size, settings.processes.ranks)
+        sources = open_sources(training.dataset)
+        statistics = read_statistics(training.statistics, sorted({source.tag for source in sources}))
+        robots = robots_of(training.policy, policy, sources, statistics)
+        held = self.trainer.heldout
+        trained, kept = split(sources, held.fraction if held else 0.0, self.trainer.seed)
+        self._parts = robots.saved()
+        encoder = Encoder(robots.processors(), self._parts.config, policy, self.trainer)
+        self._heldout = None
+        if held and kept:
+            samples = evenly_spread(Mixture(kept, policy.chunk_size, self.trainer.seed), held.frames)
+            own = {tag: each.settings for tag, each in robots.parts.items()}
+            self._heldout = HeldoutEvaluator(samples, encoder, robots.measured, own)
+        self._updates = UpdateDataset(
+            Mixture(trained, policy.chunk_size, self.trainer.seed), encoder, ranks.rank, ranks.size
+        )
+        model = load_model(training.policy, self._parts)
+        self._dtypes = {name: value.dtype for name, value in model.state_dict().items()}
+        prepare(model, self.trainer, policy.semantics)
+        shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+        shard = None
+        if settings.processes.shard:
+            shard = sharder(ranks, partial(units, precision=policy.dtype), cast_inputs=False)
+        self.learner = PolicyLearner(model, self.trainer, LossPlan.of(policy), ranks, shard)
+        self._batches: Iterator[list[PolicyMicroBatch]] | None = None
+        self._upcoming = 0
+        who = {"fingerprint": training.fingerprint, "trained": shapes}
+        super().__init__(settings, self.learner, who, self.trainer.keep_checkpoints, REMEMBERED)
+
+    def prepare(self, command: Command) -> None:
+        """Nothing: the data is this worker's own."""
+
+    def train(self, command: Command, prepared: None) -> dict[str, float]:
+        waiting = perf_counter()
+        if self._batches is None or self._upcoming != command["step"]:
+            self._upcoming = command["step"]
+            workers = self.settings.loader_workers
+            self._batches = load(self._updates, self._upcoming, self.trainer.max_steps, workers)
+        micro_batches, self._upcoming = next(self._batches), self._upcoming + 1
+        waited = perf_counter() - waiting
+        return self.learner.step(micro_batches) | {"timing/wait_for_data": waited}
+
+    def perform(self, command: Command, prepared: None) -> Any:
+        match command["name"]:
+            case "measure":
+                with self.learner.optimizer.averaged():
+                    return self._heldout.measure(self.learner) if self._heldout else {}
+            case "publish":
+                return self._publish(Path(command["folder"]))
+            case other:
+                raise ConfigurationError(f"the trainer has no command {other!r}")
+
+    def _publish(self, folder: Path) -> None:
+        """Write the policy, adapters merged, averaged where there are averages, in the dtypes that it was loaded in."""
+        with self.learner.optimizer.averaged():
+            # On the CPU these are no copies, so they are averages only in here.
+            weights = {n: whole(value).to(self._dtypes[n]) for n, value in merged_weights(self.learner.model).items()}
+            if self.ranks.first:
+                save_policy(folder, self._parts, weights)
+        self.ranks.broadcast(None)  # none answers before it is written
+
+
+def _refuse(batch_size: int, ranks: int) -> None:
+    if batch_size % ranks:
+        raise ConfigurationError(
+            f"batch_size {batch_size} cannot be shared evenly among {ranks} processes",
+            where="training.batch_size, machine.trainer_processes, machine.trainer_nodes",
+            remedy=f"make it a multiple of {ranks}",
+        )

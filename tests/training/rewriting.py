@@ -1,0 +1,35 @@
+"""Changes the tensors of a checkpoint that is on the disk."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from components.training.checkpoints import TENSORS
+from components.training.sharded_tensors import ShardedTensors, write
+
+Tensors = dict[str, Tensor]
+
+
+def read(folder: Path) -> Tensors:
+    """All tensors, whole."""
+    saved = ShardedTensors(folder)
+    tensors = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in saved.specs.items()}
+    saved.read(tensors)
+    return tensors
+
+
+def rewrite(path: Path, prefix: str, change: Callable[[Tensors], Any]) -> None:
+    """Put what `change` makes of the tensors whose names begin with `prefix`, given without it, in their place."""
+    tensors = read(path / TENSORS)
+    chosen = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    others = {name: value for name, value in tensors.items() if not name.startswith(prefix)}
+    changed = change(chosen) or chosen
+    shutil.rmtree(path / TENSORS)
+    (path / TENSORS).mkdir()
+    write(others | {prefix + name: value for name, value in changed.items()}, path / TENSORS, 0).result()

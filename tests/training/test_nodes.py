@@ -1,0 +1,191 @@
+"""Training on several nodes, which here are two on the loopback, one gloo rank on each."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from components.batches.table import write_batch
+from components.contracts.errors import ConfigurationError, TrainerError
+from components.contracts.machine import Machine
+from components.contracts.stages import Artifact
+from components.process import Program
+from components.training import join as joining
+from components.training.client import TrainerClient
+from components.training.nodes import SILENCE, Attempt, NodeHeartbeats, NodeRank, start
+from components.training.processes import TrainerProcesses
+from components.training.restarts import run_steps
+from components.training.service_settings import ServiceSettings, TrainerPolicySettings, service_settings
+from tests.listeners import beyond_loopback
+
+from .conftest import Tiny, model_settings, trainer_settings
+
+STEPS, KILLED_IN = 5, 4
+TWO = Machine(
+    trainer_nodes=2, trainer_interface="lo", threads=1, loader_workers=0, ready_timeout=120, train_timeout=120
+)
+ONE = TWO.model_copy(update={"trainer_nodes": 1, "trainer_interface": None})
+
+
+class OtherNode:
+    """Does on being told what a user would, and loses its rank once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.said = folder, list[str]()
+        self.program: Program | None = None
+
+    def progress(self, name: str, done: int, total: int, **postfix: float) -> None: ...
+
+    def metrics(self, values: Mapping[str, float], step: int) -> None: ...
+
+    def artifact(self, artifact: Artifact, role: str, step: int | None = None) -> None: ...
+
+    def message(self, text: str) -> None:
+        self.said.append(text)
+        _, found, command = text.partition("armature join ")
+        if found:
+            words = [sys.executable, "-m", "armature", "join", *shlex.split(command)]
+            self.program = Program(words, log=self.folder / "log")
+
+    def kill(self) -> None:
+        """Of the ranks alone, not of what would notice it at once."""
+        assert self.program is not None
+        for process in self.program.family():
+            with suppress(psutil.NoSuchProcess):
+                if "components.training.service" in process.cmdline():
+                    process.kill()
+
+
+def policy_of(tiny: Tiny) -> TrainerPolicySettings:
+    return TrainerPolicySettings(
+        model_path=tiny.folder,
+        model=model_settings(),
+        trainer=trainer_settings(adam_epsilon=1e-3),
+        temperature=1.0,
+        images=tiny.images.root,
+    )
+
+
+def train(tiny: Tiny, machine: Machine, folder: Path, events: OtherNode) -> dict[str, torch.Tensor]:
+    """The weights after STEPS steps of which the first two are in a checkpoint; one loses a rank."""
+    batches, killing, opened = [], list[Thread](), set[str]()
+    for step in range(1, STEPS + 1):
+        batches.append(folder / f"batch-{step}")
+        batches[-1].mkdir(parents=True)
+        write_batch(batches[-1], tiny.samples(8, seed=step))
+
+    with TrainerClient(policy_of(tiny), machine, folder / "trainer", events) as trainer:
+
+        def one_step(step: int) -> None:
+            if step == KILLED_IN and events.program is not None and not killing:
+                opened.update(beyond_loopback(psutil.Process().children(recursive=True)))
+                killing.append(Thread(target=lambda: (time.sleep(0.1), events.kill())))
+                killing[0].start()
+            trainer.step(step, batches[step - 1])
+            if step == 2:
+                trainer.save()
+                trainer.settle()
+
+        run_steps(trainer, STEPS, lambda: None, one_step, folder / "out", events)
+    assert opened == set()
+    return load_file(folder / "out" / "model.safetensors")
+
+
+@pytest.mark.slow
+def test_two_nodes_of_which_one_loses_its_rank_in_mid_step_make_the_training_of_one(tiny: Tiny, tmp_path: Path) -> None:
+    expected = train(tiny, ONE, tmp_path / "one", OtherNode(tmp_path))
+    other = OtherNode(tmp_path)
+    try:
+        found = train(tiny, TWO, tmp_path / "two", other)
+        assert other.program is not None
+        assert other.program.wait(30) == 0, other.program.tail(60)
+    finally:
+        if other.program is not None:
+            other.program.stop()
+    (death,) = [text for text in other.said if "died" in text]
+    assert "starting it again" in death
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=0, msg=name)
+
+
+@pytest.fixture
+def settings(tiny: Tiny, tmp_path: Path) -> ServiceSettings:
+    made = service_settings(policy_of(tiny), TWO, tmp_path / "trainer")
+    made.workspace.mkdir()
+    made.file.write_text(made.model_dump_json())
+    return made
+
+
+def test_a_node_that_joins_ends_as_the_training_did(settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    Attempt(number=3, result="done").tell(settings.workspace)
+    joining.join(settings.file)
+    Attempt(number=3, result="failed").tell(settings.workspace)
+    monkeypatch.setattr(joining, "PATIENCE", 0.0)
+    monkeypatch.setattr(joining, "POLL", 0.01)
+    with pytest.raises(TrainerError, match="the training failed"):
+        joining.join(settings.file)
+
+
+def test_what_cannot_be_joined_is_refused(settings: ServiceSettings, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="there is no such training"):
+        joining.join(tmp_path / "trainer.json")
+    alone = settings.model_copy(update={"processes": TrainerProcesses.of(ONE)})
+    settings.file.write_text(alone.model_dump_json())
+    with pytest.raises(ConfigurationError, match="this training has one node"):
+        joining.join(settings.file)
+
+
+def test_a_node_too_many_waits_for_a_place(settings: ServiceSettings) -> None:
+    attempt = Attempt(number=1).open(settings.workspace)
+    assert attempt.folder(settings.workspace).stat().st_mode & 0o777 == 0o700
+    assert (place := NodeRank.take(settings, attempt)) is not None and place.number == 1
+    assert NodeRank.take(settings, attempt) is None
+    again = Attempt(number=2).open(settings.workspace)
+    assert NodeRank.take(settings, again) is not None
+
+
+def test_a_node_without_a_sign_of_life_is_lost(settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("components.training.nodes.time.monotonic", lambda: now)
+    attempt = Attempt(number=1).open(settings.workspace)
+    signs = NodeHeartbeats(settings, attempt)
+    now = 1000.0  # nobody has come yet: that is the processes' matter
+    assert signs.lost() is None
+    place = NodeRank.take(settings, attempt)
+    assert place is not None and signs.lost() is None
+    now += SILENCE - 1
+    place.live()
+    assert signs.lost() is None
+    now += SILENCE + 1
+    assert signs.lost() == f"node-1 has given no sign of life for {SILENCE:g} s"
+
+
+def test_what_a_lost_node_said_is_heard(settings: ServiceSettings) -> None:
+    attempt = Attempt(number=1).open(settings.workspace)
+    signs = NodeHeartbeats(settings, attempt)
+    attempt.lost(settings.workspace).write_text(f"node {socket.gethostname()}: exit code 1")
+    assert signs.lost() == f"node {socket.gethostname()}: exit code 1"
+
+
+def test_an_interface_that_the_node_lacks_is_refused(settings: ServiceSettings, tmp_path: Path) -> None:
+    attempt = Attempt(number=1).open(settings.workspace)
+    elsewhere = settings.processes.model_copy(update={"interface": "eth99"})
+    with pytest.raises(ConfigurationError, match=r"no network interface 'eth99'(?s:.*)lo"):
+        start(settings.model_copy(update={"processes": elsewhere}), attempt, 0, log=tmp_path / "log")
+
+
+def test_several_nodes_of_one_gpu_share_one_model() -> None:
+    machine = Machine(trainer_nodes=2, trainer_interface="eth1", trainer_gpus=(0,))
+    processes = TrainerProcesses.of(machine)
+    assert (processes.ranks, processes.shard) == (2, True)
