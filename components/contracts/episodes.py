@@ -60,11 +60,14 @@ class Outcome:
 class Episode(Protocol):
     """One episode of one task, played once: reset, then step until done or out of turns, then close."""
 
-    async def reset(self) -> Observation: ...
+    async def reset(self) -> Observation:
+        """The first observation."""
 
-    async def step(self, action: str) -> Outcome: ...
+    async def step(self, action: str) -> Outcome:
+        """What `action` led to: the text that the policy answered with, whatever it is."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Free what the episode holds; called once, also after an error."""
 
 
 class Environment(Protocol):
@@ -80,9 +83,11 @@ class Environment(Protocol):
     max_turns: int
     reward_weights: Mapping[str, float]
 
-    def tasks(self, split: Split) -> Iterable[Task]: ...
+    def tasks(self, split: Split) -> Iterable[Task]:
+        """The tasks of `split`, the same every time."""
 
-    def episode(self, task: Task) -> Episode: ...
+    def episode(self, task: Task) -> Episode:
+        """A new episode of `task`."""
 
     def close(self) -> None:
         """End whatever the environment has started, such as processes that play."""
