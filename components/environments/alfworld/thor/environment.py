@@ -18,7 +18,6 @@ from components.environments.alfworld.thor.episode import ThorEpisode
 from components.environments.alfworld.thor.metadata import LONGEST_SIDE
 from components.environments.alfworld.thor.pool import ThorPlayerPool
 from components.environments.alfworld.thor.rewards import PotentialReward, RewardSettings, weights
-from components.environments.threads import ThreadedEpisode
 from components.installation import install_command
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ class AlfworldThor:
 
     def episode(self, task: Task) -> Episode:
         """Raises DataError if the task's payload is not a game with its scene."""
-        return ThreadedEpisode(ThorEpisode(task, self.settings.prompt, self.settings.reward, self._players))
+        return ThorEpisode(task, self.settings.prompt, self.settings.reward, self._players)
 
     def demonstration(self, task: Task) -> Sequence[str]:
         return [self.settings.prompt.demonstration(command) for command in task.payload["plan"]]

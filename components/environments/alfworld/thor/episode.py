@@ -41,7 +41,7 @@ class ThorEpisode:
         self._dialogue: EpisodePrompts
         self._earned: RewardTracker
 
-    def reset(self) -> Observation:
+    async def reset(self) -> Observation:
         self._player = player = self._players.take()
         game = self._game
         self._agent = player.begin(game.trajectory.model_dump(), game.goal, names_of(game.problem))
@@ -51,7 +51,7 @@ class ThorEpisode:
         self._usable = True
         return observation
 
-    def step(self, answer: str) -> Outcome:
+    async def step(self, answer: str) -> Outcome:
         player = self._player
         assert player is not None, "an episode is reset before it is stepped"
         projection = parse_action(answer, self._prompt.thinking)
@@ -66,7 +66,7 @@ class ThorEpisode:
             defect = "format" if projection.defect else "inadmissible"
         return Outcome(observation, self._earned.turn(share, won), defect)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         if self._player is not None:
             self._players.give_back(self._player, self._usable)
             self._player = None

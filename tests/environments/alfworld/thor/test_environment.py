@@ -8,10 +8,10 @@ import json
 import random
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -28,6 +28,8 @@ from components.environments.alfworld.thor.errors import PlayerError
 from components.environments.alfworld.thor.pool import ThorPlayerPool
 
 from .thor_games import Kitchen, alfworlds_names, environment, pddl, settings, stand_in
+
+ResultT = TypeVar("ResultT")
 
 pytest.importorskip("ai2thor")
 pytestmark = pytest.mark.timeout(120)
@@ -131,6 +133,11 @@ def say(action: str) -> str:
     return f"<think>so</think><action>{action}</action>"
 
 
+async def elsewhere(work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """In a thread with a loop of its own, as rollouts are played: episodes block."""
+    return await asyncio.to_thread(asyncio.run, work)
+
+
 async def play(where: AlfworldThor, task: Task, answers: Sequence[str]) -> tuple[list[Observation], list[Outcome]]:
     episode = where.episode(task)
     try:
@@ -195,7 +202,7 @@ def test_the_plan_wins_generated_games_as_in_the_text_game(played: AlfworldThor)
         return outcomes[-1].reward_parts["won"]
 
     async def everything() -> list[float]:
-        return await asyncio.gather(*(won(task) for task in tasks))
+        return await asyncio.gather(*(elsewhere(won(task)) for task in tasks))
 
     assert asyncio.run(everything()) == [1.0] * 12
 
@@ -206,7 +213,8 @@ def test_the_members_of_a_group_play_the_same_task_whatever_was_drawn_before(pla
         first = await play(played, HEAT, played.demonstration(HEAT)[:3])
         random.seed(2)
         await play(played, TASKS["look"], [])
-        return [first, *await asyncio.gather(*(play(played, HEAT, played.demonstration(HEAT)[:3]) for _ in range(2)))]
+        two = (elsewhere(play(played, HEAT, played.demonstration(HEAT)[:3])) for _ in range(2))
+        return [first, *await asyncio.gather(*two)]
 
     one, two, three = asyncio.run(group())
     assert one == two == three
@@ -344,7 +352,7 @@ def test_one_player_serves_many_episodes_and_is_started_once(home: Path) -> None
                 await play(found, PLACE, [say(TAKE[0])])
                 seen.update(process.pid for process in players() if process.pid not in before)
 
-            await asyncio.gather(*(one() for _ in range(4)))
+            await asyncio.gather(*(elsewhere(one()) for _ in range(4)))
             return seen
 
         assert len(asyncio.run(several())) == 1
@@ -383,12 +391,12 @@ def test_a_player_that_hangs_fails_its_episode_in_time(home: Path) -> None:
     lent = ThorPlayerPool(lambda: ThorPlayer("5.0", width=300, height=300, answer_seconds=1.0), 1)
     wanted = settings()
     episode = ThorEpisode(PLACE, wanted.prompt, wanted.reward, lent)
-    episode.reset()
+    asyncio.run(episode.reset())
     (player,) = (process for process in players() if process.pid not in before)
     player.send_signal(signal.SIGSTOP)
     with pytest.raises(PlayerError, match="in time"):
-        episode.step(say(TAKE[0]))
-    episode.close()
+        asyncio.run(episode.step(say(TAKE[0])))
+    asyncio.run(episode.close())
     assert not player.is_running() or player.status() == psutil.STATUS_ZOMBIE
     lent.close()
     with pytest.raises(PlayerError, match="closed"):
@@ -415,7 +423,7 @@ def test_closing_the_environment_ends_what_waits_and_what_plays(home: Path) -> N
     async def closed() -> None:
         playing, waiting = found.episode(PLACE), found.episode(PLACE)
         await playing.reset()
-        reset = asyncio.create_task(waiting.reset())
+        reset = asyncio.create_task(elsewhere(waiting.reset()))
         await asyncio.sleep(0.2)
         assert not reset.done()
         found.close()
