@@ -102,7 +102,7 @@ def train(arguments: Sequence[str]) -> dict[str, float]:
 
     trainer = MultimodalGRPOTrainer(locate(layout.model, layout.revision), config=config)
     if layout.inference is not None:
-        _serve(trainer, layout.inference, server_gpus)
+        start_server(trainer, layout.inference, server_gpus)
     return trainer.train()
 
 
@@ -129,7 +129,7 @@ def divide_gpus(layout: MultimodalFile) -> tuple[tuple[int, ...], tuple[int, ...
     return tuple(range(serving)), tuple(range(serving, serving + layout.trainer.gpus))
 
 
-def _serve(trainer: MultimodalGRPOTrainer, table: InferenceTable, gpus: tuple[int, ...]) -> None:
+def start_server(trainer: MultimodalGRPOTrainer, table: InferenceTable, gpus: tuple[int, ...]) -> None:
     """Have the trainer start its server, at the port that its config names."""
     extra: Mapping[str, Any] = table.args.model_extra or {}
     arguments: dict[str, Scalar] = {"port": trainer.config.vllm_server_port, **extra}

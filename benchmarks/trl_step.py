@@ -76,6 +76,7 @@ def _ours(checkpoint: Path, scratch: Path, prompt: int, tokens: int) -> tuple[li
     from components.models.load import load_model
     from components.training.learner import Learner
     from components.training.loader import MicroBatchLoader
+    from components.training.plan import MicroBatch
 
     torch.set_num_threads(1)
     images = ImageStore(scratch / "images")
@@ -98,8 +99,12 @@ def _ours(checkpoint: Path, scratch: Path, prompt: int, tokens: int) -> tuple[li
         with loader.batch():
             learner.step(samples, loader)
 
-    batch = adapter.collator.collate(samples, images.open)
-    learner.step_on([batch])
+    whole = MicroBatch(tuple(samples), tuple(range(len(samples)))), adapter.collator.collate(samples, images.open)
+
+    def ready_step() -> None:
+        learner.step(samples, lambda plan: iter([whole]))
+
+    ready_step()
     step()
-    ready = [seconds(lambda: learner.step_on([batch])) for _ in range(STEPS)]
+    ready = [seconds(ready_step) for _ in range(STEPS)]
     return ready, [seconds(step) for _ in range(STEPS)]

@@ -25,7 +25,7 @@ def pad_rows(rows: Sequence[np.ndarray[Any, Any]], value: float, dtype: torch.dt
     """(B, longest row), filled with `value` on the right."""
     padded = torch.full((len(rows), max(len(row) for row in rows)), value, dtype=dtype)
     for row, target in zip(rows, padded, strict=True):
-        target[: len(row)] = torch.as_tensor(np.asarray(row), dtype=dtype)
+        target[: len(row)] = torch.tensor(row, dtype=dtype)
     return padded
 
 

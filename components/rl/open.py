@@ -21,7 +21,7 @@ from components.inference.checkpoint import vocabulary
 from components.inference.pool import ServerPool
 from components.models.load import load_processor
 from components.models.source import locate
-from components.rl.run import RLRun, RunParts, Trainer
+from components.rl.run import RLRun, RunParts
 from components.rl.settings import LoopSettings, TrainVLMSettings
 from components.training.client import TrainerClient
 from components.training.service_settings import TrainerPolicySettings
@@ -85,7 +85,7 @@ def open_parts(
     """The run of `parts`, of which servers and trainer are up within it, and the last step that the trainer saved."""
     with ThreadPoolExecutor(1) as starter, start_blocking_portal(name="servers") as portal:
         context.events.message("starting the trainer and the servers")
-        resumed = starter.submit(_start, parts.trainer)
+        resumed = starter.submit(_start, parts)
         try:
             with portal.wrap_async_context_manager(parts.servers):
                 done = resumed.result()
@@ -103,9 +103,9 @@ def open_parts(
             parts.trainer.stop()
 
 
-def _start(trainer: Trainer) -> int:
-    trainer.start()
-    return trainer.resume()
+def _start(parts: RunParts) -> int:
+    parts.trainer.start()
+    return parts.trainer.resume()
 
 
 def skipped_batches(workspace: Path, named: Collection[int], done: int, last: int) -> frozenset[int]:

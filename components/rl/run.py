@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from anyio.from_thread import BlockingPortal
 
@@ -22,11 +22,10 @@ from components.batches.check import Vocabulary
 from components.batches.table import write_batch
 from components.contracts.episodes import Environment, Task
 from components.contracts.errors import TrainerError
-from components.contracts.rollouts import GenerateOutputs, LogProbs
+from components.contracts.rollouts import GenerateOutputs
 from components.contracts.stages import Artifact, StageContext
 from components.inference.endpoint import Endpoint
 from components.inference.pool import ServerPool
-from components.inference.probe import Probe, ProbeAnswer
 from components.rl.agreement import LogprobAgreement, compare, refuse_mismatch, step_mismatch
 from components.rl.loop import run_loop
 from components.rl.metrics import rollout_metrics
@@ -39,28 +38,13 @@ from components.rollouts.rounds import choose_groups, play_rounds
 from components.rollouts.schedule import tasks_of_step
 from components.rollouts.table import read_rollouts, write_rollouts
 from components.training.client import TrainerClient
-from components.training.restarts import Restartable, with_restarts
+from components.training.restarts import with_restarts
+
+if TYPE_CHECKING:
+    from components.rl.in_process import InProcessTrainer
 
 BATCH_METRICS = "metrics.json"
 T = TypeVar("T")
-
-
-class Trainer(Restartable, Protocol):
-    """What a run asks of a trainer: see `TrainerClient`, whose methods these are."""
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def step(self, step: int, batch: Path) -> dict[str, float]: ...
-
-    def score(self, batch: Path) -> list[LogProbs]: ...
-
-    def publish(self, folder: Path, version: int) -> None: ...
-
-    def probe(self, probe: Probe, version: int) -> ProbeAnswer: ...
-
-    def save(self) -> Path: ...
 
 
 @dataclass(frozen=True)
@@ -78,7 +62,7 @@ class RunParts:
     tokenizer: Any
     vocabulary: Vocabulary
     servers: ServerPool
-    trainer: Trainer
+    trainer: TrainerClient | InProcessTrainer
     digests: Mapping[str, str]
     sync_every: int = 1
     rewarded: Callable[[GenerateOutputs], GenerateOutputs] = lambda outputs: outputs

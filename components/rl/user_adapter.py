@@ -64,7 +64,7 @@ class UserAdapter:
             mask, advantages = torch.zeros_like(batch.loss_mask), torch.zeros(batch.loss_mask.shape)
             for row, (_, sample) in rows.items():
                 mask[row] = batch.loss_mask[row]
-                advantages[row, batch.attention_mask[row].bool().cpu()] = torch.from_numpy(sample.advantages)
+                advantages[row, batch.attention_mask[row].bool().cpu()] = torch.tensor(sample.advantages)
             positions = tuple(rows[row][0] if row in rows else -1 for row in range(len(mask)))
             yield MicroBatch((), positions), replace(batch, loss_mask=mask, advantages=advantages)
 

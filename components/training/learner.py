@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
-from components.adapters.validate import model_inputs, validate_batch
+from components.adapters.validate import model_inputs
 from components.batches.check import check_samples
 from components.contracts.batches import MultimodalBatch, Sample
 from components.contracts.errors import ConfigurationError
@@ -113,19 +113,6 @@ class Learner(TrainingEngine[Any]):
             self._update(load(self._plan(samples, rows)), n_tokens, n_sequences, meter, start)
         return self._finish(meter, batch_report(samples), began)
 
-    def step_on(self, batches: Sequence[MultimodalBatch]) -> dict[str, float]:
-        """Train on ready tensors with one update; where `advantages` is None, A_i = R_i - mean of all R."""
-        began, meter = perf_counter(), Meter()
-        rewards = torch.cat([validate_batch(batch).rewards.double() for batch in batches])
-        ready = [_with_advantages(batch, float(rewards.mean())) for batch in batches]
-        trained = [batch.loss_mask[:, 1:].bool() for batch in ready]
-        pairs = ((MicroBatch((), ()), batch) for batch in ready)
-        n_tokens, n_sequences = sum(int(m.sum()) for m in trained), sum(int(m.any(1).sum()) for m in trained)
-        self._update(pairs, n_tokens, n_sequences, meter, None)
-        report = {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std(correction=0))}
-        report |= {"sequences": float(len(rewards)), "tokens/trained": float(n_tokens)}
-        return self._finish(meter, report, began)
-
     def score(self, samples: Sequence[Sample], load: Load) -> list[npt.NDArray[np.float32]]:
         """For each sample (L,) log-probs of its trained tokens, 0 elsewhere. Every rank calls it alike."""
         scored = self._score(samples, load)
@@ -221,13 +208,6 @@ def _at_start(micro: MicroBatch, logprobs: Tensor, start: dict[int, Tensor] | No
     if start is None:
         return logprobs.detach()
     return torch.cat([start[row] for row in micro.rows if row >= 0] or [logprobs.detach()])
-
-
-def _with_advantages(batch: MultimodalBatch, baseline: float) -> MultimodalBatch:
-    if batch.advantages is not None:
-        return batch
-    advantages = (batch.rewards.float() - baseline)[:, None].expand(batch.loss_mask.shape)
-    return replace(batch, advantages=advantages)
 
 
 def _to(batch: MultimodalBatch, device: torch.device) -> MultimodalBatch:

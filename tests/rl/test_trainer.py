@@ -6,7 +6,7 @@ import base64
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -18,11 +18,12 @@ from PIL import Image
 from safetensors.torch import load_file
 from tokenizers.decoders import DecodeStream
 
+from armature.train_multimodal import InferenceTable, start_server
 from components.adapters import MultimodalAdapter
 from components.batches.table import read_batch
 from components.configuration import load_recipe
 from components.contracts.batches import MultimodalBatch
-from components.contracts.errors import ConfigurationError, MismatchError
+from components.contracts.errors import ConfigurationError, DataError, MismatchError
 from components.contracts.rollouts import GenerateOutputs, LogProbs, TokenIds
 from components.inference.probe import ProbeAnswer, make_probe
 from components.models.load import load_model
@@ -308,6 +309,30 @@ def test_an_adapter_of_ones_own_and_one_reward_part(
     metrics = with_own_adapter(tiny, MinimalAdapter(tiny), options, monkeypatch).train()
     assert metrics["sequences"] == 8
     assert metrics["reward/mean"] > 2  # lengths of texts, not counts of a letter
+
+
+def test_batches_of_wrong_shapes_are_refused(
+    tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrong(MinimalAdapter):
+        def build_batch(self, outputs: GenerateOutputs) -> MultimodalBatch:
+            batch = super().build_batch(outputs)
+            return replace(batch, behavior_logprobs=batch.behavior_logprobs[:, 1:])
+
+    with pytest.raises(DataError, match="behavior_logprobs must have shape"):
+        with_own_adapter(tiny, Wrong(tiny), config(tmp_path), monkeypatch).train()
+
+
+def test_the_file_s_server_is_started_by_the_pool(tiny: Tiny, tmp_path: Path) -> None:
+    table = InferenceTable.model_validate({"args": {"max_model_len": 512, "limit_mm_per_prompt": 2, "max_num_seqs": 7}})
+    trainer = MultimodalGRPOTrainer(str(tiny.folder), config=config(tmp_path, vllm_server_port=8123))
+    start_server(trainer, table, gpus=(1,))
+    pool = trainer._pool(tiny.folder)
+    (replica,) = pool.replicas
+    assert replica.server is not None and replica.server.gpus == (1,)
+    assert pool.machine.server_arguments == {"port": 8123, "max_num_seqs": 7}
+    assert (pool.settings.max_model_len, pool.settings.max_images_per_prompt) == (512, 2)
+    assert pool.settings.dtype == "bfloat16"
 
 
 def test_what_is_missing_is_said(tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler]) -> None:
