@@ -77,8 +77,8 @@ class TerminalEvents:
 class ThreadUnits:
     """Units of a stage on plain threads of this process."""
 
-    def __init__(self, workers: int = 4) -> None:
-        self._executor = ThreadPoolExecutor(workers, thread_name_prefix="unit")
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(4, thread_name_prefix="unit")
 
     def submit(self, name: str, unit: Callable[..., ResultT], *arguments: Any) -> Future[ResultT]:
         return self._executor.submit(unit, *arguments)

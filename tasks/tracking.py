@@ -159,16 +159,16 @@ def find_model(digest: str) -> LoggedModel | None:
     return found[0] if found else None
 
 
-def promote(model: LoggedModel, registered_name: str, alias: str = "candidate") -> str:
-    """Register the model and point the alias at it; returns "models:/<name>@<alias>"."""
+def promote(model: LoggedModel, registered_name: str) -> str:
+    """Register the model and point the alias "candidate" at it; returns "models:/<name>@candidate"."""
     name = registered_name.replace("/", ".")
     known = client().search_model_versions(f"name = '{name}'")
     source = f"models:/{model.model_id}"
     version = next((each.version for each in known if each.source == source or each.model_id == model.model_id), None)
     if version is None:
         version = patiently(names.shown_uri(), mlflow.register_model)(source, name).version
-    client().set_registered_model_alias(name, alias, version)
-    return f"models:/{name}@{alias}"
+    client().set_registered_model_alias(name, "candidate", version)
+    return f"models:/{name}@candidate"
 
 
 def open_run(experiment: str, name: str, tags: Mapping[str, str], parent: TrackedRun | None = None) -> TrackedRun:

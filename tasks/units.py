@@ -21,8 +21,8 @@ class PrefectUnits:
     holds on to what a task returned until the flow ends.
     """
 
-    def __init__(self, workers: int = 8) -> None:
-        self._executor = ThreadPoolExecutor(workers, thread_name_prefix="unit")
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(8, thread_name_prefix="unit")
 
     def submit(self, name: str, unit: Callable[..., ResultT], *arguments: Any) -> Future[ResultT]:
         """Run `unit(*arguments)`; the task is named after `name` without its number, the task run after `name`."""

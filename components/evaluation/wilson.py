@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import isnan, sqrt
 from statistics import NormalDist, fmean
 
+CONFIDENCE = 0.95
 _NORMAL = NormalDist()
 
 
@@ -48,7 +49,7 @@ def normal_quantile(confidence: float) -> float:
     return _NORMAL.inv_cdf(0.5 + confidence / 2)
 
 
-def wilson_interval(successes: float, trials: float, confidence: float = 0.95) -> Interval:
+def wilson_interval(successes: float, trials: float, confidence: float = CONFIDENCE) -> Interval:
     """Wilson's score interval for `successes` out of `trials`.
 
         (p + z^2/2n  ±  z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)
@@ -71,8 +72,8 @@ def wilson_interval(successes: float, trials: float, confidence: float = 0.95) -
     return Interval(p, max(0.0, min(center - half, p)), min(1.0, max(center + half, p)), trials)
 
 
-def clustered_wilson_interval(outcomes: Sequence[Sequence[bool]], confidence: float = 0.95) -> Interval:
-    """Wilson's interval for repeated samples of tasks: `outcomes[task][sample]`.
+def clustered_wilson_interval(outcomes: Sequence[Sequence[bool]]) -> Interval:
+    """Wilson's 95 % interval for repeated samples of tasks: `outcomes[task][sample]`.
 
     Samples of one task are alike, so they count for less than as many tasks. The number of trials is divided by
     the design effect: the variance of the proportion between tasks over the binomial variance, at least 1. Where
@@ -82,7 +83,7 @@ def clustered_wilson_interval(outcomes: Sequence[Sequence[bool]], confidence: fl
     solved = [sum(task) for task in outcomes if task]
     n, tasks = sum(counts), len(counts)
     if n == tasks:
-        return wilson_interval(sum(solved), n, confidence)
+        return wilson_interval(sum(solved), n)
     p = sum(solved) / n
     effective = float(tasks)
     if tasks > 1 and 0.0 < p < 1.0:
@@ -90,12 +91,12 @@ def clustered_wilson_interval(outcomes: Sequence[Sequence[bool]], confidence: fl
         variance = tasks / (tasks - 1) * sum(r * r for r in residuals) / n**2
         binomial = p * (1 - p) / n
         effective = n / max(1.0, variance / binomial)
-    interval = wilson_interval(p * effective, effective, confidence)
+    interval = wilson_interval(p * effective, effective)
     return Interval(p, min(interval.low, p), max(interval.high, p), effective)
 
 
-def mean_interval(clusters: Sequence[Sequence[float]], confidence: float = 0.95) -> Interval:
-    """The mean over all values with a normal interval whose standard error is taken between tasks.
+def mean_interval(clusters: Sequence[Sequence[float]]) -> Interval:
+    """The mean over all values with a normal 95 % interval whose standard error is taken between tasks.
 
     `clusters[task][sample]`. The limits are NaN where the error cannot be estimated: fewer than two tasks, or
     values that are all equal.
@@ -112,11 +113,11 @@ def mean_interval(clusters: Sequence[Sequence[float]], confidence: float = 0.95)
     error = sqrt(tasks / (tasks - 1) * sum(r * r for r in residuals)) / n
     if error == 0.0:
         return Interval(mean, nan, nan, tasks)
-    half = normal_quantile(confidence) * error
+    half = normal_quantile(CONFIDENCE) * error
     return Interval(mean, mean - half, mean + half, tasks)
 
 
-def compare_proportions(first: tuple[int, int], second: tuple[int, int], confidence: float = 0.95) -> Comparison:
+def compare_proportions(first: tuple[int, int], second: tuple[int, int], confidence: float = CONFIDENCE) -> Comparison:
     """Compares two independent proportions, each given as (successes, trials).
 
     The limits are Newcombe's hybrid of the two Wilson intervals; the p-value is that of the pooled score test

@@ -33,8 +33,8 @@ class RequestMerger:
     by one request exactly as they would be one by one, while prompt and image are processed once.
     """
 
-    def __init__(self, sample: Sample, window: float = WINDOW) -> None:
-        self._sample, self._window = sample, window
+    def __init__(self, sample: Sample) -> None:
+        self._sample = sample
         self._prompts: dict[tuple[str, Sampling], _Prompt] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -45,7 +45,7 @@ class RequestMerger:
         if key not in self._prompts:
             # A copy: a conversation may grow as soon as one of its members is answered.
             self._prompts[key] = _Prompt(json.loads(key[0]), sampling)
-            loop.call_later(self._window, self._send, key)
+            loop.call_later(WINDOW, self._send, key)
         future: asyncio.Future[Completion] = loop.create_future()
         self._prompts[key].waiting.append((seed, future))
         return await future

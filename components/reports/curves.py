@@ -93,11 +93,11 @@ PANELS = (
 )
 
 
-def panels_of(history: History, panels: Sequence[Panel] = PANELS) -> list[tuple[Panel, list[str]]]:
+def panels_of(history: History) -> list[tuple[Panel, list[str]]]:
     """The panels that this history has something for, each with its keys."""
     keys = sorted({key for row in history for key in row})
     found = []
-    for panel in panels:
+    for panel in PANELS:
         names: list[str] = []
         for series in panel.series:
             matching = [k for k in keys if re.match(series, k)] if series.startswith("^") else [series]

@@ -44,7 +44,7 @@ def test_the_stage_trains_reports_and_leaves_a_policy(inputs: dict[str, Path], t
     context = StageContext(
         machine=Machine(threads=1, loader_workers=0),
         events=told,
-        units=ThreadUnits(1),
+        units=ThreadUnits(),
         workspace=tmp_path / "work",
         images=tmp_path / "images",
         fingerprint="abc",

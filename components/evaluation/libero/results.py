@@ -93,13 +93,13 @@ def read_results(folder: Path) -> list[LiberoResult]:
     return [LiberoResult(**{**row, "actions": tuple(row["actions"])}) for row in rows]
 
 
-def success_rate(results: Sequence[LiberoResult], confidence: float = 0.95) -> Interval:
+def success_rate(results: Sequence[LiberoResult]) -> Interval:
     """Solved of all planned, with Wilson's interval.
 
     The episodes are trials of fixed tasks: the interval says what other noise and other initial states of these
     tasks would give, not what other tasks would.
     """
-    return wilson_interval(sum(result.success for result in results), len(results), confidence)
+    return wilson_interval(sum(result.success for result in results), len(results))
 
 
 def by_suite(results: Sequence[LiberoResult]) -> dict[str, list[LiberoResult]]:

@@ -11,9 +11,9 @@ def precise(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def rms(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last dimension, in the input's dtype."""
-    return _rms(x, eps).to(x.dtype)
+def rms(x: Tensor) -> Tensor:
+    """x / sqrt(mean(x^2) + 1e-6) over the last dimension, in the input's dtype."""
+    return _rms(x, 1e-6).to(x.dtype)
 
 
 class RMSNorm(nn.Module):
