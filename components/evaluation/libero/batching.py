@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from threading import Thread
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,13 +26,6 @@ class _Question:
     answer: Future[Actions] = field(default_factory=Future)
 
 
-@dataclass(frozen=True)
-class _PlayerExited:
-    """A player ended, by an error or at the end of its work."""
-
-    error: BaseException | None
-
-
 class InferenceQueue:
     """Players ask from their threads; the thread that runs `serve` computes, which torch and CUDA like best.
 
@@ -43,7 +35,7 @@ class InferenceQueue:
 
     def __init__(self, policy: RobotPolicy, rows: int) -> None:
         self._policy, self._rows = policy, rows
-        self._questions: SimpleQueue[_Question | _PlayerExited] = SimpleQueue()
+        self._questions: SimpleQueue[_Question | Future[None]] = SimpleQueue()
         self._stopped = False
         self.calls, self.answers = 0, 0
 
@@ -51,7 +43,7 @@ class InferenceQueue:
         """Actions (n_action_steps, dimensions).
 
         Raises:
-            Stopped: the evaluation ends with an error of another thread.
+            EvaluationAborted: the evaluation ends with an error of another thread.
         """
         question = _Question(observation, seed)
         self._questions.put(question)
@@ -65,28 +57,25 @@ class InferenceQueue:
         Raises:
             The first error of a player or of the policy, after the other players have ended.
         """
-        threads = [Thread(target=self._run, args=(player,), name=f"player-{i}") for i, player in enumerate(players)]
-        for thread in threads:
-            thread.start()
-        try:
-            playing = len(threads)
-            while playing:
-                playing -= self._serve_once()
-        finally:
-            self._stopped = True
-            self._refuse()
-            for thread in threads:
-                thread.join()
+        with ThreadPoolExecutor(max(1, len(players)), "player") as threads:
+            for player in players:
+                threads.submit(player).add_done_callback(self._questions.put)
+            try:
+                playing = len(players)
+                while playing:
+                    playing -= self._serve_once()
+            finally:
+                self._stopped = True
+                self._refuse()
 
     def _serve_once(self) -> int:
         """Answer those that wait. Returns how many players left."""
         waiting = self._waiting()
-        left = [each for each in waiting if isinstance(each, _PlayerExited)]
+        left = [each for each in waiting if isinstance(each, Future)]
         questions = [each for each in waiting if isinstance(each, _Question)]
         try:
-            for each in left:
-                if each.error is not None:
-                    raise each.error
+            for player in left:
+                player.result()
             self._answer(questions)
         finally:
             for question in questions:
@@ -94,7 +83,7 @@ class InferenceQueue:
                     question.answer.set_exception(EvaluationAborted())
         return len(left)
 
-    def _waiting(self) -> list[_Question | _PlayerExited]:
+    def _waiting(self) -> list[_Question | Future[None]]:
         """Those that wait now, one at least, and no more than the policy takes."""
         waiting = [self._questions.get()]
         while len(waiting) < self._rows:
@@ -111,16 +100,6 @@ class InferenceQueue:
         self.calls, self.answers = self.calls + 1, self.answers + len(questions)
         for question, rows in zip(questions, actions, strict=True):
             question.answer.set_result(rows)
-
-    def _run(self, player: Callable[[], None]) -> None:
-        try:
-            player()
-        except EvaluationAborted:
-            self._questions.put(_PlayerExited(None))
-        except BaseException as error:
-            self._questions.put(_PlayerExited(error))
-        else:
-            self._questions.put(_PlayerExited(None))
 
     def _refuse(self) -> None:
         while True:
