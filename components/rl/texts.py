@@ -7,17 +7,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from components.contracts.errors import MismatchError
-from components.inference.client import Completion
+from components.inference.client import Completion, Message, Sampling
 from components.rollouts.generator import Generator
-
-if TYPE_CHECKING:
-    from components.inference.settings import EvaluationSamplingSettings, SamplingSettings
 
 
 class RecordingGenerator:
@@ -27,12 +23,7 @@ class RecordingGenerator:
         self._generator = generator
         self.completions: list[Completion] = []
 
-    async def complete(
-        self,
-        messages: Sequence[dict[str, Any]],
-        sampling: SamplingSettings | EvaluationSamplingSettings,
-        seed: int,
-    ) -> Completion:
+    async def complete(self, messages: Sequence[Message], sampling: Sampling, seed: int) -> Completion:
         completion = await self._generator.complete(messages, sampling, seed)
         self.completions.append(completion)
         return completion

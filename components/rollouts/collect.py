@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from components.artifacts.images import ImageStore
 from components.contracts.episodes import Environment, Task
@@ -12,13 +11,11 @@ from components.contracts.failures import RolloutFailed
 from components.contracts.machine import Machine
 from components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
 from components.contracts.stages import Events
+from components.inference.client import Sampling
 from components.rollouts.conversation import SharedImages
 from components.rollouts.generator import Generator
 from components.rollouts.open_files import allow_episodes
 from components.rollouts.play import EpisodeRunner, RolloutId
-
-if TYPE_CHECKING:
-    from components.inference.settings import EvaluationSamplingSettings, SamplingSettings
 
 
 async def collect(
@@ -27,7 +24,7 @@ async def collect(
     group_size: int,
     pool: Generator,
     images: ImageStore,
-    sampling: SamplingSettings | EvaluationSamplingSettings,
+    sampling: Sampling,
     *,
     step: int,
     seed: int,

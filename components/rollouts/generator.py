@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from components.inference.client import Completion
-    from components.inference.settings import EvaluationSamplingSettings, SamplingSettings
+from components.inference.client import Completion, Message, Sampling
 
 
 class Generator(Protocol):
     """Anything that continues chat messages: the server pool, or a scripted policy."""
 
-    async def complete(
-        self,
-        messages: Sequence[dict[str, Any]],
-        sampling: SamplingSettings | EvaluationSamplingSettings,
-        seed: int,
-    ) -> Completion:
+    async def complete(self, messages: Sequence[Message], sampling: Sampling, seed: int) -> Completion:
         """One assistant message after `messages`.
 
         The members of a group ask at the same time with seeds that follow one another, so that where they are

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,12 +17,9 @@ from components.contracts.episodes import Environment, Outcome, Task
 from components.contracts.failures import RolloutFailed
 from components.contracts.rollouts import Trajectory, Turn
 from components.environments.guarded import GuardedEpisode
-from components.inference.client import Completion, GenerationFailure
+from components.inference.client import Completion, GenerationFailure, Sampling
 from components.rollouts.conversation import Conversation, SharedImages
 from components.rollouts.generator import Generator
-
-if TYPE_CHECKING:
-    from components.inference.settings import EvaluationSamplingSettings, SamplingSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +54,7 @@ class EpisodeRunner:
     environment: Environment
     pool: Generator
     images: SharedImages
-    sampling: SamplingSettings | EvaluationSamplingSettings
+    sampling: Sampling
     seed: int
     environment_timeout: float
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -15,8 +14,8 @@ from components.contracts.errors import ConfigurationError
 from components.contracts.failures import RolloutFailed
 from components.contracts.machine import Machine
 from components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
-from components.inference.client import Completion, GenerationFailure
-from components.inference.settings import EvaluationSamplingSettings, SamplingSettings
+from components.inference.client import Completion, GenerationFailure, Message, Sampling
+from components.inference.settings import EvaluationSamplingSettings
 from components.rollouts.conversation import SharedImages
 from components.rollouts.open_files import allow_episodes
 from components.rollouts.play import EpisodeRunner, RolloutId
@@ -31,12 +30,7 @@ class Demonstrator:
     def __init__(self, answers: Sequence[str], writer: PromptWriter) -> None:
         self._answers, self._writer = deque(answers), writer
 
-    async def complete(
-        self,
-        messages: Sequence[dict[str, Any]],
-        sampling: SamplingSettings | EvaluationSamplingSettings,
-        seed: int,
-    ) -> Completion:
+    async def complete(self, messages: Sequence[Message], sampling: Sampling, seed: int) -> Completion:
         """
         Raises:
             GenerationFailure: all answers are said, and the episode continues.
