@@ -1,0 +1,47 @@
+"""examples/train_policy.py learns its task, and makes the policy of the stages, bit for bit."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.contracts.machine import Machine
+from components.contracts.stages import Artifact
+from components.datasets.settings import DatasetSettings, QuantileStatsSettings
+from components.stages import run_stage
+from components.vla.settings import TrainVLASettings
+
+EXAMPLE = runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples/train_policy.py"))
+POLICY, TRAINING, record, train = (EXAMPLE[name] for name in ("POLICY", "TRAINING", "record", "train"))
+
+
+@pytest.mark.slow
+def test_the_policy_looks_at_the_image(tmp_path: Path) -> None:
+    record(tmp_path / "dataset", episodes=100)
+    found = train(tmp_path, tmp_path / "dataset", POLICY, TRAINING)
+    assert found["heldout/action_error"] < 0.3 < 0.9 < found["heldout/mean_action_error"]
+
+
+@pytest.mark.slow
+def test_it_makes_the_policy_of_the_stages(tmp_path: Path) -> None:
+    dataset, machine = tmp_path / "dataset", Machine(store=str(tmp_path / "store"), threads=1, loader_workers=0)
+    training = TRAINING.model_copy(update={"max_steps": 3, "warmup_steps": 1})
+    record(dataset, episodes=10)
+    found = train(tmp_path, dataset, POLICY, training)
+
+    def made(stage: str, settings: Any, **inputs: Artifact) -> Artifact:
+        return run_stage(stage, settings, inputs, machine)
+
+    data, policy = made("dataset", DatasetSettings(path=str(dataset))), made("policy", POLICY)
+    statistics = made("quantile-stats", QuantileStatsSettings(features=("observation.state", "action")), dataset=data)
+    settings = TrainVLASettings(policy=POLICY, training=training)
+    trained = made("train-vla", settings, policy=policy, dataset=data, statistics=statistics)
+    names = sorted(path.name for path in (trained.path / "checkpoint").iterdir() if path.is_file())
+    assert names == sorted(path.name for path in (tmp_path / "checkpoint").iterdir() if path.is_file())
+    for name in names:
+        assert (tmp_path / "checkpoint" / name).read_bytes() == (trained.path / "checkpoint" / name).read_bytes(), name
+    history = (trained.path / "metrics.json").read_text()
+    assert str(found["heldout/action_error"]) in history
