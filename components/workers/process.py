@@ -63,7 +63,7 @@ class WorkerProcess:
             timeout: seconds that it may be silent: from a call to the answer, or between two values that are yielded.
             env: more variables of the process; a value of None takes the variable away.
         """
-        self._module, self._settings, self._timeout = module, dict(settings or {}), timeout
+        self._module, self._settings, self._timeout = module, encoded(dict(settings or {})), timeout
         paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self._env = {"PYTHONPATH": os.pathsep.join(paths), **threads, **(env or {})}
@@ -122,7 +122,7 @@ class WorkerProcess:
             command = [sys.executable, "-m", self._module, str(theirs.fileno())]
             self._program = Program(command, env=self._env, grace=1.0, pass_fds=[theirs.fileno()])
         self.starts += 1
-        self._channel.send(encoded(self._settings), self._timeout)
+        self._channel.send(self._settings, self._timeout)
         self.pid = _number(self._channel.receive(self._timeout))
 
     def _exchange(self, request: bytes) -> Any:
