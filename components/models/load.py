@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -71,10 +72,15 @@ def load_processor(source: str | Path, settings: ModelSettings) -> ProcessorMixi
     return processor
 
 
-def load_model(source: str | Path, settings: ModelSettings, device: str | torch.device = "cpu") -> PreTrainedModel:
+def load_model(
+    source: str | Path, settings: ModelSettings, device: str | torch.device = "cpu", *, empty: bool = False
+) -> PreTrainedModel:
     """The model on `device`, in evaluation mode, with its frozen components and its adapters.
 
     With `settings.lora` it is a PEFT model whose adapters alone, and nothing frozen, are trainable.
+
+    Args:
+        empty: parameters are on the meta device and take no memory, for one that gets them from elsewhere.
 
     Raises:
         ConfigurationError: unknown family, flash-attn is not installed, or an adapter target matches nothing.
@@ -83,6 +89,18 @@ def load_model(source: str | Path, settings: ModelSettings, device: str | torch.
     config = load_config(source, settings)
     family = family_of(config)
     _check_attention(settings.attn_implementation)
+    model = _empty(config, settings) if empty else _loaded(config, source, settings)
+    follow_image_attention(model)
+    register_body(model)
+    freeze(model, family, settings.freeze)
+    if settings.lora is not None:
+        model = add_adapters(model, family, settings.lora, settings.freeze)
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return (model if empty else model.to(device)).eval()
+
+
+def _loaded(config: PreTrainedConfig, source: str | Path, settings: ModelSettings) -> PreTrainedModel:
     refuse_other_sizes(config, locate(source, settings.revision))
     with foreign("the model cannot be loaded", where=str(source)):
         model, report = AutoModelForImageTextToText.from_pretrained(
@@ -94,14 +112,18 @@ def load_model(source: str | Path, settings: ModelSettings, device: str | torch.
             **local_code_options(settings.trust_remote_code),
         )
     _check_weights(report, source)
-    follow_image_attention(model)
-    register_body(model)
-    freeze(model, family, settings.freeze)
-    if settings.lora is not None:
-        model = add_adapters(model, family, settings.lora, settings.freeze)
-    if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model.to(device).eval()
+    return model
+
+
+def _empty(config: PreTrainedConfig, settings: ModelSettings) -> PreTrainedModel:
+    """Buffers are real: what no checkpoint has, such as rotary frequencies, is computed as the model is made."""
+    with init_empty_weights(include_buffers=False):
+        return AutoModelForImageTextToText.from_config(
+            config,
+            dtype=DTYPES[settings.dtype],
+            attn_implementation=settings.attn_implementation,
+            trust_remote_code=is_remote(config),
+        )
 
 
 def freeze(model: PreTrainedModel, family: Family, components: tuple[str, ...]) -> None:

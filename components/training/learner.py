@@ -42,8 +42,8 @@ class Learner(TrainingEngine[Any]):
         temperature: of the sampler.
         forbidden_token_ids: tokens that the sampler could not choose.
         ranks: the processes that train together.
-        shard: splits the model over the ranks (FSDP2) where every rank would else hold all of it; called with
-            the policy, and with the reference where there is one.
+        shard: splits a model without weights over the ranks (FSDP2) and gives each rank its shards, where every
+            rank would else hold all of it; called with the policy, and with the reference where there is one.
 
     Raises:
         ConfigurationError: weights of several dtypes without autocast, or an output head that is not understood.
@@ -61,7 +61,8 @@ class Learner(TrainingEngine[Any]):
     ) -> None:
         ranks = ranks or Ranks()
         self.settings = settings
-        model.to(ranks.device)
+        if shard is None:
+            model.to(ranks.device)
         self._make_policy = lambda inner: Policy(
             inner,
             logprobs=settings.logprobs.name,
@@ -69,15 +70,15 @@ class Learner(TrainingEngine[Any]):
             temperature=temperature,
             forbidden_token_ids=forbidden_token_ids,
             autocast=torch.bfloat16 if settings.autocast == "bf16" else None,
-        ).to(ranks.device)
+            device=ranks.device,
+        )
         needs_copy = settings.kl_coefficient > 0 and not isinstance(model, PeftModel)
         self.reference = self._make_policy(deepcopy(model).requires_grad_(False)) if needs_copy else None
         self.policy = self._make_policy(_master_weights(model, settings.autocast))
+        for policy in (self.policy, self.reference):
+            if policy is not None:
+                (shard or partial(Policy.to, device=ranks.device))(policy)
         check_head(self.policy)
-        if shard is not None:
-            shard(self.policy)
-            if self.reference is not None:
-                shard(self.reference)
         super().__init__(
             self.policy.model,
             _parameter_groups(self.policy.model, settings),

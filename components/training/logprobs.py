@@ -31,6 +31,7 @@ class Policy(nn.Module):
         forbidden_token_ids: tokens that the sampler could not choose; they get no probability here either. Ids
             beyond the head's rows, as images and placeholders have in some families, have none anyway.
         autocast: dtype of matrix products, None for the dtype of the weights.
+        device: where it will compute; None: where the model is.
 
     Raises:
         ConfigurationError: the backend does not work with this head, or on this device.
@@ -45,6 +46,7 @@ class Policy(nn.Module):
         chunk_tokens: int = 2048,
         forbidden_token_ids: Sequence[int] = (),
         autocast: torch.dtype | None = None,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.model = model.eval()
@@ -61,7 +63,7 @@ class Policy(nn.Module):
         config = base_model(model).config.get_text_config()
         self.softcap = getattr(config, "final_logit_softcapping", None)
         settings = HeadSettings(temperature, self.softcap, chunk_tokens)
-        self.backend: Backend = HEADS[logprobs](settings, head, head.weight.device)
+        self.backend: Backend = HEADS[logprobs](settings, head, device or head.weight.device)
 
     def forward(self, inputs: dict[str, Tensor], loss_mask: Tensor) -> tuple[Tensor, Tensor]:
         """(N,) log-probs and (N,) entropies of the N tokens where `loss_mask` (B, L) is True, columns 1 on.
@@ -86,6 +88,11 @@ class Policy(nn.Module):
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits.log_softmax(-1)
 
+    def own_logits(self, inputs: dict[str, Tensor]) -> Tensor:
+        """(B, L, V) as the model itself gives them."""
+        logits: Tensor = base_model(self.model)(**inputs).logits
+        return logits
+
     def cast(self, device: torch.device) -> AbstractContextManager[Any]:
         """What the model computes in."""
         return torch.autocast(device.type, self.autocast) if self.autocast else nullcontext()
@@ -108,7 +115,6 @@ def check_head(policy: Policy, tolerance: float = 1e-2) -> None:
     Raises:
         ConfigurationError: the model does something to its logits that `Policy` does not know.
     """
-    model = base_model(policy.model)
     device = next(policy.parameters()).device
     ids = torch.arange(1, 9, device=device)[None] % len(policy.forbidden)
     mask = torch.ones_like(ids, dtype=torch.bool)
@@ -116,7 +122,7 @@ def check_head(policy: Policy, tolerance: float = 1e-2) -> None:
     with torch.no_grad():
         ours, _ = policy(inputs, mask)
         with policy.cast(device):
-            logits = model(**inputs).logits[:, :-1]
+            logits = policy.own_logits(inputs)[:, :-1]
         tolerance += 2 * torch.finfo(logits.dtype).eps * logits.abs().max().item()
         logits = logits.float() / policy.temperature
         logits.masked_fill_(policy.forbidden, float("-inf"))
@@ -124,8 +130,9 @@ def check_head(policy: Policy, tolerance: float = 1e-2) -> None:
     finite = theirs.isfinite()
     gap = (ours - theirs)[finite].abs().max().item()
     if gap > tolerance:
+        name = type(base_model(policy.model)).__name__
         raise ConfigurationError(
-            f"{type(model).__name__} changes its logits after the head: log-probs differ by {gap:.3g}",
+            f"{name} changes its logits after the head: log-probs differ by {gap:.3g}",
             where="components.training.logprobs.Policy",
             remedy="add that change to the backends in components.training.heads",
         )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from components.training.ranks import Ranks
 
@@ -18,12 +20,19 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def sharder(
-    ranks: Ranks, units: Callable[[Model], Iterable[Unit]], *, cast_inputs: bool, methods: Iterable[str] = ()
+    ranks: Ranks,
+    units: Callable[[Model], Iterable[Unit]],
+    weights: Mapping[str, Tensor] | None,
+    *,
+    cast_inputs: bool,
+    methods: Iterable[str] = (),
 ) -> Callable[[Model], None]:
-    """What splits a model over `ranks`.
+    """What splits a model, whose parameters may be on the meta device, over `ranks`.
 
     Args:
         units: those of a model, inner ones first, the model itself last.
+        weights: all parameters and buffers by name, on the first rank, which sends each rank its shards one
+            parameter at a time; None on the others.
         cast_inputs: whether a unit's inputs are cast to its dtype as well.
         methods: of the model, which gather its weights as `forward` does.
     """
@@ -40,8 +49,29 @@ def sharder(
             fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
         for name in methods:
             register_fsdp_forward_method(model, name)
+        # Not `to_empty`, which would also empty the buffers.
+        model._apply(lambda t: torch.empty_like(t, device=ranks.device) if t.is_meta else t.to(ranks.device))
+        _distribute(model, ranks, weights)
 
     return shard
+
+
+@torch.no_grad()
+def _distribute(model: nn.Module, ranks: Ranks, weights: Mapping[str, Tensor] | None) -> None:
+    """Fill the model with the first rank's weights."""
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=ranks.device)
+        if weights is not None:
+            whole.copy_(weights[name])
+        mine = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=0)
+        parameter.to_local().copy_(mine.to_local())
+    kept = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in kept:  # others are made from the configuration
+            if weights is not None:
+                buffer.copy_(weights[name])
+            dist.broadcast(buffer, src=0)
 
 
 def blocks(model: nn.Module, classes: Iterable[str], dtype: torch.dtype | None) -> Iterator[Unit]:

@@ -43,18 +43,20 @@ class TrainerWorker(ServiceWorker):
         self.policy = policy = TrainerPolicySettings.model_validate(settings.training)
         processor = load_processor(policy.model_path, policy.model)
         collator = get_collator(policy.model_path, processor)
-        model = load_model(policy.model_path, policy.model)
+        sharded = settings.processes.shard
+        loaded = load_model(policy.model_path, policy.model) if ranks.first or not sharded else None
+        model = load_model(policy.model_path, policy.model, empty=True) if sharded or loaded is None else loaded
         family = family_of(base_model(model).config)
-        who = identity(
-            model, policy.trainer, temperature=policy.temperature, loading=policy.model.model_dump(mode="json")
-        )
+        loading = policy.model.model_dump(mode="json")
+        who = identity(loaded, policy.trainer, temperature=policy.temperature, loading=loading) if loaded else None
         self._processor = processor
         self._publisher = Publisher(model, processor, settings.workspace / "processor")
         shard = None
-        if settings.processes.shard:
+        if sharded:
+            weights = {f"model.{name}": value for name, value in loaded.state_dict().items()} if loaded else None
             dtype = torch.bfloat16 if policy.trainer.autocast == "bf16" else None
             units = partial(blocks, classes=family.wrap_classes, dtype=dtype)
-            shard = sharder(ranks, units, cast_inputs=True, methods=["next_tokens"])
+            shard = sharder(ranks, units, weights, cast_inputs=True, methods=["next_tokens", "own_logits"])
         self.learner = Learner(
             model,
             policy.trainer,
@@ -66,7 +68,7 @@ class TrainerWorker(ServiceWorker):
         self._sender: WeightSender | None = None
         self._vocabulary, self._images = vocabulary(policy.model_path), ImageStore(policy.images)
         self._load = MicroBatchLoader(collator, self._images, settings.loader_workers)
-        super().__init__(settings, self.learner, who, policy.trainer.keep_checkpoints, ALL_STEPS)
+        super().__init__(settings, self.learner, ranks.broadcast(who), policy.trainer.keep_checkpoints, ALL_STEPS)
 
     def prepare(self, command: Command) -> list[Sample]:
         """The samples that the command names, if any.

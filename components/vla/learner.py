@@ -28,7 +28,8 @@ class PolicyLearner(TrainingEngine[MolmoAct2]):
     Args:
         model: what of it requires a gradient is trained.
         plan: what is trained of an example, and how parts are weighed.
-        shard: splits the model over the ranks where every rank would else hold all of it.
+        shard: splits a model without weights over the ranks and gives each its shards, where every rank would else
+            hold all of it.
     """
 
     def __init__(
@@ -41,10 +42,11 @@ class PolicyLearner(TrainingEngine[MolmoAct2]):
     ) -> None:
         ranks = ranks or Ranks()
         self.settings, self.plan = settings, plan
-        model.to(ranks.device)
         model.checkpoint_gradients(settings.gradient_checkpointing)
         if shard is not None:
             shard(model)
+        else:
+            model.to(ranks.device)
         super().__init__(
             model,
             parameter_groups(model, settings),

@@ -78,6 +78,12 @@ def load_policy(
     return LoadedPolicy(load_model(source, parts, device), parts)
 
 
+def empty_model(parts: PolicyParts) -> MolmoAct2:
+    """The model of `parts` on the meta device, where it takes no memory."""
+    with torch.device("meta"):
+        return MolmoAct2(parts.config, parts.settings.dtype, parts.settings.llm_residual_dropout).eval()
+
+
 def load_model(source: str | Path, parts: PolicyParts, device: str | torch.device = "cpu") -> MolmoAct2:
     """The model of `parts`, filled with the weights of `source`, one tensor in memory besides it at a time.
 
@@ -85,9 +91,7 @@ def load_model(source: str | Path, parts: PolicyParts, device: str | torch.devic
         DataError: a weight is missing, unknown or of another shape.
     """
     folder = locate(source, parts.settings.revision, POLICY)
-    with torch.device("meta"):
-        model = MolmoAct2(parts.config, parts.settings.dtype, parts.settings.llm_residual_dropout)
-    model.to_empty(device=device)
+    model = empty_model(parts).to_empty(device=device)
     with TensorFiles(folder) as files:
         tensors = LeRobotTensors(files, folder) if is_lerobot(folder) else files
         load_weights(model, tensors, parts.config.molmo2(), str(folder))
