@@ -31,6 +31,12 @@ BENCHMARKS = {
         "How fast are batches built from rollouts, written and loaded, and how many bytes do references to stored "
         "images save against storing pixel values?",
     ),
+    "checkpoints": Benchmark(
+        "checkpoints",
+        "Memory of a checkpoint",
+        "How much host memory does a rank need to save a checkpoint of a model that is split over two ranks, against "
+        "its shard of the weights and the optimizer's moments?",
+    ),
     "overhead": Benchmark(
         "overhead",
         "Orchestration",

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from components.artifacts.disk import sync, sync_tree
@@ -24,7 +23,7 @@ from components.contracts.numbers import dump_json
 from components.contracts.settings import Settings
 from components.training.optimizer_state import STATE, WEIGHT, empty_state, refusal, refuse_counts, state_tensors
 from components.training.ranks import Ranks
-from components.training.sharded_tensors import NotFiniteError, ShardedTensors, cause, write
+from components.training.sharded_tensors import NotFiniteError, ShardedTensors, copied, write
 from components.training.skipped import SkippedUpdates
 
 FORMAT = 2
@@ -102,9 +101,8 @@ class Checkpoints:
         self._agree(self.ranks, target, lambda: _empty_folder(new / TENSORS) if self.ranks.first else None)
         document = {"format": FORMAT, "step": learner.steps_done, "identity": self.who, "state": state}
         document["skipped"] = asdict(learner.skipped)
-        copied = write(self._own(learner), new / TENSORS, self.ranks.rank)
-        text = dump_json(document, indent=1)
-        self._writing = _in_thread(lambda: self._finish(copied, text, new, target))
+        text, tensors = dump_json(document, indent=1), copied(self._own(learner))
+        self._writing = _in_thread(lambda: self._write(tensors, text, new, target))
         return target
 
     def wait(self) -> None:
@@ -160,8 +158,8 @@ class Checkpoints:
         others = {name for i, name in enumerate(whole) if i % self.ranks.size != self.ranks.rank}
         return {name: value for name, value in tensors.items() if name not in others} | _rng(self.ranks.rank)
 
-    def _finish(self, copied: Future[Any], document: bytes, new: Path, target: Path) -> None:
-        """Give a checkpoint its name, once all of it is on the disk."""
+    def _write(self, tensors: Mapping[str, Tensor], document: bytes, new: Path, target: Path) -> None:
+        """Write a checkpoint and give it its name, once all of it is on the disk."""
 
         def publish() -> None:
             (new / STATE_FILE).write_bytes(document)
@@ -173,7 +171,7 @@ class Checkpoints:
                 shutil.rmtree(old)
 
         try:
-            self._agree(self._writers, target, copied.result)
+            self._agree(self._writers, target, lambda: write(tensors, new / TENSORS, self.ranks.rank))
             self._agree(self._writers, target, publish if self.ranks.first else None)
         except TrainerError:
             if self.ranks.first:
@@ -186,8 +184,8 @@ class Checkpoints:
         try:
             if act is not None:
                 act()
-        except (OSError, ValueError, RuntimeError, CheckpointException) as error:
-            failure = str(cause(error) if isinstance(error, CheckpointException) else error)
+        except (OSError, ValueError, RuntimeError) as error:
+            failure = str(error)
         if failures := [one for one in ranks.gather(failure) if one is not None]:
             kept = max((path.name for path in self._complete()), key=_step, default="none")
             raise TrainerError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -129,31 +128,37 @@ class ShardedTensors:
         try:
             dcp.load(dict(targets), storage_reader=_Reader(self._folder, self._metadata), planner=planner, no_dist=True)
         except CheckpointException as failed:
-            raise cause(failed) from failed
+            raise _cause(failed) from failed
 
 
 class NotFiniteError(ValueError):
     """A tensor has infinities or NaN; its name is the argument."""
 
 
-def write(tensors: Mapping[str, Tensor], folder: Path, rank: int) -> Future[Any]:
-    """Copy this rank's plain tensors and shards of DTensors to the CPU, and then write them in a thread.
+@torch.no_grad()
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's plain tensors and shards of DTensors, copied to the CPU."""
+    return {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
+
+
+def write(tensors: Mapping[str, Tensor], folder: Path, rank: int) -> None:
+    """Write this rank's plain tensors and shards of DTensors to the disk.
 
     Args:
         tensors: a plain tensor of one name is given by one rank alone.
         folder: exists; the same for all ranks. What this rank writes is `rank-<rank>/` there.
 
-    Returns:
-        What ends when all is on the disk, with a CheckpointException if something could not be written; see `cause`.
+    Raises:
+        ValueError, OSError: something could not be written.
     """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    saving = dcp.async_save(
-        dict(tensors), storage_writer=_Writer(folder / f"rank-{rank}"), planner=planner, no_dist=True
-    )
-    return cast("Future[Any]", saving)
+    try:
+        dcp.save(dict(tensors), storage_writer=_Writer(folder / f"rank-{rank}"), planner=planner, no_dist=True)
+    except CheckpointException as failed:
+        raise _cause(failed) from failed
 
 
-def cause(failed: CheckpointException) -> Exception:
+def _cause(failed: CheckpointException) -> Exception:
     """The error behind what torch raises for it."""
     first = next(iter(failed.failures.values()))[0]
     return first if isinstance(first, OSError | ValueError) else ValueError(f"{type(first).__name__}: {first}")

@@ -32,4 +32,4 @@ def rewrite(path: Path, prefix: str, change: Callable[[Tensors], Any]) -> None:
     changed = change(chosen) or chosen
     shutil.rmtree(path / TENSORS)
     (path / TENSORS).mkdir()
-    write(others | {prefix + name: value for name, value in changed.items()}, path / TENSORS, 0).result()
+    write(others | {prefix + name: value for name, value in changed.items()}, path / TENSORS, 0)
