@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from components.artifacts.history import History
 from components.contracts.machine import Machine
 from components.process import Program
+from components.vla.client import PolicyTrainerClient
+from components.vla.train import train
 
-from .conftest import make_job
+from .conftest import Silent, make_job
 from .settings import LORA
 from .test_train import rows_of, weights_of
 
@@ -68,3 +71,26 @@ def test_two_ranks_make_the_training_of_one(inputs: dict[str, Path], tmp_path: P
         for key, value in expected.items():
             torch.testing.assert_close(found[key], value, atol=1e-5, rtol=1e-4, msg=f"{name} {shard} {key}")
         assert json.loads((two.service.checkpoints / "step-000004/state.json").read_text())["step"] == 4
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("case", SAME)
+def test_two_gpus_make_the_training_of_one(inputs: dict[str, Path], tmp_path: Path, case: str) -> None:
+    """On two the model is split, and the second half is resumed from a checkpoint of one that died."""
+    jobs = []
+    for gpus in ((0,), (0, 1)):
+        machine = Machine(trainer_processes=len(gpus), trainer_gpus=gpus, loader_workers=1, ready_timeout=120)
+        common = {"adam_epsilon": 1e-3, "micro_batch_size": 4 // len(gpus), "save_every": 2}
+        job = make_job(inputs, tmp_path / str(len(gpus)), machine=machine, shard=len(gpus) > 1, **common, **SAME[case])
+        history, settings = History(job.history), job.training.settings.training
+        with PolicyTrainerClient(job.training, machine, job.service.workspace) as trainer:
+            for step in (1, 2):
+                trainer.step(step)
+            trainer.save()
+            trainer.settle()
+            trainer.restart()
+            train(trainer, settings, history, Silent(), job.checkpoint)
+        jobs.append(job)
+    expected, found = map(weights_of, jobs)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, atol=1e-4, rtol=1e-3, msg=f"{case} {key}")
