@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from components.contracts.checks import checked_numbers, checked_observation, checked_outcome
 from components.contracts.episodes import Environment, Episode, Observation, Outcome, Task
 from components.contracts.failures import RolloutFailed
-from components.environments.threads import LoopThread
+from components.environments.threads import PATIENCE, LoopThread
 
 ResultT = TypeVar("ResultT")
 
@@ -60,7 +62,8 @@ class GuardedEpisode:
         return await self._ask("step", step)
 
     async def close(self) -> None:
-        """
+        """Whoever is cancelled here does not cancel the closing, which has `PATIENCE` seconds then.
+
         Raises:
             RolloutFailed: it raised, or took too long. What is stuck is closed when it returns.
         """
@@ -72,8 +75,14 @@ class GuardedEpisode:
         if self._thread.stuck:
             self._thread.end(close)
             return
+        closing = asyncio.ensure_future(self._ask("close", close))
         try:
-            await self._ask("close", close)
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(PATIENCE):
+                    await asyncio.gather(closing, return_exceptions=True)
+            raise
         finally:
             self._thread.end()
 

@@ -59,8 +59,14 @@ class LoopThread:
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 here.call_soon_threadsafe(_settle, answer, result, failure)
 
+        def never_began(task: asyncio.Task[None]) -> None:
+            if task.cancelled():  # before its first line, which would have seen to the answer
+                with suppress(RuntimeError):
+                    here.call_soon_threadsafe(_settle, answer, None, None)
+
         def start() -> None:
             tasks.append(self._start(work()))
+            tasks[0].add_done_callback(never_began)
 
         def cancel() -> None:
             for task in tasks:
@@ -128,7 +134,7 @@ class SharedThreadEpisode:
         await self._thread.call(self._episode.close)
 
 
-def _settle(answer: asyncio.Future[ResultT], result: ResultT, failure: Exception | None) -> None:
+def _settle(answer: asyncio.Future[Any], result: Any, failure: Exception | None) -> None:
     if answer.done():
         return
     if failure is not None:

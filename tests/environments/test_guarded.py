@@ -12,6 +12,7 @@ import pytest
 from components.contracts.episodes import Observation, Outcome, Split, Task
 from components.contracts.failures import RolloutFailed
 from components.environments.guarded import GuardedEpisode
+from components.environments.threads import LoopThread
 
 TASK = Task("blocks", "train", {})
 
@@ -115,3 +116,44 @@ def test_a_cancelled_step_ends_the_waiting_and_not_the_episode() -> None:
     while not blocking.closed and time.monotonic() < until:
         time.sleep(0.01)
     assert blocking.closed == 1
+
+
+def test_a_call_that_is_cancelled_before_it_began_is_not_stuck() -> None:
+    async def play() -> None:
+        thread, began = LoopThread("busy"), asyncio.Event()
+        here, ran = asyncio.get_running_loop(), []
+
+        async def block() -> None:
+            here.call_soon_threadsafe(began.set)
+            time.sleep(0.3)
+
+        async def late() -> None:
+            ran.append("late")
+
+        blocking = asyncio.create_task(thread.call(block))
+        await began.wait()
+        waiting = asyncio.create_task(thread.call(late))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert not thread.stuck and not ran
+        await blocking
+        thread.end()
+
+    asyncio.run(play())
+
+
+def test_a_cancelled_close_closes() -> None:
+    async def play() -> None:
+        blocking = Blocking()
+        episode = guarded(blocking)
+        await episode.reset()
+        closing = asyncio.create_task(episode.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert blocking.closed == 1
+
+    asyncio.run(play())
