@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Generic, Protocol, Self, TypeVar
 
@@ -33,29 +34,31 @@ class WorkerPool(Generic[WorkerT]):
         """The same worker for the same key; new keys take turns through the workers."""
         return self.workers[self._homes.setdefault(key, len(self._homes) % len(self.workers))]
 
-    def map(
+    def run(
         self,
         jobs: Iterable[JobT],
         work: Callable[[WorkerT, JobT], ResultT],
         key: Callable[[JobT], Hashable],
+        finished: Callable[[ResultT], None],
         attempts: int = 1,
-    ) -> Iterator[tuple[JobT, ResultT]]:
-        """`work` of every job, in threads, as they are done; within a key in the order of `jobs`.
+    ) -> None:
+        """`work` of every job, in threads, within a key in the order of `jobs`; `finished` of each result, in this one.
 
         A worker keeps to the jobs of one key while there are any. A job whose worker was lost is tried again,
         `attempts` times in all.
 
         Raises:
-            WorkerError: the last attempt failed. Other errors of `work` are raised as they are.
+            WorkerError: the last attempt failed. Other errors of `work` and `finished` are raised as they are. In any
+                case no job is begun any more, and those in progress have ended.
         """
         queue = StickyQueue(jobs, key)
-        done: SimpleQueue[tuple[JobT, ResultT] | Future[None]] = SimpleQueue()
+        done: SimpleQueue[Callable[[], None] | Future[None]] = SimpleQueue()
 
         def run(worker: WorkerT) -> None:
             held: Hashable = None
             while (job := queue.take(held)) is not None:
                 held = key(job)
-                done.put((job, _attempt(work, worker, job, attempts)))
+                done.put(partial(finished, _attempt(work, worker, job, attempts)))
 
         with ThreadPoolExecutor(len(self.workers)) as threads:
             for worker in self.workers:
@@ -63,12 +66,12 @@ class WorkerPool(Generic[WorkerT]):
             left = len(self.workers)
             try:
                 while left:
-                    finished = done.get()
-                    if isinstance(finished, Future):
-                        finished.result()
+                    latest = done.get()
+                    if isinstance(latest, Future):
+                        latest.result()
                         left -= 1
                     else:
-                        yield finished
+                        latest()
             finally:
                 queue.clear()
 

@@ -28,7 +28,7 @@ def test_jobs_of_a_key_stay_together_and_failed_ones_are_tried_again() -> None:
     worked: dict[int, list[Job]] = {}
     lock, both = threading.Lock(), threading.Barrier(2, timeout=20)
 
-    def work(worker: WorkerProcess, job: Job) -> int:
+    def work(worker: WorkerProcess, job: Job) -> tuple[Job, int]:
         with lock:
             tries[job] = tries.get(job, 0) + 1
             worked.setdefault(id(worker), []).append(job)
@@ -36,12 +36,12 @@ def test_jobs_of_a_key_stay_together_and_failed_ones_are_tried_again() -> None:
             both.wait()  # the two take turns
         if job == ("a", 2) and tries[job] < 3:
             worker.call("leave", 1)
-        echoed: int = worker.call("echo", job[1])
-        return echoed
+        return job, worker.call("echo", job[1])
 
     with pool(2) as workers:
-        done = dict(workers.map(JOBS, work, key, attempts=3))
-        assert done == {job: job[1] for job in JOBS}
+        done: list[tuple[Job, int]] = []
+        workers.run(JOBS, work, key, done.append, attempts=3)
+        assert dict(done) == {job: job[1] for job in JOBS} and len(done) == len(JOBS)
         assert tries["a", 2] == 3 and sum(tries.values()) == 10
         first, second = worked.values()
         assert {key(job) for job in first}.isdisjoint(key(job) for job in second)
@@ -51,6 +51,7 @@ def test_jobs_of_a_key_stay_together_and_failed_ones_are_tried_again() -> None:
 
 def test_a_last_attempt_and_any_other_error_end_it_all() -> None:
     tried: list[Job] = []
+    heard: list[None] = []
 
     def work(worker: WorkerProcess, job: Job) -> None:
         tried.append(job)
@@ -60,23 +61,30 @@ def test_a_last_attempt_and_any_other_error_end_it_all() -> None:
         for error, attempts in ((WorkerError("gone"), 2), (LookupError("lost"), 1)):
             tried.clear()
             with pytest.raises(type(error)):
-                list(workers.map(JOBS, work, key, attempts=2))
+                workers.run(JOBS, work, key, heard.append, attempts=2)
             assert tried == [JOBS[0]] * attempts
-        assert list(workers.map([], work, key)) == []
+        workers.run([], work, key, heard.append)
+    assert heard == []
 
 
-def test_who_stops_listening_stops_the_work() -> None:
-    tried: list[Job] = []
+def test_an_error_over_a_result_stops_the_work_before_it_is_raised() -> None:
+    begun: list[Job] = []
+    ended: list[Job] = []
 
     def work(worker: WorkerProcess, job: Job) -> None:
-        tried.append(job)
-        time.sleep(0.5 * (len(tried) - 1))
+        begun.append(job)
+        time.sleep(0.5 * (len(begun) - 1))
+        ended.append(job)
+
+    def finished(result: None) -> None:
+        raise LookupError
 
     with pool(1) as workers:
-        results = workers.map(JOBS, work, key)
-        next(results)
-        results.close()  # type: ignore[attr-defined]
-    assert len(tried) <= 2
+        with pytest.raises(LookupError):
+            workers.run(JOBS, work, key, finished)
+        assert len(begun) <= 2 and begun == ended
+    time.sleep(0.2)
+    assert len(begun) <= 2
 
 
 def test_a_key_has_its_worker_and_keys_take_turns() -> None:

@@ -38,9 +38,7 @@ def write_games(
     with EngineHost(context.machine.playing_processes) as host:
         for number, source in enumerate(SOURCES):
             games = list(load_games(settings.games, source, count=counts[source], seed=settings.seed))
-            for game, defect in host.map(games, partial(wins_by_plan, host), key=lambda game: game.name):
-                if defect:
-                    raise DataError(defect, where=f"{game.source}/{game.name}", remedy="leave the game out")
+            host.run(games, partial(win_by_plan, host), lambda game: game.name, lambda _: None)
             for game in games:
                 write_game(game, folder)
             context.events.progress("splits", number + 1, len(SOURCES))
@@ -51,17 +49,25 @@ def write_games(
 GAMES_STAGE = Stage("alfworld-games", 1, GamesStageSettings, (), write_games)
 
 
-def wins_by_plan(host: EngineHost, worker: Worker, game: Game) -> str | None:
-    """What is wrong with the game's plan; None: it leads from an unmet goal to the goal by admissible commands."""
+def win_by_plan(host: EngineHost, worker: Worker, game: Game) -> None:
+    """
+    Raises:
+        DataError: the plan does not lead from an unmet goal to the goal by admissible commands.
+    """
     hosted = host.play_at(worker, game.problem, game.goal)
     try:
         shown = hosted.reset()
         if shown.won:
-            return "the goal is met before the game begins"
+            raise _defect(game, "the goal is met before the game begins")
         for step, command in enumerate(game.plan, 1):
             if command not in shown.commands:
-                return f"command {step} of the plan, {command!r}, is not admissible"
+                raise _defect(game, f"command {step} of the plan, {command!r}, is not admissible")
             shown = hosted.step(command)
-        return None if shown.won else f"the plan of {len(game.plan)} commands does not win"
+        if not shown.won:
+            raise _defect(game, f"the plan of {len(game.plan)} commands does not win")
     finally:
         hosted.close()
+
+
+def _defect(game: Game, what: str) -> DataError:
+    return DataError(what, where=f"{game.source}/{game.name}", remedy="leave the game out")

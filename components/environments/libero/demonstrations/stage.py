@@ -78,13 +78,16 @@ def _play(
     reached = sum(journal.outcome(job).success for job in jobs if job not in left)
     machine = context.machine
 
+    def finished(outcome: DemonstrationOutcome) -> None:
+        nonlocal done, reached
+        done, reached = done + 1, reached + outcome.success
+        context.events.progress("demonstrations", done, len(jobs), reached=reached / done)
+
     def simulator() -> SimulatorProcess:
         return SimulatorProcess(settings.simulator, machine.environment_timeout)
 
     with WorkerPool(simulator, machine.playing_processes) as pool:
-        for _, outcome in pool.map(left, work, key=lambda job: job.task, attempts=ATTEMPTS):
-            done, reached = done + 1, reached + outcome.success
-            context.events.progress("demonstrations", done, len(jobs), reached=reached / done)
+        pool.run(left, work, lambda job: job.task, finished, ATTEMPTS)
 
 
 def _write(

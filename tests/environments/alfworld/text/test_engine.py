@@ -10,14 +10,17 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from components.contracts.errors import DataError
 from components.contracts.machine import Machine
+from components.environments.alfworld.games.folders import games_digest, write_game
 from components.environments.alfworld.games.game import SOURCES, Game
 from components.environments.alfworld.games.load import load_games
 from components.environments.alfworld.stage import GamesStageSettings
@@ -198,3 +201,21 @@ def test_a_process_that_dies_fails_its_games_and_the_next_game_starts_another(ho
     (again,) = running(host)
     host.close()
     assert again != pid and not psutil.pid_exists(again)
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [(lambda plan: plan[:-1], "does not win"), (lambda plan: ("fly away", *plan), "command 1 of the plan, 'fly away'")],
+)
+def test_a_game_that_its_plan_does_not_win_is_not_written(
+    plan: Callable[[tuple[str, ...]], tuple[str, ...]], said: str, tmp_path: Path
+) -> None:
+    whole, broken = games(2)
+    for game in (whole, replace(broken, plan=plan(broken.plan))):
+        write_game(game, tmp_path / "given")
+    source = {"source": "folder", "path": str(tmp_path / "given"), "digest": games_digest(tmp_path / "given")}
+    settings = GamesStageSettings.model_validate({"games": source, "train": 2, "valid_seen": 0, "valid_unseen": 0})
+    machine = Machine(store=str(tmp_path / "store"), environment_processes=2)
+    with pytest.raises(DataError, match=said) as raised:
+        run_stage("alfworld-games", settings, {}, machine)
+    assert broken.name in raised.value.where
