@@ -58,8 +58,7 @@ class ServerPool:
     every token in it. All calls have to come from the event loop that entered the pool.
 
     Args:
-        weights: the checkpoint folder that the servers start with.
-        version: the policy version that it is.
+        weights: the checkpoint folder that the servers start with, policy version 0.
         log_folder: gets one log file for each server and start.
         forbidden_token_ids: never sampled; None: the placeholder ids in the checkpoint's config.json. The
             trainer has to take the same ids out of its softmax: the log-probs are of the rest.
@@ -74,7 +73,6 @@ class ServerPool:
         machine: Machine,
         log_folder: Path,
         *,
-        version: int = 0,
         forbidden_token_ids: Sequence[int] | None = None,
         load_on_join: bool = True,
     ) -> None:
@@ -90,7 +88,7 @@ class ServerPool:
         proof = SyncProof(
             make_probe(sampled, forbidden_token_ids, settings.max_model_len - 1, images), settings, machine
         )
-        self.weights = ServedWeights(weights, version, machine.weight_transfer, proof, load_on_join)
+        self.weights = ServedWeights(weights, machine.weight_transfer, proof, load_on_join)
         self._api_key = os.environ.get("VLLM_API_KEY") or secrets.token_urlsafe(32)
         self._merger = RequestMerger(self.sample)
         self._slots = asyncio.Semaphore(machine.max_concurrent)

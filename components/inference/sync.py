@@ -33,9 +33,9 @@ class ServedWeights:
             newer ones from its GPUs.
     """
 
-    def __init__(self, weights: Path, version: int, transfer: str, proof: SyncProof, load_on_join: bool) -> None:
-        self.folder, self.folder_version, self.version = weights.absolute(), version, version
-        self._first_version, self._load_on_join = version, load_on_join
+    def __init__(self, weights: Path, transfer: str, proof: SyncProof, load_on_join: bool) -> None:
+        self.folder, self.folder_version, self.version = weights.absolute(), 0, 0
+        self._load_on_join = load_on_join
         self.changing = asyncio.Lock()
         self._transfer: WeightTransfer = WEIGHT_TRANSFERS[transfer]()
         self._shapes = _loaded_shapes(weights)
@@ -96,7 +96,7 @@ class ServedWeights:
             replica.mark = await weights_mark(http, replica.endpoint)
             await self.proof.check(http, replica, self.version)
             return True
-        never_synced = self.version == self._first_version
+        never_synced = self.version == 0
         if self._transfer.single and (self._load_on_join or not never_synced):
             return await self._bring_up_to_date(http, replica)
         if never_synced:

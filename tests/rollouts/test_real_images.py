@@ -85,7 +85,6 @@ def test_trainer_and_server_see_the_same_images(
             server,
             machine,
             tmp_path / "logs",
-            version=0,
             forbidden_token_ids=sorted(adapter.collator.forbidden_token_ids),
         )
         async with pool:

@@ -59,7 +59,7 @@ def test_groups_on_a_real_server(
     outputs: dict[str, GenerateOutputs] = {}
 
     async def collect_all() -> None:
-        async with ServerPool(checkpoint, server, machine, tmp_path / "logs", version=7) as pool:
+        async with ServerPool(checkpoint, server, machine, tmp_path / "logs") as pool:
             for name, args in ENVIRONMENTS.items():
                 settings = EnvironmentSettings(name=name, args=args, train_tasks=24, heldout_tasks=8, seed=0)
                 environment = make_environment(settings)
@@ -78,7 +78,7 @@ def test_groups_on_a_real_server(
         for trajectory in collected.trajectories:
             assert len(trajectory.turns) == turns and not trajectory.truncated
             for turn in trajectory.turns:
-                assert turn.policy_version == 7 and 0 < turn.completion_token_ids.size <= SAMPLING.max_tokens
+                assert turn.policy_version == 0 and 0 < turn.completion_token_ids.size <= SAMPLING.max_tokens
                 assert (turn.completion_logprobs <= 0).all() and turn.finish_reason in ("stop", "length")
                 # 56 pixels are 4 x 4 patches of 14, merged 2 x 2
                 assert (turn.prompt_token_ids == image_token).sum() == 4 * len(turn.images)
