@@ -9,22 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from components.batches.table import read_batch
-from components.contracts.numbers import read_floats
-from components.contracts.rollouts import LogProbs
-from components.inference.probe import Probe, ProbeAnswer
-from components.rl.user_adapter import UserAdapter
-from components.training.checkpoints import Checkpoints, identity
+from components.contracts.machine import Machine
+from components.training.checkpoints import identity
+from components.training.client import TrainerClient
 from components.training.learner import Learner
-from components.training.loader import MicroBatchLoader
-from components.training.probe import answer_probe
 from components.training.publish import Publisher
 from components.training.ranks import Ranks
-from components.training.settings import TrainerSettings
+from components.training.service_settings import TrainerPolicySettings, service_settings
+from components.training.worker import Loader, TokenWorker
 
 
-class InProcessTrainer:
-    """Answers as `TrainerClient` does, with the given model, which it trains in place.
+class InProcessTrainer(TrainerClient):
+    """A client of a worker in this process, which trains the given model in place. It lives as long as this process.
 
     Args:
         processor: what is saved beside the weights, and reads the image of a probe.
@@ -32,74 +28,41 @@ class InProcessTrainer:
         folder: gets `checkpoints/` and `processor/`.
     """
 
-    alive = True
-
     def __init__(
         self,
         model: nn.Module,
         processor: Any,
-        settings: TrainerSettings,
+        policy: TrainerPolicySettings,
         *,
-        temperature: float,
         forbidden_token_ids: Sequence[int],
-        load: MicroBatchLoader | UserAdapter,
+        load: Loader,
+        machine: Machine,
         folder: Path,
     ) -> None:
-        self.identity = identity(model, settings, temperature=temperature)
-        self._publisher = Publisher(model, processor, folder / "processor")
-        self._processor, self._load = processor, load
+        self.machine, self.settings = machine, service_settings(policy, machine, folder)
+        who = identity(model, policy.trainer, temperature=policy.temperature)
+        publisher = Publisher(model, processor, folder / "processor")
         self.learner = Learner(
             model,
-            settings,
-            temperature=temperature,
+            policy.trainer,
+            temperature=policy.temperature,
             forbidden_token_ids=forbidden_token_ids,
             ranks=Ranks(device=torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         )
-        self._checkpoints = Checkpoints(
-            folder / "checkpoints", self.identity, self.learner.ranks, settings.keep_checkpoints
-        )
-        self._metrics: dict[int, dict[str, float]] = {}
+        self._worker = TokenWorker(self.settings, self.learner, processor, publisher, load, who)
+
+    @property
+    def alive(self) -> bool:
+        return True
 
     def start(self) -> None: ...
 
-    def restart(self) -> None: ...
-
     def stop(self) -> None: ...
 
-    def resume(self) -> int:
-        """Load the newest checkpoint, if there is one. The number of steps that the weights contain."""
-        if newest := self._checkpoints.newest:
-            state = self._checkpoints.load(self.learner, newest)
-            self._metrics = {int(step): read_floats(metrics) for step, metrics in state["metrics"].items()}
-        return self.learner.steps_done
-
-    def step(self, step: int, batch: Path) -> dict[str, float]:
-        """Train on the batch in folder `batch`, once; the metrics of the step."""
-        if step not in self._metrics:
-            with self._load.batch():
-                self._metrics[step] = self.learner.step(read_batch(batch), self._load)
-        return dict(self._metrics[step])
-
-    def score(self, batch: Path) -> list[LogProbs]:
-        """For each sample of the batch (L,) log-probs of its trained tokens, 0 elsewhere."""
-        with self._load.batch():
-            return self.learner.score(read_batch(batch), self._load)
-
-    def publish(self, folder: Path, version: int) -> None:
-        """Write the weights to `folder` in the Hugging Face layout, atomically."""
-        self._publisher.publish(self.learner.model, folder, self.learner.ranks)
-
-    def probe(self, probe: Probe, version: int) -> ProbeAnswer:
-        """What the weights answer."""
-        precise = self._publisher.float32 and self.learner.settings.autocast == "none"
-        logprobs = answer_probe(self.learner.policy, self._processor, probe)
-        return ProbeAnswer(logprobs, "float32" if precise else "bfloat16")
-
-    def save(self) -> Path:
-        """Begin to write a checkpoint."""
-        state = {"metrics": {str(step): metrics for step, metrics in self._metrics.items()}}
-        return self._checkpoints.save(self.learner, state)
-
     def finish(self) -> None:
-        """Wait until the last checkpoint is on the disk."""
-        self._checkpoints.wait()
+        self.settle()
+
+    def _ask(self, name: str, timeout: float, **arguments: Any) -> Any:
+        command = {"name": name, **arguments}
+        known = self._worker.recorded(command)
+        return self._worker.run(command, self._worker.check(command)) if known is None else known

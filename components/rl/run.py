@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from anyio.from_thread import BlockingPortal
 
@@ -40,9 +40,6 @@ from components.rollouts.table import read_rollouts, write_rollouts
 from components.training.client import TrainerClient
 from components.training.restarts import with_restarts
 
-if TYPE_CHECKING:
-    from components.rl.in_process import InProcessTrainer
-
 BATCH_METRICS = "metrics.json"
 T = TypeVar("T")
 
@@ -53,7 +50,7 @@ class RunParts:
 
     `tokenizer` is that of the policy, a fast one of transformers; `digests` are those of what is played, by name, for
     the manifests of rollouts; the servers get new weights after every `sync_every` steps, 0: never; `rewarded` may
-    change what is played before it is kept.
+    change what is played before it is kept; `viewed`: whether the first and the last step are kept for the viewer.
     """
 
     environment: Environment
@@ -62,10 +59,11 @@ class RunParts:
     tokenizer: Any
     vocabulary: Vocabulary
     servers: ServerPool
-    trainer: TrainerClient | InProcessTrainer
+    trainer: TrainerClient
     digests: Mapping[str, str]
     sync_every: int = 1
     rewarded: Callable[[GenerateOutputs], GenerateOutputs] = lambda outputs: outputs
+    viewed: bool = True
 
 
 class RLRun:
@@ -158,7 +156,7 @@ class RLRun:
         return with_restarts(self.trainer, done, ask, replay, self.context.events)
 
     def _apply(self, step: int, batch: Artifact) -> dict[str, float]:
-        if step in (1, self.settings.trainer.max_steps):
+        if self.parts.viewed and step in (1, self.settings.trainer.max_steps):
             rollouts = self.store.find("rollouts", self._key(step))
             assert rollouts is not None
             self.gallery.add(rollouts, batch, self.trainer.score(batch.path))
@@ -188,11 +186,8 @@ class RLRun:
             self.portal.call(self.pool.sync, folder, version, None, answer)
             return
 
-        trainer = self.trainer
-        assert isinstance(trainer, TrainerClient)
-
         async def send(endpoints: Sequence[Endpoint]) -> None:
-            await asyncio.to_thread(trainer.send, endpoints, version)
+            await asyncio.to_thread(self.trainer.send, endpoints, version)
 
         self.portal.call(self.pool.sync, folder, version, send, answer)
 

@@ -25,7 +25,7 @@ from components.environments.sources import environment_sources
 from components.inference.checkpoint import placeholder_token_ids, vocabulary
 from components.inference.pool import ServerPool
 from components.inference.settings import ServerSettings
-from components.models.load import load_model, load_processor
+from components.models.load import load_model, load_processor, save_checkpoint
 from components.models.settings import ModelSettings
 from components.models.source import locate
 from components.rl.config import MultimodalRLConfig
@@ -36,9 +36,13 @@ from components.rl.user_adapter import UserAdapter
 from components.rollouts.table import read_rollouts
 from components.stages import TerminalEvents, ThreadUnits
 from components.training.loader import MicroBatchLoader
+from components.training.service_settings import TrainerPolicySettings
+from components.training.worker import Loader
 
 JOINED = ServerSettings(max_model_len=2**20, max_images_per_prompt=0, dtype="bfloat16")
 """What a server that somebody else started is at worst."""
+NOT_COMPARED = {"max_steps", "save_every", "keep_checkpoints"}
+"""What may be otherwise when a run resumes: rollouts do not depend on it."""
 
 
 class MultimodalGRPOTrainer:
@@ -76,41 +80,49 @@ class MultimodalGRPOTrainer:
         self.store = ArtifactStore(config.folder / "store")
         self.images = ImageStore(self.store.images)
         self.environment: Environment | None = None
-        self._source = Path(model) if isinstance(model, str | Path) else None
-        network, self.tokenizer = self._loaded(model, tokenizer)
+        network, self.tokenizer, self._weights = self._loaded(model, tokenizer)
         tqdm.write("Initializing MultimodalGRPOTrainer")
-        self.adapter = adapter or get_adapter(network.config, self.tokenizer, self.images.open)
+        self.adapter = adapter or get_adapter(self._weights, self.tokenizer, self.images.open)
         self._key = ""
         if isinstance(self.adapter, FamilyAdapter):
             self.adapter.images = self.adapter.images or self.images.open
             self.forbidden = tuple(sorted(self.adapter.collator.forbidden_token_ids))
             self._samples: FamilyAdapter | UserAdapter = self.adapter
-            load: MicroBatchLoader | UserAdapter = MicroBatchLoader(self.adapter.collator, self.images, workers=0)
+            load: Loader = MicroBatchLoader(self.adapter.collator, self.images, workers=0)
         else:
-            network.config.save_pretrained(config.folder / "model")
-            self.forbidden = placeholder_token_ids(config.folder / "model")
+            self.forbidden = placeholder_token_ids(self._weights)
             self._samples = load = UserAdapter(self.adapter, config.micro_batch_size, self._rollouts)
+        policy = TrainerPolicySettings(
+            model_path=self._weights,
+            model=self._model_settings(self._weights),
+            trainer=config.settings().trainer,
+            temperature=config.temperature,
+            images=self.images.root,
+        )
         self._trainer = InProcessTrainer(
             network,
             self.tokenizer,
-            config.settings().trainer,
-            temperature=config.temperature,
+            policy,
             forbidden_token_ids=self.forbidden,
             load=load,
+            machine=self.machine,
             folder=config.folder,
         )
 
-    def _loaded(self, model: nn.Module | str | Path, tokenizer: Any) -> tuple[Any, Any]:
-        """The model, read from its folder if it is not one yet, and what tokenizes for it."""
-        checkpointing = self.config.gradient_checkpointing
+    def _loaded(self, model: nn.Module | str | Path, tokenizer: Any) -> tuple[Any, Any, Path]:
+        """The model, read from its folder if it is not one yet, what tokenizes for it, and a folder that has both."""
         if not isinstance(model, str | Path):
             network: Any = model
-            if checkpointing:
+            if self.config.gradient_checkpointing:
                 network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            return network, tokenizer
+            return network, tokenizer, save_checkpoint(network, tokenizer, self.config.folder / "model")
         tqdm.write(f"Loading VLM: {model}")
-        settings = ModelSettings(source=str(model), dtype="float32", gradient_checkpointing=checkpointing)
-        return load_model(model, settings), tokenizer or load_processor(model, settings)
+        settings = self._model_settings(model)
+        return load_model(model, settings), tokenizer or load_processor(model, settings), locate(model)
+
+    def _model_settings(self, source: str | Path) -> ModelSettings:
+        checkpointing = self.config.gradient_checkpointing
+        return ModelSettings(source=str(source), dtype="float32", gradient_checkpointing=checkpointing)
 
     @property
     def model(self) -> Any:
@@ -144,22 +156,21 @@ class MultimodalGRPOTrainer:
                 raise ConfigurationError("no environment is set", remedy="call set_environment, or set env_id")
             self.set_environment(config.env_id, **config.env_args)
         assert self.environment is not None
-        made_from = {"rollouts": settings.rollouts.model_dump(), "batches": settings.batches.model_dump()}
-        made_from |= {"trainer": self._trainer.identity, "environment": self._played}
-        self._key = document_digest(made_from | {"reward": config.primary_reward_key})[:20]
+        made_from = settings.model_dump(mode="json", exclude={"preflight": True, "trainer": NOT_COMPARED})
+        self._key = document_digest([made_from, self._played, config.primary_reward_key])[:20]
         with closing(self.environment) as environment, closing(_StepLines(config.log_every_steps)) as events:
-            weights = self._first_weights()
             parts = RunParts(
                 environment=environment,
                 tasks=list(environment.tasks("train")),
                 adapter=self._samples,
                 tokenizer=getattr(self.tokenizer, "tokenizer", self.tokenizer),
-                vocabulary=vocabulary(weights),
-                servers=self._pool(weights),
+                vocabulary=vocabulary(self._weights),
+                servers=self._pool(self._weights),
                 trainer=self._trainer,
                 digests={},
                 sync_every=config.sync_to_vllm_every,
                 rewarded=self._rewarded,
+                viewed=False,
             )
             context = StageContext(self.machine, events, ThreadUnits(), config.folder, self.store.images, self._key)
             with (
@@ -170,13 +181,6 @@ class MultimodalGRPOTrainer:
                 run.train_from(done)
                 run.finish(config.folder / "final")
                 return run.history.read()[-1]
-
-    def _first_weights(self) -> Path:
-        """A checkpoint of the weights that the run begins with."""
-        if self._source is not None:
-            return locate(self._source)
-        self._trainer.publish(self.config.folder / "model", 0)
-        return self.config.folder / "model"
 
     def _pool(self, weights: Path) -> ServerPool:
         logs = self.config.folder / "logs"

@@ -5,32 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from components.contracts.errors import TrainerError
 from components.contracts.stages import Events
+from components.training.client import ServiceClient
 
 MAX_RESTARTS = 3
 T = TypeVar("T")
 
 
-class Restartable(Protocol):
-    """A trainer that may die, as `TrainerClient` is."""
-
-    @property
-    def alive(self) -> bool: ...
-
-    def restart(self) -> None: ...
-
-    def resume(self) -> int: ...
-
-    def publish(self, folder: Path, version: int) -> None: ...
-
-    def finish(self) -> None: ...
-
-
 def with_restarts(
-    trainer: Restartable, done: int, ask: Callable[[], T], replay: Callable[[int], object], events: Events
+    trainer: ServiceClient, done: int, ask: Callable[[], T], replay: Callable[[int], object], events: Events
 ) -> T:
     """The answer of `ask`, which needs the weights after step `done`.
 
@@ -56,7 +42,7 @@ def with_restarts(
 
 
 def run_steps(
-    trainer: Restartable,
+    trainer: ServiceClient,
     steps: int,
     begin: Callable[[], object],
     one_step: Callable[[int], object],

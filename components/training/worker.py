@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -13,7 +15,7 @@ from components.adapters import get_collator
 from components.artifacts.images import ImageStore
 from components.batches.check import check_samples, refusal
 from components.batches.table import read_batch
-from components.contracts.batches import Sample
+from components.contracts.batches import MultimodalBatch, Sample
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.images import ImageRef
 from components.inference.checkpoint import vocabulary
@@ -26,6 +28,7 @@ from components.models.lora import base_model
 from components.training.checkpoints import identity
 from components.training.learner import Learner
 from components.training.loader import MicroBatchLoader
+from components.training.plan import MicroBatch
 from components.training.probe import answer_probe
 from components.training.publish import Publisher
 from components.training.ranks import Ranks
@@ -36,39 +39,36 @@ from components.training.sharding import blocks, sharder
 ALL_STEPS = sys.maxsize
 
 
-class TrainerWorker(ServiceWorker):
-    """One rank of a trainer of tokens: a vision-language model on batches of samples."""
+class Loader(Protocol):
+    """Gives planned micro-batches their tensors, as `components.training.loader.MicroBatchLoader` does."""
 
-    def __init__(self, settings: ServiceSettings, ranks: Ranks) -> None:
+    def batch(self) -> AbstractContextManager[None]: ...
+
+    def __call__(self, plan: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, MultimodalBatch]]: ...
+
+
+class TokenWorker(ServiceWorker):
+    """One rank of a trainer of tokens: a vision-language model on batches of samples.
+
+    Args:
+        processor: what reads the image of a probe.
+        who: see `ServiceWorker`.
+    """
+
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        learner: Learner,
+        processor: Any,
+        publisher: Publisher,
+        load: Loader,
+        who: dict[str, Any],
+    ) -> None:
         self.policy = policy = TrainerPolicySettings.model_validate(settings.training)
-        processor = load_processor(policy.model_path, policy.model)
-        collator = get_collator(policy.model_path, processor)
-        sharded = settings.processes.shard
-        loaded = load_model(policy.model_path, policy.model) if ranks.first or not sharded else None
-        model = load_model(policy.model_path, policy.model, empty=True) if sharded or loaded is None else loaded
-        family = family_of(base_model(model).config)
-        loading = policy.model.model_dump(mode="json")
-        who = identity(loaded, policy.trainer, temperature=policy.temperature, loading=loading) if loaded else None
-        self._processor = processor
-        self._publisher = Publisher(model, processor, settings.workspace / "processor")
-        shard = None
-        if sharded:
-            weights = {f"model.{name}": value for name, value in loaded.state_dict().items()} if loaded else None
-            dtype = torch.bfloat16 if policy.trainer.autocast == "bf16" else None
-            units = partial(blocks, classes=family.wrap_classes, dtype=dtype)
-            shard = sharder(ranks, units, weights, cast_inputs=True, methods=["next_tokens", "own_logits"])
-        self.learner = Learner(
-            model,
-            policy.trainer,
-            temperature=policy.temperature,
-            forbidden_token_ids=sorted(collator.forbidden_token_ids),
-            ranks=ranks,
-            shard=shard,
-        )
+        self.learner, self._processor, self._publisher, self._load = learner, processor, publisher, load
         self._sender: WeightSender | None = None
         self._vocabulary, self._images = vocabulary(policy.model_path), ImageStore(policy.images)
-        self._load = MicroBatchLoader(collator, self._images, settings.loader_workers)
-        super().__init__(settings, self.learner, ranks.broadcast(who), policy.trainer.keep_checkpoints, ALL_STEPS)
+        super().__init__(settings, learner, who, policy.trainer.keep_checkpoints, ALL_STEPS)
 
     def prepare(self, command: Command) -> list[Sample]:
         """The samples that the command names, if any.
@@ -134,3 +134,35 @@ class TrainerWorker(ServiceWorker):
             sender = WEIGHT_SENDERS[self.settings.weight_transfer](endpoints, self.settings.sync_timeout)
         sender.send(self._publisher.tensors(self.learner.model))
         self._sender = sender
+
+
+class TrainerWorker(TokenWorker):
+    """That of a model in a folder."""
+
+    def __init__(self, settings: ServiceSettings, ranks: Ranks) -> None:
+        policy = TrainerPolicySettings.model_validate(settings.training)
+        processor = load_processor(policy.model_path, policy.model)
+        collator = get_collator(policy.model_path, processor)
+        sharded = settings.processes.shard
+        loaded = load_model(policy.model_path, policy.model) if ranks.first or not sharded else None
+        model = load_model(policy.model_path, policy.model, empty=True) if sharded or loaded is None else loaded
+        family = family_of(base_model(model).config)
+        loading = policy.model.model_dump(mode="json")
+        who = identity(loaded, policy.trainer, temperature=policy.temperature, loading=loading) if loaded else None
+        publisher = Publisher(model, processor, settings.workspace / "processor")
+        shard = None
+        if sharded:
+            weights = {f"model.{name}": value for name, value in loaded.state_dict().items()} if loaded else None
+            dtype = torch.bfloat16 if policy.trainer.autocast == "bf16" else None
+            units = partial(blocks, classes=family.wrap_classes, dtype=dtype)
+            shard = sharder(ranks, units, weights, cast_inputs=True, methods=["next_tokens", "own_logits"])
+        learner = Learner(
+            model,
+            policy.trainer,
+            temperature=policy.temperature,
+            forbidden_token_ids=sorted(collator.forbidden_token_ids),
+            ranks=ranks,
+            shard=shard,
+        )
+        load = MicroBatchLoader(collator, ImageStore(policy.images), settings.loader_workers)
+        super().__init__(settings, learner, processor, publisher, load, ranks.broadcast(who))
