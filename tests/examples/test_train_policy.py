@@ -20,9 +20,9 @@ POLICY, TRAINING, record, train = (EXAMPLE[name] for name in ("POLICY", "TRAININ
 
 @pytest.mark.slow
 def test_the_policy_looks_at_the_image(tmp_path: Path) -> None:
-    record(tmp_path / "dataset", episodes=100)
-    found = train(tmp_path, tmp_path / "dataset", POLICY, TRAINING)
-    assert found["heldout/action_error"] < 0.3 < 0.9 < found["heldout/mean_action_error"]
+    record(tmp_path / "dataset", episodes=40)
+    found = train(tmp_path, tmp_path / "dataset", POLICY, TRAINING.model_copy(update={"max_steps": 60}))
+    assert found["heldout/action_error"] < 0.4 * found["heldout/mean_action_error"]
 
 
 @pytest.mark.slow
