@@ -107,6 +107,15 @@ def test_named_files_exist(page):
         assert (ROOT / path).exists() or path.endswith(".env"), f"{page.name}: {path}"
 
 
+def test_the_tree_of_the_readme_is_the_tree():
+    block = (ROOT / "README.md").read_text().partition("## The tree")[2].split("```")[1]
+    top, inner = re.findall(r"^(\w+)/", block, re.MULTILINE), re.findall(r"^  (\w+)/", block, re.MULTILINE)
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    folders = {name.split("/")[0] for name in tracked if "/" in name and not name.startswith(".")}
+    assert sorted(top) == sorted(folders)
+    assert sorted(inner) == sorted(path.parent.name for path in (ROOT / "components").glob("*/__init__.py"))
+
+
 def named_tests() -> list[tuple[str, str]]:
     text = (ROOT / "docs/operations.md").read_text()
     return re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
