@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from components.datasets.mixture import Mixture
 from components.datasets.source import open_sources
@@ -19,6 +20,7 @@ from components.vla.data import Encoder, UpdateDataset
 from components.vla.groups import prepare
 from components.vla.learner import PolicyLearner
 from components.vla.robots import RobotsByTag, robots_of
+from components.vla.sharding import units
 
 from .conftest import CHUNK, policy_settings
 from .settings import LORA, training_settings
@@ -161,3 +163,18 @@ def test_each_group_is_clipped_by_itself(make: Make) -> None:
     }
     assert all(equal for name, equal in same.items() if name.startswith("vlm."))
     assert not all(equal for name, equal in same.items() if name.startswith("action_expert."))
+
+
+def test_what_is_sharded_at_once_gives_tensors_that_fsdp_finds(make: Make) -> None:
+    """Where it finds none it does not gather the unit's weights for the backward pass, and on a GPU that reads freed
+    memory."""
+    learner, updates = make(policy={"action_mode": "both"})
+    found: dict[str, list[object]] = {}
+    names = {id(module): name for name, module in learner.model.named_modules()}
+    for module, _ in units(learner.model, "float32"):
+        name = names[id(module)]
+        module.register_forward_hook(lambda _m, _i, output, name=name: found.update({name: tree_leaves(output)}))
+    learner.step(updates[1])
+    assert "" in found and "vlm.model.language_model" in found
+    for name, leaves in found.items():
+        assert leaves and all(isinstance(leaf, torch.Tensor) for leaf in leaves), name

@@ -42,7 +42,7 @@ SAME: dict[str, dict[str, Any]] = {
     "full": {"policy": {"action_mode": "both"}},
     "lora": {"mode": "lora", "lora": LORA, "ema_decay": 0.5},
 }
-CASES = [("full", False), ("lora", True)]
+CASES = [("full", False), ("full", True), ("lora", True)]
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,10 +77,10 @@ class LossDenominators:
         return LossDenominators(self.examples + other.examples, self.token_weight + other.token_weight)
 
 
-@dataclass(frozen=True)
-class PolicyLosses:
+class PolicyLosses(NamedTuple):
     """total = flow + cross_entropy + z, scalars with a graph, 0 where a part is not trained.
 
+    A tuple, in which FSDP finds the tensors whose gradients it waits for.
     The per-example values (E,) have none. Their means are the scalars of a batch with its own denominators.
     """
 

@@ -7,8 +7,7 @@ bits before the vision tower, norms and rotary positions are computed in float32
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +27,12 @@ from components.policies.molmoact2.modeling.layers import RMSNorm, rotary_angles
 KeyValue = tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True)
-class BackboneOutput:
-    """states: (B, L, hidden) after the last norm. cache: per layer, keys (normed and rotated) and values, each
-    (B, key-value heads, L, head size); with a past, of past and present tokens."""
+class BackboneOutput(NamedTuple):
+    """A tuple, in which FSDP finds the tensors whose gradients it waits for.
+
+    states: (B, L, hidden) after the last norm. cache: per layer, keys (normed and rotated) and values, each
+    (B, key-value heads, L, head size); with a past, of past and present tokens.
+    """
 
     states: Tensor
     cache: list[KeyValue]
