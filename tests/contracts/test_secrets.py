@@ -80,10 +80,10 @@ def test_a_variable_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPatch) ->
         check_machine(machine, with_servers=False)
 
 
-def test_a_policys_job_on_disk_has_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from components.vla.job import TrainingJob, job_on
-
+def test_a_trainers_settings_on_disk_have_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from components.contracts.secrets import resolve
+    from components.training.service_settings import ServiceSettings, service_settings
+    from components.vla.client import PolicyTraining
     from components.vla.settings import TrainVLASettings
 
     monkeypatch.setenv("MY_TOKEN", VALUE)
@@ -91,9 +91,11 @@ def test_a_policys_job_on_disk_has_the_name(tmp_path: Path, monkeypatch: pytest.
     machine, settings = recipe.sections["machine"], recipe.settings_for(TrainVLASettings)
     assert isinstance(machine, Machine) and isinstance(settings, TrainVLASettings)
     inputs = dict.fromkeys(("policy", "dataset", "statistics"), tmp_path)
-    written = job_on(machine, settings, inputs, workspace=tmp_path, out=tmp_path, fingerprint="f").model_dump_json()
+    training = PolicyTraining(settings=settings, **inputs, fingerprint="f")
+    written = service_settings(training, machine, tmp_path).model_dump_json()
     assert VALUE not in written
-    assert resolve(TrainingJob.model_validate_json(written).environment, "a job")["HF_TOKEN"] == VALUE
+    environment = ServiceSettings.model_validate_json(written).processes.environment
+    assert resolve(environment, "trainer.json")["HF_TOKEN"] == VALUE
 
 
 @pytest.mark.parametrize(
