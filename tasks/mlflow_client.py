@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -66,6 +69,17 @@ class _RetryingClient:
         return patiently(shown_uri(), getattr(self._client, name))
 
 
+@contextmanager
+def _alone(uri: str) -> Iterator[None]:
+    """Runs that begin together in a new folder make the tables of its database, and an experiment, one at a time."""
+    if not uri.startswith("sqlite:///"):
+        yield
+        return
+    with Path(uri.removeprefix("sqlite:///")).with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 @cache
 def _client(uri: str) -> MlflowClient:
     for variable in (MLFLOW_HTTP_REQUEST_MAX_RETRIES, MLFLOW_HTTP_REQUEST_TIMEOUT, MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR):
@@ -76,7 +90,8 @@ def _client(uri: str) -> MlflowClient:
                 f"not a number: {error}", where=variable.name, remedy="correct or unset it"
             ) from error
     try:
-        return cast(MlflowClient, patiently(shown_uri(), _RetryingClient)(uri))
+        with _alone(uri):
+            return cast(MlflowClient, patiently(shown_uri(), _RetryingClient)(uri))
     except MlflowException as error:
         raise ConfigurationError(
             without_passwords(f"MLflow cannot use this address: {error}"),
@@ -92,12 +107,14 @@ def client() -> MlflowClient:
 
 def experiment_id(name: str) -> str:
     """The experiment called `name`, made when it is not there."""
-    found = client().get_experiment_by_name(name)
-    if found is not None:
-        return str(found.experiment_id)
-    local = tracking_uri().startswith("sqlite:")
-    folder = f"file://{(STATE / 'mlartifacts').resolve()}" if local else None
-    return str(client().create_experiment(name, folder))
+    uri = tracking_uri()
+    mlflow_client = client()
+    with _alone(uri):
+        found = mlflow_client.get_experiment_by_name(name)
+        if found is not None:
+            return str(found.experiment_id)
+        folder = f"file://{(STATE / 'mlartifacts').resolve()}" if uri.startswith("sqlite:") else None
+        return str(mlflow_client.create_experiment(name, folder))
 
 
 def served_by() -> str:
