@@ -35,6 +35,8 @@ def train(
         TrainerError: the service refuses, or dies again and again.
     """
     last, held = settings.max_steps, settings.heldout
+    for row in history.read():  # of an earlier start: curves begin where the training did
+        events.metrics({name: value for name, value in row.items() if name != "step"}, int(row["step"]))
 
     def record(step: int, report: dict[str, float]) -> None:
         history.append(step, report)
