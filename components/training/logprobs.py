@@ -109,7 +109,7 @@ def text_inputs(policy: Policy, ids: Tensor) -> dict[str, Tensor]:
     return inputs
 
 
-def check_head(policy: Policy, tolerance: float = 1e-2) -> None:
+def check_head(policy: Policy) -> None:
     """Compares the head applied by `Policy` with the model's own logits on a row of text, up to their rounding.
 
     Raises:
@@ -123,7 +123,7 @@ def check_head(policy: Policy, tolerance: float = 1e-2) -> None:
         ours, _ = policy(inputs, mask)
         with policy.cast(device):
             logits = policy.own_logits(inputs)[:, :-1]
-        tolerance += 2 * torch.finfo(logits.dtype).eps * logits.abs().max().item()
+        tolerance = 1e-2 + 2 * torch.finfo(logits.dtype).eps * logits.abs().max().item()
         logits = logits.float() / policy.temperature
         logits.masked_fill_(policy.forbidden, float("-inf"))
         theirs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).flatten()

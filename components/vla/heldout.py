@@ -17,7 +17,7 @@ from components.vla.data import Encoder, draw_seed
 from components.vla.learner import PolicyLearner
 from components.vla.sharding import whole_expert
 
-LOSS, ACTION_ERROR, MEAN_ACTION_ERROR = "heldout/loss", "heldout/action_error", "heldout/mean_action_error"
+ACTION_ERROR, MEAN_ACTION_ERROR = "heldout/action_error", "heldout/mean_action_error"
 
 
 def evenly_spread(mixture: Mixture, frames: int) -> list[RobotSample]:
