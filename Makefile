@@ -2,9 +2,10 @@ PYTHON ?= python3
 SETUP  := $(wildcard armature/setup/*.py)
 SERVED := $(wildcard components/inference/served/*.toml components/inference/served/*/*.py)
 BIN    := .venv/bin
+INTEROP := checkov cluster lerobot openenv verifiers-legacy verifiers-v1
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint docs check up down fuzz chaos bench clean
+.PHONY: help run test interop production lint docs check up down fuzz chaos bench images test-images clean
 
 help:  ## what each command does
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -14,6 +15,15 @@ run: environments  ## train a tiny vision-language model with GRPO on this machi
 
 test: environments  ## every test; choose with ARGS="-m 'not slow'"
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+interop: .venv/.made $(INTEROP:%=.venv-%/.made)  ## tests against what others write: verifiers, OpenEnv, LeRobot, S3, Postgres's drivers, Prefect's Kubernetes worker, checkov
+	.venv-cluster/bin/python -m pytest tests/interop/cluster
+	.venv-verifiers-legacy/bin/python -m pytest tests/interop/verifiers/test_legacy.py
+	.venv-verifiers-v1/bin/python -m pytest tests/interop/verifiers/test_v1.py
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/interop/openenv tests/interop/lerobot
+
+production: environments .venv-cluster/.made  ## the platform on PostgreSQL and S3, jobs of SLURM, nodes that are lost; as root, on Linux
+	.venv-cluster/bin/python -m pytest -s -o timeout=900 tests/production
 
 lint: .venv/.made  ## style, types and the layer rule
 	$(BIN)/ruff check .
@@ -43,14 +53,23 @@ chaos: environments  ## kill, pause, cut off and fill up short trainings; choose
 bench: environments  ## measure, as ratios within one run; choose with NAMES="pool batches"
 	$(BIN)/python -m benchmarks.run $(NAMES)
 
+images:  ## build the images; choose with TOOL=docker BASE=debian:bookworm TORCH_BACKEND=cuda TAG=...
+	infra/images/build.sh
+
+test-images: environments  ## train and simulate in the images that `make images` has built, without a network; as root
+	$(BIN)/python -m pytest tests/images
+
 clean:  ## remove the environments; artifacts and runs stay
-	rm -rf .venv .venv-vllm .venv-uv .venv-trl
+	rm -rf .venv .venv-vllm .venv-uv .venv-trl $(INTEROP:%=.venv-%)
 
 .PHONY: environments
 environments: .venv/.made .venv-vllm/.made
 
-.venv/.made: pyproject.toml requirements/constraints.txt requirements/libero.txt $(SETUP)
+.venv/.made: pyproject.toml requirements/constraints.txt requirements/overrides.txt requirements/libero.txt $(SETUP)
 	$(PYTHON) -m armature.setup project
 
 .venv-vllm/.made: requirements/vllm-cpu.txt requirements/vllm-cuda.txt $(SETUP) $(SERVED)
 	$(PYTHON) -m armature.setup vllm
+
+$(INTEROP:%=.venv-%/.made): .venv-%/.made: requirements/interop-%.txt requirements/cluster.txt requirements/constraints.txt pyproject.toml $(SETUP)
+	$(PYTHON) -m armature.setup $*

@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from components.artifacts.images import encode_png
     from components.configuration import Recipe, load_recipe, recipe_names
     from components.contracts.batches import MultimodalBatch
-    from components.contracts.episodes import Environment, Episode, Observation, Outcome, Task
+    from components.contracts.episodes import EarlierMessage, Environment, Episode, Observation, Outcome, Task
     from components.contracts.errors import ArmatureError, ConfigurationError
     from components.contracts.images import EncodedImage
     from components.contracts.robots import RobotObservation, RobotPolicy
     from components.contracts.rollouts import GenerateOutputs
     from components.contracts.settings import Settings
     from components.environments.generated import GeneratedEnvironment
+    from components.project import project_path
     from components.rl.config import MultimodalRLConfig
     from components.rl.trainer import MultimodalGRPOTrainer
 
@@ -33,6 +34,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 __all__ = [
     "ArmatureError",
     "ConfigurationError",
+    "EarlierMessage",
     "EncodedImage",
     "Environment",
     "Episode",
@@ -52,6 +54,7 @@ __all__ = [
     "encode_png",
     "get_adapter",
     "load_recipe",
+    "project_path",
     "recipe_names",
     "run_recipe",
     "validate_batch",
@@ -60,6 +63,7 @@ __all__ = [
 _MODULES = {
     "ArmatureError": "components.contracts.errors",
     "ConfigurationError": "components.contracts.errors",
+    "EarlierMessage": "components.contracts.episodes",
     "EncodedImage": "components.contracts.images",
     "Environment": "components.contracts.episodes",
     "Episode": "components.contracts.episodes",
@@ -79,6 +83,7 @@ _MODULES = {
     "encode_png": "components.artifacts.images",
     "get_adapter": "components.adapters",
     "load_recipe": "components.configuration",
+    "project_path": "components.project",
     "recipe_names": "components.configuration",
     "run_recipe": "armature.run",
     "validate_batch": "components.adapters",

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
+from armature import supervisor
+from armature.deployments import pool_of
 from armature.hardware import gpu_count
 from components.configuration import Recipe
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
-from components.contracts.stages import StageContext
+from components.contracts.stages import Stage, StageContext
+from components.models.settings import ModelSettings
+from components.models.source import refuse_unnamed
+from components.policies.settings import RobotPolicySettings
+from components.policies.source import POLICY
+from components.project import project, project_source
 from components.stages import STAGES, TerminalEvents, ThreadUnits, fingerprint, open_store, run_stage
+from components.vlm.settings import TrainerSettings
 
-FIRST_STAGES = {"train-vlm": ("tasks", "model"), "train-vla": ("policy",)}
+FIRST_STAGES = {"train-vlm": ("tasks", "model"), "train-vla": ("policy",), "train-vla-rl": ("policy",)}
 """Stages of a flow that need nothing made before: they fail early where a model is not there."""
 
 
@@ -22,24 +36,90 @@ def check_recipe(recipe: Recipe, configuration_only: bool) -> None:
         ConfigurationError: the machine lacks what the recipe names.
         MismatchError: server and trainer do not agree.
     """
-    machine = recipe.sections["machine"]
-    assert isinstance(machine, Machine)
+    with project(recipe.folder):
+        _check(recipe, configuration_only)
+
+
+def _check(recipe: Recipe, configuration_only: bool) -> None:
     print(f"{recipe.name}: every value is valid")
-    check_machine(machine, with_servers="inference" in recipe.sections)
+    machine = check_ahead(recipe)
     print("machine: what the recipe names is there")
+    first = {name: _resolved(recipe, name) for name in FIRST_STAGES.get(recipe.flow, ())}
+    pool, platform = pool_of(recipe), supervisor.current()
+    if platform is not None and pool not in platform.pools:
+        print(f"platform: no worker serves the pool {pool!r} of its deployment: armature up --pool {pool}")
     if configuration_only:
         return
-    inputs = {name: run_stage(name, _settings(recipe, name), {}, machine) for name in FIRST_STAGES.get(recipe.flow, ())}
+    inputs = {name: run_stage(name, settings, {}, machine) for name, settings in first.items()}
+    if recipe.kind == "train-vla":
+        _check_robot(recipe.sections, machine)
     if recipe.flow != "train-vlm":
         return
+    from components.evaluation.planned import planned_tasks
+    from components.evaluation.settings import EvaluationSettings
     from components.rl.check import check
     from components.rl.settings import TrainVLMSettings
 
-    settings = recipe.settings_for(TrainVLMSettings)
+    stage = STAGES["train-vlm"]
+    settings = stage.resolve(recipe.settings_for(TrainVLMSettings), inputs, print)
     assert isinstance(settings, TrainVLMSettings)
-    store, key = open_store(machine), f"check-{fingerprint(STAGES['train-vlm'], settings, inputs)}"
+    evaluation = recipe.sections["evaluation"]
+    assert isinstance(evaluation, EvaluationSettings)
+    planned_tasks(evaluation, inputs["tasks"].path)
+    store, key = open_store(machine), f"check-{fingerprint(stage, settings, inputs)}"
     workspace = store.workspace("train-vlm", key)
     check(settings, inputs, StageContext(machine, TerminalEvents(), ThreadUnits(), workspace, store.images, key))
+
+
+def check_ahead(recipe: Recipe) -> Machine:
+    """Refuse what would fail minutes later, without starting anything; in the recipe's project. Returns its machine.
+
+    Raises:
+        ConfigurationError: the machine lacks what the recipe names, or a hub name has no revision.
+        DataError: there is no such model folder.
+    """
+    machine, model, policy, trainer = (recipe.sections.get(name) for name in ("machine", "model", "policy", "trainer"))
+    assert isinstance(machine, Machine)
+    check_machine(machine, with_servers="inference" in recipe.sections)
+    first = FIRST_STAGES.get(recipe.flow, ())
+    if isinstance(model, ModelSettings) and "model" in first and model.tiny is None:
+        refuse_unnamed(project_source(model.source), model.revision)
+    if (
+        isinstance(policy, RobotPolicySettings)
+        and "policy" in first
+        and (source := policy.path or policy.checkpoint_path)
+    ):
+        refuse_unnamed(project_source(source), policy.revision, POLICY)
+    if isinstance(trainer, TrainerSettings) and trainer.logprobs.name == "triton":
+        _check_triton(machine)
+    return machine
+
+
+def _check_triton(machine: Machine) -> None:
+    if not machine.trainer_gpus and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigurationError(
+            "the Triton kernels need a CUDA device, and no GPU is named for the trainer",
+            where='trainer.logprobs.name = "triton", machine.trainer_gpus = []',
+            remedy="--set trainer.logprobs.name=torch, or name GPUs: --machine 'trainer_gpus=[0]'",
+        )
+
+
+def _check_robot(sections: Mapping[str, BaseModel], machine: Machine) -> None:
+    """
+    Raises:
+        ConfigurationError: the evaluation's simulator has another robot than the dataset.
+    """
+    from components.datasets.settings import DatasetSettings
+    from components.datasets.source import open_sources
+    from components.environments.libero.settings import SimulatorSettings
+    from components.evaluation.libero.robot import refuse_other_robot
+
+    dataset, simulator, policy = (sections.get(name) for name in ("dataset", "simulator", "policy"))
+    if "evaluation" in sections and isinstance(dataset, DatasetSettings):
+        assert isinstance(simulator, SimulatorSettings) and isinstance(policy, RobotPolicySettings)
+        data = run_stage("dataset", dataset, {}, machine)
+        refuse_other_robot(open_sources(data.path), policy.image_keys, simulator)
+        print("dataset: its robot is the simulator's")
 
 
 def check_machine(machine: Machine, with_servers: bool) -> None:
@@ -51,12 +131,6 @@ def check_machine(machine: Machine, with_servers: bool) -> None:
         ConfigurationError: no interpreter with vLLM, a GPU that is not there, or a variable that is not set.
     """
     machine.server_variables(), machine.trainer_variables()
-    if with_servers and not machine.endpoints and not machine.server_interpreter.exists():
-        raise ConfigurationError(
-            "no Python interpreter with vLLM to start servers with",
-            where=f"machine.server_python = {machine.server_interpreter}",
-            remedy="`armature setup`, or join running servers with --machine 'endpoints=[\"http://...\"]'",
-        )
     named = {device for group in (*machine.server_gpus, machine.trainer_gpus) for device in group}
     if missing := sorted(device for device in named if device >= gpu_count()):
         raise ConfigurationError(
@@ -64,7 +138,24 @@ def check_machine(machine: Machine, with_servers: bool) -> None:
             where="machine.server_gpus, machine.trainer_gpus",
             remedy="name devices that are there: --machine 'trainer_gpus=[0]'",
         )
+    if with_servers and not machine.endpoints and not _has_vllm(machine.server_interpreter):
+        raise ConfigurationError(
+            "no Python interpreter with vLLM to start servers with",
+            where=f"machine.server_python = {machine.server_interpreter}",
+            remedy="make one: `armature setup`, in a clone also `make environments`; or join running servers: "
+            "--machine 'endpoints=[\"http://...\"]'",
+        )
 
 
-def _settings(recipe: Recipe, stage: str) -> Any:
-    return recipe.settings_for(STAGES[stage].settings)
+def _has_vllm(python: Path) -> bool:
+    find = "import sys; from importlib.util import find_spec; sys.exit(find_spec('vllm') is None)"
+    try:
+        return subprocess.run([python, "-c", find], capture_output=True, timeout=60, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def _resolved(recipe: Recipe, name: str) -> BaseModel:
+    """The settings of a stage without inputs; prints the commits of branches and tags."""
+    stage: Stage[Any] = STAGES[name]
+    return stage.resolve(recipe.settings_for(stage.settings), {}, print)

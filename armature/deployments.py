@@ -1,7 +1,10 @@
-"""`prefect.yaml`: one deployment per recipe, written from `configs/` and compared with it by a test."""
+"""`prefect.yaml`: one deployment per recipe, written from the recipes and compared with them by a test."""
 
 from __future__ import annotations
 
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,57 +26,97 @@ FLOWS = {
     "evaluate/sweep": "flows.sweep.sweep",
     "demonstrations": "flows.demonstrations.demonstrations",
     "train-vla": "flows.train_vla.train_vla",
+    "train-vla-rl": "flows.train_vla_rl.train_vla_rl",
     "evaluate/libero": "flows.evaluate_libero.evaluate_libero",
 }
-"""A recipe's flow: by its whole name, else by the part before the slash.
+"""The flow of each kind of recipe.
 
 As modules, not files: a worker finds them in a checkout and in an installed wheel alike.
 """
 
+IN_THE_FOLDER_OF_RUNS = {"prefect.deployments.steps.set_working_directory": {"directory": "{{ $ARMATURE_HOME }}"}}
+
 _HEADER = """\
-# Written by `armature deployments write` from configs/<flow>/<deployment>.toml: change those, not this.
+# Written by `armature deployments write` from the recipes: change those, not this.
 # ARMATURE_HOME is the folder on the worker's machine that runs stand in, ARMATURE_VERSION the package's version and
 # commit; `armature up` sets both.
 """
 
 
-def entrypoint(name: str) -> str:
-    return FLOWS.get(name) or FLOWS[name.partition("/")[0]]
-
-
-def flow_of(name: str) -> Any:
-    """The Prefect flow that runs recipe `name`; importing it takes seconds."""
-    module, _, attribute = entrypoint(name).rpartition(".")
+def flow_of(kind: str) -> Any:
+    """The Prefect flow of a kind of recipe; importing it takes seconds."""
+    module, _, attribute = FLOWS[kind].rpartition(".")
     return getattr(import_module(module), attribute)
 
 
 def pool_of(recipe: Recipe) -> str:
     """The work pool by what the machine section asks for."""
-    machine = recipe.sections["machine"]
-    assert isinstance(machine, Machine)
+    machine = machine_of(recipe)
     if machine.trainer_gpus:
         return "train-gpu"
     return "vllm-gpu" if machine.server_gpus else "cpu"
 
 
-def document() -> dict[str, Any]:
-    """The content of `prefect.yaml` for the recipes as they are."""
-    deployments = []
-    for name in recipe_names():
-        recipe = load_recipe(name)
-        deployments.append(
-            {
-                "name": name.partition("/")[2],
-                "version": "{{ $ARMATURE_VERSION }}",
-                "description": recipe.description,
-                "tags": [recipe.flow],
-                "entrypoint": entrypoint(name),
-                "parameters": {name: values for name, values in recipe.dump().items() if not _is_default(name, values)},
-                "work_pool": {"name": pool_of(recipe)},
-            }
-        )
-    pull = [{"prefect.deployments.steps.set_working_directory": {"directory": "{{ $ARMATURE_HOME }}"}}]
-    return {"name": "armature", "pull": pull, "deployments": deployments}
+def machine_of(recipe: Recipe) -> Machine:
+    machine = recipe.sections["machine"]
+    assert isinstance(machine, Machine)
+    return machine
+
+
+def job_variables(machine: Machine) -> dict[str, Any]:
+    """What a pod of Kubernetes needs to be this machine, for the variables of infra/kubernetes/base/job-template.json.
+
+    A pod sees its GPUs as 0, 1, ...: it needs all up to the highest that is named. Memory is 16 GiB for the flow and
+    its environments, 96 GiB for each GPU of the trainer, whose checkpoint is copied before it is written, and 24 GiB
+    for each of a server.
+    """
+    servers = {device for devices in machine.server_gpus for device in devices}
+    gpus = max({*servers, *machine.trainer_gpus}, default=-1) + 1
+    memory = 16 + 96 * len(machine.trainer_gpus) + 24 * len(servers)
+    return {"gpus": gpus, "cpus": str(2 + 4 * gpus + machine.environment_processes), "memory": f"{memory}Gi"}
+
+
+def document(names: Sequence[str] = (), kubernetes: bool = False) -> dict[str, Any]:
+    """The content of `prefect.yaml` for these recipes, names or files, as they are; for all installed ones if none is.
+
+    Args:
+        kubernetes: with the `job_variables` of each.
+
+    Raises:
+        ConfigurationError: two recipes would be one deployment.
+    """
+    recipes = [load_recipe(name) for name in names or recipe_names()]
+    name, times = Counter(recipe.name for recipe in recipes).most_common(1)[0]
+    if times > 1:
+        raise ConfigurationError(f"{times} recipes are called {name!r}", remedy="give their files different names")
+    deployments = [_deployment(each) for each in recipes]
+    for recipe, deployment in zip(recipes, deployments, strict=True):
+        if kubernetes:
+            deployment["work_pool"]["job_variables"] = job_variables(machine_of(recipe))
+    return {"name": "armature", "pull": [IN_THE_FOLDER_OF_RUNS], "deployments": deployments}
+
+
+def _deployment(recipe: Recipe) -> dict[str, Any]:
+    described = {
+        "name": recipe.name.partition("/")[2],
+        "version": "{{ $ARMATURE_VERSION }}",
+        "description": recipe.description,
+        "tags": [recipe.flow],
+        "entrypoint": FLOWS[recipe.kind],
+        "parameters": {name: values for name, values in recipe.dump().items() if not _is_default(name, values)},
+        "work_pool": {"name": pool_of(recipe)},
+    }
+    if recipe.folder is None:
+        return described
+    folder = Path(os.path.relpath(recipe.folder)).as_posix()  # from that of the runs, where prefect.yaml is written
+    return described | {"pull": [IN_THE_FOLDER_OF_RUNS, {"components.project.use_project": {"folder": folder}}]}
+
+
+def without_worker(pools: Iterable[str], file: Path = FILE) -> dict[str, int]:
+    """The work pools of a file's deployments that are not among `pools`, and how many deployments each has."""
+    document = yaml.load(file.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    named = [each["work_pool"]["name"] for each in document["deployments"] if each.get("work_pool")]
+    return dict(Counter(name for name in named if name not in pools))
 
 
 def _is_default(section: str, values: Any) -> bool:
@@ -81,20 +124,19 @@ def _is_default(section: str, values: Any) -> bool:
     return section == "machine" and values == Machine().model_dump(mode="json")
 
 
-def text() -> str:
-    return _HEADER + yaml.safe_dump(document(), sort_keys=False, width=110, allow_unicode=True)
+def text(names: Sequence[str] = (), kubernetes: bool = False) -> str:
+    return _HEADER + yaml.safe_dump(document(names, kubernetes), sort_keys=False, width=110, allow_unicode=True)
 
 
-def write(file: Path = FILE) -> None:
-    file.write_text(text())
+def write(file: Path = FILE, names: Sequence[str] = (), kubernetes: bool = False) -> None:
+    file.write_text(text(names, kubernetes))
 
 
-def check(file: Path = FILE) -> None:
+def check(file: Path = FILE, names: Sequence[str] = ()) -> None:
     """
     Raises:
         ConfigurationError: the file does not say what the recipes say.
     """
-    if not file.exists() or file.read_text() != text():
-        raise ConfigurationError(
-            "prefect.yaml does not fit the recipes in configs/", where=str(file), remedy="armature deployments write"
-        )
+    if not file.exists() or file.read_text() != text(names):
+        remedy = " ".join(["armature deployments write", *names])
+        raise ConfigurationError("prefect.yaml does not fit the recipes", where=str(file), remedy=remedy)

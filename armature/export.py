@@ -1,25 +1,157 @@
-"""`armature export`: a robot policy in LeRobot's layout."""
+"""`armature export`: a checkpoint as other programs load it, with its card.
+
+A vision-language model in the Hugging Face layout, its adapter in PEFT's, a robot policy in LeRobot's.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from components.contracts.errors import ConfigurationError
+from armature.model_card import Form, model_card
+from armature.training_record import TrainingRecord, read_record
+from components.artifacts.disk import replaced_folder
+from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.machine import Machine
+from components.models.source import ADAPTER, CHECKPOINT, locate
+from components.policies.source import POLICY_FILE
+
+CARD = "README.md"
+RELEASED = "allenai/MolmoAct2"
 
 
-def export_policy(source: Path, out: Path, base: str) -> Path:
-    """Write the policy of the artifact or checkpoint folder `source` to the new folder `out`.
+@dataclass(frozen=True)
+class Export:
+    """What is written: a checkpoint's folder, its form, what is known of it, and a policy's released checkpoint."""
 
-    Args:
-        base: hub name or folder of the released checkpoint, from which LeRobot takes tokenizer and image processor.
+    source: Path
+    form: Form
+    record: TrainingRecord | None
+    base: str = RELEASED
+
+    def write(self, out: Path, name: str, copy: Callable[[str, str], object] = shutil.copyfile) -> Path:
+        """Make the folder `out`, or replace it; the card calls it `name`. `copy` puts a file elsewhere.
+
+        Raises:
+            ConfigurationError: the policy knows no statistics or cameras.
+            DataError: there is no checkpoint.
+        """
+        if self.form == "lerobot":
+            self._write_policy(out)
+            (out / CARD).write_text(model_card(self.record, name, self.form))
+            return out
+        folder = self._folder()
+        with replaced_folder(out) as new:
+            for path in sorted(folder.rglob("*")):
+                below = path.relative_to(folder)
+                if path.is_file() and (self.form == "adapter" or ADAPTER not in below.parts) and below.name != CARD:
+                    (new / below).parent.mkdir(parents=True, exist_ok=True)
+                    copy(str(path.resolve()), str(new / below))
+            if self.form == "adapter":
+                self._name_base(new / "adapter_config.json")
+            (new / CARD).write_text(model_card(self.record, name, self.form, _remote_code(folder)))
+        return out
+
+    def _folder(self) -> Path:
+        folder = locate(self.source)
+        if self.form == "adapter":
+            return folder / ADAPTER
+        if not (folder / "config.json").is_file():
+            raise DataError("no checkpoint", where=str(folder), remedy="give what a stage that trains has made")
+        return folder
+
+    def _name_base(self, config: Path) -> None:
+        assert self.record is not None and self.record.base is not None
+        facts = json.loads(config.read_text())
+        if self.record.base.commit is not None:
+            facts |= {"base_model_name_or_path": self.record.base.source, "revision": self.record.base.commit}
+        config.unlink()  # it may be a link
+        config.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
+
+    def _write_policy(self, out: Path) -> None:
+        from components.policies.molmoact2.checkpoints.checkpoint import load_policy, save_lerobot
+
+        loaded = load_policy(self.source)
+        save_lerobot(out, loaded.parts, loaded.model.state_dict(), self.base)
+
+
+def read_export(source: str, store: Path, adapter: bool = False, base: str = RELEASED) -> Export:
+    """What `source` is (see `export`), and what is known of it.
 
     Raises:
-        ConfigurationError: `out` exists, or the policy knows no statistics or cameras.
-        DataError: `source` holds no policy.
+        ConfigurationError: there is no such adapter.
+        DataError: there is no such checkpoint, or its files are not as they were made.
     """
-    from components.policies.molmoact2.checkpoints.checkpoint import load_policy, save_lerobot
+    folder = _found(source, store)
+    record = read_record(folder, store)
+    policy = any((place / POLICY_FILE).is_file() for place in (folder, folder / CHECKPOINT))
+    if adapter:
+        _refuse_other_adapters(folder, record)
+        return Export(folder, "adapter", record)
+    return Export(folder, "lerobot" if policy else "merged", record, base)
 
+
+def export(source: str, out: Path, store: Path, *, adapter: bool = False, base: str = RELEASED) -> Path:
+    """Write a checkpoint to the new folder `out`.
+
+    Args:
+        source: Folder of an artifact or a checkpoint, models:/NAME@ALIAS of MLflow, or the digest of an artifact in
+            `store`, or its first characters.
+        adapter: The adapters alone, not the weights that have them merged in.
+        base: Of a policy: hub name or folder of the released checkpoint, from which LeRobot takes tokenizer and image
+            processor.
+
+    Raises:
+        ConfigurationError: `out` exists, there is no adapter, or the policy knows no statistics or cameras.
+        DataError: there is no such checkpoint, or its files are not as they were made.
+    """
     if out.exists():
         raise ConfigurationError("there is something already", where=str(out), remedy="name a folder to be made")
-    loaded = load_policy(source)
-    return save_lerobot(out, loaded.parts, loaded.model.state_dict(), base)
+    return read_export(source, store, adapter, base).write(out, str(out))
+
+
+def link(source: str, target: str) -> None:
+    """A symbolic link in place of a copy, for a folder that is read once and removed."""
+    Path(target).symlink_to(source)
+
+
+def _found(source: str, store: Path) -> Path:
+    if Path(source).is_dir():
+        return Path(source)
+    if source.startswith("models:/"):
+        from tasks.checkpoints import aliased_artifact
+
+        return aliased_artifact(source, Machine(store=str(store))).path
+    from components.artifacts.store import ArtifactStore
+
+    found = ArtifactStore(store).find_digest(source) if store.is_dir() else None
+    if found is None:
+        raise DataError(
+            "neither a folder, nor an alias, nor the digest of an artifact",
+            where=f"{source}, store {store}",
+            remedy="give what a run's last lines name, e.g. .armature/store/train-vlm/...; --store names another store",
+        )
+    return found.path
+
+
+def _refuse_other_adapters(folder: Path, record: TrainingRecord | None) -> None:
+    if not (locate(folder) / ADAPTER / "adapter_config.json").is_file():
+        raise ConfigurationError(
+            "the checkpoint has no adapter", where=str(folder), remedy="leave out --adapter, or train with model.lora"
+        )
+    if record is None or not record.adapter_stands_on_base:
+        raise ConfigurationError(
+            "the adapter belongs to weights that nobody can fetch: those of a warm start, of a tiny model, or of a "
+            "training that is not in the store",
+            where=str(folder),
+            remedy="leave out --adapter: the merged weights are whole",
+        )
+
+
+def _remote_code(folder: Path) -> bool:
+    return (
+        "auto_map" in json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else False
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 
-from components.installation import CHECKOUT, installed_version
+from components.installation import installed_commit, installed_version
 
 PREFECT_PORT, MLFLOW_PORT = 4200, 5000
 
@@ -19,13 +19,7 @@ def gpu_count() -> int:
 
 
 def package_version() -> str:
-    """`<version>+<commit>`, or the version alone outside a git checkout."""
-    if CHECKOUT is None:
-        return installed_version()
-    command = ["git", "describe", "--always", "--dirty=.changed", "--exclude=*"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, cwd=CHECKOUT, check=False)
-    except FileNotFoundError:
-        return installed_version()
-    commit = found.stdout.strip()
-    return f"{installed_version()}+{commit}" if commit else installed_version()
+    """`<version>+<commit>`, or the version alone where the commit is unknown."""
+    commit, _, changed = installed_commit().partition("+")
+    local = f"{commit[:9]}.{changed}".strip(".")
+    return f"{installed_version()}+{local}" if local else installed_version()

@@ -1,16 +1,20 @@
 """What a Prefect server must know before flows run on it: pools, the GPU limit, the watch over dead runs, deployments.
 
 Run as a program (`python -m armature.provision [POOL ...]`, pools besides our own) with PREFECT_API_URL set, so that a
-supervisor need not import Prefect. Doing it twice changes nothing.
+supervisor need not import Prefect. On Kubernetes pools have the template of a Job, in which $NAME is the environment's
+variable, and deployments say what its pod needs. Doing it twice changes nothing.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from argparse import ArgumentParser
 from datetime import timedelta
 from pathlib import Path
+from string import Template
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
@@ -35,21 +39,29 @@ WINDOW = timedelta(seconds=4 * HEARTBEAT_SECONDS)
 
 
 def main() -> int:
+    parser = ArgumentParser(prog="python -m armature.provision", description=__doc__)
+    parser.add_argument("pools", nargs="*", metavar="POOL")
+    parser.add_argument("--kubernetes", type=Path, metavar="FILE", help="base job template of the pools")
+    parser.add_argument("--gpus", type=int, help="that runs may have together; those of this machine if left out")
+    given = parser.parse_args()
+    kind, template = "process", JOB_TEMPLATE
+    if given.kubernetes is not None:
+        kind, template = "kubernetes", json.loads(Template(given.kubernetes.read_text()).substitute(os.environ))
     with get_client(sync_client=True) as client:
-        for pool in dict.fromkeys([*POOLS, *sys.argv[1:]]):  # a worker would make one that takes commands
-            template = WorkPoolCreate(name=pool, type="process", base_job_template=JOB_TEMPLATE)
-            client.create_work_pool(template, overwrite=True)
-        client.upsert_global_concurrency_limit_by_name("gpu", max(gpu_count(), 1))
+        for name in dict.fromkeys([*POOLS, *given.pools]):  # a worker would make one that takes commands
+            pool = WorkPoolCreate(name=name, type=kind, base_job_template=template)
+            client.create_work_pool(pool, overwrite=True)
+        client.upsert_global_concurrency_limit_by_name("gpu", max(given.gpus or gpu_count(), 1))
         watch_for_dead_runs(client)
-    return deploy(deployments_file())
+    return deploy(deployments_file(given.kubernetes is not None))
 
 
-def deployments_file() -> Path:
-    """prefect.yaml of this folder; where there is none, the deployments of all recipes, under `.armature`."""
-    if FILE.exists():
+def deployments_file(kubernetes: bool = False) -> Path:
+    """prefect.yaml of this folder; where there is none, and for Kubernetes, one of all recipes under `.armature`."""
+    if FILE.exists() and not kubernetes:
         return FILE
     written = private_folder(STATE) / FILE
-    write(written)
+    write(written, kubernetes=kubernetes)
     return written
 
 

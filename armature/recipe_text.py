@@ -9,36 +9,55 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from components.configuration import load_recipe, merge, parse_override, read_toml, recipe_path
+from components.configuration import SUFFIX, load_recipe, merge, parse_override, read_toml, recipe_path
 from components.environments import ENVIRONMENTS
 from components.environments.settings import EnvironmentSettings
+from components.project import project
 
 RECIPE, OVERRIDE = "recipe", "--set"
 BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def recipe_text(name: str, overrides: Sequence[str] = (), *, describe: bool = False) -> str:
+def recipe_text(name: str, overrides: Sequence[str] = (), *, describe: bool = False, own: bool = False) -> str:
     """Every value of a recipe; each that is not a default has the remark where it is from.
 
-    What it says is a recipe again, of the same values.
+    What it says is a recipe again, of the same values. So it is with `own`: only those that are not defaults.
     """
     recipe = load_recipe(name, overrides)
     changed: dict[str, Any] = {}
     for override in overrides:
         changed = merge(changed, parse_override(override))
     said = {RECIPE: read_toml(recipe_path(name)), OVERRIDE: changed}
-    lines = [
-        f"# {RECIPE}: configs/{name}.toml says so, or a file that it extends. {OVERRIDE}: the command line does.",
+    file = name if name.endswith(SUFFIX) else f"configs/{name}{SUFFIX}"
+    legend = [
+        f"# {RECIPE}: {file} says so, or a file that it extends. {OVERRIDE}: the command line does.",
         "# All else are defaults.",
+    ]
+    lines = [
+        *([f"# From {file}; `armature show` on this file says all values."] if own else legend),
+        f"flow = {_value(recipe.kind)}",
         f"description = {_value(recipe.description)}",
     ]
-    for section, settings in recipe.sections.items():
-        lines += _table((section,), settings, said, describe)
+    with project(recipe.folder):
+        for section, settings in recipe.sections.items():
+            lines += _table((section,), settings, said, describe, own)
     return "\n".join(lines)
 
 
-def _table(at: tuple[str, ...], settings: BaseModel, said: Mapping[str, Any], describe: bool) -> Iterator[str]:
+def toml_text(values: Mapping[str, Any], at: tuple[str, ...] = ()) -> str:
+    """A document as TOML: values first, then tables. What is none is left out."""
+    lines = [f"{_key(key)} = {_value(part)}" for key, part in values.items() if not isinstance(part, Mapping | None)]
+    tables = {key: part for key, part in values.items() if isinstance(part, Mapping)}
+    head = [f"\n[{'.'.join(map(_key, at))}]"] if at and (lines or not tables) else []
+    return "\n".join([*head, *lines, *(toml_text(part, (*at, key)) for key, part in tables.items())])
+
+
+def _table(
+    at: tuple[str, ...], settings: BaseModel, said: Mapping[str, Any], describe: bool, own: bool
+) -> Iterator[str]:
     """The lines of a table: its values, then its tables."""
+    if own and not any(_holds(values, at) for values in said.values()):
+        return
     yield ""
     if describe and settings.__doc__:
         yield from _comment(settings.__doc__)
@@ -51,14 +70,16 @@ def _table(at: tuple[str, ...], settings: BaseModel, said: Mapping[str, Any], de
         if isinstance(value, BaseModel):
             tables[name] = value
             continue
+        source = next((each for each in (OVERRIDE, RECIPE) if _holds(said[each], (*at, name))), "")
+        if own and (not source or value is None):
+            continue
         if describe and field.description:
             yield from _comment(field.description)
         known = settings.model_dump(mode="json", include={name})[name]
-        source = next((each for each in (OVERRIDE, RECIPE) if _holds(said[each], (*at, name))), "")
         line = f"# {name}: none" if value is None else f"{name} = {_value(known)}"
-        yield f"{line}  # {source}" if source else line
+        yield f"{line}  # {source}" if source and not own else line
     for name, value in tables.items():
-        yield from _table((*at, name), value, said, describe)
+        yield from _table((*at, name), value, said, describe, own)
 
 
 def _comment(text: str) -> Iterator[str]:

@@ -12,10 +12,12 @@ import httpx
 from pydantic import ValidationError
 
 from armature import supervisor
+from armature.check import check_ahead
 from armature.hardware import PREFECT_PORT
 from armature.services import free_port, prefect_environment, prefect_server, wait_until_ready
 from components.configuration import Recipe
 from components.contracts.errors import ArmatureError, ConfigurationError, ServerError
+from components.project import project
 
 if TYPE_CHECKING:
     from prefect import State
@@ -24,12 +26,10 @@ SERVER_SECONDS = 180.0
 SENDING_SECONDS = 4.0
 
 
-@contextmanager
-def prefect_api() -> Iterator[Callable[[], object]]:
-    """A Prefect API for this process; call what is yielded when it is needed, to wait until it answers.
+def joined_api() -> str | None:
+    """The address of a Prefect API that is there, for this process from now on; None if none is named and none is up.
 
-    In order: PREFECT_API_URL, the platform that is up in this folder, a server for this run alone. The last shares
-    its database with the platform, so the run is on the dashboard afterwards, and starts while we import.
+    In order: PREFECT_API_URL, the platform that is up in this folder.
 
     Raises:
         ServerError: the API does not answer, or wants another auth string.
@@ -38,19 +38,34 @@ def prefect_api() -> Iterator[Callable[[], object]]:
     if platform and given in (None, "", platform.api_url):
         os.environ.update(prefect_environment(platform.api_url))
         os.environ.setdefault("MLFLOW_TRACKING_URI", platform.mlflow)
-        yield lambda: check_api(platform.api_url)
-    elif given:
-        yield lambda: check_api(given)
-    else:
-        service = prefect_server(free_port(), with_pages=False)
-        # The link in the log is to the page that `armature up` will serve: this server has none.
-        os.environ.update({**service.environment, "PREFECT_UI_URL": f"http://127.0.0.1:{PREFECT_PORT}"})
-        server = service.start()
-        try:
-            yield lambda: wait_until_ready(service, server, SERVER_SECONDS)
-        finally:
-            _send_what_is_left()
-            server.stop()
+        given = platform.api_url
+    if given:
+        check_api(given)
+    return given or None
+
+
+@contextmanager
+def prefect_api() -> Iterator[Callable[[], object]]:
+    """A Prefect API for this process; call what is yielded when it is needed, to wait until it answers.
+
+    One that is there, or a server for this run alone. That shares its database with the platform, so the run is on the
+    dashboard afterwards, and starts while we import.
+
+    Raises:
+        ServerError: the API does not answer, or wants another auth string.
+    """
+    if joined_api():
+        yield lambda: None
+        return
+    service = prefect_server(free_port(), with_pages=False)
+    # The link in the log is to the page that `armature up` will serve: this server has none.
+    os.environ.update({**service.environment, "PREFECT_UI_URL": f"http://127.0.0.1:{PREFECT_PORT}"})
+    server = service.start()
+    try:
+        yield lambda: wait_until_ready(service, server, SERVER_SECONDS)
+    finally:
+        _send_what_is_left()
+        server.stop()
 
 
 def check_api(url: str) -> None:
@@ -87,15 +102,18 @@ def run_recipe(recipe: Recipe) -> list[str]:
     """Run the recipe's flow to its end. The lines that sum it up: results, reports, the run's page.
 
     Raises:
+        ConfigurationError, DataError: what `check_ahead` says, before anything is started.
         ArmatureError: what the flow failed with.
     """
     print(f"{recipe.name}: {recipe.description}", flush=True)
-    return _lines(_flow_state(recipe))
+    with project(recipe.folder):
+        check_ahead(recipe)
+        return _lines(_flow_state(recipe))
 
 
 def _flow_state(recipe: Recipe) -> State[Any]:
     with prefect_api() as ready:
-        flow = _imported_flow(recipe.name)
+        flow = _imported_flow(recipe.kind)
         ready()
         _provide_gpu_limit()
         from prefect import tags
@@ -112,7 +130,7 @@ def _flow_state(recipe: Recipe) -> State[Any]:
     return state
 
 
-def _imported_flow(name: str) -> Any:
+def _imported_flow(kind: str) -> Any:
     """
     Raises:
         ConfigurationError: Prefect refuses a variable of the environment.
@@ -120,7 +138,7 @@ def _imported_flow(name: str) -> Any:
     try:
         from armature.deployments import flow_of
 
-        return flow_of(name)
+        return flow_of(kind)
     except ValidationError as error:
         wrong = [(str(each["loc"][-1]), each["msg"]) for each in error.errors() if each["loc"]]
         named = [

@@ -16,11 +16,12 @@ import httpx
 
 from armature.prefect_server import ALLOWED_HOSTS
 from components.contracts.errors import ConfigurationError, ServerError
+from components.home import home_folder
 from components.ports import listener
 from components.private_files import private_database, private_folder, write_private
 from components.process import Program
 
-STATE = Path(".armature")
+STATE = home_folder() / ".armature"
 LOGS = STATE / "logs"
 AUTH_STRING = STATE / "prefect-auth-string"
 HEARTBEAT_SECONDS = 30

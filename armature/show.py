@@ -5,15 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from armature.recipe_text import recipe_text
+from components.configuration import SUFFIX
+from components.contracts.errors import ConfigurationError
 
 SECONDS = 5.0
 """A person waits for the answer."""
 
 
-def show(what: str | None, overrides: Sequence[str], most: int, describe: bool = False) -> None:
-    if what is not None and "/" in what:
-        print(recipe_text(what, overrides, describe=describe))
+def show(what: str | None, overrides: Sequence[str], most: int, *, describe: bool = False, toml: bool = False) -> None:
+    """
+    Raises:
+        ConfigurationError: `toml` of what is not a recipe.
+    """
+    if what is not None and ("/" in what or what.endswith(SUFFIX)):
+        print(recipe_text(what, overrides, describe=describe, own=toml))
         return
+    if toml:
+        raise ConfigurationError(
+            "only a recipe is shown as TOML", where=f"armature show --toml {what or ''}", remedy="armature list"
+        )
     from tasks.patience import patience
 
     with patience(SECONDS):

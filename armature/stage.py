@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from components.artifacts.disk import link_folder
 from components.artifacts.manifest import open_artifact
-from components.artifacts.store import link_folder
-from components.configuration import Recipe, recipe_from_file
+from components.configuration import load_recipe
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
 from components.contracts.stages import Artifact, Stage
+from components.project import project
 from components.stages import STAGES, refuse_unknown, run_stage
-
-
-def recipe_name(path: Path) -> str:
-    """`configs/<flow>/<deployment>.toml`, also of a file elsewhere: its folder names the flow."""
-    return f"{path.resolve().parent.name}/{path.stem}"
 
 
 def parse_inputs(pairs: Sequence[str]) -> dict[str, Artifact]:
@@ -36,13 +32,14 @@ def run_one_stage(
     name: str, config: Path, inputs: Sequence[str], out: Path | None, overrides: Sequence[str]
 ) -> Artifact:
     """Run the stage with its part of the recipe; `out` becomes the artifact, by hard links."""
-    recipe: Recipe = recipe_from_file(config, recipe_name(config), overrides)
+    recipe = load_recipe(config, overrides)
     stage: Stage = STAGES[name]
     machine = recipe.sections["machine"]
     assert isinstance(machine, Machine)
     refuse_unknown(machine.force)
     again = name in machine.force
-    artifact = run_stage(name, recipe.settings_for(stage.settings), parse_inputs(inputs), machine, again=again)
+    with project(recipe.folder):
+        artifact = run_stage(name, recipe.settings_for(stage.settings), parse_inputs(inputs), machine, again=again)
     if out is not None:
         link_folder(artifact.path, out)
     return artifact

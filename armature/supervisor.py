@@ -22,6 +22,7 @@ from typing import TextIO
 
 from pydantic import TypeAdapter, ValidationError
 
+from armature.deployments import FILE, without_worker
 from armature.hardware import gpu_count
 from armature.services import (
     AUTH_STRING,
@@ -165,6 +166,9 @@ def _start(stack: ExitStack, platform: Platform) -> dict[str, Program]:
     for service in workers:
         children[service.name] = _enter(stack, service)
         _say(f"{service.name:<16} started       log: {service.log}")
+    file = FILE if FILE.exists() else STATE / FILE
+    for pool, count in without_worker(platform.pools, file).items():
+        _say(f"{f'pool {pool}':<16} no worker     its deployments ({count}) cannot run here: armature up --pool {pool}")
     write_private(RECORD, json.dumps(asdict(platform)))
     _say(f"\n  flows      {platform.prefect}\n  tracking   {platform.mlflow}/#/experiments\n")
     _say(f"  The pages of the flows ask for a password: the line in {AUTH_STRING}")

@@ -19,8 +19,8 @@ def measure() -> list[Row]:
     from components.batches.settings import BatchSettings
     from components.batches.table import read_batch, write_batch
     from components.models.tiny import make_tiny_checkpoint
-    from components.training.loader import MicroBatchLoader
-    from components.training.plan import micro_batches
+    from components.vlm.loader import MicroBatchLoader
+    from components.vlm.plan import micro_batches
 
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)

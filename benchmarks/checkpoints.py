@@ -61,9 +61,10 @@ def _rank(checkpoint: Path, folder: Path) -> None:
     from components.training.checkpoints import Checkpoints
     from components.training.engine import ParameterGroup, TrainingEngine
     from components.training.launch import joined
-    from components.training.service_settings import TrainerPolicySettings, service_settings
-    from components.training.settings import TrainerSettings
-    from components.training.worker import TrainerWorker
+    from components.training.service_settings import service_settings
+    from components.vlm.client import TrainerPolicySettings
+    from components.vlm.settings import TrainerSettings
+    from components.vlm.worker import TrainerWorker
 
     policy = TrainerPolicySettings(
         model_path=checkpoint,

@@ -19,7 +19,7 @@ import torch
 from benchmarks.logprobs import CHUNK, batch_of
 from benchmarks.rollouts import model_settings
 from components.models.load import load_model
-from components.training.logprobs import Policy
+from components.vlm.logprobs import Policy
 from pathlib import Path
 
 folder, kind = Path(sys.argv[1]), sys.argv[2]

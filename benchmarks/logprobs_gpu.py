@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from components.training.heads import HEADS, HeadSettings
+from components.vlm.heads import HEADS, HeadSettings
 
 VOCABULARY, WIDTHS, TOKENS = 151_936, (2048, 2560, 3584), (4096, 8192, 16_384, 32_768)
 CHUNK, ROUNDS = 2048, 5

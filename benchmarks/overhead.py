@@ -31,6 +31,12 @@ class Sleeping:
     def sync(self, version: int) -> None:
         time.sleep(SYNC)
 
+    def evaluates(self, step: int) -> bool:
+        return False
+
+    def evaluate(self, step: int) -> bool:
+        return False
+
     def record(self, step: int, metrics: dict[str, float]) -> None: ...
 
 

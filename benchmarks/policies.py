@@ -22,7 +22,7 @@ from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.policies.molmoact2.processing.batch import Example, collate, pack
 from components.policies.molmoact2.sampling import InferencePlan, Sampler
 from components.policies.settings import ActionMode
-from components.training.metrics import peak_memory_gib
+from components.training.memory import peak_memory_gib
 from components.training.ranks import Ranks
 from components.vla.groups import prepare
 from components.vla.learner import PolicyLearner

@@ -1,6 +1,6 @@
 """Statistics of a dataset as large as LIBERO: time against numpy, and what an outlier does to a histogram's.
 
-Where `ARMATURE_LEROBOT_PYTHON` names an interpreter with lerobot, also of a dataset with images against its script.
+Where `make interop` has made LeRobot's environment, also of a dataset with images against its script.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from components.datasets.measure import measure_dataset, overall, plan
 from components.datasets.settings import QuantileStatsSettings
 from components.datasets.statistics import LEVELS, Array
 
-LEROBOT = Path(__file__).resolve().parents[1] / "tests/datasets/lerobot_side.py"
+ROOT = Path(__file__).resolve().parents[1]
+PYTHON, LEROBOT = ROOT / ".venv-lerobot/bin/python", ROOT / "tests/interop/lerobot/datasets_side.py"
 FRAMES, EPISODES, WIDTH, BINS = 272_573, 1_693, 8, 5_000
 
 
@@ -59,7 +60,7 @@ def example() -> tuple[Array, list[int]]:
     return np.random.default_rng(0).normal(size=(FRAMES, WIDTH)).astype(np.float32), lengths
 
 
-def with_images(stored: str, python: str) -> Row:
+def with_images(stored: str) -> Row:
     """All frames of all features, by ours and by lerobot's own script, in seconds of CPU."""
     with tempfile.TemporaryDirectory() as folder:
         dataset = example_dataset(Path(folder) / "dataset", stored, episodes=4, length=100)
@@ -67,8 +68,8 @@ def with_images(stored: str, python: str) -> Row:
         numbers = _cpu_seconds(dataset, ("observation.state", "action"))
         out = Path(folder) / "theirs.json"
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": folder}
-        command = [python, str(LEROBOT), "statistics", str(dataset.root), str(out)]
-        subprocess.run(command, env=environment, check=True, capture_output=True)
+        order = json.dumps(["statistics", str(dataset.root), str(out)])
+        subprocess.run([PYTHON, LEROBOT], env=environment, input=order, check=True, capture_output=True, text=True)
         theirs = json.loads(out.read_text())
     reading = theirs["reading_cpu_seconds"] / theirs["cpu_seconds"]
     note = (
@@ -89,8 +90,7 @@ def _cpu_seconds(dataset: Dataset, features: tuple[str, ...]) -> float:
 
 
 def measure() -> list[Row]:
-    python = os.environ.get("ARMATURE_LEROBOT_PYTHON")
-    images = [with_images("image", python), with_images("video", python)] if python else []
+    images = [with_images("image"), with_images("video")] if PYTHON.exists() else []
     rows, lengths = example()
     assert np.array_equal(ours(rows, lengths), plain(rows, lengths)), "not the same quantiles"
     timed = alternate(7, lambda: seconds(lambda: ours(rows, lengths)), lambda: seconds(lambda: plain(rows, lengths)))

@@ -43,6 +43,18 @@ BENCHMARKS = {
         "What does a step cost besides generating, training and syncing: the loop over units on threads, and as "
         "Prefect tasks, against calling the same functions in a bare loop?",
     ),
+    "view": Benchmark(
+        "view",
+        "Looking at a million rollouts",
+        "How long does a filter of `armature view` take, which counts, averages and sorts, against counting alone "
+        "in the same Parquet tables?",
+    ),
+    "store": Benchmark(
+        "store",
+        "Artifact store",
+        "What does a store of a million images cost against one of a thousand, and how fast do small files reach S3 "
+        "(moto's server behind a stand-in for a network), against one after another?",
+    ),
     "alfworld": Benchmark(
         "alfworld",
         "ALFWorld",

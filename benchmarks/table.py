@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,8 @@ def seconds(work: Callable[[], object]) -> float:
 
 def keep(name: str, rows: list[Row]) -> None:
     """Put the rows of one benchmark into the results, and write the page again."""
-    write(name, {"cores": os.cpu_count(), "rows": [asdict(row) | {"ratio": row.ratio} for row in rows]})
+    when = {"cores": os.cpu_count(), "date": date.today().isoformat()}
+    write(name, when | {"rows": [asdict(row) | {"ratio": row.ratio} for row in rows]})
 
 
 def write(name: str, result: dict[str, object]) -> None:

@@ -74,9 +74,9 @@ def _ours(checkpoint: Path, scratch: Path, prompt: int, tokens: int) -> tuple[li
     from components.batches.settings import BatchSettings
     from components.configuration import load_recipe
     from components.models.load import load_model
-    from components.training.learner import Learner
-    from components.training.loader import MicroBatchLoader
-    from components.training.plan import MicroBatch
+    from components.vlm.learner import Learner
+    from components.vlm.loader import MicroBatchLoader
+    from components.vlm.plan import MicroBatch
 
     torch.set_num_threads(1)
     images = ImageStore(scratch / "images")

@@ -1,18 +1,20 @@
-"""Recipes: `configs/<flow>/<deployment>.toml`, validated section by section.
+"""Recipes: `configs/<flow>/<deployment>.toml`, or any file that says its `flow`; validated section by section.
 
-A file may extend another (`extends = "base.toml"`, relative to itself); its tables are merged over the base's.
+A file may extend another (`extends = "base.toml"`, relative to itself; without the suffix, the installed recipe of that
+name); its tables are merged over the base's.
 `extends = {file = "base.toml", sections = ["model"]}` takes only these of its sections.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import reprlib
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError, model_validator
 
@@ -20,13 +22,18 @@ from components.contracts.errors import ConfigurationError
 from components.contracts.secrets import PLAIN_SECRET
 from components.contracts.settings import FORMER_KEY, InvalidTable, Settings
 from components.installation import CONFIGS, DISTRIBUTION
+from components.project import project
 from components.recipes import RECIPES, Sections
 from components.registry import suggestion
 
 LARGEST_FILE, DEEPEST = 2**22, 32
 """Bytes of a TOML file, and parts of an override's dotted key."""
+SectionsT = TypeVar("SectionsT", bound=Sections)
+SettingsT = TypeVar("SettingsT", bound=BaseModel)
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
+SUFFIX = ".toml"
+INSTALLED = re.compile(r"[\w-]+/[\w-]+")
 TAKEN_AWAY = object()
 """In place of a value in overrides: the setting, or the section, is left out."""
 
@@ -38,10 +45,13 @@ class Recipe:
     name: str  # "<flow>/<deployment>"
     description: str
     sections: Mapping[str, BaseModel]
+    kind: str  # key of RECIPES
+    folder: Path | None = None
+    """Where the relative paths of its values begin; None: in the working folder."""
 
     @property
     def flow(self) -> str:
-        return self.name.partition("/")[0]
+        return self.kind.partition("/")[0]
 
     def dump(self) -> dict[str, Any]:
         """The resolved values, as JSON."""
@@ -55,18 +65,17 @@ class Recipe:
         return settings.model_validate({name: self.sections[name] for name in settings.model_fields})
 
 
-def recipe_class(name: str, where: str = "") -> type[Sections]:
-    """The class whose fields are the sections of the recipe.
+def recipe_kind(name: str, where: str = "") -> str:
+    """The key in RECIPES of the recipe called `name`.
 
     Raises:
         ConfigurationError: there is no such flow.
     """
-    flow = name.partition("/")[0]
-    found = RECIPES.get(name) or RECIPES.get(flow)
-    if found is None:
-        flows = sorted({each.partition("/")[0] for each in RECIPES})
-        raise ConfigurationError(f"no flow is called {flow!r}", where=where, remedy=suggestion(flow, flows))
-    return found
+    kind = name if name in RECIPES else name.partition("/")[0]
+    if kind not in RECIPES:
+        remedy = suggestion(kind, RECIPES)
+        raise ConfigurationError(f"no flow is called {kind!r}", where=where, remedy=remedy)
+    return kind
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,13 +109,17 @@ def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigurationError(
             explain(error, "extends", Extends), where=str(path), remedy=str(Extends.__doc__)
         ) from error
-    inherited = read_toml(path.parent / base.file, (*seen, path))
+    extended = CONFIGS / f"{base.file}{SUFFIX}" if INSTALLED.fullmatch(base.file) else path.parent / base.file
+    inherited = read_toml(extended, (*seen, path))
     kept = {key: value for key, value in inherited.items() if base.sections is None or key in base.sections}
     return merge(kept, values)
 
 
 class Extends(Settings):
-    """Write extends = "base.toml", or extends = {file = "base.toml", sections = ["model"]}."""
+    """Write extends = "base.toml", or extends = {file = "base.toml", sections = ["model"]}.
+
+    In place of a file, also an installed recipe: extends = "train-vlm/colors".
+    """
 
     file: str
     sections: tuple[str, ...] | None = None
@@ -162,13 +175,17 @@ def parse_override(text: str) -> dict[str, Any]:
 
 
 def recipe_path(name: str) -> Path:
-    """
+    """The file of an installed recipe, or the file that is named.
+
     Raises:
         ConfigurationError: there is no such recipe; the nearest one is suggested.
     """
+    if name.endswith(SUFFIX):
+        return Path(name)
     if name not in (names := recipe_names()):
-        raise ConfigurationError(f"no recipe is called {name!r}", remedy=suggestion(name, names))
-    return CONFIGS / f"{name}.toml"
+        remedy = f"{suggestion(name, names)}; or give the path of a file, which ends with {SUFFIX}"
+        raise ConfigurationError(f"no recipe is called {name!r}", remedy=remedy)
+    return CONFIGS / f"{name}{SUFFIX}"
 
 
 def recipe_names() -> list[str]:
@@ -187,29 +204,54 @@ def recipe_names() -> list[str]:
     return [name for name in names if not name.startswith("_") and "/_" not in name]
 
 
-def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
-    """The recipe called `name`, with `--set` overrides on top."""
-    return recipe_from_file(recipe_path(name), name, overrides)
+def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """The installed recipe called `name`, or that in a file, with `--set` overrides on top.
+
+    Relative paths in a file begin at its folder. It says its `flow`, or its folder is called so.
+    """
+    path = recipe_path(str(name))
+    resolved = path.resolve()
+    if resolved.is_relative_to(CONFIGS):
+        return recipe_from_file(path, resolved.relative_to(CONFIGS).with_suffix("").as_posix(), overrides)
+    return recipe_from_file(path, f"{resolved.parent.name}/{path.stem}", overrides, folder=path.parent)
 
 
-def recipe_from_file(path: Path, name: str, overrides: Iterable[str] = ()) -> Recipe:
+def recipe_from_file(path: Path, name: str, overrides: Iterable[str] = (), *, folder: Path | None = None) -> Recipe:
+    """
+    Args:
+        name: `<flow>/<deployment>`; what the file says of its flow comes first.
+        folder: see `Recipe`.
+    """
     values = read_toml(path)
     for override in overrides:
         values = merge(values, parse_override(override))
-    return build_recipe(name, values, where=str(path))
+    return build_recipe(name, values, str(path), folder)
 
 
-def build_recipe(name: str, values: Mapping[str, Any], where: str) -> Recipe:
+def build_recipe(name: str, values: Mapping[str, Any], where: str, folder: Path | None = None) -> Recipe:
     """
     Raises:
         ConfigurationError: an unknown or missing section or key, or a value out of bounds.
     """
-    kind = recipe_class(name, where)
-    known = kind.model_fields
     values = dict(values)
+    if "flow" in values:
+        flow, (_, _, deployment) = str(values.pop("flow")), name.rpartition("/")
+        kind = recipe_kind(flow, where)
+        name = f"{kind.partition('/')[0]}/{deployment}"
+    elif folder is not None and name.partition("/")[0] not in RECIPES:
+        remedy = f'write flow = "train-vlm" above its sections; known: {", ".join(sorted(RECIPES))}'
+        raise ConfigurationError("the recipe does not say its flow", where=where, remedy=remedy)
+    else:
+        kind = recipe_kind(name, where)
     description = values.pop("description", "")
     if not isinstance(description, str):
         raise ConfigurationError(f"description is not a string: {_SHORT.repr(description)}", where=where)
+    with project(folder):
+        return Recipe(name, description, _sections(RECIPES[kind], values, where), kind, folder)
+
+
+def _sections(kind: type[Sections], values: Mapping[str, Any], where: str) -> dict[str, BaseModel]:
+    known = kind.model_fields
     if unknown := sorted(set(values) - set(known)):
         raise ConfigurationError(f"unknown section {unknown[0]!r}", where=where, remedy=suggestion(unknown[0], known))
     sections = {}
@@ -221,7 +263,38 @@ def build_recipe(name: str, values: Mapping[str, Any], where: str) -> Recipe:
             sections[section] = model.model_validate(values.get(section, {}))
         except ValidationError as error:
             raise ConfigurationError(explain(error, section, model), where=where) from error
-    return Recipe(name, description, sections)
+    return fitting(kind, sections, where).given()
+
+
+def section_of(
+    model: type[SettingsT], values: Mapping[str, Any], where: str, overrides: Iterable[str] = ()
+) -> SettingsT:
+    """One section from `values` and KEY=VALUE overrides of it.
+
+    Raises:
+        ConfigurationError: an unknown key, or a value out of bounds.
+    """
+    for override in overrides:
+        values = merge(values, parse_override(override))
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise ConfigurationError(
+            explain(error, model.__name__.removesuffix("Settings").lower(), model), where=where
+        ) from error
+
+
+def fitting(kind: type[SectionsT], sections: Mapping[str, Any], where: str = "") -> SectionsT:
+    """The sections, which are valid each, together.
+
+    Raises:
+        ConfigurationError: they do not fit each other.
+    """
+    try:
+        return kind.model_validate(sections)
+    except ValidationError as error:
+        what = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ConfigurationError(what, where=where) from error
 
 
 def explain(error: ValidationError, section: str, model: type[BaseModel]) -> str:

@@ -6,9 +6,9 @@ leaves it out, if it has them all.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from components.batches.settings import BatchSettings
 from components.contracts.machine import Machine
@@ -20,7 +20,7 @@ from components.environments.libero.demonstrations.settings import Demonstration
 from components.environments.libero.settings import SimulatorSettings
 from components.environments.settings import EnvironmentSettings
 from components.evaluation.libero.settings import CompareLiberoSettings, LiberoEvaluationSettings
-from components.evaluation.settings import EvaluationSettings
+from components.evaluation.settings import EvaluationSettings, TrainEvaluationSettings
 from components.evaluation.subjects import SubjectSettings, SweepSettings
 from components.inference.settings import ServerSettings
 from components.models.settings import ModelSettings
@@ -28,8 +28,9 @@ from components.policies.settings import RobotPolicySettings
 from components.rl.settings import PreflightSettings
 from components.rollouts.settings import RolloutSettings
 from components.sft.settings import WarmStartSettings
-from components.training.settings import TrainerSettings
 from components.vla.settings import VLATrainerSettings
+from components.vla_rl.settings import RobotPreflightSettings, RobotRLTrainerSettings, RobotRolloutSettings
+from components.vlm.settings import TrainerSettings
 
 MachineSection = Annotated[Machine, Field(description="Facts of this machine; none changes the result.")]
 ModelSection = Annotated[ModelSettings, Field(description="Where the weights come from and what of them is trained.")]
@@ -98,7 +99,10 @@ class TrainVlm(Sections):
     batches: BatchSettings = Field(description="From rollouts to training samples.")
     trainer: TrainerSettings = Field(description="Objective, optimizer and number of steps.")
     preflight: PreflightSettings = Field(description="What trainer and server must agree on before the first step.")
-    evaluation: EvaluationSection
+    evaluation: TrainEvaluationSettings = Field(
+        description="Which tasks are played, how often, and what counts as solved: by the trained model, and during "
+        "training."
+    )
     machine: MachineSection = Machine()
     warm_start: WarmStartSettings | None = Field(
         None, description="Training on demonstrations before that on rewards; leave it out for none."
@@ -108,7 +112,8 @@ class TrainVlm(Sections):
 class TrainVla(Sections):
     """A dataset, its statistics and a policy, training, and an evaluation of the result in the simulator.
 
-    The data are a dataset, or demonstrations that a scripted policy gives in the simulator: one of the two.
+    The data are a dataset, or demonstrations that a scripted policy gives in the simulator: one of the two. A robot
+    that is not LIBERO's has no evaluation: the error of held-out actions is the measure then.
     """
 
     policy: RobotPolicySettings = Field(
@@ -116,9 +121,13 @@ class TrainVla(Sections):
     )
     statistics: StatisticsSection
     training: VLATrainerSettings = Field(description="What of the policy is trained, and how.")
-    simulator: SimulatorSection
-    evaluation: LiberoEvaluationSection
     machine: MachineSection = Machine()
+    simulator: SimulatorSettings | None = Field(
+        None, description="How LIBERO is simulated and drawn, for demonstrations and the evaluation."
+    )
+    evaluation: LiberoEvaluationSettings | None = Field(
+        None, description="Which tasks the result plays, how often, and by which seeds; leave it out for none."
+    )
     dataset: DatasetSettings | None = Field(None, description="The dataset, or several to be mixed.")
     demonstrations: DemonstrationSettings | None = Field(
         None, description="What the expert demonstrates, in place of a dataset."
@@ -128,6 +137,63 @@ class TrainVla(Sections):
         None,
         description="Evaluates the policy before training as well, and compares; it has to know the robot then.",
     )
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        if (self.dataset is None) == (self.demonstrations is None):
+            given = "neither is" if self.dataset is None else "both are"
+            raise ValueError(
+                f"a policy is trained on a dataset or on demonstrations, and {given} given: keep one of these sections"
+            )
+        if (self.demonstrations is None) != (self.layout is None):
+            raise ValueError("the sections demonstrations and layout go together: give both, or neither")
+        if (self.simulator is None) != (self.evaluation is None and self.demonstrations is None):
+            raise ValueError(
+                "the section simulator goes with demonstrations and evaluation: "
+                + ("add it" if self.simulator is None else "leave it out, or add one of them")
+            )
+        if self.comparison is not None and self.evaluation is None:
+            raise ValueError("comparison is of two evaluations: add the section evaluation, or leave comparison out")
+        if self.evaluation is None and self.training.heldout is None:
+            raise ValueError(
+                "nothing measures the result: add training.heldout = { fraction = 0.1 }, or, for LIBERO's robot, the "
+                "section evaluation"
+            )
+        return self
+
+
+class TrainVlaRl(Sections):
+    """A policy that learns by trying in LIBERO, evaluated before and after on the same episodes.
+
+    With `training` it is first trained on demonstrations that a scripted policy gives in the same simulator.
+    """
+
+    policy: RobotPolicySettings = Field(
+        description="Where the weights come from, and what the policy is told of the robot."
+    )
+    simulator: SimulatorSection
+    rollouts: RobotRolloutSettings = Field(description="How much is played per step, and how actions are sampled.")
+    trainer: RobotRLTrainerSettings = Field(description="Objective, optimizer and number of steps.")
+    preflight: RobotPreflightSettings = Field(
+        RobotPreflightSettings(), description="What sampler and trainer must agree on before the first step."
+    )
+    evaluation: LiberoEvaluationSection
+    comparison: CompareLiberoSettings = Field(
+        CompareLiberoSettings(), description="How the policies before and after are compared."
+    )
+    machine: MachineSection = Machine()
+    demonstrations: DemonstrationSettings | None = Field(None, description="What the expert demonstrates first.")
+    layout: LayoutSettings | None = Field(None, description="How the demonstrations are stored.")
+    statistics: QuantileStatsSettings | None = Field(None, description="Which features of them are measured.")
+    training: VLATrainerSettings | None = Field(None, description="The training on demonstrations.")
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        first = {name: getattr(self, name) for name in ("demonstrations", "layout", "statistics", "training")}
+        if len({section is None for section in first.values()}) > 1:
+            missing = ", ".join(name for name, section in first.items() if section is None)
+            raise ValueError(f"training on demonstrations needs {', '.join(first)}: add {missing}, or leave all out")
+        return self
 
 
 class Evaluate(Sections):
@@ -173,6 +239,7 @@ RECIPES: dict[str, type[Sections]] = {
     "evaluate/sweep": Sweep,
     "demonstrations": Demonstrations,
     "train-vla": TrainVla,
+    "train-vla-rl": TrainVlaRl,
     "evaluate/libero": EvaluateLibero,
 }
 """By a recipe's whole name, else by that of its flow."""

@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from components.contracts.errors import ConfigurationError
+from components.project_modules import load_object
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
@@ -19,10 +20,13 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 class Registry:
-    """Maps a name to "module:attribute"; other packages add names under the entry-point group `group`."""
+    """Maps a name to "module:attribute"; other packages add names under the entry-point group `group`.
 
-    def __init__(self, noun: str, group: str, entries: dict[str, str]) -> None:
-        self.noun, self.group, self._entries = noun, group, entries
+    With `modules`, "module:attribute" is itself a name, of what lies beside a recipe or is installed.
+    """
+
+    def __init__(self, noun: str, group: str, entries: dict[str, str], *, modules: bool = False) -> None:
+        self.noun, self.group, self._entries, self._modules = noun, group, entries, modules
 
     def _all(self) -> dict[str, str]:
         return {point.name: point.value for point in entry_points(group=self.group)} | self._entries
@@ -40,13 +44,16 @@ class Registry:
             ConfigurationError: the name is unknown (the nearest known one is suggested), or what it stands for is not
                 there.
         """
-        entries = self._all()
+        if self._modules and ":" in name:
+            return load_object(name, self.noun)
+        entries = self._entries if name in self._entries else self._all()
         if name not in entries:
-            raise ConfigurationError(f"no {self.noun} is called {name!r}", remedy=suggestion(name, entries))
+            own = "; or MODULE:NAME of a module beside the recipe" if self._modules else ""
+            raise ConfigurationError(f"no {self.noun} is called {name!r}", remedy=suggestion(name, entries) + own)
         module, _, attribute = entries[name].partition(":")
         try:
             return getattr(import_module(module), attribute)
-        except (ImportError, AttributeError, SyntaxError) as error:
+        except (Exception, SystemExit) as error:  # whatever a package raises that adds a name
             raise ConfigurationError(
                 f"{self.noun} {name!r} cannot be loaded: {type(error).__name__}: {error}",
                 where=entries[name],

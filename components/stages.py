@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from components.artifacts.manifest import write_manifest
 from components.artifacts.store import ArtifactStore
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
+from components.contracts.numbers import write_json
 from components.contracts.stages import Artifact, Events, ResultT, Stage, StageContext, Units
+from components.home import home_folder
 from components.registry import Registry, suggestion
 
 STAGES = Registry(
@@ -35,10 +38,14 @@ STAGES = Registry(
         "demonstrations": "components.environments.libero.demonstrations.stage:DEMONSTRATIONS_STAGE",
         "policy": "components.policies.stage:POLICY_STAGE",
         "train-vla": "components.vla.stage:TRAIN_VLA_STAGE",
+        "train-vla-rl": "components.vla_rl.stage:TRAIN_VLA_RL_STAGE",
         "evaluate-libero": "components.evaluation.libero.stage:EVALUATE_LIBERO_STAGE",
         "compare-libero": "components.evaluation.libero.stage:COMPARE_LIBERO_STAGE",
     },
 )
+
+STARTED = "stage.json"
+"""In the workspace of a stage: its settings and the folders of its inputs, for who looks on while it runs."""
 
 
 class TerminalEvents:
@@ -90,6 +97,12 @@ def fingerprint(stage: Stage[Any], settings: BaseModel, inputs: Mapping[str, Art
     Raises:
         ConfigurationError: an input is missing or too many, or a setting is not finite.
     """
+    return _fingerprint_and_sources(stage, settings, inputs)[0]
+
+
+def _fingerprint_and_sources(
+    stage: Stage[Any], settings: BaseModel, inputs: Mapping[str, Artifact]
+) -> tuple[str, dict[str, str]]:
     if set(inputs) != set(stage.inputs):
         raise ConfigurationError(
             f"stage {stage.name!r} takes the inputs {sorted(stage.inputs)}, given {sorted(inputs)}",
@@ -102,13 +115,13 @@ def fingerprint(stage: Stage[Any], settings: BaseModel, inputs: Mapping[str, Art
         "settings": settings.model_dump(mode="json"),
         "inputs": {name: inputs[name].digest for name in stage.inputs},
     }
-    if sources := stage.sources(settings, inputs):
-        document["sources"] = dict(sources)
-    return document_digest(document)[:20]
+    if sources := dict(stage.sources(settings, inputs)):
+        document["sources"] = sources
+    return document_digest(document)[:20], sources
 
 
 def open_store(machine: Machine, say: Callable[[str], None] = tqdm.write) -> ArtifactStore:
-    return ArtifactStore(Path(machine.store), machine.remote_store, say)
+    return ArtifactStore(home_folder() / machine.store, machine.remote_store, say)
 
 
 def refuse_unknown(stages: Iterable[str]) -> None:
@@ -149,13 +162,22 @@ def run_stage(
         with closing(TerminalEvents()) as terminal:
             return run_stage(name, settings, inputs, machine, terminal, units, again)
     stage: Stage[Any] = STAGES[name]
-    store, key = open_store(machine, events.message), fingerprint(stage, settings, inputs)
-    with store.lock(name, key):
+    settings = stage.resolve(settings, inputs, events.message)
+    store = open_store(machine, events.message)
+    key, sources = _fingerprint_and_sources(stage, settings, inputs)
+    with ExitStack() as held:
+        held.enter_context(store.lock(name, key))
+        made = None if again else store.find(name, key)
+        if made is None:
+            held.enter_context(store.lease(name, key))
+            made = None if again else store.find(name, key)  # by the machine that had the lease before
+        if made is not None:
+            events.message(f"{name}: already made, {made.path}")
+            store.settle()
+            return made
         if again:
             store.set_aside(name, key)
-        elif made := store.find(name, key):
-            events.message(f"{name}: already made, {made.path}")
-            return made
+        store.fetch_checkpoint(name, key)
         context = StageContext(
             machine=machine,
             events=events,
@@ -163,7 +185,10 @@ def run_stage(
             workspace=store.workspace(name, key),
             images=store.images,
             fingerprint=key,
+            saved=partial(store.send_checkpoint, name, key),
         )
+        folders = {name: str(inputs[name].path) for name in stage.inputs}
+        write_json(context.workspace / STARTED, {"settings": settings.model_dump(), "inputs": folders})
 
         def fill(folder: Path) -> None:
             report = stage.run(settings, inputs, folder, context)
@@ -175,10 +200,11 @@ def run_stage(
                 drops=dict(report.drops),
                 inputs={key: inputs[key].digest for key in stage.inputs},
                 settings=settings.model_dump(mode="json"),
-                sources=stage.sources(settings, inputs),
+                sources=sources,
             )
 
         started = time.monotonic()
         artifact = store.write(name, key, fill)
+        store.finish(name, key)
     events.message(f"{name}: made in {time.monotonic() - started:.1f} s, {artifact.path}")
     return artifact

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from importlib import metadata
 from inspect import isclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -16,8 +18,12 @@ version = release = metadata.version("armature-vla")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 exclude_patterns = ["conf.py"]
+highlight_language = "text"
 html_theme = "furo"
 html_title = f"Armature {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
 
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
@@ -33,11 +39,39 @@ def describe_fields(app: Sphinx, what: str, name: str, found: Any, options: Any,
             lines += ["", f"``{field} = {str(default) or repr(default)}``", f"    {about.description}"]
 
 
-def leave_out_fields(app: Sphinx, what: str, name: str, found: Any, *rest: Any) -> tuple[str, str] | None:
-    """The signature of a settings class would list them again."""
-    return ("(**options)", "") if isclass(found) and issubclass(found, BaseModel) else None
+def shorten_signature(
+    app: Sphinx, what: str, name: str, found: Any, options: Any, signature: str | None, returned: str | None
+) -> tuple[str | None, str | None]:
+    """A settings class would list its fields again; a default that is no Python leaves names unabridged."""
+    if isclass(found) and issubclass(found, BaseModel):
+        return "(**options)", ""
+    return signature and signature.replace("<factory>", "..."), returned
+
+
+def add_notebook(app: Sphinx, docname: str, source: list[str]) -> None:
+    """The page `notebook` has the cells of the notebook below its own text."""
+    if docname != "notebook":
+        return
+    cells = json.loads((Path(app.srcdir).parent / "examples/trainer.ipynb").read_text())["cells"]
+    cells[0]["source"] = cells[0]["source"][1:]  # the title, which the page has
+    source[0] += "\n".join(part for cell in cells for part in cell_parts(cell))
+
+
+def cell_parts(cell: dict[str, Any]) -> list[str]:
+    """Markdown of a cell and of what it showed: text and figures."""
+    text = "".join(cell["source"])
+    if cell["cell_type"] == "markdown":
+        return [f"\n{text}\n"]
+    parts = [f"\n```python\n{text}\n```\n"]
+    for output in cell["outputs"]:
+        if png := output.get("data", {}).get("image/png"):
+            parts.append(f"\n![a figure that the cell above draws](data:image/png;base64,{png.strip()})\n")
+        elif printed := "".join(output.get("text", ())):
+            parts.append(f"\n```text\n{printed.rstrip()}\n```\n")
+    return parts
 
 
 def setup(app: Sphinx) -> None:
+    app.connect("source-read", add_notebook)
     app.connect("autodoc-process-docstring", describe_fields)
-    app.connect("autodoc-process-signature", leave_out_fields)
+    app.connect("autodoc-process-signature", shorten_signature)

@@ -29,8 +29,7 @@ from components.models.tiny import make_tiny_checkpoint
 from components.rollouts.collect import collect
 from components.rollouts.schedule import tasks_of_step
 from components.stages import TerminalEvents
-from components.training.client import TrainerClient
-from components.training.service_settings import TrainerPolicySettings
+from components.vlm.client import TrainerClient, TrainerPolicySettings
 
 
 async def train(work: Path, overrides: list[str]) -> float:

@@ -2,7 +2,7 @@
 
 An environment lists tasks and plays an episode of a task: `reset` shows something, `step` takes an answer and rewards
 it, part by part. Here an episode has one turn; an outcome with another observation would go on. Two cores and no GPU
-are enough: `python examples/own_environment.py`, some 90 seconds.
+are enough: `python examples/own_environment.py`, about a minute.
 
 Recipes find an environment by its name, if the package that holds it says in its pyproject.toml
 
@@ -115,4 +115,4 @@ def train(work: Path, steps: int) -> dict[str, float]:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory(prefix="own-environment-") as folder:
-        print(f"reward in the last step {train(Path(folder), steps=12)['reward/mean']:.3f}; a guess earns 0.5")
+        print(f"reward in the last step {train(Path(folder), steps=8)['reward/mean']:.3f}; a guess earns 0.5")

@@ -17,10 +17,11 @@ from tasks.run_stage import run
 def evaluate_libero(recipe: EvaluateLibero) -> list[str]:
     sections, machine = recipe.given(), recipe.machine
     with tracked_flow(sections) as tracking:
-        played = run("evaluate-libero", sections, machine, policy=policy_artifact(recipe.policy, machine))
+        played = run("evaluate-libero", sections, machine, of="policy", policy=policy_artifact(recipe.policy, machine))
         findings, made = [CheckpointResult("policy", played)], {}
         if recipe.against is not None:
-            other = run("evaluate-libero", sections, machine, policy=policy_artifact(recipe.against, machine))
+            against = policy_artifact(recipe.against, machine)
+            other = run("evaluate-libero", sections, machine, of="against", policy=against)
             findings.append(CheckpointResult("against", other))
             made["comparison"] = run("compare-libero", sections, machine, first=other, second=played)
         return report(tracking, findings, made)

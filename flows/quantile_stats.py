@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefect import flow
 
-from components.datasets.source import local_folder, pinned
+from components.datasets.source import local_folder
 from components.datasets.stage import augment as put_into_dataset
 from components.recipes import QuantileStats
 from tasks.flow_run import tracked_flow
@@ -16,8 +16,7 @@ from tasks.run_stage import run
 @flow(name="quantile-stats", validate_parameters=True)
 @takes(QuantileStats)
 def quantile_stats(recipe: QuantileStats) -> list[str]:
-    machine = recipe.machine
-    sections = recipe.given() | {"dataset": pinned(recipe.dataset)}
+    sections, machine = recipe.given(), recipe.machine
     with tracked_flow(sections) as tracking:
         source = run("dataset", sections, machine)
         measured = run("quantile-stats", sections, machine, dataset=source)

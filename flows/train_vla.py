@@ -1,9 +1,11 @@
-"""Train a robot policy on demonstrations, from the simulator or of a dataset, to an evaluation in LIBERO."""
+"""Train a robot policy on demonstrations, from the simulator or of a dataset; LIBERO's robot is evaluated there."""
 
 from __future__ import annotations
 
 from prefect import flow
 
+from components.datasets.source import open_sources
+from components.evaluation.libero.robot import refuse_other_robot
 from components.recipes import TrainVla
 from tasks.flow_run import deployment_name, tracked_flow
 from tasks.parameters import takes
@@ -18,17 +20,20 @@ def train_vla(recipe: TrainVla) -> list[str]:
     sections, machine = recipe.given(), recipe.machine
     with tracked_flow(sections) as tracking:
         data = training_data(sections, machine)
+        if recipe.dataset is not None and recipe.evaluation is not None and recipe.simulator is not None:
+            refuse_other_robot(open_sources(data.path), recipe.policy.image_keys, recipe.simulator)
         measured = run("quantile-stats", sections, machine, dataset=data)
         start = run("policy", sections, machine)
         trained = run("train-vla", sections, machine, policy=start, dataset=data, statistics=measured)
-        after = run("evaluate-libero", sections, machine, policy=trained)
-        findings, made = (
-            [CheckpointResult("after training", after)],
-            {"data": data, "statistics": measured, "training": trained},
-        )
+        made = {"data": data, "statistics": measured, "training": trained}
+        after = trained
+        if recipe.evaluation is not None:
+            after = run("evaluate-libero", sections, machine, of="after training", policy=trained)
+        findings = [CheckpointResult("after training", after)]
         if recipe.comparison is not None:
-            before = run("evaluate-libero", sections, machine, policy=start)
+            before = run("evaluate-libero", sections, machine, of="before training", policy=start)
             made["comparison"] = run("compare-libero", sections, machine, first=before, second=after)
             findings.insert(0, CheckpointResult("before training", before))
-        candidate = promote_candidate(trained, f"train-vla.{deployment_name()}")
+        compared = findings if recipe.evaluation is not None else []
+        candidate = promote_candidate(trained, f"train-vla.{deployment_name()}", compared)
         return report(tracking, findings, made, candidate)

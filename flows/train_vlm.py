@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prefect import flow
 
+from components.evaluation.planned import planned_tasks
 from components.recipes import TrainVlm
 from tasks.flow_run import deployment_name, tracked_flow
 from tasks.parameters import takes
@@ -17,14 +18,15 @@ def train_vlm(recipe: TrainVlm) -> list[str]:
     sections, machine = recipe.given(), recipe.machine
     with tracked_flow(sections) as tracking:
         tasks = run("tasks", sections, machine)
+        planned_tasks(recipe.evaluation, tasks.path)  # what it refuses is known before the training
         start = run("model", sections, machine)
         stage, made = "before training", {}
         if recipe.warm_start is not None:
             start = run("sft", sections, machine, tasks=tasks, model=start)
             stage, made = "after warm start", {"warm start": start}
         trained = run("train-vlm", sections, machine, tasks=tasks, model=start)
-        before = run("evaluate", sections, machine, tasks=tasks, model=start)
-        after = run("evaluate", sections, machine, tasks=tasks, model=trained)
-        candidate = promote_candidate(trained, f"train-vlm.{deployment_name()}")
+        before = run("evaluate", sections, machine, of=stage, tasks=tasks, model=start)
+        after = run("evaluate", sections, machine, of="after training", tasks=tasks, model=trained)
         findings = [CheckpointResult(stage, before), CheckpointResult("after training", after)]
+        candidate = promote_candidate(trained, f"train-vlm.{deployment_name()}", findings)
         return report(tracking, findings, {**made, "training": trained}, candidate)

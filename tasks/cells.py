@@ -26,7 +26,7 @@ def cell(checkpoint: str, seed: int, sections: Mapping[str, BaseModel], machine:
     assert isinstance(model, ModelSettings) and isinstance(evaluation, EvaluationSettings)
     artifact = checkpoint_artifact(checkpoint, model, machine)
     seeded = {**sections, "evaluation": evaluation.model_copy(update={"seed": seed})}
-    return run("evaluate", seeded, machine, tasks=tasks, model=artifact)
+    return run("evaluate", seeded, machine, of=f"{checkpoint}-seed{seed}", tasks=tasks, model=artifact)
 
 
 def run_cells(

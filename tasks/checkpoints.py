@@ -12,6 +12,7 @@ from components.contracts.machine import Machine
 from components.contracts.stages import Artifact
 from components.models.settings import ModelSettings
 from components.policies.settings import RobotPolicySettings
+from components.project import project_path
 from components.stages import open_store
 from tasks.mlflow_client import client
 from tasks.run_stage import run
@@ -26,9 +27,9 @@ def checkpoint_artifact(name: str, model: ModelSettings, machine: Machine) -> Ar
         DataError: the alias is unknown, or its checkpoint is not where it was.
     """
     if name.startswith(ALIAS_PREFIX):
-        return open_artifact(_aliased(name))
-    if (Path(name) / "manifest.json").is_file():
-        return open_artifact(Path(name))
+        return aliased_artifact(name, machine)
+    if (project_path(name) / "manifest.json").is_file():
+        return open_artifact(project_path(name))
     if found := open_store(machine).find_digest(name):
         return found
     settings = ModelSettings.model_validate(model.model_dump() | _source(name, model))
@@ -45,7 +46,7 @@ def policy_artifact(policy: RobotPolicySettings, machine: Machine) -> Artifact:
     """
     released = policy.checkpoint_path or ""
     if policy.path is None and released.startswith(ALIAS_PREFIX):
-        return open_artifact(_aliased(released))
+        return aliased_artifact(released, machine)
     return run("policy", {"policy": policy}, machine)
 
 
@@ -54,8 +55,8 @@ def _source(name: str, model: ModelSettings) -> dict[str, object]:
     return {"source": name} if name.startswith("tiny/") else {"source": name, "tiny": None}
 
 
-def _aliased(name: str) -> Path:
-    """The folder of `models:/<name>@<alias>` or `models:/<name>/<version>`."""
+def aliased_artifact(name: str, machine: Machine) -> Artifact:
+    """The artifact of `models:/<name>@<alias>` or `models:/<name>/<version>`: where it was made, or of this store."""
     body = name.removeprefix(ALIAS_PREFIX)
     registered, _, alias = body.partition("@")
     try:
@@ -71,7 +72,18 @@ def _aliased(name: str) -> Path:
             remedy="train first (a training run registers its checkpoint), or name a folder or a digest",
         ) from error
     tags = client().get_logged_model(str(version.source).rpartition("/")[2]).tags
-    folder = Path(tags["checkpoint.uri"])
-    if not folder.is_dir():
-        raise DataError(f"the checkpoint of {name!r} is gone", where=str(folder), remedy="run its training again")
-    return folder
+    folder, digest = Path(tags["checkpoint.uri"]), tags["checkpoint.digest"]
+    if folder.is_dir() and (there := open_artifact(folder)).digest == digest:
+        return there
+    store = open_store(machine)
+    found = store.find_digest(digest) or store.find(folder.parent.name, folder.name)
+    if found is None or found.digest != digest:
+        raise DataError(
+            f"the checkpoint of {name!r} is not on this machine, or gone",
+            where=f"{folder}, digest {digest}; machine.store = {machine.store}, "
+            f"machine.remote_store = {machine.remote_store}",
+            remedy="name the store that has it: --machine store=... or remote_store=...; or take the files that MLflow "
+            f"keeps of it, and name their folder: mlflow artifacts download -u {name} -d FOLDER; or run its training "
+            "again",
+        )
+    return found

@@ -6,8 +6,10 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from contextvars import copy_context
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Event, Lock, Thread
 from types import TracebackType
 from typing import cast
@@ -15,11 +17,14 @@ from uuid import UUID
 
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.logging import get_run_logger
+from prefect.runtime import flow_run, task_run
 
 from components.contracts.errors import TrackingError
 from components.contracts.stages import Artifact
 from components.stages import TerminalEvents
 from tasks.patience import patience
+from tasks.prometheus import RUNS
+from tasks.resources import ResourceWatch, free_bytes
 from tasks.tracking import TrackedRun
 
 FLUSH_SECONDS = 3.0
@@ -49,8 +54,9 @@ class PrefectEvents:
     `reported` is filled with the steps and the digests that were reported.
     """
 
-    def __init__(self, run: TrackedRun, reported: set[str | int]) -> None:
-        self._run, self._reported = run, reported
+    def __init__(self, run: TrackedRun, reported: set[str | int], store: Path) -> None:
+        self._run, self._reported, self._store = run, reported, store
+        self._resources, self._stack = ResourceWatch(), ExitStack()
         self._log: logging.Logger | logging.LoggerAdapter[logging.Logger] = get_run_logger()
         self._terminal = TerminalEvents() if sys.stderr.isatty() else None
         self._lock, self._stop = Lock(), Event()
@@ -63,17 +69,19 @@ class PrefectEvents:
         with self._lock:
             bar = self._bars.setdefault(name, _Bar(done, total, postfix))
             bar.done, bar.total, bar.postfix, bar.changed = done, total, postfix or bar.postfix, True
+        self._numbers.progress(name, done, total)
         if self._terminal:
             self._terminal.progress(name, done, total, **postfix)
         elif time.monotonic() - bar.logged_at > LOG_LINE_SECONDS or done >= total:
             bar.logged_at = time.monotonic()
-            self._log.info(bar.text(name))
+            self._say(bar.text(name))
 
     def metrics(self, values: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)
         with self._lock:
             self._reported.add(step)
             self._metrics.extend((key, float(value), now, step) for key, value in values.items())
+        self._numbers.of_step(values, step)
 
     def artifact(self, artifact: Artifact, role: str, step: int | None = None) -> None:
         with self._lock:
@@ -81,9 +89,10 @@ class PrefectEvents:
             self._artifacts.append((artifact, role, step))
 
     def message(self, text: str) -> None:
-        self._log.info(text)
+        self._say(text)
 
     def __enter__(self) -> PrefectEvents:
+        self._numbers = self._stack.enter_context(RUNS.stage(flow_run.name, task_run.name))
         self._thread.start()
         return self
 
@@ -92,6 +101,7 @@ class PrefectEvents:
     ) -> None:
         self._stop.set()
         self._thread.join()
+        self._stack.close()
         if self._terminal:
             self._terminal.close()
         if error is None:
@@ -103,9 +113,14 @@ class PrefectEvents:
         except TrackingError as lost:
             self._log.warning("%d numbers did not reach MLflow: %s", len(self._metrics), lost)
 
+    def _say(self, text: str) -> None:
+        self._log.info(text, extra={"step": self._numbers.step})  # seen where logs are JSON
+
     def _send_until_stopped(self) -> None:
         away = False
         while not self._stop.wait(FLUSH_SECONDS):
+            for warning in self._resources.warnings(free_bytes(self._store)):
+                self._log.warning(warning)
             try:
                 with patience(0.0):
                     self._send()

@@ -14,9 +14,11 @@ from pydantic import BaseModel
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
 from components.contracts.secrets import BLOCKS, BlockReference
+from components.inference.kept import keep_servers
 from tasks import mlflow_client as names
 from tasks.logs import readable_errors
 from tasks.mlflow_client import client, experiment_id
+from tasks.prometheus import serve_metrics
 from tasks.tracking import TrackedRun, tracked
 
 DEPLOYMENT_TAG = "deployment:"
@@ -49,38 +51,54 @@ def deployment_name() -> str:
 
 @contextmanager
 def tracked_flow(sections: Mapping[str, BaseModel]) -> Iterator[TrackedRun]:
-    """The flow's parent run in MLflow, with every section as parameters.
+    """The flow's parent run in MLflow, with every section as parameters; its stages share model servers.
 
     Raises:
-        ConfigurationError: a variable or a block that the machine's settings name is not there.
+        ConfigurationError: a variable or a block that the machine's settings name is not there, or nothing can
+            listen at `machine.metrics`.
     """
     readable_errors()
     machine = sections["machine"]
     assert isinstance(machine, Machine)
-    read_blocks(machine)
+    read_blocks(sections)
     machine.server_variables(), machine.trainer_variables()  # hours before they are needed
     tags = {names.FLOW_RUN_TAG: str(flow_run.id), "armature.deployment": deployment_name()}
     name = f"{deployment_name()}-{flow_run.name}"
-    with tracked(flow_run.flow_name, name, tags, sections) as run:
+    with (
+        serve_metrics(machine.metrics, machine.store),
+        keep_servers(),
+        tracked(flow_run.flow_name, name, tags, sections) as run,
+    ):
         yield run
 
 
-def read_blocks(machine: Machine) -> None:
+def read_blocks(sections: Mapping[str, BaseModel]) -> None:
     """
     Raises:
         ConfigurationError: Prefect has no Secret block of a name that the settings give.
     """
-    for reference in (*machine.server_environment.values(), *machine.trainer_environment.values()):
-        if isinstance(reference, BlockReference):
-            name = reference.prefect_secret
-            try:
-                BLOCKS[name] = str(cast(Secret[Any], Secret.load(name, _sync=True)).get())  # type: ignore[call-arg]
-            except ValueError as error:
-                raise ConfigurationError(
-                    f"Prefect has no Secret block {name!r}",
-                    where="machine.server_environment, machine.trainer_environment",
-                    remedy="make it on the page Blocks of the dashboard",
-                ) from error
+    for name, where in _blocks({section: settings.model_dump(mode="json") for section, settings in sections.items()}):
+        try:
+            BLOCKS[name] = str(cast(Secret[Any], Secret.load(name, _sync=True)).get())  # type: ignore[call-arg]
+        except ValueError as error:
+            raise ConfigurationError(
+                f"Prefect has no Secret block {name!r}",
+                where=where,
+                remedy="make it on the page Blocks of the dashboard",
+            ) from error
+
+
+def _blocks(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
+    """The names of blocks in settings, whichever part of them they are in, and where."""
+    if isinstance(value, Mapping):
+        if set(value) == set(BlockReference.model_fields):
+            yield value["prefect_secret"], where
+            return
+        for key, item in value.items():
+            yield from _blocks(item, f"{where}.{key}" if where else key)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _blocks(item, f"{where}.{index}")
 
 
 def current_run() -> TrackedRun | None:

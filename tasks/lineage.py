@@ -67,6 +67,14 @@ def lineage(run_or_digest: str) -> Node:
     return found
 
 
+def code_commit(digest: str) -> str:
+    """The commit of the code that made an artifact; "" where no run is known to have made it."""
+    run = _Walker().maker(digest)
+    if run is not None and (parent := run.data.tags.get(names.PARENT_TAG)):
+        run = client().get_run(parent)
+    return str(run.data.tags.get(names.COMMIT_TAG, "")) if run is not None else ""
+
+
 def _find_run(run_id: str) -> Run | None:
     try:
         return client().get_run(run_id)
@@ -115,7 +123,7 @@ class _Walker:
         if digest in self._seen:
             return node
         self._seen.add(digest)
-        maker = self._maker(digest)
+        maker = self.maker(digest)
         if maker is not None:
             node.made_by = maker.info.run_id
             node.facts = {"run": maker.info.run_id, **_facts(maker)}
@@ -132,7 +140,7 @@ class _Walker:
         node.parents += [self.artifact(each) for each in made_from]
         return node
 
-    def _maker(self, digest: str) -> Run | None:
+    def maker(self, digest: str) -> Run | None:
         condition = f"dataset.digest = '{digest}' and dataset.context = 'output'"
         for run in client().search_runs(self._experiments, condition, order_by=["attributes.start_time ASC"]):
             if any(each.dataset.digest == digest for each in _with_context(run, "output")):

@@ -29,10 +29,11 @@ from mlflow.exceptions import MlflowException
 
 from components.contracts.errors import ConfigurationError
 from components.contracts.secrets import without_passwords
+from components.home import home_folder
 from components.private_files import private_database
 from tasks.patience import patiently
 
-STATE = Path(".armature")
+STATE = home_folder() / ".armature"
 UI_URL = "http://127.0.0.1:5000"
 
 CONTEXT_TAG = "mlflow.data.context"

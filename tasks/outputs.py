@@ -18,7 +18,7 @@ from components.artifacts.manifest import read_manifest
 from components.contracts.machine import Machine
 from components.contracts.stages import Artifact
 from components.stages import open_store
-from tasks.tracking import MetricPoint, TrackedRun
+from tasks.tracking import TrackedRun
 
 MODEL_KINDS = ("model", "policy")
 """Kinds of artifacts that are checkpoints, and names of the inputs that take one."""
@@ -32,14 +32,22 @@ MAX_PAGE_BYTES = 64 * 2**20
 def record_output(
     run: TrackedRun, artifact: Artifact, inputs: Mapping[str, Artifact], machine: Machine, reported: set[str | int]
 ) -> None:
-    """`reported`: digests and steps that the stage has reported itself."""
+    """`reported`: digests and steps that the stage has reported itself.
+
+    A number of the whole run that is called like a curve is `final/` and its name: at step 0 it would bend the curve.
+    """
     model = _models(run, artifact, inputs)
     manifest = read_manifest(artifact.path)
     counts = {f"rows/{key}": float(count) for key, count in manifest.rows.items()}
     counts |= {f"drops/{key}": float(count) for key, count in manifest.drops.items()}
     run.log_numbers(counts)
-    run.log_numbers(numbers(artifact), model, inputs.get("tasks"))
-    run.log_metrics(_history(artifact.path / "history.json", reported))
+    rows = _history(artifact.path / "history.json")
+    curves = set().union(*rows)
+    whole = {f"final/{key}" if key in curves else key: value for key, value in numbers(artifact).items()}
+    run.log_numbers(whole, model, inputs.get("tasks"))
+    now = int(time.time() * 1000)
+    later = [(int(row["step"]), row) for row in rows if int(row["step"]) not in reported]
+    run.log_metrics([(key, float(row[key]), now, step) for step, row in later for key in row if key != "step"])
     run.log_artifacts(_lineage(artifact.path / "lineage.json", machine, reported))
     for page in pages(artifact):
         run.log_file(page)
@@ -77,12 +85,10 @@ def _flat_numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, floa
     return flat
 
 
-def _history(path: Path, reported: set[str | int]) -> list[MetricPoint]:
-    if not path.is_file():
-        return []
-    now = int(time.time() * 1000)
-    rows = [row for row in json.loads(path.read_text()) if int(row["step"]) not in reported]
-    return [(key, float(value), now, int(row["step"])) for row in rows for key, value in row.items() if key != "step"]
+def _history(path: Path) -> list[dict[str, Any]]:
+    """Numbers by step, which are curves."""
+    rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
+    return rows
 
 
 def _lineage(path: Path, machine: Machine, reported: set[str | int]) -> list[tuple[Artifact, str, int | None]]:

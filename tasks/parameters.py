@@ -6,9 +6,9 @@ from collections.abc import Callable
 from inspect import Parameter, Signature, cleandoc
 from typing import Any, TypeVar
 
+from components.configuration import SectionsT, fitting
 from components.recipes import Sections
 
-SectionsT = TypeVar("SectionsT", bound=Sections)
 Result = TypeVar("Result")
 
 
@@ -22,7 +22,7 @@ def takes(
 
     def of_recipe(function: Callable[[SectionsT], Result]) -> Callable[..., Result]:
         def of_sections(**given: Any) -> Result:
-            return function(sections(**given))
+            return function(fitting(sections, given))
 
         arguments = [f"    {name}: {field.description}" for name, field in sections.model_fields.items()]
         of_sections.__name__, of_sections.__qualname__ = function.__name__, function.__qualname__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,13 +14,18 @@ from components.contracts.stages import Artifact
 from tasks.flow_run import provenance
 from tasks.mlflow_client import served_by
 from tasks.outputs import numbers, pages
-from tasks.tracking import TrackedRun, find_model, promote
+from tasks.promotion import measure_of_candidate, promote
+from tasks.tracking import TrackedRun, find_model
 
 SHOWN = (
     *("accuracy", "accuracy_low", "accuracy_high", "success", "success_low", "success_high"),
-    *("reward", "episodes", "failed"),
+    *("reward", "episodes", "failed", "action_error", "mean_action_error"),
 )
 """Columns of the table of results, and those of a further split under its name; MLflow has all numbers."""
+
+
+MEASURES = ("accuracy", "success")
+"""By which of two checkpoints the better one is known: the first of these that an evaluation has."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ def report(
     tracking: TrackedRun, findings: Sequence[CheckpointResult], made: Mapping[str, Artifact], promoted: str = ""
 ) -> list[str]:
     """Write the page's artifacts; returns the lines that say where everything is."""
+    tracking.log_numbers(_final_numbers(findings, made))
     rows = [finding.row() for finding in findings]
     columns = list(dict.fromkeys(key for row in rows for key in row))
     create_table_artifact([{key: row.get(key, "") for key in columns} for row in rows], key="results")
@@ -57,15 +64,40 @@ def report(
         lines += [f"{name:<16} {page.resolve().as_uri()}" for page in pages(artifact) if page.suffix == ".html"]
         lines.append(f"{name:<16} {artifact.digest}  {artifact.path}")
     if promoted:
-        lines.append(f"{'alias':<16} {promoted}")
+        lines.append(f"{'candidate':<16} {promoted}")
     text = "\n".join(f"- `{line}`" for line in lines)
     create_markdown_artifact(f"[The run in MLflow]({tracking.page})\n\n{text}\n", key="summary")
     return [*lines, f"{'MLflow':<16} {tracking.page}  {served_by()}"]
 
 
+def _final_numbers(findings: Sequence[CheckpointResult], made: Mapping[str, Artifact]) -> dict[str, float]:
+    """The numbers of every result for the flow's own run, under its name; those of a single one under their own."""
+    results = {finding.name: finding.artifact for finding in findings if finding.artifact}
+    if len(findings) == 1 and results:
+        return numbers(*results.values())
+    named = {re.sub(r"[^\w. -]", "_", name): numbers(artifact) for name, artifact in {**made, **results}.items()}
+    return {f"{name}/{key}": value for name, values in named.items() for key, value in values.items()}
+
+
 @task(name="promote", task_run_name="promote", cache_policy=NO_CACHE, persist_result=False)
-def promote_candidate(checkpoint: Artifact, registered_name: str) -> str:
-    """Point `models:/<registered name>@candidate` at the checkpoint; returns this name."""
+def promote_candidate(checkpoint: Artifact, registered_name: str, findings: Sequence[CheckpointResult]) -> str:
+    """Point `models:/<registered name>@candidate` at the checkpoint, unless an evaluation was better without it.
+
+    That is the first of `findings` where there are two, and that of the candidate so far, if it was evaluated in the
+    same way on the same tasks. The last is the checkpoint's own. Without any, nothing is compared.
+
+    Returns this name, or why the alias stays where it is.
+    """
     model = find_model(checkpoint.digest)
     assert model is not None, "the stage that made a checkpoint logs it"
-    return promote(model, registered_name)
+    if not findings:
+        return promote(model, registered_name, checkpoint)
+    *others, own = [(finding.name, numbers(finding.artifact)) for finding in findings if finding.artifact]
+    measure = next(key for key in MEASURES if key in own[1])
+    values = {name: values[measure] for name, values in others}
+    if (promoted := measure_of_candidate(registered_name, model, measure)) is not None:
+        values["the candidate"] = promoted
+    better = [f"{value:.4g} {name}" for name, value in values.items() if value > own[1][measure]]
+    if better:
+        return f"stays where it is: {measure} {own[1][measure]:.4g} {own[0]}, {' and '.join(better)}"
+    return promote(model, registered_name, checkpoint)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from prefect import State, Task, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import TaskRun
 from prefect.concurrency.sync import concurrency
+from prefect.logging import get_run_logger
 from prefect.runtime import flow_run, task_run
 from prefect.states import Completed
 from pydantic import BaseModel
@@ -17,14 +19,17 @@ from pydantic import BaseModel
 from components.configuration import Recipe
 from components.contracts.errors import ServerError, TrainerError, WeightSyncError
 from components.contracts.machine import Machine
-from components.contracts.stages import Artifact
+from components.contracts.stages import Artifact, Stage
+from components.home import home_folder
 from components.stages import STAGES, find_made, fingerprint, refuse_unknown, run_stage
+from components.view.runs import STAGES as VIEWED
 from tasks import mlflow_client as names
 from tasks.events import PrefectEvents
 from tasks.flow_run import current_run, provenance
 from tasks.outputs import record_output
 from tasks.tracking import TrackedRun, tracked
 from tasks.units import PrefectUnits
+from tasks.viewer_link import link_viewer
 
 GPU_LIMIT = "gpu"
 REUSED = "Reused"
@@ -38,7 +43,7 @@ def can_run_again(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bo
 
 @task(
     name="stage",
-    task_run_name="{name}",
+    task_run_name="{label}",
     cache_policy=NO_CACHE,
     persist_result=False,
     retries=1,
@@ -46,9 +51,9 @@ def can_run_again(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bo
     retry_condition_fn=can_run_again,
 )
 def stage_task(
-    name: str, settings: BaseModel, inputs: Mapping[str, Artifact], machine: Machine, again: bool
+    name: str, label: str, settings: BaseModel, inputs: Mapping[str, Artifact], machine: Machine, again: bool
 ) -> State[Artifact] | Artifact:
-    """Run stage `name` as a nested MLflow run of the flow's. State "Reused" when its artifact was made before.
+    """Run stage `name` as a nested MLflow run `label` of the flow's. State "Reused" when its artifact was made before.
 
     With `again` it is made from its beginning; an attempt after a failed one resumes all the same.
     """
@@ -67,17 +72,25 @@ def stage_task(
     return artifact
 
 
-def run(name: str, sections: Mapping[str, BaseModel], machine: Machine, **inputs: Artifact) -> Artifact:
+def run(name: str, sections: Mapping[str, BaseModel], machine: Machine, of: str = "", **inputs: Artifact) -> Artifact:
     """Run a stage from a flow with its part of the flow's sections; wait for its artifact, new or reused.
+
+    `of` tells it apart, by its name, from others of the same stage in the flow.
 
     It is made again, once in a flow run, if `machine.force` has it or something that it is made from.
     """
     refuse_unknown(machine.force)
-    settings = Recipe("", "", sections).settings_for(STAGES[name].settings)
-    known, key = provenance(), fingerprint(STAGES[name], settings, inputs)
+    stage: Stage[Any] = STAGES[name]
+    settings = stage.resolve(
+        Recipe("", "", sections, "").settings_for(stage.settings), inputs, lambda text: get_run_logger().info(text)
+    )
+    known, key = provenance(), fingerprint(stage, settings, inputs)
     forced = name in machine.force or any(each.path.name in known.again for each in inputs.values())
     again = forced and key not in known.again
-    state: State[Any] = stage_task(name, settings, inputs, machine, again, return_state=True)
+    label = f"{name} {of}".strip()
+    if name in VIEWED:
+        link_viewer(label, key, Path(machine.store).resolve())
+    state: State[Any] = stage_task(name, label, settings, inputs, machine, again, return_state=True)
     artifact: Artifact = state.result()
     if again:
         known.again.add(key)
@@ -97,7 +110,11 @@ def _make(
     reported: set[str | int],
     again: bool,
 ) -> Artifact:
-    with gpus(machine), PrefectEvents(tracking, reported) as events, PrefectUnits() as units:
+    with (
+        gpus(machine),
+        PrefectEvents(tracking, reported, home_folder() / machine.store) as events,
+        PrefectUnits() as units,
+    ):
         return run_stage(name, settings, inputs, machine, events, units, again)
 
 

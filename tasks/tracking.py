@@ -5,8 +5,9 @@ Nothing of an artifact is uploaded. A dataset or a model in MLflow is a name, ou
 
 from __future__ import annotations
 
+import getpass
 import json
-import subprocess
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -32,7 +33,7 @@ from components.artifacts.digests import document_digest
 from components.artifacts.manifest import read_manifest
 from components.contracts.errors import TrackingError
 from components.contracts.stages import Artifact
-from components.installation import CHECKOUT
+from components.installation import installed_commit
 from tasks import mlflow_client as names
 from tasks.mlflow_client import client, experiment_id, page
 from tasks.patience import patience, patiently
@@ -58,16 +59,12 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def git_commit() -> str:
-    """The checked-out commit, with "+changed" when files differ from it; "" outside a checkout."""
-    if CHECKOUT is None:
-        return ""
-    command = ["git", "describe", "--always", "--abbrev=40", "--dirty=+changed", "--exclude=*"]
+def user_name() -> str:
+    """Who runs this; a number where the machine has no name for it, as in some containers."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=CHECKOUT, check=False)
-    except FileNotFoundError:
-        return ""
-    return done.stdout.strip()
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
 
 
 @dataclass(frozen=True)
@@ -159,22 +156,11 @@ def find_model(digest: str) -> LoggedModel | None:
     return found[0] if found else None
 
 
-def promote(model: LoggedModel, registered_name: str) -> str:
-    """Register the model and point the alias "candidate" at it; returns "models:/<name>@candidate"."""
-    name = registered_name.replace("/", ".")
-    known = client().search_model_versions(f"name = '{name}'")
-    source = f"models:/{model.model_id}"
-    version = next((each.version for each in known if each.source == source or each.model_id == model.model_id), None)
-    if version is None:
-        version = patiently(names.shown_uri(), mlflow.register_model)(source, name).version
-    client().set_registered_model_alias(name, "candidate", version)
-    return f"models:/{name}@candidate"
-
-
 def open_run(experiment: str, name: str, tags: Mapping[str, str], parent: TrackedRun | None = None) -> TrackedRun:
     """Start a run, nested under `parent` if there is one."""
     where = parent.experiment if parent else experiment_id(experiment)
-    more = {names.PARENT_TAG: parent.run_id} if parent else {names.COMMIT_TAG: git_commit()}
+    more = {names.PARENT_TAG: parent.run_id} if parent else {names.COMMIT_TAG: installed_commit()}
+    more |= {"mlflow.user": user_name(), "mlflow.source.name": "armature", "mlflow.source.type": "LOCAL"}
     run = client().create_run(where, run_name=name, tags={**tags, **more})
     return TrackedRun(run.info.run_id, where)
 

@@ -11,6 +11,8 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests.hub_server import HubServer, serve_hub
+
 hypothesis.settings.register_profile("armature", deadline=None)  # a busy machine is not a failure
 hypothesis.settings.load_profile("armature")
 
@@ -26,20 +28,29 @@ os.environ.update(
 )
 
 ON_ONE_WORKER = {
-    "the shared model server": (
+    "shared_server": (
         "tests/end_to_end/test_joined_server.py",
         "tests/end_to_end/test_kills.py",
         "tests/end_to_end/test_skipped_batch.py",
         "tests/evaluation/test_stage.py",
+        "tests/examples/test_evaluate.py",
         "tests/examples/test_grpo.py",
+        "tests/examples/test_trainer.py",
         "tests/platform/test_open_ports.py",
         "tests/platform/test_up.py",
         "tests/rollouts/test_real_images.py",
         "tests/rollouts/test_real_pool.py",
     ),
-    "the Prefect server": ("tests/flows/test_flows.py", "tests/tasks/test_run_stage.py"),
+    "prefect_server": (
+        "tests/flows/test_flows.py",
+        "tests/flows/test_submit.py",
+        "tests/tasks/test_blocks.py",
+        "tests/tasks/test_mlflow_away.py",
+        "tests/tasks/test_prometheus.py",
+        "tests/tasks/test_run_stage.py",
+    ),
 }
-"""Files that share what is dear to start, so that it is started once."""
+"""The files that use a fixture that is dear to start: on one worker, it is started once."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -47,7 +58,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """`--dist loadfile`, with the files of each group of `ON_ONE_WORKER` as one."""
     from xdist.scheduler import LoadFileScheduling
 
-    groups = {file: group for group, files in ON_ONE_WORKER.items() for file in files}
+    groups = {file: fixture for fixture, files in ON_ONE_WORKER.items() for file in files}
 
     class ByFileAndGroup(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
@@ -60,6 +71,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests may take long on a busy machine. On several cores their files go first, so that none ends alone."""
     for item in items:
+        file = item.nodeid.partition("::")[0]
+        for fixture in ON_ONE_WORKER.keys() & getattr(item, "fixturenames", ()):
+            if file not in ON_ONE_WORKER[fixture]:
+                raise pytest.UsageError(f"{file} uses {fixture}: add it to ON_ONE_WORKER in tests/conftest.py")
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(900))
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -83,6 +98,13 @@ def prefect_server() -> Iterator[None]:
 
     with prefect_test_harness(server_startup_timeout=120):
         yield
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[HubServer]:
+    """A stand-in of the hub that huggingface_hub speaks to, with a cache of this test's own."""
+    with serve_hub(tmp_path / "hub-cache") as served:
+        yield served
 
 
 @pytest.fixture(scope="session")
@@ -131,7 +153,7 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedSe
 
     python = Path(__file__).parents[1] / ".venv-vllm/bin/python"
     if not python.exists():
-        pytest.skip("needs .venv-vllm: make .venv-vllm/.made")
+        pytest.skip("needs .venv-vllm: make environments")
     folder, model = tmp_path_factory.mktemp("shared-server"), load_recipe("train-vlm/colors").sections["model"]
     assert isinstance(model, ModelSettings) and model.tiny is not None and model.tiny.format is not None
     # Its tokenizer knows the answers' words: a server turns tokens into text with the one that it began with.

@@ -62,7 +62,7 @@ def test_an_override_without_an_equals_sign_is_refused():
 def test_an_override_without_a_value_takes_away_a_setting_or_a_section():
     changed = ["dataset.path=data/mine", "dataset.revision="]
     assert load_recipe("train-vla/molmoact2", changed).dump()["dataset"]["revision"] is None
-    assert "demonstrations" not in load_recipe("train-vla/tiny", ["demonstrations=", "layout="]).sections
+    assert "evaluation" not in load_recipe("train-vla/tiny", ["evaluation="]).sections
     with pytest.raises(ConfigurationError, match=r"trainer.max_steps: Field required"):
         load_recipe("train-vlm/colors", ["trainer.max_steps="])
 
@@ -131,6 +131,8 @@ def test_several_nodes_need_a_place_to_meet():
     with pytest.raises(ConfigurationError, match=r"machine.trainer_interface: .*given 'eth0,eth1'"):
         load_recipe("train-vla/molmoact2", ["machine.trainer_nodes=2", "machine.trainer_interface=eth0,eth1"])
     load_recipe("train-vla/molmoact2", ["machine.trainer_nodes=2", "machine.trainer_interface=eth1"])
+    with pytest.raises(ConfigurationError, match=r"trainer_rendezvous has no effect with trainer_nodes = 1"):
+        load_recipe("train-vla/molmoact2", ["machine.trainer_rendezvous=nodes"])
 
 
 @pytest.mark.parametrize("name", recipe_names())

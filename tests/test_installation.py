@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from armature import setup
+from armature.hardware import package_version
 from components import installation
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
@@ -110,3 +112,43 @@ def test_an_installation_without_recipes_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(configuration, "CONFIGS", tmp_path)
     with pytest.raises(ConfigurationError, match=r"no recipes are installed(.|\n)*--force-reinstall armature-vla"):
         configuration.recipe_names()
+
+
+def test_another_python_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from packaging.specifiers import SpecifierSet
+
+    needed = SpecifierSet(PROJECT["requires-python"])
+    assert {(3, minor) for minor in range(30) if f"3.{minor}" in needed} == set(setup.PYTHONS)
+    monkeypatch.setattr(sys, "version_info", (3, 13, 0, "final", 0))
+    with pytest.raises(SystemExit, match=r"3\.11 or 3\.12 is needed, .* is 3\.13\.0: make PYTHON=python3\.12"):
+        setup.set_up("project", tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
+def test_the_commit_is_the_checkouts_else_the_images(tmp_path, monkeypatch):
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    monkeypatch.setenv("ARMATURE_COMMIT", "0123456789abcdef+changed")
+    assert installation.installed_commit().partition("+")[0] == head.strip()
+    monkeypatch.setattr(installation, "CHECKOUT", None)
+    assert installation.installed_commit() == "0123456789abcdef+changed"
+    assert package_version() == f"{PROJECT['version']}+012345678.changed"
+    monkeypatch.delenv("ARMATURE_COMMIT")
+    assert package_version() == PROJECT["version"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "wheel", "arguments"),
+    [
+        ("auto", "torch-2.13.0-cp311-cp311-linux_x86_64.whl", "--find-links"),
+        ("cpu", "torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl", "--find-links"),
+        ("cpu", "torch-2.13.0+cu130-cp311-cp311-linux_x86_64.whl", "--torch-backend=cpu"),
+        ("cu130", "torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl", "--torch-backend=cu130"),
+        ("cuda", "torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl", None),
+    ],
+)
+def test_a_local_wheel_of_torch_is_taken_for_its_own_backend(backend, wheel, arguments, tmp_path, monkeypatch):
+    (tmp_path / wheel).touch()
+    monkeypatch.setattr(setup, "wheel_folders", lambda: [str(tmp_path)])
+    monkeypatch.setenv("TORCH_BACKEND", backend)
+    assert setup.torch_source()[:1] == ([arguments] if arguments else [])
+    assert setup.for_cuda() == (backend.startswith("cu"))

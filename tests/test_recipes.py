@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from components.configuration import CONFIGS, load_recipe, recipe_from_file, recipe_names
 from components.contracts.errors import ConfigurationError
 from components.environments import ENVIRONMENTS
+from components.evaluation.settings import EvaluateStageSettings
 from components.recipes import RECIPES
 
 FILES = sorted(path.relative_to(CONFIGS) for path in CONFIGS.glob("*/*.toml"))
@@ -66,7 +67,7 @@ def bases(file: Path) -> Iterator[Path]:
         yield from bases(found)
 
 
-VARIANT_TAGS = {"name", "mode", "form", "source"}
+VARIANT_TAGS = {"name", "mode", "form", "source", "by"}
 
 
 def at(values: Any, key: str) -> Any:
@@ -134,9 +135,12 @@ def test_resolved_values_are_as_they_were(name: str):
 
 @pytest.mark.parametrize("name", ["evaluate/vlm", "evaluate/sweep"])
 def test_the_demo_s_checkpoint_is_evaluated_as_the_demo_does(name: str):
-    trained, evaluated = load_recipe("train-vlm/colors").sections, load_recipe(name).sections
-    for section in ("model", "environment", "inference", "evaluation", "machine"):
-        assert evaluated[section] == trained[section]
+    trained, evaluated = load_recipe("train-vlm/colors"), load_recipe(name)
+    for section in ("model", "environment", "inference", "machine"):
+        assert evaluated.sections[section] == trained.sections[section]
+    assert evaluated.settings_for(EvaluateStageSettings).model_dump() == (
+        trained.settings_for(EvaluateStageSettings).model_dump()
+    )
 
 
 def test_an_environment_s_defaults_are_part_of_the_settings_that_are_hashed():

@@ -1,4 +1,4 @@
-"""`python -m armature.setup project|vllm|trl`: the environments of a checkout, for the Makefile and the images."""
+"""`python -m armature.setup NAME`: the environments of a checkout, for the Makefile and the images."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import sys
 from armature.setup import set_up
 from components.installation import CHECKOUT
 
-NAMES = {"project": ".venv", "vllm": ".venv-vllm", "trl": ".venv-trl"}
+OTHERS = ("vllm", "trl", "checkov", "cluster", "lerobot", "openenv", "verifiers-legacy", "verifiers-v1")
+NAMES = {"project": ".venv", "image": ".venv"} | {name: f".venv-{name}" for name in OTHERS}
 
 
 def main() -> None:

@@ -63,9 +63,13 @@ def usable(where: Path) -> Iterator[None]:
         ) from error
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Put `data` at `path` by one rename that lasts. Raises OSError; what was at `path` is as it was then."""
-    with _locked_sibling(path) as work:
+def write_file(path: Path, data: bytes, beside: Path | None = None) -> None:
+    """Put `data` at `path` by one rename that lasts. Raises OSError; what was at `path` is as it was then.
+
+    Args:
+        beside: in whose folder it is written, where that of `path` is too large for `collect`.
+    """
+    with _locked_sibling(beside or path) as work:
         (work / CONTENT).write_bytes(data)
         sync(work / CONTENT)
         (work / CONTENT).rename(path)
@@ -107,6 +111,23 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
         if folder.exists():
             folder.rename(Path(scratch) / "old")
         new.rename(folder)
+
+
+def link_folder(source: Path, target: Path) -> None:
+    """Put the files of `source` at `target` by hard links (copies on another disk), replacing what is there."""
+
+    with replaced_folder(target) as new:
+        shutil.copytree(source, new, copy_function=link_file, dirs_exist_ok=True)
+
+
+def link_file(source: str | Path, target: str | Path) -> None:
+    """Put the file `source` at `target`, where nothing is, by a hard link; on another disk by a copy."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM):
+            raise
+        shutil.copyfile(source, target)
 
 
 def collect(folder: Path, dead: str | None = None) -> list[Path]:

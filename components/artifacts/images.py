@@ -68,6 +68,16 @@ def normalized(image: EncodedImage) -> tuple[EncodedImage, Image.Image]:
     return encoded, rgb
 
 
+def refuse_unreadable(image: EncodedImage) -> None:
+    """Reads the header alone: pixels that are damaged are found when they are decoded.
+
+    Raises:
+        DataError: see `decode`.
+    """
+    with _opened(image):
+        pass
+
+
 @contextmanager
 def _opened(image: EncodedImage) -> Iterator[Image.Image]:
     """The image with its header read; within, whatever Pillow raises of damaged bytes is a DataError."""
@@ -110,6 +120,11 @@ class ImageStore:
     def __init__(self, root: Path) -> None:
         self.root = root
 
+    @property
+    def unfinished(self) -> Path:
+        """Where images are while they are written: a folder of few, whatever the store holds."""
+        return self.root / "unfinished"
+
     def path(self, ref: ImageRef) -> Path:
         """
         Raises:
@@ -128,11 +143,16 @@ class ImageStore:
         """
         image, rgb = normalized(image)
         ref = ImageRef(image.sha256, image.media_type, rgb.width, rgb.height)
+        self.keep(ref, image.data)
+        return ref
+
+    def keep(self, ref: ImageRef, data: bytes) -> None:
+        """Write what is known to be the image of `ref`, unless it is there. Raises OSError."""
         path = self.path(ref)
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, image.data)
-        return ref
+            for folder in (path.parent, self.unfinished):
+                folder.mkdir(parents=True, exist_ok=True)
+            write_file(path, data, beside=self.unfinished / path.name)
 
     def read(self, ref: ImageRef) -> bytes:
         """The encoded bytes.

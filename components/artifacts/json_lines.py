@@ -6,7 +6,9 @@ import json
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+BLOCK = 4096
 
 
 class JsonLines:
@@ -19,8 +21,7 @@ class JsonLines:
     def append(self, row: bytes) -> None:
         """Add one JSON document without line breaks; it is on the disk when this returns."""
         with self._lock, self.path.open("a+b") as file:
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)  # a line that a crash cut off would spoil this one
+            file.truncate(_end_of_last_line(file))  # a line that a crash cut off would spoil this one
             file.write(row + b"\n")
             file.flush()
             os.fsync(file.fileno())
@@ -30,3 +31,16 @@ class JsonLines:
         if not self.path.exists():
             return []
         return [json.loads(line) for line in self.path.read_bytes().split(b"\n")[:-1]]
+
+
+def _end_of_last_line(file: IO[bytes]) -> int:
+    """The number of bytes up to the last line break; reads no more than what follows it."""
+    end = file.seek(0, os.SEEK_END)
+    size = 1  # nearly always enough
+    while end:
+        start = max(0, end - size)
+        file.seek(start)
+        if (found := file.read(end - start).rfind(b"\n")) >= 0:
+            return start + found + 1
+        end, size = start, BLOCK
+    return 0

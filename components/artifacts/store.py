@@ -5,36 +5,43 @@
 <root>/workspaces/<stage>-<fingerprint>/   what an unfinished attempt can resume from
 <root>/replaced/                       what was made again by --force
 <root>/images/                         the image store, shared by all artifacts
+<root>/remote/                         what remote stores still lack, and which images they have
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO
 
 from tqdm import tqdm
 
-from components.artifacts.disk import collect, replaced_folder, try_lock, usable, whole_folder
+from components.artifacts.disk import collect, full_disk_said, link_folder, try_lock, usable, whole_folder
+from components.artifacts.images import ImageStore
 from components.artifacts.manifest import MANIFEST, verified
+from components.artifacts.outbox import Entry, Outbox
 from components.artifacts.record import FileState, Record, read_record, record_path, write_record
 from components.artifacts.remote import RemoteStore
 from components.contracts.errors import DataError
 from components.contracts.stages import Artifact
 
-NO_ARTIFACTS = frozenset({"images", "replaced", "workspaces"})
+NO_ARTIFACTS = frozenset({"images", "remote", "replaced", "workspaces"})
+INCOMPLETE_SECONDS = 3600.0
+"""A checkpoint that is not complete after this long is one of a run that was killed."""
 
 
 class ArtifactStore:
-    """A local folder, and optionally a remote that finished artifacts are copied to and found in.
+    """A local folder, and optionally a remote that finished artifacts, their images and checkpoints of unfinished
+    stages are copied to, in the background, and found in.
 
     Args:
         say: is told what is waited for.
@@ -44,7 +51,8 @@ class ArtifactStore:
         with usable(root):
             self.root = root.resolve()
         self._say = say
-        self.remote = RemoteStore(remote, say) if remote else None
+        self.remote = RemoteStore(remote, self.root, say) if remote else None
+        self._outbox = Outbox(self.remote.outbox, self._send, say) if self.remote else None
 
     @property
     def images(self) -> Path:
@@ -64,7 +72,7 @@ class ArtifactStore:
         return folder
 
     def find(self, stage: str, fingerprint: str) -> Artifact | None:
-        """The finished artifact, fetched from the remote if only that has it, sent there if only that has it not.
+        """The finished artifact, fetched from the remote if only that has it; sent there later if only that lacks it.
 
         Raises:
             DataError: it is not what was made, here or in the remote.
@@ -85,11 +93,16 @@ class ArtifactStore:
 
         Raises:
             DataError: it is not what was made.
+            StoreError: the remote does not answer.
         """
         if len(digest) < 6:
             return None
         found = next((each for each in self if each.digest.startswith(digest)), None)
-        return self._open(found.path) if found else None
+        if found is not None or self.remote is None:
+            return self._open(found.path) if found else None
+        named = self.remote.find_digest(digest)
+        made = self.find(*named) if named else None
+        return made if made is not None and made.digest.startswith(digest) else None
 
     def __iter__(self) -> Iterator[Artifact]:
         """Every finished artifact as it is recorded; its files are not looked at."""
@@ -113,7 +126,7 @@ class ArtifactStore:
         """Let `fill` write a new artifact; it appears when complete, and the first writer wins.
 
         Raises:
-            StoreError: the disk is full, and nothing is left behind; or the remote does not answer, and it is kept.
+            StoreError: the disk is full, and nothing is left behind.
         """
         home = self.home(stage, fingerprint)
         with usable(self.root):
@@ -123,6 +136,53 @@ class ArtifactStore:
             record = verified(folder, stage)
         self._keep(home, record)
         return self._open(home)
+
+    def settle(self) -> None:
+        """Wait until the remote has every artifact that was written or found here.
+
+        Raises:
+            StoreError: it does not take them. They are kept, and sent when the store is used next.
+        """
+        if self._outbox is not None:
+            self._outbox.settle()
+
+    def send_checkpoint(self, stage: str, fingerprint: str, checkpoint: Path, best: Path | None = None) -> None:
+        """Have the remote keep this checkpoint, step-NNNNNN in the workspace, once it is complete, in place of the one
+        before; with it the files right in the workspace, and the folder `best`. It is sent after every artifact that
+        was made before.
+
+        Raises:
+            StoreError: another machine has taken over.
+        """
+        if self._outbox is not None and self.remote is not None:
+            workspace = self.workspace(stage, fingerprint)
+            self.remote.leases.refuse_lost(workspace.name)
+            names = [
+                path.resolve().relative_to(workspace).as_posix() for path in (checkpoint, best) if path is not None
+            ]
+            self._outbox.add(stage, fingerprint, names[0], tuple(names[1:]))
+
+    def fetch_checkpoint(self, stage: str, fingerprint: str) -> None:
+        """Have the newest checkpoint in the workspace, if the remote has one that is newer than those here.
+
+        Raises:
+            DataError: it is damaged.
+            StoreError: the remote does not answer.
+        """
+        if self.remote is not None:
+            with full_disk_said(self.root):
+                self.remote.checkpoints.fetch(self.workspace(stage, fingerprint), self._say)
+
+    def finish(self, stage: str, fingerprint: str) -> None:
+        """`settle` what a stage has made, after which its checkpoint in the remote is of no use and deleted.
+
+        Raises:
+            StoreError: see `settle`.
+        """
+        if self._outbox is not None and self.remote is not None:
+            self._outbox.forget_checkpoint(stage, fingerprint)
+            self.settle()
+            self.remote.checkpoints.remove(f"{stage}-{fingerprint}")
 
     @contextmanager
     def lock(self, stage: str, fingerprint: str) -> Iterator[None]:
@@ -140,7 +200,18 @@ class ArtifactStore:
             with usable(self.root):
                 self._collect(fingerprint)
                 _sign(file)
+            if self._outbox is not None:
+                self._outbox.start()
             yield
+
+    def lease(self, stage: str, fingerprint: str) -> AbstractContextManager[None]:
+        """Held by the one machine that makes this artifact, where several share a remote; others say whom they wait
+        for, and wait. The caller holds the lock.
+
+        Raises:
+            StoreError: the remote does not answer.
+        """
+        return self.remote.leases.held(f"{stage}-{fingerprint}") if self.remote else nullcontext()
 
     def set_aside(self, stage: str, fingerprint: str) -> None:
         """Move what an attempt has made, finished or not, below `replaced/`, and delete the remote copies.
@@ -158,14 +229,15 @@ class ArtifactStore:
                     target = aside / path.relative_to(self.root)
                     target.parent.mkdir(parents=True, exist_ok=True)
                     path.rename(target)
-        if self.remote is not None:
-            self.remote.remove(fingerprint)
+        if self._outbox is not None and self.remote is not None:
+            with self._outbox.held():
+                self.remote.remove(stage, fingerprint)
         if aside.exists():
             self._say(f"{stage}: made again; what was made before is in {aside}")
 
     def _collect(self, fingerprint: str) -> None:
         stages = [path for path in self.root.iterdir() if path.is_dir() and path.name not in NO_ARTIFACTS]
-        for folder in (*stages, *self.images.glob("??")):
+        for folder in (*stages, ImageStore(self.images).unfinished):
             for left in collect(folder, dead=fingerprint):
                 self._say(f"removed what a killed run left: {left}")
 
@@ -176,10 +248,37 @@ class ArtifactStore:
             record = record.model_copy(update={"pushed": known.pushed})
         if record != known:
             write_record(home, record)
-        if self.remote is not None and self.remote.url not in record.pushed:
-            self.remote.push(stage, home.name, home)
-            write_record(home, record.model_copy(update={"pushed": (*record.pushed, self.remote.url)}))
+        if self._outbox is not None and self.remote is not None and self.remote.url not in record.pushed:
+            self._outbox.add(stage, home.name)
         return Artifact(kind=stage, path=home, digest=record.digest)
+
+    def _send(self, entry: Entry) -> bool:
+        if entry.checkpoint is not None:
+            return self._send_checkpoint(entry, entry.checkpoint)
+        remote, home = self.remote, self.home(entry.stage, entry.fingerprint)
+        assert remote is not None
+        if not home.is_dir() or (record := read_record(home)) is None:
+            return True  # set aside
+        remote.push(entry.stage, entry.fingerprint, home, record.digest)
+        write_record(home, record.model_copy(update={"pushed": (*record.pushed, remote.url)}))
+        return True
+
+    def _send_checkpoint(self, entry: Entry, checkpoint: str) -> bool:
+        workspace, remote = self.workspace(entry.stage, entry.fingerprint), self.remote
+        assert remote is not None
+        if not (workspace / checkpoint).is_dir():
+            return time.time_ns() - entry.number > INCOMPLETE_SECONDS * 1e9
+        remote.scratch.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=remote.scratch) as scratch:
+            # The trainer removes old checkpoints: links keep this one as long as it is being sent.
+            for name in (checkpoint, *entry.more):
+                if (workspace / name).is_dir():
+                    link_folder(workspace / name, Path(scratch, name))
+            for path in workspace.iterdir():
+                if path.is_file() and not path.name.startswith("."):
+                    shutil.copyfile(path, Path(scratch, path.name))
+            remote.checkpoints.push(workspace.name, entry.number, Path(scratch), checkpoint)
+        return True
 
     def _fetch(self, remote: RemoteStore, home: Path) -> None:
         with usable(self.root):
@@ -220,18 +319,3 @@ def _holder(file: IO[str]) -> str:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def link_folder(source: Path, target: Path) -> None:
-    """Put the files of `source` at `target` by hard links (copies on another disk), replacing what is there."""
-
-    def link(from_: str, to: str) -> None:
-        try:
-            os.link(from_, to)
-        except OSError as error:
-            if error.errno not in (errno.EXDEV, errno.EPERM):
-                raise
-            shutil.copyfile(from_, to)
-
-    with replaced_folder(target) as new:
-        shutil.copytree(source, new, copy_function=link, dirs_exist_ok=True)

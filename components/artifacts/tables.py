@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,13 +45,20 @@ def write_table(path: Path, table: pa.Table | list[dict[str, object]], schema: T
         raise DataError(f"rows do not fit schema {schema.name!r}: {error}", where=str(path)) from error
 
 
-def read_table(path: Path, schema: TableSchema) -> pa.Table:
+def read_table(
+    path: Path, schema: TableSchema, where: Mapping[str, str] | None = None, columns: Sequence[str] | None = None
+) -> pa.Table:
     """
+    Args:
+        where: only rows with these values, by column; the others are not decoded.
+        columns: only these.
+
     Raises:
         DataError: no such file, not Parquet, another table, or another version of this one.
     """
     try:
-        table = pq.read_table(path)
+        filters = [(name, "=", value) for name, value in where.items()] if where else None
+        table = pq.read_table(path, filters=filters, columns=list(columns) if columns else None)
     except (FileNotFoundError, pa.ArrowInvalid, OSError) as error:
         raise DataError(f"the table cannot be read: {error}", where=str(path)) from error
     metadata = table.schema.metadata or {}
@@ -62,10 +70,11 @@ def read_table(path: Path, schema: TableSchema) -> pa.Table:
             where=str(path),
             remedy="run the stage that wrote it again with this version of armature",
         )
-    if not table.schema.equals(schema.schema, check_metadata=False):
+    expected = pa.schema([schema.schema.field(name) for name in columns]) if columns else schema.schema
+    if not table.schema.equals(expected, check_metadata=False):
         raise DataError(
             f"the columns of {schema.name!r} are not those of version {schema.version}",
             where=str(path),
-            remedy=f"expected {schema.schema.names}, found {table.schema.names}",
+            remedy=f"expected {expected.names}, found {table.schema.names}",
         )
     return table

@@ -56,13 +56,13 @@ def write_batch(folder: Path, samples: Sequence[Sample]) -> None:
     write_table(folder / BATCH_FILE, table, BATCH_SCHEMA)
 
 
-def read_batch(folder: Path) -> list[Sample]:
-    """The samples in `folder`, in their order.
+def read_batch(folder: Path, group_id: str | None = None) -> list[Sample]:
+    """The samples in `folder`, in their order, or those of one group.
 
     Raises:
         DataError: no batch table of this version.
     """
-    table = read_table(folder / BATCH_FILE, BATCH_SCHEMA)
+    table = read_table(folder / BATCH_FILE, BATCH_SCHEMA, None if group_id is None else {"group_id": group_id})
     columns: dict[str, Any] = {}
     for name in _PER_TOKEN:
         lists = table.column(name).combine_chunks()

@@ -15,6 +15,8 @@ from components.contracts.rollouts import LogProbs, TokenIds
 if TYPE_CHECKING:
     import torch
 
+LogRatios = npt.NDArray[np.float32]
+"""(T,) log-prob under the trainer less that under the sampler, of tokens that were trained on."""
 TurnAdvantages = Mapping[tuple[str, int], float]
 """How good each turn was, by trajectory id and the turn's index."""
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args
 
 import numpy as np
 
-from components.contracts.episodes import ActionDefect, Environment, Observation, Outcome
+from components.contracts.episodes import ActionDefect, EarlierMessage, Environment, Observation, Outcome, Role
 from components.contracts.errors import ConfigurationError
 from components.contracts.failures import RolloutFailed, said
 from components.contracts.images import EncodedImage
@@ -28,6 +28,7 @@ MOST_IMAGE_BYTES = 2**28
 MOST_PARTS, MOST_ACTIONS, MOST_REWARDS, MOST_TURNS = 2**12, 2**16, 2**8, 2**16
 
 _DEFECTS: dict[str, ActionDefect] = {name: name for name in get_args(ActionDefect)}
+_ROLES: dict[str, Role] = {name: name for name in get_args(Role)}
 
 ItemT = TypeVar("ItemT")
 
@@ -41,18 +42,20 @@ def checked_observation(value: object) -> Observation:
     if not isinstance(value, Observation):
         raise _wrong("an observation", value)
     content = tuple(_part(part) for part in _items("content", value.content, MOST_PARTS))
+    earlier = tuple(_message(message) for message in _items("earlier", value.earlier, MOST_PARTS))
+    parts = (*(part for message in earlier for part in message.content), *content)
     actions: tuple[str, ...] | None = None
     if value.admissible_actions is not None:
         listed = _items("admissible_actions", value.admissible_actions, MOST_ACTIONS)
         actions = tuple(plain_text("an admissible action", action) for action in listed)
     anchor = None if value.anchor_key is None else plain_text("anchor_key", value.anchor_key)
-    characters = sum(len(text) for text in (*content, *(actions or ()), anchor or "") if isinstance(text, str))
+    characters = sum(len(text) for text in (*parts, *(actions or ()), anchor or "") if isinstance(text, str))
     if characters > MOST_CHARACTERS:
         raise RolloutFailed("environment_error", f"an observation of {characters} characters")
-    size = sum(len(part.data) for part in content if isinstance(part, EncodedImage))
+    size = sum(len(part.data) for part in parts if isinstance(part, EncodedImage))
     if size > MOST_IMAGE_BYTES:
         raise RolloutFailed("bad_image", f"an observation whose images have {size} bytes")
-    return Observation(content, actions, anchor)
+    return Observation(content, actions, anchor, earlier)
 
 
 def checked_outcome(value: object) -> Outcome:
@@ -146,6 +149,18 @@ def environment_info(environment: Environment) -> EnvironmentInfo:
             remedy="give it the attributes of `components.contracts.episodes.Environment`",
         ) from error
     return facts
+
+
+def _message(message: object) -> EarlierMessage:
+    if not isinstance(message, EarlierMessage):
+        raise _wrong("an earlier message", message)
+    role = plain_text("a role", message.role)
+    if role not in _ROLES:
+        raise RolloutFailed("environment_error", f"a message of role {role!r:.80}, not one of {', '.join(_ROLES)}")
+    content = tuple(_part(part) for part in _items("content", message.content, MOST_PARTS))
+    if role != "user" and any(isinstance(part, EncodedImage) for part in content):
+        raise RolloutFailed("environment_error", f"an image in a message of role {role!r}; only a user shows images")
+    return EarlierMessage(_ROLES[role], content)
 
 
 def _part(part: object) -> str | EncodedImage:

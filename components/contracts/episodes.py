@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 from components.contracts.images import EncodedImage
 
 Split = Literal["train", "heldout"]
+Role = Literal["system", "user", "assistant"]
 ActionDefect = Literal["format", "inadmissible"]
 """Why an answer was not an action: it could not be read, or it was read and is not possible here."""
 
@@ -24,16 +25,27 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
+class EarlierMessage:
+    """A message that stands before an observation and that the policy did not write; only a user shows images."""
+
+    role: Role
+    content: tuple[str | EncodedImage, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Observation:
     """What the policy is shown: text and images in reading order.
 
     `admissible_actions` is None where any text is an action. `anchor_key` names the environment's state for
-    step-level groups (GiGPO); None where the environment defines no such state.
+    step-level groups (GiGPO); None where the environment defines no such state. `earlier`: messages before it, such
+    as the beginning of a conversation that the policy continues. A system message is the first of an episode, of an
+    environment without a system prompt.
     """
 
     content: tuple[str | EncodedImage, ...]
     admissible_actions: tuple[str, ...] | None = None
     anchor_key: str | None = None
+    earlier: tuple[EarlierMessage, ...] = ()
 
     @property
     def admissible_key(self) -> str | None:

@@ -14,6 +14,15 @@ class RolloutFailed(Exception):
                           its media type
     bad_text              a text of the environment or of the server is not valid Unicode
     bad_reward            a reward part has no weight, or the reward is not a finite number
+    bad_answer            a reward cannot compare anything with the answer of the task
+    reward_timeout        a reward took longer than its time limit
+    reward_died           the process of a reward ended
+    reward_error          the code of a reward raised
+    reward_invalid        a reward is not a finite number
+    judge_timeout         a judge did not answer in time
+    judge_unavailable     a judge could not be reached, or answered 429, 5xx, or what is no chat completion
+    judge_refused         a judge refused the question
+    judge_unreadable      there is no grade in a judge's reply
     bad_logprobs          log-probs are missing or not finite
     ...                   and the reasons of `components.inference.client.GenerationFailure`
 

@@ -23,7 +23,8 @@ class Machine(Settings):
     store: str = Field(".armature/store", description="Folder of the artifact store.")
     remote_store: Annotated[str | None, BeforeValidator(refuse_plain_url)] = Field(
         None,
-        description="fsspec URL (s3://bucket/prefix) that finished artifacts are copied to and found in.",
+        description="fsspec URL (s3://bucket/prefix) that artifacts, their images and checkpoints are copied to and "
+        "found in.",
     )
     force: tuple[str, ...] = Field(
         (), description="Stages that are made again, with all that depends on them, though they were made before."
@@ -43,10 +44,10 @@ class Machine(Settings):
         (), description="CUDA devices of each local server, e.g. [[0, 1], [2, 3]]; empty on CPU."
     )
     server_arguments: Annotated[dict[str, Scalar], BeforeValidator(refuse_plain_arguments)] = Field(
-        default_factory=dict, description="More vLLM arguments, e.g. {gpu_memory_utilization = 0.8}."
+        {}, description="More vLLM arguments, e.g. {gpu_memory_utilization = 0.8}."
     )
     server_environment: Environment = Field(
-        default_factory=dict,
+        {},
         description="More environment variables for vLLM, e.g. {NCCL_DEBUG = 'INFO', HF_TOKEN = {env = 'HF_TOKEN'}}.",
     )
     trainer_processes: PositiveInt = Field(1, description="Ranks of the trainer on each node.")
@@ -57,11 +58,17 @@ class Machine(Settings):
     trainer_interface: str | None = Field(
         None,
         pattern=r"^[^\s=,^]+$",
-        description="Network interface (eth1) that ranks of several nodes, or trainer and distant servers with nccl, "
-        "speak over. Private: whoever reaches it can disturb a training. None: loopback only.",
+        description="Network interface (eth1), or this machine's address on it, that ranks of several nodes, or "
+        "trainer and distant servers with nccl, speak over. Private: whoever reaches it can disturb a training. None: "
+        "loopback only.",
+    )
+    trainer_rendezvous: Path | None = Field(
+        None,
+        description="Folder of this run alone, seen by all nodes, that lists its trainings: `armature join FOLDER` "
+        "takes part in each, until the folder is removed. None: the log names the file of each to join.",
     )
     trainer_environment: Environment = Field(
-        default_factory=dict, description="More environment variables for the trainer, as for the servers."
+        {}, description="More environment variables for the trainer, as for the servers."
     )
     threads: int = Field(0, ge=0, description="CPU threads of each trainer rank and server; 0 lets torch choose.")
     loader_workers: int = Field(1, ge=0, description="Processes that decode images and build micro-batches.")
@@ -96,7 +103,21 @@ class Machine(Settings):
         "trainer's after a sync; by default 1e-4 where both compute in float32 on CPU, 5e-3 in float32 on a GPU or "
         "a joined server, 0.1 with 16 bits.",
     )
+    node_timeout: float = Field(
+        60.0, ge=4, description="Seconds without an answer after which a node of a training is lost."
+    )
+    rank_timeout: float = Field(
+        1800.0,
+        ge=1,
+        description="Seconds that ranks of the trainer wait for each other in a collective, before one counts as hung.",
+    )
     train_timeout: PositiveFloat = Field(3600.0, description="Seconds for one training step.")
+    metrics: str | None = Field(
+        None,
+        pattern=r"^(\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):[0-9]{1,5}$",
+        description="Address (127.0.0.1:9464) where a run shows its numbers to Prometheus; port 0 takes a free one. "
+        "None: nothing listens. It asks for no password: whoever reaches it can read them.",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -104,6 +125,8 @@ class Machine(Settings):
             raise ValueError(
                 f"trainer_nodes = {self.trainer_nodes} needs trainer_interface, the private network between the nodes"
             )
+        if self.trainer_rendezvous and self.trainer_nodes == 1:
+            raise ValueError("trainer_rendezvous has no effect with trainer_nodes = 1")
         if self.dask_scheduler and self.task_runner != "dask":
             raise ValueError('dask_scheduler has no effect with task_runner = "threads": set task_runner = "dask"')
         return self

@@ -77,6 +77,15 @@ def _refuse(values: Any, remedy: str) -> Any:
     return values
 
 
+def refuse_plain_key(value: Any) -> Any:
+    """For a field that names where a key is."""
+    if isinstance(value, str):
+        raise PydanticCustomError(
+            PLAIN_SECRET, 'a key is not written here, settings are recorded in plain text: { env = "NAME" } names it'
+        )
+    return value
+
+
 def refuse_plain_url(value: Any) -> Any:
     """For a URL, or several."""
     for url in value if isinstance(value, list | tuple) else (value,):

@@ -58,7 +58,12 @@ class InvalidTable(ValueError):
 class Settings(BaseModel):
     """Values that change results; unknown keys are errors, numbers are finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        field_title_generator=lambda name, _: name.replace("_", " ").capitalize(),  # sections have one as well
+    )
 
     FORMER: ClassVar[Mapping[str, str]] = {}
     """Keys of earlier versions, and what to write now."""

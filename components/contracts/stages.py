@@ -63,13 +63,22 @@ class Units(Protocol):
     def submit(self, name: str, unit: Callable[..., ResultT], *arguments: Any) -> Future[ResultT]: ...
 
 
+class Saved(Protocol):
+    def __call__(self, checkpoint: Path, best: Path | None = None) -> None: ...
+
+
+def not_sent(checkpoint: Path, best: Path | None = None) -> None:
+    """Checkpoints stay on this machine."""
+
+
 @dataclass(frozen=True)
 class StageContext:
     """What a stage may use besides its settings and inputs; nothing in it changes results.
 
     `workspace` is a folder that outlives a crash, the same for every attempt at the same stage with the same
     settings and inputs: state to resume from lives there. `images` is the root of the shared image store.
-    `fingerprint` names the output in the artifact store.
+    `fingerprint` names the output in the artifact store. `saved` is told of each checkpoint that a trainer begins to
+    write in the workspace, and of the folder of the best weights, if any: another machine may resume from it.
     """
 
     machine: Machine
@@ -78,6 +87,7 @@ class StageContext:
     workspace: Path
     images: Path
     fingerprint: str
+    saved: Saved = not_sent
 
 
 def nothing_more(settings: Any, inputs: Mapping[str, Artifact]) -> Mapping[str, str]:
@@ -85,12 +95,18 @@ def nothing_more(settings: Any, inputs: Mapping[str, Artifact]) -> Mapping[str, 
     return {}
 
 
+def as_they_are(settings: SettingsT, inputs: Mapping[str, Artifact], say: Callable[[str], None]) -> SettingsT:
+    """The settings of most stages: nothing in them stands for something that moves."""
+    return settings
+
+
 @dataclass(frozen=True)
 class Stage(Generic[SettingsT]):
     """A function of validated settings and input artifacts that fills one output folder.
 
     `version` is raised whenever the same settings and inputs would give another output. `sources` gives the digests,
-    by name, of what else the output depends on, such as the code of an environment.
+    by name, of what else the output depends on, such as the code of an environment. `resolve` gives the settings with
+    commits in place of branches and tags of a hub, of which it says what they stand for.
     """
 
     name: str
@@ -99,3 +115,4 @@ class Stage(Generic[SettingsT]):
     inputs: tuple[str, ...]
     run: Callable[[SettingsT, Mapping[str, Artifact], Path, StageContext], StageReport]
     sources: Callable[[SettingsT, Mapping[str, Artifact]], Mapping[str, str]] = nothing_more
+    resolve: Callable[[SettingsT, Mapping[str, Artifact], Callable[[str], None]], SettingsT] = as_they_are

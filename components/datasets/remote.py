@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -20,10 +20,9 @@ from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.names import confined
 from components.datasets.lerobot.files import DatasetFiles, LocalFiles, belongs, listing_digest
 from components.datasets.lerobot.layout import INFO, STATS
+from components.hub import HUB, hub_commit
 from components.installation import install_command
 
-HUB = re.compile(r"[\w.-]+/[\w.-]+")
-COMMIT = re.compile(r"[0-9a-f]{40}")
 RECORDED = "dataset"
 """The folder with the dataset itself in the artifact of a stage that records one."""
 VERSIONS = ("ETag", "etag", "sha256", "md5", "mtime", "LastModified", "last_modified", "created")
@@ -110,8 +109,12 @@ class RemoteFiles:
         files = self.listing.files.items()
         return sum(entry.size for name, entry in files if (self.root / name).is_file())
 
+    @cached_property
+    def _all_bytes(self) -> int:
+        return sum(entry.size for entry in self.listing.files.values())
+
     def _fetch(self, name: str, entry: RemoteFile, target: Path) -> None:
-        fetched = self.fetched_bytes()
+        fetched = self.fetched_bytes() if self._all_bytes > self.limit_bytes else 0  # counting takes its time
         if fetched + entry.size > self.limit_bytes:
             raise DataError(
                 f"{name!r} has {entry.size / 1e9:.3g} GB: with the {fetched / 1e9:.3g} GB fetched before, more than "
@@ -142,7 +145,7 @@ def open_files(path: str, revision: str | None, cache: DownloadCache) -> Dataset
     """
     if "://" in path:
         _no_revision(path, revision)
-        return _remote(path.rstrip("/"), _list(path.rstrip("/")), cache)
+        return remote_folder(path.rstrip("/"), _list(path.rstrip("/")), cache)
     if Path(path).is_dir() or not HUB.fullmatch(path) or path.startswith("."):
         _no_revision(path, revision)
         folder, recorded = Path(path).absolute(), Path(path).absolute() / RECORDED
@@ -153,27 +156,11 @@ def open_files(path: str, revision: str | None, cache: DownloadCache) -> Dataset
             where=f"dataset {path!r}, which is not a folder",
             remedy="set revision to the commit that the dataset's page shows under its history",
         )
-    commit = resolve(path, revision)
+    commit = hub_commit(path, revision, "dataset").commit
     url = f"hf://datasets/{path}@{commit}"
     kept = _home(url, cache) / "listing.json"  # a commit never changes, so it is listed once
     make_once(kept, lambda path: _keep(_list(url), path))
-    return _remote(url, FileListing.model_validate_json(kept.read_bytes()), cache)
-
-
-def resolve(name: str, revision: str) -> str:
-    """The commit of a hub dataset's revision.
-
-    Raises:
-        DataError: there is no such dataset or revision, or the hub cannot be reached.
-    """
-    if COMMIT.fullmatch(revision):
-        return revision
-    from huggingface_hub import HfApi
-
-    try:
-        return str(HfApi().dataset_info(name, revision=revision).sha)
-    except Exception as error:  # the network's, the hub's, or those of a name that cannot be
-        raise _unreachable(f"{name} at {revision}", error) from error
+    return remote_folder(url, FileListing.model_validate_json(kept.read_bytes()), cache)
 
 
 def _filesystem(url: str) -> tuple[Any, str]:
@@ -190,18 +177,33 @@ def _filesystem(url: str) -> tuple[Any, str]:
 
 
 def _list(url: str) -> FileListing:
+    listing = list_files(url, lambda name: belongs(name) or name == STATS)
+    if INFO not in listing.files:
+        raise DataError("not a LeRobot dataset: it has no meta/info.json", where=url)
+    return listing
+
+
+def list_files(url: str, wanted: Callable[[str], bool]) -> FileListing:
+    """What is below `url`, of names that are wanted.
+
+    Raises:
+        ConfigurationError: what the protocol needs is not installed.
+        DataError: it cannot be reached.
+    """
     filesystem, base = _filesystem(url)
     try:
         found: Mapping[str, Mapping[str, Any]] = filesystem.find(base, detail=True)
     except Exception as error:  # each kind of filesystem has errors of its own
-        raise _unreachable(url, error) from error
+        raise DataError(
+            f"the dataset cannot be reached: {str(error).splitlines()[0] if str(error) else repr(error)}",
+            where=url,
+            remedy="check the name, the revision and the network, log in for a gated dataset, or give a folder",
+        ) from error
     files = {}
     for full, facts in found.items():
         name = full[full.index(base) + len(base) :].lstrip("/")
-        if belongs(name) or name == STATS:
+        if wanted(name):
             files[str(confined(name, url))] = RemoteFile(size=facts["size"], version=_version(facts))
-    if INFO not in files:
-        raise DataError("not a LeRobot dataset: it has no meta/info.json", where=url)
     return FileListing(files=files)
 
 
@@ -221,7 +223,7 @@ def _home(url: str, cache: DownloadCache) -> Path:
     return cache.folder / "datasets" / f"{readable}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
 
 
-def _remote(url: str, listing: FileListing, cache: DownloadCache) -> RemoteFiles:
+def remote_folder(url: str, listing: FileListing, cache: DownloadCache) -> RemoteFiles:
     """Files of other content lie in another folder, so that a changed bucket is not taken for the old one."""
     content = listing_digest({name: entry.version for name, entry in listing.files.items()})
     return RemoteFiles(url, listing, _home(url, cache) / content[:16], cache.limit_bytes)
@@ -230,11 +232,3 @@ def _remote(url: str, listing: FileListing, cache: DownloadCache) -> RemoteFiles
 def _no_revision(path: str, revision: str | None) -> None:
     if revision is not None:
         raise ConfigurationError(f"only a hub name has a revision, given {revision!r}", where=path)
-
-
-def _unreachable(where: str, error: Exception) -> DataError:
-    return DataError(
-        f"the dataset cannot be reached: {str(error).splitlines()[0] if str(error) else repr(error)}",
-        where=where,
-        remedy="check the name, the revision and the network, log in for a gated dataset, or give a folder",
-    )

@@ -17,8 +17,11 @@ from components.contracts.stages import Artifact, Stage, StageContext, StageRepo
 from components.datasets.lerobot.files import DatasetFiles, LocalFiles
 from components.datasets.lerobot.layout import INFO
 from components.datasets.lerobot.reader import Dataset, open_dataset
-from components.datasets.remote import RECORDED, open_files, resolve
+from components.datasets.remote import RECORDED, open_files
 from components.datasets.settings import ALONE, DatasetSettings, SourceSettings
+from components.home import original
+from components.hub import hub_commit
+from components.project import project_path, project_source
 
 REFERENCE = "dataset.json"
 STATE, ACTION = "observation.state", "action"
@@ -79,13 +82,13 @@ def local_folder(settings: DatasetSettings) -> Path:
     Raises:
         ConfigurationError: there are several, or it is not in a folder.
     """
-    if settings.path is None or not (Path(settings.path) / INFO).is_file():
+    if settings.path is None or not (project_path(settings.path) / INFO).is_file():
         raise ConfigurationError(
             "statistics can be put into one dataset in a folder alone",
             where="augment.in_place",
             remedy="set it to false, or give dataset.path a folder",
         )
-    return Path(settings.path)
+    return project_path(settings.path)
 
 
 def refer(
@@ -97,12 +100,13 @@ def refer(
     _put(json.dumps(DatasetReference(sources=tuple(found)).model_dump(), indent=1, sort_keys=True), folder / REFERENCE)
     opened = open_sources(folder)
     for source in sources:
-        context.events.message(f"dataset: refers to {source.path}, digest {source.digest}")
+        commit = f" at {source.revision}" if source.revision else ""
+        context.events.message(f"dataset: refers to {source.path}{commit}, digest {source.digest}")
     lengths = [each.dataset.episodes[index].length for each in opened for index in each.episodes]
     return StageReport(rows={"episodes": len(lengths), "frames": sum(lengths)})
 
 
-DATASET_STAGE = Stage("dataset", 2, DatasetSettings, (), refer)
+DATASET_STAGE = Stage("dataset", 2, DatasetSettings, (), refer, resolve=lambda settings, inputs, say: pinned(settings))
 
 
 def open_sources(artifact: Path) -> tuple[DatasetSource, ...]:
@@ -154,9 +158,9 @@ def split(
 
 
 def _pinned(source: SourceSettings) -> SourceSettings:
-    commit = resolve(source.path, source.revision) if source.revision is not None else None
+    commit = hub_commit(source.path, source.revision, "dataset").commit if source.revision is not None else None
     cache = DownloadCache.standard()
-    digest = content_digest(open_files(source.path, commit, cache), cache)
+    digest = content_digest(open_files(project_source(source.path), commit, cache), cache)
     if source.digest not in (None, digest):
         raise ConfigurationError(
             f"the dataset has the digest {digest}, the settings say {source.digest!r}",
@@ -169,7 +173,15 @@ def _pinned(source: SourceSettings) -> SourceSettings:
 def _absolute(source: SourceSettings) -> SourceSettings:
     if source.revision is not None or "://" in source.path:
         return source
-    return source.model_copy(update={"path": str(Path(source.path).resolve())})
+    here, cache = project_path(source.path).resolve(), DownloadCache.standard()
+    lasting = original(here)  # DVC removes its copies
+    if (
+        lasting != here
+        and lasting.is_dir()
+        and content_digest(open_files(str(lasting), None, cache), cache) == source.digest
+    ):
+        here = lasting
+    return source.model_copy(update={"path": str(here)})
 
 
 def _opened(source: SourceSettings, reference: str, cache: DownloadCache) -> Dataset:

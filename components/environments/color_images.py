@@ -29,7 +29,13 @@ def _answerable(colors: Palette) -> Palette:
     for name in colors:
         if not name or bare_answer(name) != name:
             raise ValueError(f"{name!r} cannot be an answer: use a lower-case word without punctuation around it")
-    return colors
+    return {name: colors[name] for name in sorted(colors, key=_place)}
+
+
+def _place(name: str) -> tuple[int, str]:
+    """Equal colors make equal tasks in whatever order they arrive: PostgreSQL keeps none for Prefect's parameters."""
+    known = list(COLORS)
+    return (known.index(name) if name in known else len(known), name)
 
 
 COLORS: Palette = {

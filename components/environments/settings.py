@@ -14,6 +14,7 @@ from pydantic import (
     model_validator,
 )
 
+from components.contracts.errors import ConfigurationError
 from components.contracts.settings import InvalidTable, Settings
 from components.environments import ENVIRONMENTS
 
@@ -21,17 +22,24 @@ from components.environments import ENVIRONMENTS
 class EnvironmentSettings(Settings):
     """Together with the code's version these values determine every task."""
 
-    name: str = Field(description="Registered name: colors, recall, coordinates, verifiers, ...")
+    name: str = Field(
+        description="Registered name (colors, recall, coordinates, verifiers, ...), or MODULE:CLASS of a module "
+        "beside the recipe."
+    )
     args: dict[str, Any] = Field(
-        default_factory=dict,
+        {},
         validate_default=True,
         description="The environment's own settings; unknown keys are refused.",
     )
-    train_tasks: PositiveInt = Field(description="Tasks in the training split.")
-    heldout_tasks: PositiveInt = Field(description="Tasks in the held-out split, never trained on.")
+    train_tasks: PositiveInt | None = Field(
+        None, description="Tasks in the training split; a dataset has at most so many, or all of its rows."
+    )
+    heldout_tasks: PositiveInt | None = Field(
+        None, description="Tasks in the held-out split, never trained on; as train_tasks."
+    )
     seed: NonNegativeInt = Field(0, lt=2**31, description="Seed of both splits' tasks.")
     evaluation_args: dict[str, Any] = Field(
-        default_factory=dict,
+        {},
         description="What of args is otherwise when an evaluation plays the tasks, so that success is measured in a "
         "published setting, whatever helps training: {max_invalid_actions = 0}.",
     )
@@ -45,6 +53,13 @@ class EnvironmentSettings(Settings):
         return _checked(info.data["name"], args).model_dump(mode="json")
 
     @model_validator(mode="after")
+    def _tasks_that_are_made_have_a_number(self) -> Self:
+        for key in ("train_tasks", "heldout_tasks"):
+            if getattr(self, key) is None and not getattr(ENVIRONMENTS[self.name], "knows_its_tasks", False):
+                raise ValueError(f"{key}: Field required: {self.name} makes as many tasks as it is asked for")
+        return self
+
+    @model_validator(mode="after")
     def _evaluation_args_are_the_environment_s(self) -> Self:
         _checked(self.name, self.args | self.evaluation_args)
         return self
@@ -55,7 +70,12 @@ class EnvironmentSettings(Settings):
 
 
 def _checked(name: str, args: dict[str, Any]) -> Settings:
-    model: type[Settings] = ENVIRONMENTS[name].Settings
+    model = getattr(ENVIRONMENTS[name], "Settings", None)
+    if not (isinstance(model, type) and issubclass(model, Settings)):
+        raise ConfigurationError(
+            f"{name!r} is not an environment: it has no class Settings",
+            remedy="give it one, as docs/extending.md shows",
+        )
     try:
         return model.model_validate(args)
     except ValidationError as error:

@@ -23,7 +23,7 @@ from components.environments.guarded import GuardedEpisode
 from components.environments.make import make_environment
 from components.environments.preview import image_grid
 from components.environments.settings import EnvironmentSettings
-from components.environments.sources import environment_sources
+from components.environments.sources import at_commit, environment_sources, evaluated_sources
 
 TASKS = TableSchema("tasks", 2, pa.schema([("task_id", pa.string()), ("split", pa.string()), ("payload", pa.string())]))
 SPLITS: tuple[Split, ...] = ("train", "heldout")
@@ -34,7 +34,10 @@ ENVIRONMENT = "environment.json"
 def write_tasks(
     settings: EnvironmentSettings, inputs: Mapping[str, Artifact], folder: Path, context: StageContext
 ) -> StageReport:
-    """`train.parquet`, `heldout.parquet`, `environment.json` (the settings) and `preview.png`."""
+    """`train.parquet`, `heldout.parquet`, `environment.json` (the settings) and `preview.png`.
+
+    An environment that leaves out rows of its data has counted them by reason, in `drops`.
+    """
     rows: dict[str, int] = {}
     with closing(make_environment(settings, context.machine.environment_processes)) as environment:
         for split in SPLITS:
@@ -48,11 +51,21 @@ def write_tasks(
         image_grid(asyncio.run(_first_observations(environment, shown, context.machine.environment_timeout))).save(
             folder / "preview.png"
         )
-    return StageReport(rows=rows)
+        drops = dict(getattr(environment, "drops", {}))
+        if drops:
+            counts = ", ".join(f"{count} {reason}" for reason, count in sorted(drops.items()))
+            context.events.message(f"tasks: rows that are left out: {counts}")
+    return StageReport(rows=rows, drops=drops)
 
 
 TASKS_STAGE = Stage(
-    "tasks", 3, EnvironmentSettings, (), write_tasks, lambda settings, inputs: environment_sources(settings)
+    "tasks",
+    3,
+    EnvironmentSettings,
+    (),
+    write_tasks,
+    lambda settings, inputs: environment_sources(settings),
+    lambda settings, inputs, say: at_commit(settings, say),
 )
 
 
@@ -84,9 +97,7 @@ def sources_of_tasks(settings: object, inputs: Mapping[str, Artifact]) -> dict[s
     folder = inputs["tasks"].path
     if not (folder / ENVIRONMENT).is_file():
         return {}
-    settings = read_environment(folder)
-    played = environment_sources(settings.for_evaluation()).items()
-    return environment_sources(settings) | {f"evaluation/{name}": digest for name, digest in played}
+    return evaluated_sources(read_environment(folder))
 
 
 def read_environment(folder: Path) -> EnvironmentSettings:
@@ -108,22 +119,23 @@ def read_environment(folder: Path) -> EnvironmentSettings:
         ) from error
 
 
-def _rows(environment: Environment, split: Split, most: int) -> list[dict[str, object]]:
-    """The tasks as rows.
+def _rows(environment: Environment, split: Split, most: int | None) -> list[dict[str, object]]:
+    """The tasks as rows; `most`: None for all that there are.
 
     Raises:
         ConfigurationError: there are none, more than `most`, two of one name, or one that is not a task of `split`.
     """
     where = f"environment {environment.name!r}, split {split!r}"
     try:
-        rows = [_row(task, split) for task in islice(environment.tasks(split), most + 1)]
+        rows = [_row(task, split) for task in islice(environment.tasks(split), None if most is None else most + 1)]
     except ArmatureError:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigurationError(f"the tasks cannot be listed: {said(error)}", where=where) from error
-    if not 0 < len(rows) <= most:
-        count = "no" if not rows else f"more than {most}"
-        raise ConfigurationError(f"the environment lists {count} tasks, where {most} are requested", where=where)
+    if not rows:
+        raise ConfigurationError("the environment lists no tasks", where=where)
+    if most is not None and len(rows) > most:
+        raise ConfigurationError(f"the environment lists more than {most} tasks, which are requested", where=where)
     names = Counter(row["task_id"] for row in rows)
     (name, times), *_ = names.most_common(1)
     if times > 1:

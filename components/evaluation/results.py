@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from components.artifacts.tables import TableSchema, write_table
 from components.contracts.episodes import Task
-from components.contracts.errors import ConfigurationError
+from components.contracts.errors import ConfigurationError, ServerError
 from components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
 from components.evaluation.wilson import Interval, clustered_wilson_interval, mean_interval
 
@@ -76,13 +76,14 @@ def collect_results(
     Raises:
         ConfigurationError: a task's payload has no such field.
     """
-    known = {task.task_id: (task.split, _kind(task, kind_field)) for task in tasks}
+    known = {task.task_id: (task.split, task_kind(task, kind_field)) for task in tasks}
     finished = [_finished(each, *known[each.task_id], success_reward) for each in outputs.trajectories]
     failed = [_failed(each, *known[each.task_id]) for each in outputs.failures]
     return sorted(finished + failed, key=lambda result: result.trajectory_id)
 
 
-def _kind(task: Task, field: str) -> str:
+def task_kind(task: Task, field: str) -> str:
+    """What `evaluation.kind_field` makes of a task. Raises ConfigurationError where it has no such field."""
     if not field:
         return "all"
     if field not in task.payload:
@@ -128,6 +129,21 @@ def _failed(failure: Failure, split: str, kind: str) -> EpisodeResult:
         inadmissible_actions=0,
         truncated=False,
         failure=failure.reason,
+    )
+
+
+def refuse_unfinished(outputs: GenerateOutputs) -> None:
+    """
+    Raises:
+        ServerError: no episode could be finished.
+    """
+    if outputs.trajectories:
+        return
+    first = outputs.failures[0]
+    raise ServerError(
+        f"none of {len(outputs.failures)} episodes could be finished: {outputs.drops}",
+        where=f"{first.trajectory_id}: {first.detail}",
+        remedy="see the servers' logs; nothing was written",
     )
 
 

@@ -1,4 +1,4 @@
-"""Which tasks are played, how often, and what counts as solved."""
+"""Which tasks are played, how often, and what counts as solved; in an evaluation, and between a training's steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,27 @@ from components.contracts.settings import Settings
 from components.inference.settings import EvaluationSamplingSettings, ServerSettings
 
 
-class EvaluationSettings(Settings):
+class PlaySettings(Settings):
+    """How a task is played, and what counts as solved."""
+
+    samples_per_task: PositiveInt = Field(
+        1, description="Episodes per task; more than one needs a temperature above 0."
+    )
+    success_reward: float = Field(1.0, description="An episode counts as solved from this reward on.")
+    sampling: EvaluationSamplingSettings = Field(description="How tokens are chosen; temperature 0 is greedy.")
+    seed: NonNegativeInt = Field(0, description="Seed of every request.")
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> Self:
+        if self.samples_per_task > 1 and self.sampling.temperature == 0:
+            raise ValueError(
+                f"samples_per_task = {self.samples_per_task} at temperature 0 would play the same episode again: "
+                "set samples_per_task = 1 or a temperature above 0"
+            )
+        return self
+
+
+class EvaluationSettings(PlaySettings):
     """Every task of the splits is played `samples_per_task` times."""
 
     model_config = ConfigDict(title="Evaluation")
@@ -22,13 +42,7 @@ class EvaluationSettings(Settings):
         description="Which tasks: heldout were never trained on. The first split's numbers are the headline.",
     )
     max_tasks: NonNegativeInt = Field(0, description="Play only the first tasks of each split; 0 plays all.")
-    samples_per_task: PositiveInt = Field(
-        1, description="Episodes per task; more than one needs a temperature above 0."
-    )
-    success_reward: float = Field(1.0, description="An episode counts as solved from this reward on.")
     kind_field: str = Field("", description="Field of the tasks' payload to break accuracy down by; empty for none.")
-    sampling: EvaluationSamplingSettings = Field(description="How tokens are chosen; temperature 0 is greedy.")
-    seed: NonNegativeInt = Field(0, description="Seed of every request.")
 
     @field_validator("splits")
     @classmethod
@@ -37,14 +51,44 @@ class EvaluationSettings(Settings):
             raise ValueError(f"{', '.join(splits)}: name each split once")
         return splits
 
+
+class PanelSettings(PlaySettings):
+    """The panel: held-out tasks that the policy plays between the steps of its training."""
+
+    every: NonNegativeInt = Field(
+        0,
+        description="Steps between evaluations during training; the first is before step 1, the last after the last "
+        "step. Training is the same with and without them. 0: none.",
+    )
+    panel_tasks: PositiveInt = Field(
+        64, description="How many held-out tasks are played during training: the first ones, each time the same."
+    )
+    patience: NonNegativeInt = Field(
+        0, description="Training ends after so many evaluations in a row that were not better than the best; 0: never."
+    )
+
     @model_validator(mode="after")
-    def _samples_differ(self) -> Self:
-        if self.samples_per_task > 1 and self.sampling.temperature == 0:
+    def _patience_needs_evaluations(self) -> Self:
+        if self.patience and not self.every:
             raise ValueError(
-                f"samples_per_task = {self.samples_per_task} at temperature 0 would play the same episode again: "
-                "set samples_per_task = 1 or a temperature above 0"
+                f"patience = {self.patience} counts evaluations during training, and there are none: "
+                "set every, or leave patience out"
             )
         return self
+
+
+class TrainEvaluationSettings(PanelSettings, EvaluationSettings):
+    """An evaluation of the trained model, and with `every` one of each so many steps while it trains.
+
+    Both play by the same sampling and seed, so that a task is asked the same of every checkpoint.
+    """
+
+    @property
+    def panel(self) -> PanelSettings | None:
+        """What the training depends on; None without evaluations during it."""
+        if not self.every:
+            return None
+        return PanelSettings.model_validate({name: getattr(self, name) for name in PanelSettings.model_fields})
 
 
 class EvaluateStageSettings(Settings):

@@ -10,12 +10,20 @@ from pathlib import Path
 
 from components.artifacts.images import ImageStore
 from components.contracts.episodes import Task
-from components.contracts.errors import DataError, ServerError
+from components.contracts.errors import DataError
 from components.contracts.rollouts import GenerateOutputs
 from components.contracts.stages import Artifact, Stage, StageContext, StageReport
-from components.environments.stage import load_environment, load_tasks, sources_of_tasks
+from components.environments.stage import load_environment, sources_of_tasks
 from components.evaluation.page import evaluation_report
-from components.evaluation.results import collect_results, failures_said, metrics, of_split, write_results
+from components.evaluation.planned import planned_tasks
+from components.evaluation.results import (
+    collect_results,
+    failures_said,
+    metrics,
+    of_split,
+    refuse_unfinished,
+    write_results,
+)
 from components.evaluation.settings import EvaluateStageSettings
 from components.reports.report import write_report
 from components.reports.tokens import token_decoder
@@ -47,21 +55,15 @@ def evaluate(
     """Writes `results.parquet`, `metrics.json`, `report.html`, `rollouts.html` and the rollout table.
 
     Raises:
+        ConfigurationError: a task has no field `evaluation.kind_field`.
         ServerError: no episode could be finished.
     """
     plan = settings.evaluation
-    listed = [load_tasks(inputs["tasks"].path, split) for split in plan.splits]
-    tasks = [task for split in listed for task in split[: plan.max_tasks or len(split)]]
+    tasks = planned_tasks(plan, inputs["tasks"].path)
     checkpoint = checkpoint_folder(inputs["model"])
     images = ImageStore(context.images)
     outputs = asyncio.run(play(settings, tasks, inputs["tasks"].path, checkpoint, images, context))
-    if not outputs.trajectories:
-        first = outputs.failures[0]
-        raise ServerError(
-            f"none of {len(outputs.failures)} episodes could be finished: {outputs.drops}",
-            where=f"{first.trajectory_id}: {first.detail}",
-            remedy="see the servers' logs; nothing was written",
-        )
+    refuse_unfinished(outputs)
     results = collect_results(outputs, tasks, plan.success_reward, plan.kind_field)
     numbers = metrics(results, plan.splits)
     for split in plan.splits:

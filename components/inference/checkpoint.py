@@ -35,6 +35,14 @@ def read_config(folder: Path) -> dict[str, object]:
     return config
 
 
+def longest_sequence(folder: Path) -> int:
+    """Tokens that the model has positions for; not more than int32 holds where the checkpoint does not say it."""
+    config = read_config(folder)
+    parts = (config.get("text_config"), config)
+    said = [part.get("max_position_embeddings") for part in parts if isinstance(part, dict)]
+    return next((value for value in said if isinstance(value, int)), _ANY)
+
+
 def placeholder_token_ids(folder: Path) -> tuple[int, ...]:
     """Ids that stand for images, videos or their edges, sorted: a policy must never sample them."""
     config = read_config(folder)

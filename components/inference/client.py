@@ -153,7 +153,7 @@ async def ask(
         raise ServerError(
             f"the server answers {status}: {text}",
             where=url,
-            remedy="give its key in VLLM_API_KEY, and serve the model with --served-model-name policy",
+            remedy="give its key in VLLM_API_KEY, and start it by `armature serve`",
         )
     if status == 423:
         raise TransientError(OTHER_WEIGHTS, f"{url}: another run has it: {text}")

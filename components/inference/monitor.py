@@ -13,7 +13,7 @@ from components.contracts.errors import ArmatureError, ServerError
 from components.contracts.machine import Machine
 from components.inference import lease
 from components.inference.determinism import Repeatability
-from components.inference.replica import Replica
+from components.inference.replica import UNKNOWN, Replica
 from components.inference.server import fault
 from components.inference.statistics import PoolStatistics
 from components.inference.sync import ServedWeights
@@ -27,6 +27,9 @@ MAX_RESTARTS = 3
 """Starts in a row without one answered request before a server is given up."""
 
 _WATCH = 1.0
+SAY_AFTER = 3.0
+"""Seconds without an answer of a server that is joined until it is said what is waited for."""
+
 _PAUSE = 2.0
 """Seconds, times the attempts so far, after a start failed for want of something that time may bring."""
 
@@ -57,8 +60,15 @@ class ReplicaMonitor:
         self._keeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start or join the server for the first time. Raises ServerError."""
-        await self._come_up()
+        """Start or join the server for the first time, or take one that is alive. Raises ServerError."""
+        kept = self.replica.server is not None and self.replica.server.alive
+        try:
+            await self._come_up()
+        except ServerError as error:
+            if not kept:
+                raise
+            log.warning("%s cannot be used again, and is started: %s", self.replica.name, error)
+            await self._start_again()
 
     async def run(self) -> None:
         try:
@@ -120,7 +130,7 @@ class ReplicaMonitor:
             try:
                 if replica.server is not None:
                     self._count_restart()
-                await self._come_up()
+                await self._start_again()
             except (ArmatureError, OSError) as error:
                 log.error("%s: %s", replica.name, error)
                 if replica.server is None or replica.restarts > MAX_RESTARTS:
@@ -163,24 +173,42 @@ class ReplicaMonitor:
             name, url = self.replica.name, self.replica.url
             raise ServerError(f"{name} disconnected while joining: {error!r}", where=url) from error
 
+    async def _start_again(self) -> None:
+        if self.replica.server is not None:
+            await self.replica.server.stop()
+        await self._come_up()
+
     async def _start_local(self) -> None:
         replica, pool = self.replica, self.pool
         assert replica.server is not None
         folder, version = pool.weights.folder, pool.weights.folder_version
-        await replica.server.start(folder)
+        if replica.server.alive:
+            version = UNKNOWN  # kept from another pool, with the weights of that
+        else:
+            await replica.server.start(folder)
         replica.url, replica.version = replica.server.url, version
 
     async def _wait_remote(self, timeout: float) -> None:
-        deadline = asyncio.get_running_loop().time() + timeout
+        clock = asyncio.get_running_loop()
+        began, said = clock.time(), False
         while reason := await fault(self.pool.http, self.replica.endpoint):
-            if asyncio.get_running_loop().time() > deadline:
+            waited = clock.time() - began
+            if waited > SAY_AFTER and not said:
+                said = True
+                log.warning(
+                    "waiting for the server at %s, at most %g s (%s); `armature serve MODEL` starts one",
+                    self.replica.url,
+                    timeout,
+                    reason,
+                )
+            if waited > timeout:
                 raise ServerError(
-                    f"no server answers as 'policy' within {timeout:g} s: {reason}",
+                    f"no server answers within {timeout:g} s: {reason}",
                     where=self.replica.url,
-                    remedy="start it with --served-model-name policy; put its key into VLLM_API_KEY",
+                    remedy="start it (`armature serve MODEL`), or correct machine.endpoints",
                 )
             await asyncio.sleep(1.0)
-        self.replica.version = -1  # it may have been started again with whatever weights it was given then
+        self.replica.version = UNKNOWN  # it may have been started again with whatever weights it was given then
 
     async def _take_lease(self) -> None:
         """Have the server for this pool alone. Raises ServerError if another run has it."""

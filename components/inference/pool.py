@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+from weakref import WeakSet
 
 import httpx
 
@@ -31,12 +32,13 @@ from components.inference.client import (
     request_body,
 )
 from components.inference.determinism import Repeatability
+from components.inference.kept import KeptServers, kept_servers
 from components.inference.lease import describe_run
 from components.inference.merge import RequestMerger
 from components.inference.monitor import PoolContext, ReplicaMonitor
 from components.inference.probe import ProbeAnswer, make_probe
 from components.inference.proof import SyncProof
-from components.inference.replica import Replica
+from components.inference.replica import Replica, reset_caches
 from components.inference.server import VllmServer
 from components.inference.settings import ServerSettings
 from components.inference.statistics import PoolStatistics
@@ -47,6 +49,9 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
 """Times that one request is tried before it is a failure."""
+
+OPEN: WeakSet[ServerPool] = WeakSet()
+"""The pools of this process that answer requests."""
 
 
 class ServerPool:
@@ -94,11 +99,13 @@ class ServerPool:
         self._slots = asyncio.Semaphore(machine.max_concurrent)
         self._changed = asyncio.Condition()
         self._syncing = False
-        self._in_flight = 0
+        self.in_flight = 0
         self._broken: WeightSyncError | None = None
         self.lease = secrets.token_hex(16)
         self._watching: list[asyncio.Task[None]] = []
         self.replicas = self._make_replicas()
+        self._kept = kept_servers(machine)
+        self._first_weights = weights
 
     def _make_replicas(self) -> list[Replica]:
         if self.machine.endpoints:
@@ -115,6 +122,8 @@ class ServerPool:
         Raises:
             ServerError: one of them does not come up, or another run has it.
         """
+        if self._kept is not None:
+            await self._take_kept(self._kept)
         self.http = httpx.AsyncClient(timeout=self.machine.generation_timeout, trust_env=False)
         self._session = open_session()
         shared = PoolContext(
@@ -139,21 +148,33 @@ class ServerPool:
             await self._close()
             raise
         self._watching = [asyncio.create_task(monitor.run()) for monitor in self._monitors]
+        OPEN.add(self)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._close()
+        await self._close(keep=kind is None and self._broken is None)
 
-    async def _close(self) -> None:
+    async def _take_kept(self, kept: KeptServers) -> None:
+        servers = await asyncio.to_thread(kept.take, self._first_weights, self.settings, self.machine)
+        for replica, server in zip(self.replicas, servers, strict=False):
+            server.log_folder = self.log_folder
+            replica.server, replica.api_key = server, server.api_key
+
+    async def _close(self, keep: bool = False) -> None:
+        OPEN.discard(self)
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
         await asyncio.gather(*(monitor.close() for monitor in self._monitors))
         await self._session.close()
         await self.http.aclose()
-        await asyncio.gather(*(replica.server.stop() for replica in self.replicas if replica.server))
+        servers = [replica.server for replica in self.replicas if replica.server]
+        if self._kept is not None and keep and all(replica.ready for replica in self.replicas):
+            self._kept.keep(servers, self._first_weights)
+        else:
+            await asyncio.gather(*(server.stop() for server in servers))
         log.info("the pool's counts: %s", self.statistics.snapshot())
 
     # Requests
@@ -195,11 +216,11 @@ class ServerPool:
             await self._changed.wait_for(lambda: not self._syncing or self._broken is not None)
             if self._broken is not None:
                 raise self._broken
-            self._in_flight += 1
+            self.in_flight += 1
         try:
             yield
         finally:
-            self._in_flight -= 1
+            self.in_flight -= 1
             await self.notify()
 
     async def _attempts(self, body: dict[str, object], n: int, max_tokens: int) -> list[Completion | GenerationFailure]:
@@ -300,12 +321,30 @@ class ServerPool:
         finally:
             await self.notify()
 
+    async def reset_caches(self) -> None:
+        """Have every server forget the prompts and images that it has seen, once no request is in flight.
+
+        Raises:
+            WeightSyncError: a server did not.
+        """
+        try:
+            async with self._drained(), self.weights.changing:
+                await asyncio.gather(*(self._reset_caches(replica) for replica in self.replicas if replica.ready))
+        finally:
+            await self.notify()
+
+    async def _reset_caches(self, replica: Replica) -> None:
+        try:
+            await reset_caches(self.http, replica.endpoint)
+        except httpx.TransportError:
+            replica.doubt()  # what brings it back resets them
+
     @asynccontextmanager
     async def _drained(self) -> AsyncIterator[None]:
         self._syncing = True
         try:
             async with self._changed:
-                await self._changed.wait_for(lambda: self._in_flight == 0)
+                await self._changed.wait_for(lambda: self.in_flight == 0)
             yield
         finally:
             self._syncing = False

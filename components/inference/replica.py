@@ -12,6 +12,9 @@ from components.inference.endpoint import Endpoint
 from components.inference.server import VllmServer
 from components.inference.weights.base import post
 
+UNKNOWN = -1
+"""The version of weights that no pool of ours gave."""
+
 
 @dataclass
 class Replica:
@@ -23,7 +26,7 @@ class Replica:
     server: VllmServer | None = None
     ready: bool = False
     """Whether requests may be sent to it."""
-    version: int = -1
+    version: int = UNKNOWN
     """Of the weights that it holds."""
     mark: str = ""
     """What its answers bear while it holds them; "": it has no plug-in of ours that could say so."""
@@ -48,7 +51,7 @@ class Replica:
 
     def doubt(self) -> None:
         """Send no more requests to it; its monitor sees to it, and gives it the current weights."""
-        self.version, self.ready = -1, False
+        self.version, self.ready = UNKNOWN, False
         self.suspect.set()
 
 

@@ -99,8 +99,12 @@ class VllmServer:
 
     async def stop(self) -> None:
         """End the server and all its processes."""
+        await asyncio.to_thread(self.end)
+
+    def end(self) -> None:
+        """`stop`, where no event loop runs."""
         if self._program is not None:
-            await asyncio.to_thread(self._program.stop)
+            self._program.stop()
 
     async def _wait_ready(self, model: Path) -> None:
         began, endpoint = time.monotonic(), Endpoint(self.url, self.api_key)
@@ -165,7 +169,8 @@ async def fault(http: httpx.AsyncClient, endpoint: Endpoint, model: Path | None 
     Both routes are asked: /health alone stays 200 on an engine that cannot answer, and is open to anyone.
 
     Raises:
-        ServerError: it refuses our key, and will not do otherwise later.
+        ServerError: it refuses our key, or, a server that is joined, serves something else; it will not do otherwise
+            later.
     """
     try:
         async with asyncio.timeout(_HEALTH_TIMEOUT):
@@ -189,6 +194,12 @@ async def fault(http: httpx.AsyncClient, endpoint: Endpoint, model: Path | None 
         served = {str(entry["id"]): entry.get("root") for entry in models.document["data"]}
     except (BadReply, LookupError, TypeError, AttributeError):
         return f"/v1/models answers with no list of models: {models.text}"
+    if MODEL_NAME not in served and model is None:
+        raise ServerError(
+            f"it serves {', '.join(sorted(served)[:5])}, not {MODEL_NAME!r}: it was not started for a training",
+            where=endpoint.url,
+            remedy=f"`armature serve {next(iter(served.values()), None) or 'MODEL'}`, or {_PLAIN}",
+        )
     if MODEL_NAME not in served:
         return f"it serves {sorted(served)[:5]}, not {MODEL_NAME!r}"
     if model is not None and served[MODEL_NAME] != str(model):
@@ -196,6 +207,10 @@ async def fault(http: httpx.AsyncClient, endpoint: Endpoint, model: Path | None 
     return ""
 
 
+_PLAIN = (
+    f"start vLLM with VLLM_SERVER_DEV_MODE=1, --served-model-name {MODEL_NAME}, --logprobs-mode processed_logprobs, "
+    "--generation-config vllm and a key in VLLM_API_KEY"
+)
 _HINTS: tuple[tuple[str, str], ...] = (
     (
         r"No module named '?ray",
@@ -223,6 +238,10 @@ _HINTS: tuple[tuple[str, str], ...] = (
         r"CUDA out of memory|OutOfMemoryError|Cannot allocate memory|MemoryError",
         "it ran out of memory ({memory}): lower machine.server_arguments.gpu_memory_utilization, serve fewer "
         "servers, or free memory",
+    ),
+    (
+        r"greater than the derived max_model_len",
+        "the model has no positions for so many tokens: lower inference.max_model_len",
     ),
     (r"[Aa]ddress already in use", "another program took the port; start again"),
     (

@@ -42,9 +42,13 @@ class PoolStatistics:
         self.requests += 1
         self.failures[reason] += samples
 
+    def counts(self) -> dict[str, int]:
+        """All but the failures, by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, int)}
+
     def snapshot(self) -> dict[str, float]:
         """Flat numbers for a log: counts, failures by reason, completion tokens per second of the pool's life."""
-        numbers: dict[str, float] = {name: value for name, value in vars(self).items() if isinstance(value, int)}
+        numbers: dict[str, float] = dict(self.counts())
         numbers |= {f"failures/{reason}": count for reason, count in self.failures.items()}
         numbers["tokens_per_second"] = self.completion_tokens / max(time.monotonic() - self.began, 1e-9)
         numbers["mean_request_seconds"] = self.request_seconds / max(self.requests, 1)

@@ -7,7 +7,11 @@ checkout and in a wheel.
 from __future__ import annotations
 
 import os
+import subprocess
+from contextlib import suppress
 from pathlib import Path
+
+from components.home import home_folder
 
 DISTRIBUTION = "armature-vla"
 """What pip installs. `armature`, the name of the package and the command, is another project on PyPI."""
@@ -29,6 +33,21 @@ def installed_version() -> str:
     return version(DISTRIBUTION)
 
 
+def installed_commit() -> str:
+    """The checked-out commit, with "+changed" when files differ from it; else what ARMATURE_COMMIT says, as in images.
+
+    Returns:
+        "" if it is unknown.
+    """
+    if CHECKOUT is not None:
+        command = ["git", "describe", "--always", "--abbrev=40", "--dirty=+changed", "--exclude=*"]
+        with suppress(FileNotFoundError):
+            found = subprocess.run(command, capture_output=True, text=True, cwd=CHECKOUT, check=False).stdout.strip()
+            if found:
+                return found
+    return os.environ.get("ARMATURE_COMMIT", "")
+
+
 def install_command(extra: str) -> str:
     """How a user gets the packages of an optional part."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
@@ -47,5 +66,5 @@ def server_environment() -> Path:
 
 def server_python() -> Path:
     """The interpreter that has vLLM: of `.venv-vllm` in this folder, else of what `armature setup` has made."""
-    here, made = Path(".venv-vllm/bin/python"), server_environment()
+    here, made = home_folder() / ".venv-vllm/bin/python", server_environment()
     return made / "bin/python" if not here.exists() and (made / MADE).exists() else here

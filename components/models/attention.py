@@ -59,7 +59,7 @@ def check_image_attention(config: PreTrainedConfig, chosen: ImageAttention | Non
         raise ConfigurationError(
             "flash_attention_2 cannot attend in both directions inside an image",
             where="model.attn_implementation",
-            remedy="set attn_implementation = 'sdpa'",
+            remedy="leave attn_implementation out",
         )
 
 

@@ -31,6 +31,7 @@ from components.models.molmo2 import has_second_layout, to_hub
 from components.models.remote import complete_processor, is_remote, register_body
 from components.models.settings import ModelSettings
 from components.models.source import local_code_options, locate
+from components.models.varlen import choose_kernels
 
 _DEPTH = re.compile(r"(n|num|num_hidden)_(hidden_)?layers|depth")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -90,6 +91,8 @@ def load_model(
     family = family_of(config)
     _check_attention(settings.attn_implementation)
     model = _empty(config, settings) if empty else _loaded(config, source, settings)
+    if settings.attn_implementation == "auto":
+        choose_kernels(model)
     follow_image_attention(model)
     register_body(model)
     freeze(model, family, settings.freeze)
@@ -106,7 +109,7 @@ def _loaded(config: PreTrainedConfig, source: str | Path, settings: ModelSetting
         model, report = AutoModelForImageTextToText.from_pretrained(
             locate(source, settings.revision),
             dtype=DTYPES[settings.dtype],
-            attn_implementation=settings.attn_implementation,
+            attn_implementation=_implementation(settings),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported here instead, with what to do
             **local_code_options(settings.trust_remote_code),
@@ -121,7 +124,7 @@ def _empty(config: PreTrainedConfig, settings: ModelSettings) -> PreTrainedModel
         return AutoModelForImageTextToText.from_config(
             config,
             dtype=DTYPES[settings.dtype],
-            attn_implementation=settings.attn_implementation,
+            attn_implementation=_implementation(settings),
             trust_remote_code=is_remote(config),
         )
 
@@ -158,12 +161,17 @@ def save_checkpoint(
     return folder
 
 
+def _implementation(settings: ModelSettings) -> str:
+    """What transformers loads, before `choose_kernels`."""
+    return "sdpa" if settings.attn_implementation == "auto" else settings.attn_implementation
+
+
 def _check_attention(implementation: str) -> None:
     if implementation == "flash_attention_2" and find_spec("flash_attn") is None:
         raise ConfigurationError(
             "flash_attention_2 needs the package flash-attn, which is not installed",
             where="model.attn_implementation",
-            remedy="install flash-attn on a machine with a GPU, or set attn_implementation = 'sdpa'",
+            remedy="install flash-attn on a machine with a GPU, or leave attn_implementation out",
         )
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import cast
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -71,6 +76,26 @@ def lora_config(names: list[str], rank: int, alpha: float, dropout: float) -> Lo
 def base_model(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
     """The Hugging Face model inside the adapters, or `model` itself."""
     return cast(PreTrainedModel, model.get_base_model()) if isinstance(model, PeftModel) else model
+
+
+@torch.no_grad()
+def adapter_weights(model: PeftModel, take: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What adds up to the adapters, each as `take` gives it, under the names that PEFT writes."""
+    state = {name: take(value) for name, value in model.state_dict().items() if ".lora_" in name}
+    return dict(get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False))
+
+
+def write_adapter(folder: Path, model: PeftModel, weights: Mapping[str, torch.Tensor]) -> None:
+    """Write `adapter_config.json` and `adapter_model.safetensors` as PEFT reads them; equal adapters, equal bytes.
+
+    The base model is not named: the folder that it was loaded from means nothing elsewhere.
+    """
+    (config,) = model.peft_config.values()
+    facts = config.to_dict() | {"base_model_name_or_path": None, "inference_mode": True}
+    folder.mkdir()
+    (folder / CONFIG_NAME).write_text(json.dumps(facts, indent=2, sort_keys=True, default=sorted) + "\n")
+    tensors = {name: value.contiguous().cpu() for name, value in sorted(weights.items())}
+    save_file(tensors, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
 
 
 @torch.no_grad()

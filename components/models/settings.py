@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from typing import Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from components.contracts.settings import Settings
 from components.models.families import Component
+from components.models.tiny_families import TINY_FAMILIES
+from components.registry import suggestion
 
 TINY_PREFIX = "tiny/"
 ImageAttention = Literal["causal", "bidirectional"]
@@ -120,8 +122,10 @@ class ModelSettings(Settings):
         None, description="Commit, tag or branch; needed for a hub name. A commit cannot be moved."
     )
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Data type of the weights.")
-    attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] = Field(
-        "sdpa", description="Attention kernels, by their names in transformers."
+    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] = Field(
+        "auto",
+        description="Attention kernels: those of torch that suit the model and the device, or by their names in "
+        "transformers.",
     )
     image_attention: ImageAttention | None = Field(
         None,
@@ -137,6 +141,14 @@ class ModelSettings(Settings):
         False, description="Recompute activations in the backward pass to save memory."
     )
     tiny: TinySettings | None = Field(None, description="Sizes for tiny/FAMILY; leave out for other sources.")
+
+    @field_validator("source")
+    @classmethod
+    def _known_family(cls, source: str) -> str:
+        family = source.removeprefix(TINY_PREFIX)
+        if source.startswith(TINY_PREFIX) and family not in TINY_FAMILIES:
+            raise ValueError(f"no {TINY_FAMILIES.noun} is called {family!r}; {suggestion(family, TINY_FAMILIES)}")
+        return source
 
     @property
     def tiny_family(self) -> str | None:

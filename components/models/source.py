@@ -16,10 +16,13 @@ from pydantic import BaseModel, ConfigDict
 from components.artifacts.cache import file_sha256
 from components.artifacts.digests import document_digest
 from components.contracts.errors import ConfigurationError, DataError
+from components.project import project_source
 
 REFERENCE = "source.json"
 CHECKPOINT = "checkpoint"
 """The folder with the weights in the artifact of a stage that trains."""
+ADAPTER = "adapter"
+"""In it, where adapters were trained: these alone, as PEFT reads them. The weights beside it have them merged in."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,16 @@ def make_reference(source: str, revision: str | None, kind: CheckpointKind = MOD
     )
 
 
+def folder_sources(source: str, kind: CheckpointKind = MODEL) -> dict[str, str]:
+    """The digest of a folder of the recipe's, so that a changed one makes new artifacts; nothing of a hub name.
+
+    Raises:
+        DataError: see `locate` and `checkpoint_sha256`.
+    """
+    folder = Path(project_source(source))
+    return {"checkpoint": checkpoint_sha256(locate(folder, kind=kind), kind.content)} if folder.is_dir() else {}
+
+
 def locate(source: str | Path, revision: str | None = None, kind: CheckpointKind = MODEL) -> Path:
     """The folder with the weights of a folder, an artifact or a hub name; the last is fetched if missing.
 
@@ -141,11 +154,25 @@ def _kept(reference: SourceReference, kind: CheckpointKind) -> Path | None:
     return None
 
 
-def _fetch(name: str, revision: str | None, kind: CheckpointKind) -> Path:
-    if name.count("/") != 1 or name.startswith(("/", ".", "~")):
-        raise DataError(f"no such {kind.name} folder", where=name, remedy=kind.no_folder)
+def refuse_unnamed(source: str, revision: str | None, kind: CheckpointKind = MODEL) -> None:
+    """Refuse what is neither a folder nor the name and the revision of a hub's repository; nothing is fetched.
+
+    Raises:
+        ConfigurationError: a hub name without a revision.
+        DataError: no such folder.
+    """
+    if Path(source).is_dir():
+        return
+    if source.count("/") != 1 or source.startswith(("/", ".", "~")):
+        raise DataError(f"no such {kind.name} folder", where=source, remedy=kind.no_folder)
     if revision is None:
-        raise ConfigurationError("a hub name needs a revision", where=f"{kind.name}: {name!r}", remedy=kind.no_revision)
+        raise ConfigurationError(
+            "a hub name needs a revision", where=f"{kind.name}: {source!r}", remedy=kind.no_revision
+        )
+
+
+def _fetch(name: str, revision: str | None, kind: CheckpointKind) -> Path:
+    refuse_unnamed(name, revision, kind)
     try:
         return Path(snapshot_download(name, revision=revision, **kind.files))
     except (LocalEntryNotFoundError, HfHubHTTPError) as error:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from components.contracts.stages import Artifact, Stage, StageContext, StageReport
+from components.hub import HUB, commit_of
 from components.models.settings import ModelSettings
+from components.project import project_source
 
 
 def run_model(settings: ModelSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext) -> StageReport:
@@ -27,7 +29,7 @@ def run_model(settings: ModelSettings, inputs: Mapping[str, Artifact], out: Path
     from components.models.load import load_config, refuse_other_sizes
     from components.models.source import locate, make_reference
 
-    reference = make_reference(settings.source, settings.revision)
+    reference = make_reference(project_source(settings.source), settings.revision)
     reference.write(out)
     refuse_other_sizes(load_config(out, settings), locate(out))
     commit = f" at {reference.commit}" if reference.commit else ""
@@ -35,4 +37,21 @@ def run_model(settings: ModelSettings, inputs: Mapping[str, Artifact], out: Path
     return StageReport()
 
 
-MODEL_STAGE = Stage(name="model", version=2, settings=ModelSettings, inputs=(), run=run_model)
+def model_sources(settings: ModelSettings, inputs: Mapping[str, Artifact]) -> dict[str, str]:
+    from components.models.source import folder_sources
+
+    return {} if settings.tiny is not None else folder_sources(settings.source)
+
+
+def at_commit(settings: ModelSettings, inputs: Mapping[str, Artifact], say: Callable[[str], None]) -> ModelSettings:
+    """
+    Raises:
+        DataError: see `hub_commit`.
+    """
+    name = project_source(settings.source)
+    if settings.tiny is not None or settings.revision is None or not HUB.fullmatch(name) or Path(name).is_dir():
+        return settings
+    return settings.model_copy(update={"revision": commit_of(name, settings.revision, "model", say)})
+
+
+MODEL_STAGE = Stage("model", 3, ModelSettings, (), run_model, model_sources, at_commit)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from components.contracts.errors import ConfigurationError
 from components.contracts.stages import Artifact, Stage, StageContext, StageReport
+from components.hub import HUB, commit_of
 from components.policies.settings import RobotPolicySettings
+from components.project import project_source
 
 
 def run_policy(
@@ -38,6 +40,7 @@ def run_policy(
         raise ConfigurationError(
             "no policy is named", remedy="set one of policy.checkpoint_path, policy.path and policy.tiny"
         )
+    source = project_source(source)
     reference = make_reference(source, settings.revision, POLICY)
     parts = load_parts(source, settings)
     reference.write(out)
@@ -55,4 +58,32 @@ def _refuse_other_sources(settings: RobotPolicySettings) -> None:
         )
 
 
-POLICY_STAGE = Stage(name="policy", version=2, settings=RobotPolicySettings, inputs=(), run=run_policy)
+def policy_sources(settings: RobotPolicySettings, inputs: Mapping[str, Artifact]) -> dict[str, str]:
+    from components.models.source import folder_sources
+    from components.policies.source import POLICY
+
+    source = settings.path or settings.checkpoint_path
+    return folder_sources(source, POLICY) if source and settings.tiny is None else {}
+
+
+def at_commits(
+    settings: RobotPolicySettings, inputs: Mapping[str, Artifact], say: Callable[[str], None]
+) -> RobotPolicySettings:
+    """
+    Raises:
+        DataError: see `hub_commit`.
+    """
+    named = {
+        "revision": settings.path or settings.checkpoint_path,
+        "checkpoint_revision": settings.path and settings.checkpoint_path,
+        "action_tokenizer_revision": settings.action_tokenizer,
+    }
+    found = {}
+    for key, name in named.items():
+        revision = getattr(settings, key)
+        if name and revision is not None and HUB.fullmatch(name) and not Path(project_source(name)).is_dir():
+            found[key] = commit_of(name, revision, "model", say)
+    return settings.model_copy(update=found)
+
+
+POLICY_STAGE = Stage("policy", 3, RobotPolicySettings, (), run_policy, policy_sources, at_commits)

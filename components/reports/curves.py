@@ -86,7 +86,9 @@ PANELS = (
         limits=(0.0, None),
     ),
     Panel("Completion length", ("tokens/completion", "tokens/completion_max"), unit="tokens", limits=(0.0, None)),
-    Panel("Time of a step", (r"^timing/(wait_for_rollouts|batch|train|sync)$",), unit="seconds", stacked=True),
+    Panel(
+        "Time of a step", (r"^timing/(wait_for_rollouts|batch|train|sync|evaluation)$",), unit="seconds", stacked=True
+    ),
     Panel("Samples per second", ("samples_per_second",), limits=(0.0, None)),
     Panel("Left out, by reason", (r"^failures/", r"^drops/"), unit="per step", limits=(0.0, None)),
     Panel("Memory of the trainer", (r"^memory/",), unit="GiB", limits=(0.0, None)),

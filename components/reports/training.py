@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +22,23 @@ def write_training_report(
     configuration: Mapping[str, Any],
     figures: Mapping[str, str] | None = None,
     links: Mapping[str, str] | None = None,
+    tables: Sequence[Table] = (),
 ) -> None:
     """Writes `report.html` and `curves.png` into `folder`; the same run gives the same bytes.
 
     Args:
         figures: more numbers for the head of the page, such as held-out accuracy with its interval.
         links: labels and addresses, relative to `folder` or on the web.
+        tables: what else is counted.
     """
-    drops = drops_by_reason(history)
+    drops = [[name, f"{count:,}"] for name, count in drops_by_reason(history).items()]
+    left_out = [Table("Left out, by reason", ["reason", "count"], drops)] if drops else []
     report = HtmlReport(
         title,
         {**(figures or {}), **last_figures(history)},
         links or {},
         curve_images(history),
-        [Table("Left out, by reason", ["reason", "count"], [[name, f"{n:,}"] for name, n in drops.items()])]
-        if drops
-        else [],
+        [*tables, *left_out],
         configuration,
     )
     (folder / CURVES_FILE).write_bytes(curves_png(history, title))

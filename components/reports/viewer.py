@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import exp
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from components.contracts.rollouts import Failure, LogProbs, Trajectory, Turn
+from components.contracts.rollouts import Failure, Trajectory
 from components.reports.embedded_images import EmbeddedImages, ImageReader
 from components.reports.pages import inline_json, write_page
-
-Decode = Callable[[int], str]
-_MAX_RATIO_LOG = 20.0
-
-
-@dataclass(frozen=True, eq=False)
-class TurnScores:
-    """What the trainer knows of one turn of C sampled tokens; None where it was not computed or not trained on."""
-
-    trainer_logprobs: LogProbs | None = None  # (C,)
-    advantages: npt.NDArray[np.float32] | None = None  # (C,)
+from components.reports.records import Decode, TurnScores, rollout_record
 
 
 @dataclass(frozen=True)
@@ -77,7 +62,10 @@ def write_viewer(
             pieces[token] = decode(token)
         return pieces[token]
 
-    records = [_record(t, rollouts, book, piece) for t in shown]
+    records = []
+    for each in shown:
+        step, scores = rollouts.steps.get(each.trajectory_id), rollouts.scores.get(each.trajectory_id, ())
+        records.append(rollout_record(each, step, scores, book.add, piece))
     omitted = len(rollouts.trajectories) - len(shown)
     data = {
         "trajectories": records,
@@ -90,7 +78,8 @@ def write_viewer(
         "omitted": {"trajectories": omitted, "images": book.omitted},
     }
     values = {"title": title, "data": inline_json(data), "summary": _summary(rollouts)}
-    write_page(path, "viewer.html", styles=("page.css", "viewer.css"), scripts=("viewer.js",), values=values)
+    scripts = ("rollout.js", "viewer.js")
+    write_page(path, "viewer.html", styles=("page.css", "viewer.css"), scripts=scripts, values=values)
 
 
 def _summary(rollouts: Rollouts) -> list[tuple[str, str]]:
@@ -123,57 +112,3 @@ def _select(rollouts: Rollouts, limits: Limits) -> list[Trajectory]:
 
 def _length(trajectory: Trajectory) -> int:
     return sum(len(turn.completion_token_ids) for turn in trajectory.turns)
-
-
-def _record(trajectory: Trajectory, rollouts: Rollouts, book: EmbeddedImages, piece: Decode) -> dict[str, Any]:
-    scores = rollouts.scores.get(trajectory.trajectory_id, ())
-    padded = [*scores, *[TurnScores()] * (len(trajectory.turns) - len(scores))]
-    return {
-        "id": trajectory.trajectory_id,
-        "group": trajectory.group_id,
-        "step": rollouts.steps.get(trajectory.trajectory_id),
-        "environment": trajectory.environment,
-        "task": trajectory.task_id,
-        "split": trajectory.split,
-        "truncated": trajectory.truncated,
-        "reward": _number(trajectory.reward),
-        "parts": {name: _number(value) for name, value in sorted(trajectory.reward_parts.items())},
-        "turns": [_turn(turn, s, book, piece) for turn, s in zip(trajectory.turns, padded, strict=True)],
-    }
-
-
-def _turn(turn: Turn, scores: TurnScores, book: EmbeddedImages, piece: Decode) -> dict[str, Any]:
-    ids = [int(token) for token in turn.completion_token_ids]
-    for token in ids:
-        piece(token)
-    ratios = None
-    if scores.trainer_logprobs is not None:
-        gaps = np.asarray(scores.trainer_logprobs, np.float64) - turn.completion_logprobs
-        ratios = [_number(exp(max(-_MAX_RATIO_LOG, min(_MAX_RATIO_LOG, g)))) if g == g else None for g in gaps]
-    advantages = None
-    if scores.advantages is not None and len(scores.advantages):
-        first = float(scores.advantages[0])
-        same = bool(np.all(scores.advantages == scores.advantages[0]))
-        advantages = _number(first) if same else [_number(float(a)) for a in scores.advantages]
-    return {
-        "messages": turn.messages,
-        "state": turn.anchor_key,
-        "images": [book.add(ref) for ref in turn.images],
-        "ids": ids,
-        "logprobs": [_number(float(value)) for value in turn.completion_logprobs],
-        "ratios": ratios,
-        "advantages": advantages,
-        "completion": turn.completion,
-        "finish": turn.finish_reason,
-        "version": turn.policy_version,
-        "reward": _number(turn.reward),
-        "parts": {name: _number(value) for name, value in sorted(turn.reward_parts.items())},
-        "defect": turn.action_defect,
-        "prompt_tokens": len(turn.prompt_token_ids),
-        "seconds": [_number(turn.generate_seconds), _number(turn.environment_seconds)],
-    }
-
-
-def _number(value: float) -> float | None:
-    """Five significant digits; None for what JSON cannot hold."""
-    return float(f"{value:.5g}") if np.isfinite(value) else None

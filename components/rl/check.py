@@ -18,7 +18,7 @@ from components.models.source import locate
 from components.rl.open import open_run
 from components.rl.settings import TrainVLMSettings
 from components.stages import open_store
-from components.training.settings import ChunkedLogprobs, TrainerSettings
+from components.vlm.settings import ChunkedLogprobs, TrainerSettings
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2}

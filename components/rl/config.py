@@ -11,11 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegative
 from components.batches.settings import BatchSettings, GroupMean
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
-from components.inference.settings import SamplingSettings
+from components.evaluation.settings import PanelSettings
+from components.inference.settings import EvaluationSamplingSettings, SamplingSettings
 from components.registry import suggestion
 from components.rl.settings import LoopSettings, PreflightSettings
 from components.rollouts.settings import RolloutSettings
-from components.training.settings import Aggregation, Logprobs, MaskRatio, TrainerSettings
+from components.vlm.settings import Aggregation, Logprobs, MaskRatio, TrainerSettings
 
 DEFAULT_GROUP = 8
 WITHOUT_USE = {
@@ -75,6 +76,18 @@ class MultimodalRLConfig(BaseModel):
     save_steps: PositiveInt = Field(500, description="Steps between checkpoints.")
     save_total_limit: PositiveInt = Field(2, description="Newest checkpoints that are kept.")
 
+    eval_steps: NonNegativeInt = Field(
+        0,
+        description="Steps between evaluations on held-out tasks; the first is before step 1, the last after the last "
+        "step, and the best weights become the result. 0: none.",
+    )
+    eval_tasks: PositiveInt = Field(64, description="Held-out tasks of an evaluation: the first ones, each time.")
+    eval_temperature: float = Field(0.0, ge=0, le=2, description="Of sampling in evaluations; 0 is greedy.")
+    eval_success_reward: float = Field(1.0, description="A held-out episode counts as solved from this reward on.")
+    eval_patience: NonNegativeInt = Field(
+        0, description="Training ends after so many evaluations in a row that were not better than the best; 0: never."
+    )
+
     max_mismatch_kl: PositiveFloat = Field(
         1e-2, description="Refuse to train above this KL between server and trainer, measured before the first step."
     )
@@ -102,7 +115,13 @@ class MultimodalRLConfig(BaseModel):
                 f"rollouts_per_example ({self.group_size})",
                 remedy="change one of them",
             )
-        self.settings()
+        if self.eval_steps and self.sync_to_vllm_every != 1:
+            raise ConfigurationError(
+                f"eval_steps = {self.eval_steps} evaluates the newest weights, "
+                f"which sync_to_vllm_every = {self.sync_to_vllm_every} keeps from the server",
+                remedy="set sync_to_vllm_every = 1, or eval_steps = 0",
+            )
+        self.settings(), self.panel()
 
     @property
     def group_size(self) -> int:
@@ -155,6 +174,28 @@ class MultimodalRLConfig(BaseModel):
             )
         except ValueError as error:
             raise ConfigurationError(f"the options contradict each other: {error}") from error
+
+    def panel(self) -> PanelSettings | None:
+        """What is evaluated between steps; None: nothing.
+
+        Raises:
+            ConfigurationError: eval_patience without eval_steps.
+        """
+        if self.eval_patience and not self.eval_steps:
+            raise ConfigurationError(
+                f"eval_patience = {self.eval_patience} counts evaluations, and there are none",
+                remedy="set eval_steps, or leave eval_patience out",
+            )
+        if not self.eval_steps:
+            return None
+        return PanelSettings(
+            every=self.eval_steps,
+            panel_tasks=self.eval_tasks,
+            patience=self.eval_patience,
+            success_reward=self.eval_success_reward,
+            sampling=EvaluationSamplingSettings(temperature=self.eval_temperature, max_tokens=self.max_tokens),
+            seed=self.seed,
+        )
 
     def _trainer_settings(self) -> TrainerSettings:
         chunked = {} if self.logprobs == "normal" else {"chunk_tokens": 1024}

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from components.contracts.machine import Machine
+from components.contracts.stages import not_sent
 from components.training.checkpoints import identity
-from components.training.client import TrainerClient
-from components.training.learner import Learner
-from components.training.publish import Publisher
 from components.training.ranks import Ranks
-from components.training.service_settings import TrainerPolicySettings, service_settings
-from components.training.worker import Loader, TokenWorker
+from components.training.service_settings import service_settings
+from components.vlm.client import TrainerClient, TrainerPolicySettings
+from components.vlm.learner import Learner
+from components.vlm.publish import Publisher
+from components.vlm.worker import Loader, TokenWorker
 
 
 class InProcessTrainer(TrainerClient):
@@ -40,6 +41,7 @@ class InProcessTrainer(TrainerClient):
         folder: Path,
     ) -> None:
         self.machine, self.settings = machine, service_settings(policy, machine, folder)
+        self._saved = not_sent
         who = identity(model, policy.trainer, temperature=policy.temperature)
         publisher = Publisher(model, processor, folder / "processor")
         self.learner = Learner(

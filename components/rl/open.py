@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from anyio.from_thread import start_blocking_portal
@@ -13,18 +14,21 @@ from anyio.from_thread import start_blocking_portal
 from components.adapters import get_adapter
 from components.artifacts.images import ImageStore
 from components.artifacts.store import ArtifactStore
+from components.contracts.episodes import Environment
 from components.contracts.errors import ConfigurationError, TrainerError
 from components.contracts.stages import Artifact, StageContext
 from components.environments.make import make_environment
+from components.environments.settings import EnvironmentSettings
 from components.environments.stage import load_tasks
+from components.evaluation.settings import PanelSettings
 from components.inference.checkpoint import vocabulary
 from components.inference.pool import ServerPool
 from components.models.load import load_processor
 from components.models.source import locate
+from components.rl.panel import BEST, HeldoutPanel
 from components.rl.run import RLRun, RunParts
 from components.rl.settings import LoopSettings, TrainVLMSettings
-from components.training.client import TrainerClient
-from components.training.service_settings import TrainerPolicySettings
+from components.vlm.client import TrainerClient, TrainerPolicySettings
 
 SKIPPED_BATCHES = "skipped-batches.json"
 
@@ -63,7 +67,9 @@ def open_run(
         forbidden_token_ids=sorted(adapter.collator.forbidden_token_ids),
         load_on_join=load_on_join,
     )
-    with closing(make_environment(settings.environment, context.machine.environment_processes)) as environment:
+    saved = partial(context.saved, best=context.workspace / BEST)
+    with ExitStack() as opened:
+        environment = opened.enter_context(closing(_environment(settings.environment, context)))
         parts = RunParts(
             environment=environment,
             tasks=load_tasks(inputs["tasks"].path, "train"),
@@ -71,11 +77,25 @@ def open_run(
             tokenizer=adapter.tokenizer,
             vocabulary=vocabulary(weights),
             servers=servers,
-            trainer=TrainerClient(policy, context.machine, context.workspace / "trainer", context.events),
+            trainer=TrainerClient(policy, context.machine, context.workspace / "trainer", context.events, saved),
             digests={"tasks": inputs["tasks"].digest},
+            panel=_panel(settings.evaluation, settings.environment, inputs["tasks"], context, opened)
+            if settings.evaluation is not None
+            else None,
         )
-        with open_parts(settings.loop, context, store, parts) as opened:
-            yield opened
+        yield opened.enter_context(open_parts(settings.loop, context, store, parts))
+
+
+def _environment(settings: EnvironmentSettings, context: StageContext) -> Environment:
+    return make_environment(settings, context.machine.environment_processes)
+
+
+def _panel(
+    plan: PanelSettings, environment: EnvironmentSettings, tasks: Artifact, context: StageContext, opened: ExitStack
+) -> HeldoutPanel:
+    played = opened.enter_context(closing(_environment(environment.for_evaluation(), context)))
+    listed = load_tasks(tasks.path, "heldout")[: plan.panel_tasks]
+    return HeldoutPanel(plan, listed, played, {"tasks": tasks.digest})
 
 
 @contextmanager

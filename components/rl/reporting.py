@@ -2,61 +2,77 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from components.artifacts.images import ImageStore
-from components.batches.table import read_batch
-from components.contracts.batches import Sample
-from components.contracts.rollouts import Failure, LogProbs, Trajectory
-from components.contracts.stages import Artifact
+from components.batches.scores import read_scores
+from components.contracts.rollouts import Failure, Trajectory
+from components.evaluation.wilson import Interval
+from components.reports.records import TurnScores
+from components.reports.report import Table
 from components.reports.tokens import token_decoder
 from components.reports.training import write_training_report
-from components.reports.viewer import Rollouts, TurnScores, write_viewer
+from components.reports.viewer import Rollouts, write_viewer
 from components.rl.settings import TrainVLMSettings
 from components.rollouts.table import read_rollouts
 
 VIEWER_FILE = "rollouts.html"
 
 
-@dataclass
-class ViewerSteps:
-    """Steps that were picked to look at, with what the trainer computed of their tokens."""
+TASKS = {
+    "tasks/played": "played",
+    "tasks/with_signal": "told their rollouts apart, at least once",
+    "tasks/always_right": "never did: all rollouts earned the most that any did",
+    "tasks/always_wrong": "never did: all rollouts earned the same, and less",
+    "tasks/right_or_wrong": "never did: some of their groups all right, the others all wrong",
+}
 
-    steps: dict[str, tuple[Artifact, Artifact, Sequence[LogProbs]]] = field(default_factory=dict)
 
-    def add(self, rollouts: Artifact, batch: Artifact, scores: Sequence[LogProbs]) -> None:
-        """Keep a step; one that is applied again after a crash replaces itself."""
-        self.steps[rollouts.digest] = (rollouts, batch, scores)
+@dataclass(frozen=True)
+class ShownStep:
+    """A step to look at: the folders of its rollouts and its batch, and the file of its log-ratios."""
+
+    step: int
+    rollouts: Path
+    batch: Path
+    log_ratios: Path
 
 
 def write_pages(
-    folder: Path, settings: TrainVLMSettings, history: list[dict[str, float]], gallery: ViewerSteps, images: Path
+    folder: Path,
+    settings: TrainVLMSettings,
+    history: list[dict[str, float]],
+    shown: Sequence[ShownStep],
+    images: Path,
+    best: Mapping[str, float],
+    tasks: Mapping[str, int],
 ) -> None:
-    """Writes `report.html`, `curves.png` and `rollouts.html`."""
+    """Writes `report.html`, `curves.png` and `rollouts.html`.
+
+    `best`: see `Evaluations.summary`; `tasks`: see `difficulty_counts`.
+    """
     title = f"Training {settings.model.source} on {settings.environment.name}"
     write_training_report(
         folder,
         title=title,
         history=history,
         configuration=settings.model_dump(mode="json"),
+        figures=_best_figures(best) if best else {},
+        tables=[Table("Tasks", ["groups", "tasks"], [[said, f"{tasks[name]:,}"] for name, said in TASKS.items()])],
         links={"Rollouts": VIEWER_FILE},
     )
     trajectories: list[Trajectory] = []
     failures: list[Failure] = []
     steps: dict[str, int] = {}
     scores: dict[str, list[TurnScores]] = {}
-    for rollouts, batch, logprobs in gallery.steps.values():
-        outputs = read_rollouts(rollouts.path)
-        step = int(outputs.trajectories[0].trajectory_id.partition("-")[0]) if outputs.trajectories else 0
+    for one in shown:
+        outputs = read_rollouts(one.rollouts)
         trajectories += outputs.trajectories
         failures += outputs.failures
-        steps |= {trajectory.trajectory_id: step for trajectory in outputs.trajectories}
-        scores |= turn_scores(outputs.trajectories, read_batch(batch.path), logprobs)
+        steps |= {trajectory.trajectory_id: one.step for trajectory in outputs.trajectories}
+        scores |= read_scores(outputs.trajectories, one.batch, one.log_ratios)
     write_viewer(
         folder / VIEWER_FILE,
         Rollouts(trajectories, failures, steps, scores),
@@ -66,21 +82,9 @@ def write_pages(
     )
 
 
-def turn_scores(
-    trajectories: Sequence[Trajectory], samples: Sequence[Sample], logprobs: Sequence[LogProbs]
-) -> dict[str, list[TurnScores]]:
-    """Log-probs and advantages of the sampled tokens, turn by turn; nothing for turns that were not trained on."""
-    values: dict[str, list[tuple[LogProbs, LogProbs]]] = defaultdict(list)
-    for sample, scored in zip(samples, logprobs, strict=True):
-        values[sample.trajectory_id].append((scored[sample.loss_mask], sample.advantages[sample.loss_mask]))
-    found: dict[str, list[TurnScores]] = {}
-    for trajectory in trajectories:
-        if trajectory.trajectory_id not in values:
-            continue
-        scored, advantages = (np.concatenate(part) for part in zip(*values[trajectory.trajectory_id], strict=True))
-        ends = np.cumsum([len(turn.completion_token_ids) for turn in trajectory.turns])
-        if ends[-1] != len(scored):  # some of its turns were dropped, so tokens and turns do not line up
-            continue
-        pieces = zip(np.split(scored, ends[:-1]), np.split(advantages, ends[:-1]), strict=True)
-        found[trajectory.trajectory_id] = [TurnScores(logprobs, advantage) for logprobs, advantage in pieces]
-    return found
+def _best_figures(best: Mapping[str, float]) -> dict[str, str]:
+    accuracy = Interval(best["best/accuracy"], best["best/low"], best["best/high"], best["best/tasks"])
+    return {
+        "best held-out accuracy, 95 % interval": str(accuracy),
+        "checkpoint": f"of step {best['best/step']:.0f}, the best of {best['evaluations']:.0f} evaluations",
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,12 +13,14 @@ from typing import Any, TypeVar
 
 from anyio.from_thread import BlockingPortal
 
+from components.artifacts.disk import link_folder
 from components.artifacts.history import History
 from components.artifacts.images import ImageStore
 from components.artifacts.manifest import write_manifest
 from components.artifacts.store import ArtifactStore
 from components.batches.build import BuiltBatch, SampleSource, build_batch
 from components.batches.check import Vocabulary
+from components.batches.ratios import ratios_file
 from components.batches.table import write_batch
 from components.contracts.episodes import Environment, Task
 from components.contracts.errors import TrainerError
@@ -29,18 +31,23 @@ from components.inference.pool import ServerPool
 from components.rl.agreement import LogprobAgreement, compare, refuse_mismatch, step_mismatch
 from components.rl.loop import run_loop
 from components.rl.metrics import rollout_metrics
-from components.rl.reporting import ViewerSteps
+from components.rl.panel import Evaluations, HeldoutPanel
+from components.rl.reporting import ShownStep
 from components.rl.settings import LoopSettings
+from components.rl.signal import no_signal
 from components.rl.texts import RecordingGenerator, refuse_other_texts
 from components.rollouts.collect import collect
+from components.rollouts.difficulty import PlayedGroup, played_groups
 from components.rollouts.generator import Generator
 from components.rollouts.rounds import choose_groups, play_rounds
+from components.rollouts.sampler import SignalSampler
 from components.rollouts.schedule import tasks_of_step
 from components.rollouts.table import read_rollouts, write_rollouts
-from components.training.client import TrainerClient
 from components.training.restarts import with_restarts
+from components.vlm.client import TrainerClient
 
 BATCH_METRICS = "metrics.json"
+EVALUATION = "evaluation"
 T = TypeVar("T")
 
 
@@ -50,7 +57,8 @@ class RunParts:
 
     `tokenizer` is that of the policy, a fast one of transformers; `digests` are those of what is played, by name, for
     the manifests of rollouts; the servers get new weights after every `sync_every` steps, 0: never; `rewarded` may
-    change what is played before it is kept; `viewed`: whether the first and the last step are kept for the viewer.
+    change what is played before it is kept; `panel` is played between steps, for which servers need the weights of
+    each: `sync_every` is 1 then.
     """
 
     environment: Environment
@@ -63,7 +71,7 @@ class RunParts:
     digests: Mapping[str, str]
     sync_every: int = 1
     rewarded: Callable[[GenerateOutputs], GenerateOutputs] = lambda outputs: outputs
-    viewed: bool = True
+    panel: HeldoutPanel | None = None
 
 
 class RLRun:
@@ -86,27 +94,44 @@ class RLRun:
         self.images = ImageStore(context.images)
         self.history = History(context.workspace / "history.jsonl")
         self.weights = context.workspace / "weights"
-        self.gallery = ViewerSteps()
         self.skipped: frozenset[int] = frozenset()
+        self.evaluations = (
+            Evaluations(parts.panel, context, store, settings.trainer.max_steps) if parts.panel is not None else None
+        )
+        self._sampler = SignalSampler(parts.tasks, settings.rollouts)
         self._step_metrics: dict[int, dict[str, float]] = {}
 
-    def train_from(self, done: int) -> None:
+    def train_from(self, done: int) -> int:
         """All steps after `done`; before the first one trainer and servers have to agree.
 
+        Returns the last step: less than `max_steps` where the evaluations ended the training.
+
         Raises:
+            DataError: the weights of the best evaluation are gone.
             MismatchError: they do not.
         """
+        units, events = self.context.units, self.context.events
+        if self.evaluates(done):  # before the pre-flight, which then leaves the servers as it does without a panel
+            ends = units.submit(f"evaluation-{done:05d}", self.evaluate, done).result()
+            row = next((row for row in self.history.read() if row["step"] == done), {})
+            self.record(done, row)
+            events.metrics({key: value for key, value in row.items() if key != "step"}, done)
+            if ends:
+                return done
+        if self.evaluations is not None:
+            self.evaluations.refuse_lost_weights(done)
         if done == 0:
-            self.context.events.message("\n".join(["pre-flight: trainer and server agree", *self.preflight().lines()]))
+            events.message("\n".join(["pre-flight: trainer and server agree", *self.preflight().lines()]))
         last, staleness = self.settings.trainer.max_steps, self.settings.rollouts.max_staleness
-        run_loop(self, done + 1, last, staleness, self.context.units, self.context.events, self.parts.sync_every)
+        return run_loop(self, done + 1, last, staleness, units, events, self.parts.sync_every)
 
     def rollouts(self, step: int) -> Artifact:
         """The rollouts of `step`, found or collected."""
         if made := self.store.find("rollouts", self._key(step)):
             return made
         plan = self.settings.rollouts
-        outputs = self.portal.call(play_rounds, partial(self._round, self.pool, step, plan.groups_per_step), plan)
+        chosen = self._chosen(step)
+        outputs = self.portal.call(play_rounds, partial(self._round, self.pool, step, chosen), plan)
 
         def fill(folder: Path) -> None:
             write_rollouts(folder, outputs)
@@ -156,11 +181,7 @@ class RLRun:
         return with_restarts(self.trainer, done, ask, replay, self.context.events)
 
     def _apply(self, step: int, batch: Artifact) -> dict[str, float]:
-        if self.parts.viewed and step in (1, self.settings.trainer.max_steps):
-            rollouts = self.store.find("rollouts", self._key(step))
-            assert rollouts is not None
-            self.gallery.add(rollouts, batch, self.trainer.score(batch.path))
-        metrics = self.trainer.step(step, batch.path)
+        metrics = self.trainer.step(step, batch.path, ratios_file(self.context.workspace, step))
         bounds = self.settings.preflight
         if (error := step_mismatch(metrics, step, bounds.max_step_mismatch_kl)) is not None:
             if bounds.step_mismatch == "stop":
@@ -177,8 +198,10 @@ class RLRun:
         """Bring the weights after step `version` to every server, unless all that they would sample is made."""
         every = self.parts.sync_every or self.settings.trainer.max_steps
         upcoming = range(version + 1, version + 1 + every + self.settings.rollouts.max_staleness)
-        if all(self.store.find("rollouts", self._key(step)) for step in upcoming):
-            return
+        if not all(self.store.find("rollouts", self._key(step)) for step in upcoming):
+            self._give(version)
+
+    def _give(self, version: int) -> None:
         folder = self.weights / f"{version:06d}"
         answer = self._of_trainer(version, lambda: self.trainer.probe(self.pool.weights.probe, version))
         if self.context.machine.weight_transfer == "file":
@@ -191,8 +214,30 @@ class RLRun:
 
         self.portal.call(self.pool.sync, folder, version, send, answer)
 
+    def evaluates(self, step: int) -> bool:
+        """Whether the panel is played by the weights after `step`."""
+        return self.evaluations is not None and self.evaluations.due(step)
+
+    def evaluate(self, step: int) -> bool:
+        """Play the panel by the weights after `step`, unless that was done; keep the weights if they are the best.
+
+        Returns whether training ends here.
+        """
+        evaluations = self.evaluations
+        assert evaluations is not None
+        if step not in evaluations.made:
+            if self.pool.weights.version != step:
+                self._give(step)
+            evaluations.keep(step, self.portal.call(evaluations.play, self.pool))
+        evaluations.keep_best(step, lambda folder: self._of_trainer(step, lambda: self.trainer.publish(folder, step)))
+        ends = evaluations.out_of_patience(step)
+        self.context.events.message(evaluations.said(step) + "; training ends here" * ends)
+        return ends
+
     def record(self, step: int, metrics: dict[str, float]) -> None:
         metrics.update(self._step_metrics.pop(step, {}))
+        if self.evaluations is not None:
+            metrics.update(self.evaluations.history(step))
         self.history.append(step, metrics)
 
     def complete_history(self, done: int) -> None:
@@ -203,12 +248,15 @@ class RLRun:
             self.record(step, self._of_trainer(done, partial(self.trainer.step, step, batch.path)))
 
     def preflight(self) -> LogprobAgreement:
-        """
+        """Says so where nothing could be learned from its rollouts.
+
         Raises:
             MismatchError: trainer and server disagree, or no rollout becomes a sample.
         """
         overheard = RecordingGenerator(self.pool)
-        outputs = self.portal.call(self._round, overheard, 0, self.settings.preflight.groups, 0)
+        plan = self.settings.rollouts
+        tasks = tasks_of_step(self.parts.tasks, self.settings.preflight.groups, 0, plan.seed)
+        outputs = self.portal.call(self._round, overheard, 0, [tasks], 0)
         refuse_other_texts(overheard.completions, self.parts.tokenizer.backend_tokenizer)
         samples, drops = self.parts.adapter.samples(outputs)
         drops.update(outputs.drops)
@@ -218,31 +266,68 @@ class RLRun:
         scores = self._of_trainer(0, lambda: self.trainer.score(folder)) if samples else []
         agreement = compare(samples, scores)
         refuse_mismatch(agreement, drops, self.settings.preflight.max_mismatch_kl)
+        if warning := no_signal(outputs.trajectories, self.settings.batches):
+            self.context.events.message(warning)
         return agreement
 
-    def finish(self, folder: Path) -> None:
-        """Write the final weights in the Hugging Face layout."""
-        last = self.settings.trainer.max_steps
-        self._of_trainer(last, lambda: self.trainer.publish(folder, last))
+    def finish(self, folder: Path, last: int) -> None:
+        """Write the weights in the Hugging Face layout: those of the best evaluation, else those after step `last`."""
+        if self.evaluations is None:
+            self._of_trainer(last, lambda: self.trainer.publish(folder, last))
+        else:
+            self.evaluations.refuse_lost_weights(last)
+            link_folder(self.evaluations.best_weights, folder)
         self.trainer.finish()
 
-    def lineage(self) -> list[dict[str, Any]]:
-        """The digests of the rollouts and the batch of every step, and of a batch that was made and then skipped."""
-        steps = []
-        for step in range(1, self.settings.trainer.max_steps + 1):
+    def shown(self, step: int) -> ShownStep:
+        """A step that was made, for the pages of the run."""
+        rollouts = self.store.find("rollouts", self._key(step))
+        assert rollouts is not None
+        return ShownStep(step, rollouts.path, self._made_batch(step).path, ratios_file(self.context.workspace, step))
+
+    def groups(self, last: int) -> Iterator[PlayedGroup]:
+        """The groups of steps 1 to `last`."""
+        for step in range(1, last + 1):
+            yield from self._groups(step)
+
+    def _groups(self, step: int) -> list[PlayedGroup]:
+        rollouts = self.store.find("rollouts", self._key(step))
+        assert rollouts is not None
+        return played_groups(step, rollouts.path)
+
+    def lineage(self, last: int) -> list[dict[str, Any]]:
+        """The digests of the rollouts and the batch of every step, and of a batch that was made and then skipped;
+        those of evaluations, of which the first is of step 0."""
+        steps: list[dict[str, Any]] = []
+        played = self.evaluations.made if self.evaluations is not None else {}
+        if 0 in played:
+            steps.append({"step": 0, EVALUATION: played[0].digest})
+        for step in range(1, last + 1):
             rollouts, batch = self.store.find("rollouts", self._key(step)), self._made_batch(step)
             assert rollouts is not None
             row = {"step": step, "rollouts": rollouts.digest, "batch": batch.digest}
             if step in self.skipped and (poisoned := self.store.find("batches", self._key(step))):
                 row["skipped"] = poisoned.digest
+            if step in played:
+                row[EVALUATION] = played[step].digest
             steps.append(row)
         return steps
 
-    async def _round(self, policy: Generator, step: int, groups: int, number: int) -> GenerateOutputs:
+    def _chosen(self, step: int) -> list[list[Task]]:
+        """The tasks of each round of `step`."""
+        plan = self.settings.rollouts
+        if plan.repeat_no_signal < 1:
+            return self._sampler.tasks_of_step(step, self._groups)
+        rounds = range(plan.max_rounds)
+        return [tasks_of_step(self.parts.tasks, plan.groups_per_step, step, plan.seed, number) for number in rounds]
+
+    async def _round(
+        self, policy: Generator, step: int, chosen: Sequence[Sequence[Task]], number: int
+    ) -> GenerateOutputs:
         plan = self.settings.rollouts
         outputs = await collect(
             self.parts.environment,
-            tasks_of_step(self.parts.tasks, groups, step, plan.seed, number),
+            chosen[number],
             plan.group_size,
             policy,
             self.images,
@@ -251,7 +336,7 @@ class RLRun:
             seed=plan.seed,
             machine=self.context.machine,
             events=self.context.events,
-            first_group=number * groups,
+            first_group=number * len(chosen[number]),
         )
         return self.parts.rewarded(outputs)
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
 
 from components.batches.settings import BatchSettings
 from components.contracts.settings import Settings
 from components.environments.settings import EnvironmentSettings
+from components.evaluation.settings import PanelSettings, TrainEvaluationSettings
 from components.inference.settings import ServerSettings
 from components.models.settings import ModelSettings
 from components.rollouts.settings import RolloutSettings
-from components.training.settings import TrainerSettings
+from components.vlm.settings import TrainerSettings
 
 
 class PreflightSettings(Settings):
@@ -52,6 +53,13 @@ class TrainVLMSettings(Settings):
     batches: BatchSettings
     trainer: TrainerSettings
     preflight: PreflightSettings
+    evaluation: PanelSettings | None = None
+
+    @field_validator("evaluation", mode="before")
+    @classmethod
+    def _what_is_played_during_training(cls, value: Any) -> Any:
+        """Of the section: how the trained model is evaluated does not change it."""
+        return value.panel if isinstance(value, TrainEvaluationSettings) else value
 
     @property
     def loop(self) -> LoopSettings:

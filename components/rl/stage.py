@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from math import isnan
 from pathlib import Path
 
 from components.contracts.numbers import write_json
 from components.contracts.stages import Artifact, Stage, StageContext, StageReport
-from components.environments.sources import environment_sources
+from components.environments.sources import environment_sources, evaluated_sources
+from components.environments.stage import read_environment
+from components.hub import COMMIT
 from components.rl.agreement import FIRST_UPDATE
 from components.rl.settings import TrainVLMSettings
 
@@ -16,22 +19,33 @@ from components.rl.settings import TrainVLMSettings
 def train_vlm(
     settings: TrainVLMSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
 ) -> StageReport:
-    """Writes `checkpoint/` (Hugging Face layout), `history.json`, `metrics.json`, `lineage.json` and the report."""
+    """Writes `checkpoint/` (Hugging Face layout), `history.json`, `metrics.json`, `lineage.json` and the report, and
+    `difficulty.parquet`: how the groups of each task ended.
+
+    With evaluations during training the checkpoint has the weights of the best of them.
+    """
+    from components.artifacts.tables import write_table
     from components.models.source import CHECKPOINT
     from components.rl.open import open_run
     from components.rl.reporting import write_pages
+    from components.rollouts.difficulty import DIFFICULTY, difficulty, difficulty_counts
     from components.stages import open_store
 
     with open_run(settings, inputs, context, open_store(context.machine)) as (run, done):
-        run.train_from(done)
-        run.finish(out / CHECKPOINT)
-        history, lineage, gallery = run.history.read(), run.lineage(), run.gallery
+        last = run.train_from(done)
+        run.finish(out / CHECKPOINT, last)
+        history, lineage, evaluations = run.history.read(), run.lineage(last), run.evaluations
+        shown = [run.shown(step) for step in sorted({1, last}) if step <= last]
+        tasks = difficulty(run.groups(last))
+    steps = [row for row in history if row["step"] > 0]
+    best = evaluations.summary() if evaluations is not None else {}
     write_json(out / "history.json", history)
     write_json(out / "lineage.json", lineage)
-    write_json(out / "metrics.json", summary(history))
-    write_pages(out, settings, history, gallery, context.images)
+    write_json(out / "metrics.json", summary(steps) | best | difficulty_counts(tasks))
+    write_table(out / "difficulty.parquet", [asdict(task) for task in tasks], DIFFICULTY)
+    write_pages(out, settings, history, shown, context.images, best, difficulty_counts(tasks))
     drops = _total(history, "failures/") | _total(history, "drops/")
-    return StageReport(rows={"steps": len(history), "rollouts": _total(history, "rollouts/")["planned"]}, drops=drops)
+    return StageReport(rows={"steps": len(steps), "rollouts": _total(history, "rollouts/")["planned"]}, drops=drops)
 
 
 def summary(history: list[dict[str, float]]) -> dict[str, float]:
@@ -48,11 +62,28 @@ def _total(history: list[dict[str, float]], prefix: str) -> dict[str, int]:
     return {name.removeprefix(prefix): int(sum(step.get(name, 0) for step in history)) for name in names}
 
 
+def played_as_listed(
+    settings: TrainVLMSettings, inputs: Mapping[str, Artifact], say: Callable[[str], None]
+) -> TrainVLMSettings:
+    """With the environment at the commit that its tasks were listed at, where it names a branch or a tag."""
+    environment = settings.environment
+    revision = environment.args.get("revision")
+    if revision is None or COMMIT.fullmatch(revision):
+        return settings
+    listed = read_environment(inputs["tasks"].path)
+    if listed != environment.model_copy(update={"args": environment.args | {"revision": listed.args.get("revision")}}):
+        return settings
+    return settings.model_copy(update={"environment": listed})
+
+
 TRAIN_VLM_STAGE = Stage(
     name="train-vlm",
-    version=3,
+    version=4,
     settings=TrainVLMSettings,
     inputs=("tasks", "model"),
     run=train_vlm,
-    sources=lambda settings, inputs: environment_sources(settings.environment),
+    sources=lambda settings, inputs: (evaluated_sources if settings.evaluation else environment_sources)(
+        settings.environment
+    ),
+    resolve=played_as_listed,
 )

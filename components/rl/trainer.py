@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,14 @@ from components.models.source import locate
 from components.rl.config import MultimodalRLConfig
 from components.rl.in_process import InProcessTrainer
 from components.rl.open import open_parts
+from components.rl.panel import HeldoutPanel
 from components.rl.run import RunParts
 from components.rl.user_adapter import UserAdapter
 from components.rollouts.table import read_rollouts
 from components.stages import TerminalEvents, ThreadUnits
-from components.training.loader import MicroBatchLoader
-from components.training.service_settings import TrainerPolicySettings
-from components.training.worker import Loader
+from components.vlm.client import TrainerPolicySettings
+from components.vlm.loader import MicroBatchLoader
+from components.vlm.worker import Loader
 
 JOINED = ServerSettings(max_model_len=2**20, max_images_per_prompt=0, dtype="bfloat16")
 """What a server that somebody else started is at worst."""
@@ -50,7 +52,7 @@ class MultimodalGRPOTrainer:
 
     It is the loop of the flow `train-vlm`: trainer and server have to agree before the first step, and what is
     played lies below `config.folder`, so that a run which was stopped resumes from its newest checkpoint, with the
-    rollouts and batches since then.
+    rollouts and batches since then. With `config.eval_steps` it plays held-out tasks between steps.
 
     Args:
         model: a transformers model (with PEFT adapters or without), or a folder to load one from.
@@ -80,6 +82,7 @@ class MultimodalGRPOTrainer:
         self.store = ArtifactStore(config.folder / "store")
         self.images = ImageStore(self.store.images)
         self.environment: Environment | None = None
+        self._examined: Environment | None = None
         network, self.tokenizer, self._weights = self._loaded(model, tokenizer)
         tqdm.write("Initializing MultimodalGRPOTrainer")
         self.adapter = adapter or get_adapter(self._weights, self.tokenizer, self.images.open)
@@ -130,16 +133,23 @@ class MultimodalGRPOTrainer:
         return self._trainer.learner.model
 
     def set_environment(self, environment: str | Environment, **args: Any) -> None:
-        """Train on a registered environment with its settings `args`, or on one that is made already."""
+        """Train on a registered environment with its settings `args`, or on one that is made already.
+
+        One that is made already plays its held-out tasks in evaluations as well.
+        """
         if not isinstance(environment, str):
-            self.environment, kind = environment, type(environment)
+            self.environment, self._examined, kind = environment, environment, type(environment)
             self._played: Any = f"{kind.__module__}.{kind.__qualname__}"
             return
         tqdm.write(f"Loading environment: {environment}")
         settings = EnvironmentSettings(
-            name=environment, args=args, train_tasks=self.config.env_tasks, heldout_tasks=1, seed=self.config.seed
+            name=environment,
+            args=args,
+            train_tasks=self.config.env_tasks,
+            heldout_tasks=self.config.eval_tasks if self.config.eval_steps else 1,
+            seed=self.config.seed,
         )
-        self.environment = make_environment(settings)
+        self.environment, self._examined = make_environment(settings), make_environment(settings.for_evaluation())
         self._played = settings.model_dump(mode="json") | environment_sources(settings)
 
     def train(self) -> dict[str, float]:
@@ -157,8 +167,16 @@ class MultimodalGRPOTrainer:
             self.set_environment(config.env_id, **config.env_args)
         assert self.environment is not None
         made_from = settings.model_dump(mode="json", exclude={"preflight": True, "trainer": NOT_COMPARED})
-        self._key = document_digest([made_from, self._played, config.primary_reward_key])[:20]
-        with closing(self.environment) as environment, closing(_StepLines(config.log_every_steps)) as events:
+        played = [made_from, self._played, config.primary_reward_key]
+        if (panel := config.panel()) is not None:
+            played.append(panel.model_dump(mode="json", exclude={"patience"}))
+        self._key = document_digest(played)[:20]
+        assert self._examined is not None
+        with (
+            closing(self.environment) as environment,
+            closing(self._examined) as examined,
+            closing(_StepLines(config.log_every_steps)) as events,
+        ):
             parts = RunParts(
                 environment=environment,
                 tasks=list(environment.tasks("train")),
@@ -170,7 +188,7 @@ class MultimodalGRPOTrainer:
                 digests={},
                 sync_every=config.sync_to_vllm_every,
                 rewarded=self._rewarded,
-                viewed=False,
+                panel=self._panel(examined),
             )
             context = StageContext(self.machine, events, ThreadUnits(), config.folder, self.store.images, self._key)
             with (
@@ -178,13 +196,28 @@ class MultimodalGRPOTrainer:
                 open_parts(settings, context, self.store, parts) as (run, done),
             ):
                 tqdm.write("Server is up!\nStarting training...")
-                run.train_from(done)
-                run.finish(config.folder / "final")
+                run.finish(config.folder / "final", run.train_from(done))
                 return run.history.read()[-1]
 
     def _pool(self, weights: Path) -> ServerPool:
         logs = self.config.folder / "logs"
         return ServerPool(weights, self.served, self.machine, logs, forbidden_token_ids=self.forbidden)
+
+    def _panel(self, environment: Environment) -> HeldoutPanel | None:
+        """
+        Raises:
+            ConfigurationError: the environment has no held-out tasks.
+        """
+        if (plan := self.config.panel()) is None:
+            return None
+        tasks = list(islice(environment.tasks("heldout"), plan.panel_tasks))
+        if not tasks:
+            raise ConfigurationError(
+                "the environment has no held-out tasks to evaluate with",
+                where="eval_steps",
+                remedy='have tasks("heldout") list some, or leave eval_steps out',
+            )
+        return HeldoutPanel(plan, tasks, environment, {})
 
     def _rollouts(self, step: int) -> GenerateOutputs:
         return read_rollouts(self.store.home("rollouts", f"{self._key}-{step:05d}"))

@@ -14,7 +14,7 @@ from components.adapters import MultimodalAdapter
 from components.adapters.validate import validate_batch
 from components.contracts.batches import MultimodalBatch, Sample, TurnAdvantages
 from components.contracts.rollouts import GenerateOutputs, Trajectory
-from components.training.plan import MicroBatch
+from components.vlm.plan import MicroBatch
 
 
 class UserAdapter:

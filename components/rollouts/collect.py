@@ -31,11 +31,12 @@ async def collect(
     machine: Machine,
     events: Events,
     first_group: int = 0,
+    name: str = "rollouts",
 ) -> GenerateOutputs:
     """Play `group_size` rollouts of each task; `tasks[g]` becomes group `first_group + g` of step `step`.
 
     At most `machine.max_concurrent` episodes are in flight. A rollout that fails becomes a `Failure` and leaves
-    the others alone. The result is in the order of the plan, whatever finished first.
+    the others alone. The result is in the order of the plan, whatever finished first. `name` is what is counted.
 
     Raises:
         ConfigurationError: this user may not open as many files as `machine.max_concurrent` episodes take.
@@ -45,7 +46,7 @@ async def collect(
     allow_episodes(machine.max_concurrent)
     player = EpisodeRunner(environment, pool, SharedImages(images), sampling, seed, machine.environment_timeout)
     limit = asyncio.Semaphore(machine.max_concurrent)
-    finished = CollectionProgress(len(tasks) * group_size, events)
+    finished = CollectionProgress(name, len(tasks) * group_size, events)
 
     async def play(task: Task, place: RolloutId) -> Trajectory | Failure:
         async with limit:
@@ -71,15 +72,15 @@ async def collect(
         tuple(result for result in results if isinstance(result, Failure)),
     )
     if outputs.failures:
-        events.message(_summary(outputs, step))
+        events.message(_summary(outputs, f"{name}, step {step}"))
     return outputs
 
 
 class CollectionProgress:
     """Counts what is finished and shows it with the mean reward so far."""
 
-    def __init__(self, planned: int, events: Events) -> None:
-        self._planned, self._events = planned, events
+    def __init__(self, name: str, planned: int, events: Events) -> None:
+        self._name, self._planned, self._events = name, planned, events
         self._done, self._failed, self._reward = 0, 0, 0.0
 
     def add(self, result: Trajectory | Failure) -> None:
@@ -91,13 +92,13 @@ class CollectionProgress:
         postfix = {"rew": self._reward / max(1, self._done - self._failed)}
         if self._failed:
             postfix["failed"] = self._failed
-        self._events.progress("rollouts", self._done, self._planned, **postfix)
+        self._events.progress(self._name, self._done, self._planned, **postfix)
 
 
-def _summary(outputs: GenerateOutputs, step: int) -> str:
+def _summary(outputs: GenerateOutputs, what: str) -> str:
     planned = len(outputs.trajectories) + len(outputs.failures)
     first = {failure.reason: failure for failure in reversed(outputs.failures)}
-    lines = [f"step {step}: {len(outputs.failures)} of {planned} rollouts failed:"]
+    lines = [f"{what}: {len(outputs.failures)} of {planned} rollouts failed:"]
     for reason, count in sorted(outputs.drops.items()):
         lines.append(f"  {count} {reason}, the first is {first[reason].trajectory_id}: {first[reason].detail[:200]}")
     return "\n".join(lines)

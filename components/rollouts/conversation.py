@@ -62,14 +62,24 @@ class Conversation:
         """`observation` is one that was checked.
 
         Raises:
-            RolloutFailed: `bad_image`.
+            RolloutFailed: `bad_image`, or `environment_error` for a system message that is not the first.
         """
         if not self._dialogue:
             del self.messages[self._beginning :]
             self.images = ()
+        for message in observation.earlier:
+            if message.role == "user":
+                await self._show(message.content)
+            elif message.role == "system" and self.messages:
+                raise RolloutFailed("environment_error", "a system message that is not the first message")
+            else:
+                self._append({"role": message.role, "content": "".join(map(str, message.content))})
+        await self._show(observation.content)
+
+    async def _show(self, content: tuple[str | EncodedImage, ...]) -> None:
         sent: list[dict[str, Any]] = []
         shown: list[dict[str, Any]] = []
-        for part in observation.content:
+        for part in content:
             if isinstance(part, str):
                 sent.append({"type": "text", "text": part})
                 shown.append(sent[-1])

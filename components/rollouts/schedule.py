@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from components.contracts.episodes import Task
 
@@ -19,7 +20,11 @@ def tasks_of_step(tasks: Sequence[Task], groups_per_step: int, step: int, seed: 
     """
     positions = np.arange(step * groups_per_step, (step + 1) * groups_per_step)
     orders = {
-        int(epoch): np.random.default_rng((seed, int(epoch), round)).permutation(len(tasks))
-        for epoch in np.unique(positions // len(tasks))
+        int(epoch): task_order(len(tasks), seed, int(epoch), round) for epoch in np.unique(positions // len(tasks))
     }
     return [tasks[orders[position // len(tasks)][position % len(tasks)]] for position in positions.tolist()]
+
+
+def task_order(count: int, seed: int, epoch: int, round: int) -> npt.NDArray[np.int64]:
+    """(count,) int64: the order of the tasks in an epoch of a round's list."""
+    return np.random.default_rng((seed, epoch, round)).permutation(count)

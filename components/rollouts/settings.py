@@ -19,6 +19,13 @@ class RolloutSettings(Settings):
         description="1: every group counts as it is. More: further tasks are played, groups_per_step in each round, "
         "until as many groups have rewards that differ, or after so many rounds (dynamic sampling).",
     )
+    repeat_no_signal: float = Field(
+        1.0,
+        ge=0.01,
+        le=1,
+        description="Probability that an epoch has a task whose last group had equal rewards, which teach nothing; "
+        "others come in its place. 1: every epoch has every task.",
+    )
     max_staleness: int = Field(
         0, ge=0, le=1, description="0: generate and train in turn; 1: generate the next step while training this one."
     )

@@ -72,19 +72,20 @@ def write_rollouts(folder: Path, outputs: GenerateOutputs) -> None:
     write_table(folder / "failures.parquet", failures, FAILURES)
 
 
-def read_rollouts(folder: Path) -> GenerateOutputs:
-    """What `write_rollouts` was given.
+def read_rollouts(folder: Path, group_id: str | None = None) -> GenerateOutputs:
+    """What `write_rollouts` was given, or one group of it.
 
     Raises:
         DataError: a table is missing, or is one of another version.
     """
-    table = read_table(folder / "rollouts.parquet", ROLLOUTS)
+    where = None if group_id is None else {"group_id": group_id}
+    table = read_table(folder / "rollouts.parquet", ROLLOUTS, where)
     arrays = {name: _views(table[name]) for name in ("prompt_token_ids", "completion_token_ids", "completion_logprobs")}
     rows = table.drop_columns(list(arrays)).to_pylist()
     for index, row in enumerate(rows):
         row |= {name: views[index] for name, views in arrays.items()}
     trajectories = [_trajectory(list(turns)) for _, turns in groupby(rows, key=lambda row: row["trajectory_id"])]
-    failures = read_table(folder / "failures.parquet", FAILURES).to_pylist()
+    failures = read_table(folder / "failures.parquet", FAILURES, where).to_pylist()
     return GenerateOutputs(tuple(trajectories), tuple(Failure(**failure) for failure in failures))
 
 

@@ -13,8 +13,8 @@ from components.artifacts.history import History
 from components.batches.table import write_batch
 from components.contracts.batches import Sample
 from components.contracts.stages import Events
-from components.training.client import TrainerClient
 from components.training.restarts import run_steps
+from components.vlm.client import TrainerClient
 
 KEPT = {
     "loss": "loss",

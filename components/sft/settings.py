@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
 from components.contracts.errors import ConfigurationError
 from components.contracts.settings import Settings
 from components.models.settings import ModelSettings
-from components.training.settings import Likelihood, TrainerSettings, UpdateSettings
+from components.vlm.settings import Likelihood, TrainerSettings, UpdateSettings
 
 
 class WarmStartSettings(UpdateSettings):

@@ -34,8 +34,7 @@ def warm_start(settings: SFTSettings, inputs: Mapping[str, Artifact], out: Path,
     from components.models.source import CHECKPOINT, locate
     from components.rollouts.table import read_rollouts
     from components.sft.fit import EpochSampler, fit
-    from components.training.client import TrainerClient
-    from components.training.service_settings import TrainerPolicySettings
+    from components.vlm.client import TrainerClient, TrainerPolicySettings
 
     plan = settings.warm_start
     weights = locate(inputs["model"].path, settings.model.revision)
@@ -61,7 +60,9 @@ def warm_start(settings: SFTSettings, inputs: Mapping[str, Artifact], out: Path,
         images=context.images,
     )
     history = History(context.workspace / "history.jsonl")
-    with TrainerClient(policy, context.machine, context.workspace / "trainer", context.events) as trainer:
+    with TrainerClient(
+        policy, context.machine, context.workspace / "trainer", context.events, context.saved
+    ) as trainer:
         fit(trainer, steps, heldout, plan.save_every, history, context.events, out / CHECKPOINT)
     rows = history.read()
     write_json(out / "history.json", rows)
@@ -184,4 +185,4 @@ def _split(outputs: GenerateOutputs, split: str) -> GenerateOutputs:
     return GenerateOutputs([trajectory for trajectory in outputs.trajectories if trajectory.split == split])
 
 
-SFT_STAGE = Stage("sft", 2, SFTSettings, ("tasks", "model"), warm_start, sources_of_tasks)
+SFT_STAGE = Stage("sft", 3, SFTSettings, ("tasks", "model"), warm_start, sources_of_tasks)

@@ -5,26 +5,24 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
-import numpy as np
-import numpy.typing as npt
 
+from components.artifacts.disk import write_file
 from components.contracts.errors import ArmatureError, TrainerError
 from components.contracts.machine import Machine
 from components.contracts.numbers import read_floats
-from components.contracts.stages import Events
-from components.inference.endpoint import Endpoint
-from components.inference.probe import Probe, ProbeAnswer
+from components.contracts.stages import Events, not_sent
 from components.process import Program
 from components.training.errors import rebuild
-from components.training.nodes import Attempt, NodeHeartbeats, start
+from components.training.links import NodeLinks
+from components.training.nodes import Attempt, LostNode, announce, lost_node, members, start
+from components.training.processes import error_file
 from components.training.service_settings import TrainingSettings, service_settings
 
 TOKEN = "ARMATURE_TRAINER_TOKEN"
@@ -44,6 +42,7 @@ class ServiceClient:
         machine: processes, GPUs, threads and timeouts.
         workspace: folder that outlives the service; its checkpoints are there.
         events: where it is said what to run on other nodes.
+        saved: is told of each checkpoint that is begun.
 
     Every method raises what the service raised: a DataError for a batch that cannot be used, a ConfigurationError
     for a command out of order, and a TrainerError, with the traceback or the last lines of the log, if it failed or
@@ -51,15 +50,20 @@ class ServiceClient:
     """
 
     def __init__(
-        self, training: TrainingSettings, machine: Machine, workspace: Path, events: Events | None = None
+        self,
+        training: TrainingSettings,
+        machine: Machine,
+        workspace: Path,
+        events: Events | None = None,
+        saved: Callable[[Path], None] = not_sent,
     ) -> None:
         self.machine = machine
         self.settings = service_settings(training, machine, workspace)
-        self._events = events
+        self._events, self._saved = events, saved
         self._token = secrets.token_hex(32)
         self._program: Program | None = None
         self._attempt: Attempt | None = None
-        self._lost: str | None = None
+        self._lost: LostNode | None = None
         self._http = httpx.Client(trust_env=False, headers={"authorization": f"Bearer {self._token}"})
 
     def __enter__(self) -> Self:
@@ -75,6 +79,11 @@ class ServiceClient:
     def alive(self) -> bool:
         return self._program is not None and self._program.returncode is None
 
+    @property
+    def _join(self) -> str:
+        """What to type on every other node."""
+        return f"armature join {self.machine.trainer_rendezvous or self.settings.file}"
+
     def start(self) -> None:
         """Start the service and wait until it answers.
 
@@ -84,22 +93,26 @@ class ServiceClient:
         """
         settings, nodes = self.settings, self.settings.processes.nodes
         settings.workspace.mkdir(parents=True, exist_ok=True)
-        for stale in (settings.address, *(settings.error(rank) for rank in range(settings.processes.ranks))):
-            stale.unlink(missing_ok=True)
-        settings.file.write_text(settings.model_dump_json(indent=1))
-        if nodes > 1 and self._attempt is None and self._events is not None:
-            self._events.message(f"{nodes} nodes train; run on each other one: armature join {settings.file}")
-        self._attempt, self._lost = Attempt.following(settings.workspace).open(settings.workspace), None
+        settings.address.unlink(missing_ok=True)
+        write_file(settings.file, settings.model_dump_json(indent=1).encode())
+        first, rendezvous = self._attempt is None, self.machine.trainer_rendezvous
+        if nodes > 1 and first and self._events is not None:
+            self._events.message(f"{nodes} nodes train; run on each other one: {self._join}")
+        links = NodeLinks(settings.processes.interface, settings.processes.node_timeout) if nodes > 1 else None
+        attempt = Attempt.following(settings.workspace, links.address if links else None)
+        self._attempt, self._lost = attempt.open(settings.workspace), None
+        if rendezvous is not None and first:
+            announce(settings, rendezvous)
         log = settings.workspace / "trainer.log"
         self._program = start(settings, self._attempt, 0, log, **{TOKEN: self._token})
-        if nodes > 1:
-            Thread(target=self._watch, args=(self._program, self._attempt), daemon=True).start()
+        if links is not None:
+            Thread(target=self._watch, args=(self._program, self._attempt, links), daemon=True).start()
         deadline = time.monotonic() + self.machine.ready_timeout
         while (url := read_address(settings.address)) is None:
             if not self.alive:
                 raise self._died("the trainer service did not start")
             if time.monotonic() > deadline:
-                error = self._died(f"the trainer service was not ready after {self.machine.ready_timeout:g} s")
+                error = self._late(self._attempt)
                 self.stop()
                 raise error
             time.sleep(POLL)
@@ -130,7 +143,9 @@ class ServiceClient:
 
     def save(self) -> Path:
         """Begin to write a checkpoint; see `components.training.checkpoints`. It is found once it is complete."""
-        return Path(self._ask("save", self.machine.train_timeout))
+        checkpoint = Path(self._ask("save", self.machine.train_timeout))
+        self._saved(checkpoint)
+        return checkpoint
 
     def settle(self) -> None:
         """Wait until what `save` began is on the disk.
@@ -174,14 +189,14 @@ class ServiceClient:
             raise rebuild(document["error"])
         return document["result"]
 
-    def _watch(self, program: Program, attempt: Attempt) -> None:
+    def _watch(self, program: Program, attempt: Attempt, links: NodeLinks) -> None:
         """End the processes here when another node is lost: they would wait for it for ever."""
-        heartbeats = NodeHeartbeats(self.settings, attempt)
-        while program.returncode is None:
-            if (lost := heartbeats.lost()) is not None:
-                self._lost = lost
-                program.stop()
-            time.sleep(POLL)
+        with links:
+            while program.returncode is None:
+                self._lost = lost_node(self.settings, attempt, links)
+                if self._lost is not None:
+                    program.stop()
+                time.sleep(POLL)
 
     def _tell(self, result: Any) -> None:
         """What became of the training; the first word counts."""
@@ -199,11 +214,27 @@ class ServiceClient:
         while self.alive and time.monotonic() < deadline:
             time.sleep(POLL)
 
+    def _late(self, attempt: Attempt) -> ArmatureError:
+        """The reason that the service is not ready."""
+        settings, seconds = self.settings, self.machine.ready_timeout
+        missing = settings.processes.nodes - 1 - len(members(settings, attempt))
+        if not missing:
+            return self._died(f"the trainer service was not ready after {seconds:g} s")
+        return TrainerError(
+            f"{missing} of {settings.processes.nodes} nodes did not join within {seconds:g} s",
+            where=f"address {attempt.address}, machine.trainer_interface = {settings.processes.interface}",
+            remedy=f"run `{self._join}` on each; where it runs, it says why it cannot join",
+        )
+
     def _died(self, what: str) -> ArmatureError:
         """The reason that a rank wrote down, else what the log says last."""
-        program, settings = self._program, self.settings
-        what = f"{what} ({self._lost})" if self._lost else what
-        files = [(rank, settings.error(rank)) for rank in range(settings.processes.ranks)]
+        program, attempt, lost, settings = self._program, self._attempt, self._lost, self.settings
+        ranks = range(settings.processes.ranks)
+        if lost is not None:  # ranks of other nodes died because that node was gone
+            what, count = f"{what}: {lost.reason}", settings.processes.processes
+            ranks = range(lost.number * count, (lost.number + 1) * count)
+        folder = attempt.folder(settings.workspace) if attempt is not None else settings.workspace
+        files = [(rank, error_file(folder, rank)) for rank in ranks]
         said = [(rank, json.loads(file.read_text())) for rank, file in files if file.exists()]
         if said:
             # That of ours, if there is one: others died because that rank was gone.
@@ -216,6 +247,12 @@ class ServiceClient:
                 where=document["traceback"],
                 remedy=cause.remedy or "see the log beside the checkpoints; start again and resume",
             )
+        if lost is not None:
+            return TrainerError(
+                what,
+                where=str(settings.workspace),
+                remedy=f"run `{self._join}` there again, or on another node in its place",
+            )
         tail = program.tail() if program is not None else ""
         code = program.returncode if program is not None else None
         return TrainerError(
@@ -223,44 +260,6 @@ class ServiceClient:
             where=str(settings.workspace / "trainer.log"),
             remedy="start it again and resume from the last checkpoint",
         )
-
-
-class TrainerClient(ServiceClient):
-    """A trainer of tokens: `training` is a `components.training.service_settings.TrainerPolicySettings`."""
-
-    def step(self, step: int, batch: Path) -> dict[str, float]:
-        """Train on the batch in folder `batch` as step `step` = 1, 2, ...; the metrics of the step.
-
-        A step is applied once: asking again returns the same metrics.
-        """
-        return self._train(step, batch=str(batch.resolve()))
-
-    def score(self, batch: Path) -> list[npt.NDArray[np.float32]]:
-        """For each sample of the batch (L,) log-probs of its trained tokens, 0 elsewhere."""
-        scores = self._ask("score", self.machine.train_timeout, batch=str(batch.resolve()))
-        return [np.array(score, dtype=np.float32) for score in scores]
-
-    def send(self, endpoints: Sequence[Endpoint], version: int) -> None:
-        """Send the weights after step `version` from the trainer's GPUs to vLLM servers, all of them together.
-
-        They are those that `publish` would write, under the same names. The servers must expect it: see
-        `components.inference.pool.ServerPool.sync`. Asking again sends again.
-
-        Raises:
-            ConfigurationError: the weights are of another version, or `machine.weight_transfer` needs no sender.
-            WeightSyncError: a server refused them.
-        """
-        addresses = [asdict(endpoint) for endpoint in endpoints]
-        self._ask("send", self.machine.sync_timeout, endpoints=addresses, version=version)
-
-    def probe(self, probe: Probe, version: int) -> ProbeAnswer:
-        """What the weights after step `version` answer; servers that hold them answer the same.
-
-        Raises:
-            ConfigurationError: the weights are of another version.
-        """
-        answer = self._ask("probe", self.machine.train_timeout, probe=asdict(probe), version=version)
-        return ProbeAnswer(np.array(answer["logprobs"], dtype=np.float32), answer["dtype"])
 
 
 def read_address(file: Path) -> str | None:

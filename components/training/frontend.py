@@ -55,9 +55,12 @@ class HttpFrontend:
         self._thread.start()
         return f"http://127.0.0.1:{self._socket.getsockname()[1]}"
 
-    def next(self) -> tuple[Command, Future[Any]]:
-        """The next command and where its answer goes; waits for it."""
-        return self._inbox.get()
+    def next(self, seconds: float) -> tuple[Command, Future[Any]] | None:
+        """The next command and where its answer goes; None if none comes."""
+        try:
+            return self._inbox.get(timeout=seconds)
+        except queue.Empty:
+            return None
 
     def stop(self) -> None:
         """Deliver the answers that are ready and close."""

@@ -8,36 +8,57 @@ import time
 from pathlib import Path
 
 from components.contracts.errors import ConfigurationError, TrainerError
-from components.process import Program
-from components.training.nodes import Attempt, NodeRank, start
+from components.training.links import broken, connect, unreachable
+from components.training.nodes import POLL, Attempt, Member, announced, start
 from components.training.service_settings import ServiceSettings
 
 log = logging.getLogger(__name__)
 
-POLL = 0.5
+FIRST_NODE = 600.0
+"""Seconds that a node waits for the first one to begin."""
 PATIENCE = 30.0
 """Seconds after a failure within which the first node may start once more, as the flow does."""
 
 
-def join(file: Path) -> None:
-    """Take part in every attempt of the training of `file`, until it ends on the first node.
-
-    Between attempts, and while the first node is down, it waits.
+def join(job: Path) -> None:
+    """Take part in the training of the file `job`, or in each that the folder `job` lists until it is removed.
 
     Raises:
-        ConfigurationError: no such file, or its training has one node.
+        ConfigurationError: the file does not appear, or its training has one node.
+        TrainerError: a training failed.
+    """
+    for file in announced(job) if job.is_dir() else [job]:
+        _join(file)
+
+
+def _join(file: Path) -> None:
+    """Take part in every attempt of the training of `file`, until it ends on the first node.
+
+    Between attempts, while the first node is down, and until it has begun, it waits.
+
+    Raises:
+        ConfigurationError: the file does not appear, or its training has one node.
         TrainerError: the training failed.
     """
-    if not file.exists():
-        raise ConfigurationError(
-            "there is no such training",
-            where=str(file),
-            remedy="start the training on the first node; it says which file, which this node must see by that name",
-        )
+    _wait_for(file)
     settings, joined = _read(file), 0
     while (attempt := _next(settings.workspace, joined)) is not None:
         settings, joined = _read(file), attempt.number
         _take_part(settings, attempt)
+
+
+def _wait_for(file: Path) -> None:
+    deadline = time.monotonic() + FIRST_NODE
+    if not file.exists():
+        log.warning("%s is not there yet; waiting %g s for the first node", file, FIRST_NODE)
+    while not file.exists():
+        if time.monotonic() > deadline:
+            raise ConfigurationError(
+                f"there is no such training, and none began within {FIRST_NODE:g} s",
+                where=str(file),
+                remedy="start the training on the first node; it says which file, which this one must see by that name",
+            )
+        time.sleep(POLL)
 
 
 def _read(file: Path) -> ServiceSettings:
@@ -72,27 +93,52 @@ def _next(workspace: Path, joined: int) -> Attempt | None:
 
 
 def _take_part(settings: ServiceSettings, attempt: Attempt) -> None:
-    """Until the first node ends `attempt`; if it ends here before, the first node is told."""
-    place, program, over = NodeRank.take(settings, attempt), None, False
-    if place is None:
-        log.warning("all %d nodes of this training are there; waiting for one that is lost", settings.processes.nodes)
+    """Until `attempt` ends, on the first node or because this one cannot continue, which the first is told."""
+    link = _connected(settings, attempt)
+    if link is None:
         return
+    with link:
+        member = Member.enter(settings, attempt, link)
+        if member is None:
+            nodes = settings.processes.nodes
+            log.warning("all %d nodes of this training are there; waiting for one that is lost", nodes)
+            return
+        try:
+            code = _train(settings, attempt, member, link)
+        except BaseException as error:
+            member.give_up(settings, attempt, str(error) or type(error).__name__)
+            raise
+        if code:
+            member.give_up(settings, attempt, f"exit code {code}")
+
+
+def _connected(settings: ServiceSettings, attempt: Attempt) -> socket.socket | None:
+    """A connection to the first node; None when `attempt` is over. Until it can be reached, the reason is logged."""
+    said = None
+    while attempt.address is not None and Attempt.newest(settings.workspace) == attempt:
+        try:
+            return connect(attempt.address, settings.processes.node_timeout)
+        except OSError as error:
+            if str(error) != said:
+                said = str(error)
+                log.warning(unreachable(attempt.address, said))
+        time.sleep(POLL)
+    return None
+
+
+def _train(settings: ServiceSettings, attempt: Attempt, member: Member, link: socket.socket) -> int:
+    """The exit code of this node's processes; 0 when the attempt ended elsewhere."""
+    # The network is the one over which the first node was reached, whatever its interface is called here.
+    own = settings.processes.model_copy(update={"interface": member.address[0]})
+    program = start(settings.model_copy(update={"processes": own}), attempt, member.number, log=None)
     try:
-        program = start(settings, attempt, place.number, log=None)
         while Attempt.newest(settings.workspace) == attempt:
+            if (gone := broken(link)) is not None:
+                log.warning("no connection to the first node: %s; waiting until it starts the processes again", gone)
+                return 0
             if program.returncode not in (None, 0):
-                break
-            place.live()
+                return program.returncode
             time.sleep(POLL)
-        else:
-            over = True
+        return 0
     finally:
-        if program is not None:
-            program.stop()
-        if not over:
-            _say_lost(settings, attempt, program)
-
-
-def _say_lost(settings: ServiceSettings, attempt: Attempt, program: Program | None) -> None:
-    code = "not started" if program is None else f"exit code {program.returncode}"
-    attempt.lost(settings.workspace).write_text(f"node {socket.gethostname()}: {code}")
+        program.stop()

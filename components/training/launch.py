@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout  # there is no public way to change it
 
 from components.contracts.errors import TrainerError
 from components.training.processes import RENDEZVOUS, TrainerProcesses
-from components.training.ranks import IDLE, Ranks
+from components.training.ranks import Ranks
+
+CONNECT = timedelta(minutes=2)
+"""All ranks are there when they connect to each other, so this is short, unlike the time for a collective."""
 
 
 @contextmanager
@@ -20,7 +25,7 @@ def joined(processes: TrainerProcesses, seed: int) -> Iterator[Ranks]:
     """This process as one of those that `processes.start` starts, seeded and deterministic on CPU.
 
     Raises:
-        TrainerError: some do not come.
+        TrainerError: some do not come, or cannot be reached.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if processes.gpus else torch.device("cpu")
@@ -36,9 +41,11 @@ def joined(processes: TrainerProcesses, seed: int) -> Iterator[Ranks]:
         return
     backends = "cpu:gloo,cuda:nccl" if processes.gpus else "gloo"
     store = _meeting(rank, size, processes.ready_timeout)
-    dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=IDLE)
+    _connect(backends, store, rank, size)
+    timeout = timedelta(seconds=processes.rank_timeout)
+    _set_pg_timeout(timeout)
     try:
-        yield Ranks(rank, size, device, dist.new_group(backend="gloo", timeout=IDLE))
+        yield Ranks(rank, size, device, dist.new_group(backend="gloo", timeout=timeout), timeout)
     finally:
         dist.destroy_process_group()
 
@@ -56,3 +63,15 @@ def _meeting(rank: int, size: int, patience: float) -> dist.Store:
             remedy="start `armature join` on every other node; all must see this folder",
         ) from error
     return store
+
+
+def _connect(backends: str, store: dist.Store, rank: int, size: int) -> None:
+    try:
+        dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=CONNECT)
+    except RuntimeError as error:
+        raise TrainerError(
+            f"rank {rank} cannot connect to the other ones of {size}",
+            where=f"{socket.gethostname()}, interface {os.environ.get('GLOO_SOCKET_IFNAME')}: "
+            f"{str(error).splitlines()[0]}",
+            remedy="look for a firewall: nodes have to reach each other on every TCP port of that network",
+        ) from error

@@ -1,29 +1,48 @@
-"""How the processes of a training are started on each of its nodes, and what the first node tells the others.
+"""How the processes of a training are started on each of its nodes, and what the nodes tell each other.
 
-They speak over the workspace, which all of them see. The first node numbers the attempts and says how the last one
-ended; another node says when it lost the attempt in progress. So an attempt that ends on one ends on all, also
-where a process would wait for ever for one that died elsewhere.
+They speak over the workspace, which all of them see. The first node numbers the attempts, says where it can be reached
+and how the last attempt ended. A node that reaches it takes a place in the attempt, and only who has one can end it: by
+its connection (see `components.training.links`), or by saying why it cannot continue.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
+import socket
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from components.artifacts.disk import write_file
 from components.process import Program
+from components.training.links import Address, NodeLinks
 from components.training.processes import private_folder
 from components.training.service_settings import ServiceSettings
 
-SILENCE = 120.0
-"""Seconds after which a node without a sign of life is lost."""
+POLL = 0.5
+
+
+def announce(settings: ServiceSettings, rendezvous: Path) -> None:
+    """Add a training that begins to the list for nodes that wait in `rendezvous`."""
+    rendezvous.mkdir(parents=True, exist_ok=True)
+    number = 1 + sum(each.name.isdecimal() for each in rendezvous.iterdir())
+    write_file(rendezvous / str(number), str(settings.file).encode())
+
+
+def announced(rendezvous: Path) -> Iterator[Path]:
+    """The file of each training as it begins, until `rendezvous` is removed."""
+    number = 1
+    while rendezvous.is_dir():
+        if (entry := rendezvous / str(number)).exists():
+            yield Path(entry.read_text())
+            number += 1
+        else:
+            time.sleep(POLL)
 
 
 class Attempt(BaseModel):
@@ -32,6 +51,7 @@ class Attempt(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     number: PositiveInt
+    address: Address | None = Field(None, description="Where other nodes connect to the first.")
     result: Literal["done", "failed"] | None = None
 
     @classmethod
@@ -42,10 +62,10 @@ class Attempt(BaseModel):
             return None
 
     @classmethod
-    def following(cls, workspace: Path) -> Attempt:
+    def following(cls, workspace: Path, address: Address | None = None) -> Attempt:
         """One more than the newest, not told yet."""
         newest = cls.newest(workspace)
-        return cls(number=newest.number + 1 if newest else 1)
+        return cls(number=newest.number + 1 if newest else 1, address=address)
 
     def tell(self, workspace: Path) -> Attempt:
         """Make this the newest."""
@@ -61,54 +81,60 @@ class Attempt(BaseModel):
     def folder(self, workspace: Path) -> Path:
         return workspace / f"attempt-{self.number}"
 
-    def lost(self, workspace: Path) -> Path:
-        """Is there when a node other than the first could not go on; says which and why."""
-        return workspace / f"lost-{self.number}"
+
+class Member(BaseModel):
+    """A node other than the first, as one of those of an attempt."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    number: PositiveInt = Field(description="Its place: 1, 2, ...; the first node has 0.")
+    name: str
+    address: Address = Field(description="Its end of the connection to the first node.")
+
+    @classmethod
+    def enter(cls, settings: ServiceSettings, attempt: Attempt, link: socket.socket) -> Member | None:
+        """Take the next place that is free; None if there is none."""
+        host, port = link.getsockname()[:2]
+        for number in range(1, settings.processes.nodes):
+            member = cls(number=number, name=socket.gethostname(), address=(host, port))
+            place = attempt.folder(settings.workspace) / f"node-{number}"
+            with suppress(FileExistsError), place.open("x") as file:
+                file.write(member.model_dump_json())
+                return member
+        return None
+
+    def give_up(self, settings: ServiceSettings, attempt: Attempt, reason: str) -> None:
+        """Tell the first node why this one cannot continue."""
+        with suppress(FileNotFoundError):  # an attempt that ended long ago
+            _reason(attempt.folder(settings.workspace), self.number).write_text(reason)
 
 
 @dataclass(frozen=True)
-class NodeRank:
-    """A node's place among those of an attempt, 1, 2, ...; the first node has 0."""
+class LostNode:
+    """Its place, and who it was and why it is lost."""
 
     number: int
-    sign: Path
-
-    @classmethod
-    def take(cls, settings: ServiceSettings, attempt: Attempt) -> NodeRank | None:
-        """The next that is free; None if there is none."""
-        for number in range(1, settings.processes.nodes):
-            place = cls(number, attempt.folder(settings.workspace) / f"node-{number}")
-            with suppress(FileExistsError):
-                place.sign.touch(exist_ok=False)
-                return place
-        return None
-
-    def live(self) -> None:
-        """Say that this node is still there."""
-        with suppress(FileNotFoundError):  # that of an attempt that ended long ago
-            os.utime(self.sign)
+    reason: str
 
 
-class NodeHeartbeats:
-    """What the first node sees of the others: a sign of life of each that came, in files, by no clock but its own."""
+def members(settings: ServiceSettings, attempt: Attempt) -> list[Member]:
+    """The other nodes that take part in `attempt`."""
+    found = []
+    for file in sorted(attempt.folder(settings.workspace).glob("node-*")):
+        with suppress(ValueError):  # not all of it is there yet
+            found.append(Member.model_validate_json(file.read_text()))
+    return found
 
-    def __init__(self, settings: ServiceSettings, attempt: Attempt) -> None:
-        self._folder, self._lost = attempt.folder(settings.workspace), attempt.lost(settings.workspace)
-        self._seen: dict[str, tuple[int, float]] = {}
 
-    def lost(self) -> str | None:
-        """Which node is lost and why; None while there is none."""
-        if self._lost.exists():
-            return self._lost.read_text()
-        now = time.monotonic()
-        for sign in self._folder.glob("node-*"):
-            changed, since = self._seen.get(sign.name, (0, now))
-            latest = sign.stat().st_mtime_ns
-            if latest != changed:
-                self._seen[sign.name] = latest, now
-            elif now > since + SILENCE:
-                return f"{sign.name} has given no sign of life for {SILENCE:g} s"
-        return None
+def lost_node(settings: ServiceSettings, attempt: Attempt, links: NodeLinks) -> LostNode | None:
+    """The first member of `attempt` that is gone or gave up; None while there is none."""
+    for member in members(settings, attempt):
+        gone = links.broken(member.address)
+        with suppress(FileNotFoundError):
+            gone = _reason(attempt.folder(settings.workspace), member.number).read_text()
+        if gone is not None:
+            return LostNode(member.number, f"node {member.name} ({member.address[0]}): {gone}")
+    return None
 
 
 def start(settings: ServiceSettings, attempt: Attempt, node: int, log: Path | None, **env: str) -> Program:
@@ -128,3 +154,7 @@ def start(settings: ServiceSettings, attempt: Attempt, node: int, log: Path | No
 
 def _file(workspace: Path) -> Path:
     return workspace / "attempt.json"
+
+
+def _reason(folder: Path, number: int) -> Path:
+    return folder / f"lost-{number}"

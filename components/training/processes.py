@@ -18,14 +18,13 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import psutil
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
 from components.contracts.secrets import Environment, resolve
 from components.ports import loopback
 from components.process import Program
+from components.training.links import network
 
 RENDEZVOUS = "ARMATURE_RENDEZVOUS"
 """Variable that names the file in which ranks meet."""
@@ -40,13 +39,17 @@ class TrainerProcesses(BaseModel):
     processes: PositiveInt = Field(1, description="Ranks on each node.")
     nodes: PositiveInt = Field(1, description="They see the same folders under the same names.")
     interface: str | None = Field(
-        None, description="The network that nodes speak over, or NCCL with servers elsewhere; None: loopback."
+        None,
+        description="Name or address of the interface to the network that nodes speak over, or NCCL with servers "
+        "elsewhere; None: loopback.",
     )
     gpus: tuple[int, ...] = Field((), description="CUDA devices of each node, one per process; empty on CPU.")
     shard: bool = Field(False, description="Split the model over all ranks (FSDP2) instead of copying it to each.")
     threads: NonNegativeInt = Field(0, description="Of torch in each rank; 0 lets it choose.")
     environment: Environment = Field(default_factory=dict, description="More variables of the ranks.")
-    ready_timeout: PositiveFloat = Field(600.0, description="Seconds that ranks wait for each other.")
+    ready_timeout: PositiveFloat = Field(600.0, description="Seconds that ranks wait for each other to start.")
+    node_timeout: PositiveFloat = Field(60.0, description="Seconds without an answer after which a node is lost.")
+    rank_timeout: PositiveFloat = Field(1800.0, description="Seconds that ranks wait for each other in a collective.")
 
     @classmethod
     def of(cls, machine: Machine) -> TrainerProcesses:
@@ -60,6 +63,8 @@ class TrainerProcesses(BaseModel):
             threads=machine.threads,
             environment=machine.trainer_environment,
             ready_timeout=machine.ready_timeout,
+            node_timeout=machine.node_timeout,
+            rank_timeout=machine.rank_timeout,
         )
 
     @property
@@ -86,7 +91,7 @@ class TrainerProcesses(BaseModel):
         Raises:
             ConfigurationError: this machine has no such interface, or a variable that `environment` names is not set.
         """
-        name = _checked(self.interface) if self.interface else loopback()
+        name = network(self.interface)[0] if self.interface else loopback()
         own = name if self.nodes > 1 else loopback()
         ours: dict[str, str | None] = {
             "WORLD_SIZE": str(self.ranks),
@@ -109,22 +114,16 @@ class TrainerProcesses(BaseModel):
         return Program(command, log=log, env=ours | dict(env or {}))
 
 
+def error_file(rendezvous: Path, rank: int) -> Path:
+    """Where a rank writes what ended it."""
+    return rendezvous / f"error-{rank}.json"
+
+
 def private_folder(path: Path) -> Path:
     """`path` as an empty folder of ours alone."""
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True, mode=0o700)
     return path
-
-
-def _checked(interface: str) -> str:
-    known = psutil.net_if_addrs()
-    if interface not in known:
-        raise ConfigurationError(
-            f"this node has no network interface {interface!r}",
-            where="machine.trainer_interface",
-            remedy=f"every node needs it; choose from {', '.join(sorted(known))}",
-        )
-    return interface
 
 
 def _main(processes: int, first: int, arguments: Sequence[str]) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -13,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-IDLE = timedelta(days=365)
-"""Ranks wait for the next command as long as it takes; a rank that died is noticed by its parent, not by a timeout."""
+from components.contracts.errors import TrainerError
+
+TIMEOUT = timedelta(minutes=30)
 BUCKET_ELEMENTS = 16 * 2**20
 """Gradients are summed over ranks in pieces of this size: few messages, little extra memory."""
 
@@ -23,13 +26,15 @@ BUCKET_ELEMENTS = 16 * 2**20
 class Ranks:
     """This process among `size` that hold the same model. `device` is where it computes.
 
-    `group` is a gloo group for small Python objects; None when there is one rank.
+    `group` is a gloo group for small Python objects; None when there is one rank. A rank that died is noticed by its
+    parent; one that is cut off, by the others when it did not answer for `timeout`.
     """
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     group: Any = None
+    timeout: timedelta = TIMEOUT
 
     @property
     def first(self) -> bool:
@@ -37,7 +42,7 @@ class Ranks:
 
     def another_group(self) -> Ranks:
         """The same ranks with a group of their own, for a thread: what it sends cannot meet what others send."""
-        return self if self.size == 1 else replace(self, group=dist.new_group(backend="gloo", timeout=IDLE))
+        return self if self.size == 1 else replace(self, group=dist.new_group(backend="gloo", timeout=self.timeout))
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Add up the gradients of whole (not sharded) parameters over the ranks; a missing one counts as zero."""
@@ -49,7 +54,8 @@ class Ranks:
                 parameter.grad = torch.zeros_like(parameter)
         for bucket in _buckets([p.grad for p in whole if p.grad is not None]):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
-            dist.all_reduce(flat)
+            with self._awaited():
+                dist.all_reduce(flat)
             pieces = flat.split([gradient.numel() for gradient in bucket])
             for gradient, piece in zip(bucket, pieces, strict=True):
                 gradient.copy_(piece.view_as(gradient))
@@ -59,7 +65,8 @@ class Ranks:
         if self.size == 1:
             return dict(values)
         total = torch.tensor([values[name] for name in sorted(values)], dtype=torch.float64)
-        dist.all_reduce(total, group=self.group)
+        with self._awaited():
+            dist.all_reduce(total, group=self.group)
         return dict(zip(sorted(values), total.tolist(), strict=True))
 
     def gather(self, value: Any) -> list[Any]:
@@ -71,11 +78,31 @@ class Ranks:
             return [value]
         own = _packed(value)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(own)]), group=self.group)
+        with self._awaited():
+            dist.all_gather(sizes, torch.tensor([len(own)]), group=self.group)
         longest = int(max(sizes))
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(parts, torch.nn.functional.pad(own, (0, longest - len(own))), group=self.group)
+        with self._awaited():
+            dist.all_gather(parts, torch.nn.functional.pad(own, (0, longest - len(own))), group=self.group)
         return [_unpacked(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
+
+    @contextmanager
+    def _awaited(self) -> Iterator[None]:
+        """
+        Raises:
+            TrainerError: a rank did not answer within `timeout`.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not re.search("time.?out|timed out", str(error), re.IGNORECASE):
+                raise
+            raise TrainerError(
+                f"rank {self.rank} waited {self.timeout.total_seconds():g} s for another one of {self.size}",
+                where=str(error).splitlines()[0],
+                remedy="look for a node that is gone, hangs or lost its network; if all are well, raise "
+                "machine.rank_timeout",
+            ) from error
 
     def broadcast(self, value: Any) -> Any:
         """The value of rank 0."""

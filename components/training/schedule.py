@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from math import cos, pi
+from typing import Literal
 
-from components.training.settings import TrainerSettings
+Scheduler = Literal["constant", "linear", "cosine"]
 
 
-def learning_rate(step: int, settings: TrainerSettings) -> float:
-    """Of step 1, 2, ...: rises linearly over the warm-up, then stays, or falls to 0 just after `max_steps`."""
-    if step <= settings.warmup_steps:
-        return settings.learning_rate * step / settings.warmup_steps
-    decay_steps = settings.max_steps - settings.warmup_steps
-    done = min((step - settings.warmup_steps - 1) / decay_steps, 1.0) if decay_steps else 0.0
-    factor = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + cos(pi * done)) / 2}[settings.lr_scheduler]
-    return settings.learning_rate * factor
+def learning_rate(step: int, *, peak: float, warmup: int, steps: int, scheduler: Scheduler) -> float:
+    """Of step 1, 2, ...: rises linearly to `peak` over the warm-up, then stays, or falls to 0 just after `steps`."""
+    if step <= warmup:
+        return peak * step / warmup
+    decay_steps = steps - warmup
+    done = min((step - warmup - 1) / decay_steps, 1.0) if decay_steps else 0.0
+    factor = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + cos(pi * done)) / 2}[scheduler]
+    return peak * factor
 
 
 def warmup_cosine(step: int, *, warmup: int, decay: int, final: float) -> float:

@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,14 @@ from components.contracts.errors import ArmatureError
 from components.training.errors import FatalServiceError, describe, rebuild
 from components.training.frontend import HttpFrontend
 from components.training.launch import joined
+from components.training.processes import RENDEZVOUS, error_file
 from components.training.ranks import Ranks
 from components.training.service_settings import WORKERS, ServiceSettings
 from components.training.service_worker import Command, ServiceWorker
 
 TOKEN = "ARMATURE_TRAINER_TOKEN"
+IDLE = 30.0
+"""Seconds without a command after which the ranks make sure of each other."""
 KEEPS_STATE = ("score", "save", "settle", "publish", "send", "probe", "measure")
 """Commands that change nothing in the trainer: when one fails on all ranks alike, the service continues."""
 
@@ -34,12 +38,13 @@ def main(settings_file: str) -> None:
     """Run until told to stop. The exit code is 1 if an error ended it."""
     settings = ServiceSettings.model_validate_json(Path(settings_file).read_text())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    with joined(settings.processes, settings.seed) as ranks:
+    with ExitStack() as group:
         try:
-            worker = WORKERS[settings.worker](settings, ranks)
-            serve(worker, settings, ranks)
+            ranks = group.enter_context(joined(settings.processes, settings.seed))
+            serve(WORKERS[settings.worker](settings, ranks), settings, ranks)
         except BaseException as error:
-            settings.error(ranks.rank).write_text(json.dumps(describe(error)))
+            rendezvous = Path(os.environ[RENDEZVOUS]).parent
+            error_file(rendezvous, int(os.environ["RANK"])).write_text(json.dumps(describe(error)))
             raise
 
 
@@ -48,15 +53,24 @@ def serve(worker: ServiceWorker, settings: ServiceSettings, ranks: Ranks) -> Non
     front = HttpFrontend(os.environ[TOKEN], worker.recorded) if ranks.first else None
     if front is not None:
         write_file(settings.address, json.dumps({"url": front.start()}).encode())
+    idle = min(IDLE, ranks.timeout.total_seconds() / 4)
+    answer: Future[Any] | None = None
     try:
         while True:
-            command, answer = front.next() if front is not None else (None, None)
-            command = ranks.broadcast(command)
+            # The others do not wait for longer than a collective may take: without a command, they hear that.
+            own, answer = (front and front.next(idle)) or (None, None)
+            command = ranks.broadcast(own)
+            if command is None:
+                continue
             if command["name"] == "stop":
                 if answer is not None:
                     answer.set_result(None)
                 return
             carry_out(worker, command, answer, ranks)
+    except BaseException as error:
+        if answer is not None and not answer.done():
+            answer.set_exception(FatalServiceError(error))
+        raise
     finally:
         if front is not None:
             front.stop()

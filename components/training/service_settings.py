@@ -11,15 +11,17 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
-from components.models.settings import ModelSettings
 from components.registry import Registry
 from components.training.processes import TrainerProcesses
-from components.training.settings import TrainerSettings
 
 WORKERS = Registry(
     "trainer",
     "armature.trainers",
-    {"tokens": "components.training.worker:TrainerWorker", "policy": "components.vla.worker:PolicyWorker"},
+    {
+        "tokens": "components.vlm.worker:TrainerWorker",
+        "policy": "components.vla.worker:PolicyWorker",
+        "policy-rl": "components.vla_rl.worker:RobotRLWorker",
+    },
 )
 """What each rank runs: a `components.training.service_worker.ServiceWorker`."""
 
@@ -34,24 +36,6 @@ class TrainingSettings(Protocol):
     def model_dump(self, *, mode: Literal["json"]) -> dict[str, Any]: ...
 
 
-class TrainerPolicySettings(BaseModel):
-    """What decides the results of a trainer of tokens: which model, trained how, on which images."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    WORKER: ClassVar[str] = "tokens"
-
-    model_path: Path = Field(description="Folder of the model that the run begins with.")
-    model: ModelSettings
-    trainer: TrainerSettings
-    temperature: PositiveFloat = Field(description="Temperature of the sampler.")
-    images: Path = Field(description="Root of the image store.")
-
-    @property
-    def seed(self) -> int:
-        return self.trainer.seed
-
-
 class ServiceSettings(BaseModel):
     """All that the processes of the service read."""
 
@@ -60,7 +44,7 @@ class ServiceSettings(BaseModel):
     worker: str = Field(description="Name in WORKERS.")
     training: dict[str, Any] = Field(description="What that worker reads.")
     seed: NonNegativeInt
-    workspace: Path = Field(description="Checkpoints, address, logs and errors of the service.")
+    workspace: Path = Field(description="Checkpoints, address and log of the service.")
     processes: TrainerProcesses
     loader_workers: NonNegativeInt
     weight_transfer: Literal["file", "nccl", "ipc"]
@@ -79,10 +63,6 @@ class ServiceSettings(BaseModel):
     def address(self) -> Path:
         """Rank 0 writes its URL here when it is ready."""
         return self.workspace / "address.json"
-
-    def error(self, rank: int) -> Path:
-        """Where a rank writes what ended it."""
-        return self.workspace / f"error-{rank}.json"
 
 
 def service_settings(training: TrainingSettings, machine: Machine, workspace: Path) -> ServiceSettings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Any
 
 from components.contracts.errors import ConfigurationError
@@ -73,7 +74,7 @@ class ServiceWorker(ABC):
         known = self.results.get(command.get("step", 0)) if command["name"] == "step" else None
         if known is None:
             return None
-        if known["batch"] != command.get("batch"):
+        if _named(known["batch"]) != _named(command.get("batch")):
             raise ConfigurationError(
                 f"step {command['step']} was trained on another batch",
                 where=f"{known['batch']} and now {command.get('batch')}",
@@ -110,3 +111,8 @@ class ServiceWorker(ABC):
                 for step, result in state["results"].items()
             }
         return self._engine.steps_done
+
+
+def _named(batch: str | None) -> tuple[str, ...]:
+    """Kind and fingerprint of a batch: another machine has it in another store."""
+    return Path(batch or "").parts[-2:]

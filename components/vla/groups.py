@@ -8,7 +8,7 @@ from components.policies.settings import Semantics
 from components.training.engine import ParameterGroup
 from components.training.schedule import warmup_cosine
 from components.vla.lora import add_adapters
-from components.vla.settings import VLATrainerSettings
+from components.vla.settings import PolicyUpdateSettings
 
 EXPERT = "action_expert."
 VISION = "vlm.model.vision_tower."
@@ -17,7 +17,7 @@ EMBEDDING = "vlm.model.language_model.embed_tokens"
 GROUPS = ("vlm", "vit", "connector", "action_expert")
 
 
-def prepare(model: nn.Module, settings: VLATrainerSettings, semantics: Semantics) -> None:
+def prepare(model: nn.Module, settings: PolicyUpdateSettings, semantics: Semantics) -> None:
     """Freeze and adapt `model` for `settings.mode`; what requires a gradient then is trained.
 
     Args:
@@ -35,7 +35,7 @@ def prepare(model: nn.Module, settings: VLATrainerSettings, semantics: Semantics
         model.get_submodule(EXPERT.rstrip(".")).requires_grad_(True)
 
 
-def parameter_groups(model: nn.Module, settings: VLATrainerSettings) -> list[ParameterGroup]:
+def parameter_groups(model: nn.Module, settings: PolicyUpdateSettings) -> list[ParameterGroup]:
     """One for each of GROUPS, in that order."""
     members: dict[str, list[nn.Parameter]] = {name: [] for name in GROUPS}
     for name, parameter in model.named_parameters():

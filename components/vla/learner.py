@@ -12,7 +12,7 @@ import torch
 from components.policies.molmoact2.modeling.losses import LossDenominators, LossPlan, PolicyLosses
 from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.training.engine import AppliedUpdate, TrainingEngine
-from components.training.metrics import peak_memory_gib
+from components.training.memory import peak_memory_gib
 from components.training.ranks import Ranks
 from components.vla.groups import parameter_groups
 from components.vla.micro_batch import PolicyMicroBatch

@@ -59,15 +59,8 @@ class HeldoutSettings(Settings):
     every: PositiveInt = Field(2000, description="Updates between measurements.")
 
 
-class VLATrainerSettings(Settings):
-    """The optimizer, what it may change, and what of it exists at once."""
-
-    model_config = ConfigDict(title="Training")
-
-    FORMER: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("heldout_fraction", "heldout_frames", "evaluate_every"),
-        "write heldout = { fraction = 0.1, frames = 1024, every = 2000 }, or nothing to train on every episode",
-    )
+class PolicyUpdateSettings(Settings):
+    """What of a policy is trained, and the optimizer: the same on demonstrations and on rewards."""
 
     mode: Mode = Field(
         "full",
@@ -76,13 +69,8 @@ class VLATrainerSettings(Settings):
     )
     lora: PolicyLoraSettings | None = Field(None, description="Adapters of the modes lora and lora_expert.")
     freeze_embedding: bool = Field(True, description="Leave the input embedding as it is, in full training.")
-    gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass to save memory."
-    )
     max_steps: PositiveInt = Field(description="Optimizer updates.")
-    batch_size: PositiveInt = Field(description="Examples of an update, of all ranks together.")
     micro_batch_size: PositiveInt = Field(description="Examples of one forward pass of a rank.")
-    packing: PackingSettings | None = Field(None, description="Packs the examples of a forward pass; none: padding.")
     learning_rates: LearningRates = Field(LearningRates(), description="Peak learning rate of each part.")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the first moment.")
     adam_beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's decay of the second moment.")
@@ -96,19 +84,12 @@ class VLATrainerSettings(Settings):
         None, description="Update at which the cosine ends, also when the run is shorter; none: with the run."
     )
     final_lr_fraction: float = Field(0.1, ge=0, le=1, description="Learning rate after the decay, of the peak's.")
-    ema_decay: float | None = Field(
-        None, gt=0, lt=1, description="Moving average of the trained weights, which is what is saved; none: no average."
-    )
-    augmentation: ImageAugmentationSettings | None = Field(None, description="Changes training images; none: nothing.")
-    heldout: HeldoutSettings | None = Field(
-        None, description="Measures on episodes that are not trained on; none: trains on all."
-    )
     save_every: PositiveInt = Field(1000, description="Updates between checkpoints to resume from.")
     keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints that are kept.")
     seed: NonNegativeInt = Field(0, description="Seed of data order, augmentation, flow times, noise and dropout.")
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _parts_fit(self) -> Self:
         adapters = self.mode in ("lora", "lora_expert")
         if adapters != (self.lora is not None):
             raise ValueError(f"mode {self.mode} {'needs' if adapters else 'has no'} section lora")
@@ -118,6 +99,30 @@ class VLATrainerSettings(Settings):
         if self.warmup_steps > end:
             raise ValueError(f"warmup_steps ({self.warmup_steps}) exceeds the end of the decay ({end})")
         return self
+
+
+class VLATrainerSettings(PolicyUpdateSettings):
+    """The optimizer, what it may change, and what of it exists at once."""
+
+    model_config = ConfigDict(title="Training")
+
+    FORMER: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("heldout_fraction", "heldout_frames", "evaluate_every"),
+        "write heldout = { fraction = 0.1, frames = 1024, every = 2000 }, or nothing to train on every episode",
+    )
+
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass to save memory."
+    )
+    batch_size: PositiveInt = Field(description="Examples of an update, of all ranks together.")
+    packing: PackingSettings | None = Field(None, description="Packs the examples of a forward pass; none: padding.")
+    ema_decay: float | None = Field(
+        None, gt=0, lt=1, description="Moving average of the trained weights, which is what is saved; none: no average."
+    )
+    augmentation: ImageAugmentationSettings | None = Field(None, description="Changes training images; none: nothing.")
+    heldout: HeldoutSettings | None = Field(
+        None, description="Measures on episodes that are not trained on; none: trains on all."
+    )
 
 
 class TrainVLASettings(Settings):

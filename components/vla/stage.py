@@ -31,7 +31,9 @@ def train_vla(
     training = PolicyTraining(settings=settings, **artifacts, fingerprint=context.fingerprint)
     context.workspace.mkdir(parents=True, exist_ok=True)
     file = HistoryFile(context.workspace / "history.jsonl")
-    with PolicyTrainerClient(training, context.machine, context.workspace / "trainer", context.events) as trainer:
+    with PolicyTrainerClient(
+        training, context.machine, context.workspace / "trainer", context.events, context.saved
+    ) as trainer:
         train(trainer, settings.training, file, context.events, out / CHECKPOINT)
     history = file.read()
     numbers = summary(history)
@@ -81,9 +83,8 @@ def write_pages(folder: Path, settings: TrainVLASettings, history: History, numb
     if "heldout_loss" in numbers:
         figures |= {
             "held-out loss": f"{numbers['heldout_loss_before']:.4g} before, {numbers['heldout_loss']:.4g} after",
-            "held-out action error, standard deviations": (
-                f"{numbers['action_error']:.3g}, {numbers['action_error_ratio']:.3g} times smaller than that of the "
-                f"mean action ({numbers['mean_action_error']:.3g})"
+            "held-out action error, standard deviations": compared_errors(
+                numbers["action_error"], numbers["mean_action_error"]
             ),
         }
     if numbers["updates_skipped"]:
@@ -97,6 +98,15 @@ def write_pages(folder: Path, settings: TrainVLASettings, history: History, numb
         configuration=settings.model_dump(mode="json"),
         figures=figures,
     )
+
+
+def compared_errors(error: float, constant: float) -> str:
+    """In words: the error, and that of always answering with the mean action."""
+    if error <= constant:
+        said = f"{constant / error:.3g} times smaller than" if error else "against"
+    else:
+        said = f"{error / constant:.3g} times larger than" if constant else "against"
+    return f"{error:.3g}, {said} that of the mean action ({constant:.3g})"
 
 
 TRAIN_VLA_STAGE = Stage("train-vla", 2, TrainVLASettings, INPUTS, train_vla)

@@ -30,8 +30,10 @@ class Worker(Protocol):
     def alive(self) -> bool:
         """Whether it has begun and was not lost since; a call makes it so."""
 
-    def call(self, method: str, *arguments: Any) -> Any:
+    def call(self, method: str, *arguments: Any, timeout: float | None = None) -> Any:
         """What the handler's method returns, or the list of what it yields. Arguments and answer are data.
+
+        `timeout`: another one for this call.
 
         Raises:
             WorkerError: the worker was lost.
@@ -80,18 +82,19 @@ class WorkerProcess:
         """See `Worker.alive`."""
         return self.pid is not None
 
-    def call(self, method: str, *arguments: Any) -> Any:
+    def call(self, method: str, *arguments: Any, timeout: float | None = None) -> Any:
         """See `Worker.call`."""
+        timeout = self._timeout if timeout is None else timeout
         request = encoded([method, arguments])
         with self._lock:
             try:
                 if self._program is None:
-                    self._start()
-                value = self._exchange(request)
+                    self._start(timeout)
+                value = self._exchange(request, timeout)
             except BaseException as error:
                 who = f"process {self.pid}" if self.pid else f"start of {self._module}"
                 where = f"{who}, {method}{reprlib.repr(arguments)}"
-                what = self._lost(error)
+                what = self._lost(error, timeout)
                 if what is None:
                     raise
                 raise WorkerError(what, where=where) from error
@@ -115,22 +118,22 @@ class WorkerProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self) -> None:
+    def _start(self, timeout: float) -> None:
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
         with theirs:
             command = [sys.executable, "-m", self._module, str(theirs.fileno())]
             self._program = Program(command, env=self._env, grace=1.0, pass_fds=[theirs.fileno()])
         self.starts += 1
-        self._channel.send(self._settings, self._timeout)
-        self.pid = _number(self._channel.receive(self._timeout))
+        self._channel.send(self._settings, timeout)
+        self.pid = _number(self._channel.receive(timeout))
 
-    def _exchange(self, request: bytes) -> Any:
+    def _exchange(self, request: bytes, timeout: float) -> Any:
         """The answer, or the handler's error. Raises `_Failed`, and what `Channel` raises."""
-        self._channel.send(request, self._timeout)
+        self._channel.send(request, timeout)
         parts: list[Any] = []
         while True:
-            kind, value = self._channel.receive(self._timeout)
+            kind, value = self._channel.receive(timeout)
             match kind:
                 case "part":
                     parts.append(value)
@@ -145,13 +148,13 @@ class WorkerProcess:
                 case _:
                     raise ValueError(f"an answer of the kind {kind!r:.40}")
 
-    def _lost(self, error: BaseException) -> str | None:
+    def _lost(self, error: BaseException, timeout: float) -> str | None:
         """End the process after `error`. What became of it; None where the error says that."""
         running = self._program is not None
         code = self._end(GRACE if isinstance(error, EOFError | ConnectionError) else 0.0)
         match error:
             case TimeoutError():
-                return f"no answer within {self._timeout:g} s"
+                return f"no answer within {timeout:g} s"
             case EOFError() | OSError() if running:
                 return f"the process ended with code {code}"
             case _Failed():

@@ -1,8 +1,12 @@
 #!/bin/sh
-# Serves the checkpoint in $MODEL; more arguments go to vLLM. VLLM_API_KEY must be set.
+# Serves the checkpoint in $MODEL; more arguments go to vLLM. VLLM_API_KEY must be set. WEIGHT_TRANSFER is
+# machine.weight_transfer of the runs that join: file or nccl.
 set -eu
 : "${MODEL:?set MODEL to the folder of a checkpoint}"
 : "${VLLM_API_KEY:?set VLLM_API_KEY; the routes that load weights must not be open}"
+if [ "${WEIGHT_TRANSFER:-file}" != file ]; then
+  set -- --weight-transfer-config "{\"backend\": \"$WEIGHT_TRANSFER\"}" "$@"
+fi
 exec python3 -m vllm.entrypoints.openai.api_server \
   --model "$MODEL" --served-model-name policy --host 0.0.0.0 --port 8000 \
   --logprobs-mode processed_logprobs --generation-config vllm --seed 0 \

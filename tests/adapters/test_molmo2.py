@@ -12,7 +12,7 @@ from PIL import Image
 from components.adapters import get_adapter, model_inputs, validate_batch
 from components.contracts.errors import ConfigurationError
 from components.models.families import FAMILIES
-from components.training.logprobs import Policy
+from components.vlm.logprobs import Policy
 
 MODES = ("bidirectional", "causal")
 SIZES = ((100, 80), (64, 150), (230, 230))

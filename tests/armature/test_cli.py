@@ -72,6 +72,44 @@ def test_wrong_input_is_named_without_a_traceback(arguments, code, said, armatur
     assert said in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("command", ["check", "run"])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--set", "environment.args.image_sise=3"], "did you mean 'image_size'"),
+        (["--set", "model.source=tiny/qwen2vl"], "did you mean 'qwen2-vl'"),
+        (["--set", "model.source=some/model", "--set", "model.tiny="], "set model.revision"),
+        (["--set", "model.source=./nowhere", "--set", "model.tiny="], "no such model folder"),
+        (["--set", "trainer.logprobs.name=triton"], "--set trainer.logprobs.name=torch"),
+        (["--machine", "server_python=nowhere"], "`armature setup`"),
+        (["--machine", f"server_python={sys.executable}"], "no Python interpreter with vLLM"),
+        (["--machine", "trainer_gpus=[99]"], "GPU 99 is named"),
+    ],
+)
+def test_what_would_fail_minutes_later_is_said_before_anything_is_made(command, given, said, armature, tmp_path):
+    done = armature(command, "train-vlm/colors", *given)
+    assert done.code in (1, 2) and said in done.stderr and "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_version_is_that_of_the_distribution(armature):
+    from importlib.metadata import version
+
+    done = armature("--version")
+    assert done.code == 0 and done.stdout.startswith(f"armature {version('armature-vla')} ")
+
+
+def test_a_shell_completes_commands_and_recipes(armature, monkeypatch):
+    def completed(*words: str) -> list[str]:
+        monkeypatch.setenv("COMP_WORDS", " ".join(words))
+        monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
+        return armature().stdout.split()
+
+    monkeypatch.setenv("_ARMATURE_COMPLETE", "complete_bash")
+    assert completed("armature", "dep") == ["deployments"]
+    assert completed("armature", "run", "train-vlm/co") == ["train-vlm/colors"]
+
+
 @pytest.mark.parametrize(
     "name", ["evaluate/libero", "train-vla/tiny", "quantile-stats/folder", "alfworld-games/generated"]
 )
@@ -116,8 +154,6 @@ def test_seed_layout_is_read_with_its_own_words(tmp_path):
 
 @pytest.mark.parametrize("kind", ["file", "below a file", "link to itself", "no permission", "NUL", "too long"])
 def test_a_store_that_cannot_be_used_is_said(tmp_path, kind, armature):
-    if kind == "no permission" and os.geteuid() == 0:
-        pytest.skip("root may write everywhere")
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "closed").mkdir(mode=0o500)
@@ -125,7 +161,7 @@ def test_a_store_that_cannot_be_used_is_said(tmp_path, kind, armature):
         "file": "file",
         "below a file": "file/store",
         "link to itself": "loop",
-        "no permission": "closed/store",
+        "no permission": "/sys/store" if os.geteuid() == 0 else "closed/store",  # root may write anywhere else
         "NUL": r"a\u0000b",
         "too long": "a" * 5000,
     }[kind]
@@ -155,13 +191,32 @@ def test_a_recipe_that_cannot_be_used_does_not_hide_the_others(tmp_path, armatur
     from components import configuration
 
     shutil.copytree(REPOSITORY / "configs", tmp_path / "configs")
-    recipe = tmp_path / "configs/train-vlm/mine.toml"
-    recipe.write_text('extends = "colors.toml"\ndescription = "Mine."\n[environment]\nname = "nobody-has-this"\n')
+    broken = {
+        "train-vlm/unknown": (b'extends = "colors.toml"\n[environment]\nname = "nobody-has-this"', "'nobody-has-this'"),
+        "train-vlm/raises": (
+            b'extends = "colors.toml"\n[environment]\nname = "own_raising:Shapes"',
+            "RuntimeError: no",
+        ),
+        "train-vlm/installed": (b'extends = "colors.toml"\n[environment]\nname = "raising"', "SystemExit: no"),
+        "train-vlm/no-toml": (b"[environment", "not valid TOML"),
+        "train-vlm/no-text": (b"\xff\xfe", "not valid TOML"),
+        "no-flow/mine": (b"", "no flow is called 'no-flow'"),
+    }
+    (tmp_path / "configs/no-flow").mkdir()
+    (tmp_path / "own_raising.py").write_text("raise RuntimeError('no')\n")
+    (tmp_path / "raising_lab.py").write_text("import sys\nsys.exit('no')\n")
+    (tmp_path / "raising_lab-1.dist-info").mkdir()
+    named = "[armature.environments]\nraising = raising_lab:Shapes\n"
+    (tmp_path / "raising_lab-1.dist-info/entry_points.txt").write_text(named)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, (content, _) in broken.items():
+        (tmp_path / f"configs/{name}.toml").write_bytes(content)
     monkeypatch.setattr(configuration, "CONFIGS", tmp_path / "configs")
     done = armature("list")
     assert done.code == 0 and "train-vlm/qwen3-vl" in done.stdout
-    (mine,) = [line for line in done.stdout.splitlines() if line.startswith("train-vlm/mine")]
-    assert "cannot be used: no environment is called 'nobody-has-this'" in mine
+    lines = {line.split()[0]: line for line in done.stdout.splitlines()}
+    for name, (_, said) in broken.items():
+        assert "cannot be used: " in lines[name] and said in lines[name]
 
 
 @pytest.mark.parametrize(

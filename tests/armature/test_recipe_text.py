@@ -23,10 +23,10 @@ def marked(text: str, remark: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("describe", [False, True])
+@pytest.mark.parametrize("options", [{}, {"describe": True}, {"own": True}], ids=str)
 @pytest.mark.parametrize("name", recipe_names())
-def test_what_is_shown_is_the_recipe_again(name: str, describe: bool):
-    text = recipe_text(name, describe=describe)
+def test_what_is_shown_is_the_recipe_again(name: str, options: dict[str, bool]):
+    text = recipe_text(name, **options)
     assert build_recipe(name, tomllib.loads(text), where="shown") == load_recipe(name)
 
 
@@ -41,6 +41,15 @@ def test_what_the_recipe_says_is_marked_and_nothing_else():
     text = recipe_text("train-vlm/colors")
     assert marked(text, "recipe") == said
     assert "# revision: none" in text.splitlines() and "group_size = 8" in text.splitlines()
+
+
+def test_a_recipe_to_start_from_says_what_is_not_a_default_and_nothing_else():
+    overrides = ["trainer.max_steps=50"]
+    whole, own = (recipe_text("train-vlm/colors", overrides, own=own) for own in (False, True))
+    kept = re.findall(r"^(\w+ = .*?)  # (?:recipe|--set)$", whole, re.MULTILINE)
+    head = ("flow = ", "description = ")
+    assert [line for line in own.splitlines() if " = " in line and not line.startswith(head)] == kept
+    assert "max_steps = 50" in kept and not any(line.startswith("group_size") for line in kept)
 
 
 def test_what_the_command_line_says_is_marked_as_such():

@@ -93,6 +93,10 @@ def test_the_command_works_in_an_empty_folder(installed):
     assert checked.returncode == 2 and "`armature setup`" in checked.stderr, checked.stderr
     assert list(installed.folder.iterdir()) == []
 
+    assert installed("armature", "init", "demo").returncode == 0
+    own = installed("armature", "check", "demo/recipe.toml", "--configuration-only")
+    assert "every value is valid" in own.stdout and "`armature setup`" in own.stderr, own.stdout + own.stderr
+
 
 @pytest.mark.slow
 def test_nothing_comes_from_the_checkout(installed):

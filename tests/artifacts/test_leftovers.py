@@ -76,6 +76,14 @@ def test_leftovers_of_an_older_version_are_collected_by_who_holds_their_lock(tmp
         assert not left.exists() and others.exists()
 
 
+def test_what_is_left_of_an_image_is_collected(tmp_path):
+    left = tmp_path / "images/unfinished/.name.png-abcd1234"
+    left.mkdir(parents=True)
+    (left / "lock").touch()
+    with ArtifactStore(tmp_path).lock("stage", "f1"):
+        assert not left.exists()
+
+
 def test_who_waits_says_for_whom(tmp_path):
     said: list[str] = []
 

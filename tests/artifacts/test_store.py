@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from components.artifacts.digests import folder_digest
-from components.artifacts.disk import whole_folder
+from components.artifacts.disk import link_folder, whole_folder
 from components.artifacts.manifest import open_artifact, read_manifest, write_manifest
-from components.artifacts.store import ArtifactStore, link_folder
+from components.artifacts.store import ArtifactStore
 from components.contracts.errors import DataError
 
 names = st.text("abcß.-_ 0", min_size=1, max_size=6).filter(lambda name: name.strip(". ") == name)
@@ -134,14 +134,18 @@ def test_a_linked_copy_is_the_same_artifact_and_replaces_the_old_one(tmp_path):
 
 def test_a_remote_serves_another_machine(tmp_path):
     remote = (tmp_path / "remote").as_uri()
-    made = ArtifactStore(tmp_path / "one", remote).write("stage", "f1", fill_with({"x/y": b"1", "z": b"2"}))
+    one = ArtifactStore(tmp_path / "one", remote)
+    made = one.write("stage", "f1", fill_with({"x/y": b"1", "z": b"2"}))
+    one.settle()
     found = ArtifactStore(tmp_path / "two", remote).find("stage", "f1")
     assert found is not None and found.digest == made.digest and found.path != made.path
 
 
 def test_a_damaged_remote_is_refused(tmp_path):
     remote = tmp_path / "remote"
-    ArtifactStore(tmp_path / "one", remote.as_uri()).write("stage", "f1", fill_with({"x": b"1"}))
+    one = ArtifactStore(tmp_path / "one", remote.as_uri())
+    one.write("stage", "f1", fill_with({"x": b"1"}))
+    one.settle()
     (remote / "stage" / "f1" / "x").write_bytes(b"changed")
     with pytest.raises(DataError, match="remote copy is damaged"):
         ArtifactStore(tmp_path / "two", remote.as_uri()).find("stage", "f1")
@@ -153,6 +157,7 @@ def test_what_is_set_aside_is_gone_here_and_in_the_remote_and_kept_below_replace
     for stage, fingerprint in (("stage", "f1"), ("units", "f1-00001"), ("units", "f2-00001")):
         store.write(stage, fingerprint, fill_with({"x": fingerprint.encode()}, kind=stage))
     (store.workspace("stage", "f1") / "history").write_text("1")
+    store.settle()
     with store.lock("stage", "f1"):
         store.set_aside("stage", "f1")
         assert store.find("stage", "f1") is None and store.find("units", "f1-00001") is None
@@ -163,4 +168,5 @@ def test_what_is_set_aside_is_gone_here_and_in_the_remote_and_kept_below_replace
         *("f1-00001.digest", "f1.digest", "history", "manifest.json", "manifest.json", "x", "x")
     ]
     store.write("stage", "f1", fill_with({"x": b"new"}))
+    store.settle()
     assert (remote / "stage/f1/x").read_bytes() == b"new"

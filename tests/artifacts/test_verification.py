@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from components.artifacts.digests import folder_digest
+from components.artifacts.disk import link_folder
 from components.artifacts.manifest import write_manifest
-from components.artifacts.store import ArtifactStore, link_folder
+from components.artifacts.store import ArtifactStore
 from components.contracts.errors import DataError
 
 

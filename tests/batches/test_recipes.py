@@ -17,7 +17,7 @@ from components.contracts.errors import ConfigurationError
 from components.contracts.rollouts import GenerateOutputs
 from components.rollouts.rounds import choose_groups
 from components.rollouts.settings import RolloutSettings
-from components.training.settings import TrainerSettings
+from components.vlm.settings import TrainerSettings
 
 from .conftest import walk
 

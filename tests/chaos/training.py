@@ -22,6 +22,8 @@ RECIPE = "train-vlm/colors"
 OVERRIDES = (
     f"trainer.max_steps={STEPS}",
     "trainer.save_every=3",
+    "evaluation.every=4",
+    "evaluation.panel_tasks=8",
     "rollouts.groups_per_step=4",
     "rollouts.group_size=4",
     "rollouts.max_staleness=1",
@@ -72,7 +74,13 @@ class Training:
         return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
 
     def weights_digest(self) -> str:
-        return hashlib.sha256((self.folder / "made/checkpoint/model.safetensors").read_bytes()).hexdigest()[:16]
+        """Of the weights after the last step, of those of the best evaluation, and of what evaluations said."""
+        (last,) = (self.store / "workspaces").glob(f"train-vlm-*/weights/{STEPS:06d}/model.safetensors")
+        evaluations = sorted((self.store / "evaluations").glob("*/results.parquet"))
+        digest = hashlib.sha256()
+        for path in (last, self.folder / "made/checkpoint/model.safetensors", *evaluations):
+            digest.update(path.read_bytes())
+        return digest.hexdigest()[:16]
 
 
 def children(process: subprocess.Popen[bytes], wanted: Callable[[str], bool]) -> list[psutil.Process]:

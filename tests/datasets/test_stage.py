@@ -19,7 +19,7 @@ from components.contracts.machine import Machine
 from components.datasets.lerobot.files import LocalFiles
 from components.datasets.lerobot.reader import open_dataset
 from components.datasets.settings import DatasetSettings, QuantileStatsSettings
-from components.datasets.source import pinned
+from components.datasets.source import open_sources, pinned
 from components.datasets.stage import augment
 from components.stages import run_stage
 
@@ -173,3 +173,19 @@ def test_the_recipe_needs_a_path_alone(written):
     recipe = load_recipe("quantile-stats/folder", [f"dataset.path={written[0]}", "augment.in_place=true"])
     assert recipe.settings_for(DatasetSettings).path == str(written[0])
     assert recipe.settings_for(QuantileStatsSettings).images == "sampled"
+
+
+def test_a_dataset_in_a_copy_that_dvc_made_is_referred_to_where_it_lasts(copied, tmp_path, monkeypatch):
+    copy = tmp_path / ".dvc/tmp/exps/standalone/tmp1"
+    shutil.copytree(copied, copy / "copy")
+    for root in (tmp_path, copy):
+        (root / ".git").mkdir()
+    with monkeypatch.context() as within:
+        within.setenv("DVC_ROOT", str(tmp_path))
+        within.chdir(copy)
+        first = run_stage("dataset", pinned(DatasetSettings(path="copy")), {}, Machine())
+    shutil.rmtree(copy)
+    monkeypatch.chdir(tmp_path)
+    assert run_stage("dataset", pinned(DatasetSettings(path="copy")), {}, Machine()).path == first.path
+    (source,) = open_sources(first.path)
+    assert str(source.dataset.files) == str(copied)

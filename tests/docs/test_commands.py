@@ -47,7 +47,7 @@ def test_armature_commands_parse(page, line, monkeypatch):
     from armature.cli import app
 
     monkeypatch.chdir(ROOT)
-    command, words = typer.main.get_command(app), shlex.split(line)[1:]
+    command, words = typer.main.get_command(app), shlex.split(line.partition(" > ")[0])[1:]
     while hasattr(command, "commands"):
         assert words[0] in command.commands, f"{page}: {line}"
         command = command.commands[words.pop(0)]
@@ -132,3 +132,16 @@ def test_the_benchmarks_page_is_what_the_template_makes_of_the_results():
     from benchmarks.table import PAGE, RESULTS, render
 
     assert PAGE.read_text() == render(json.loads(RESULTS.read_text()))
+
+
+def test_the_file_for_train_multimodal_is_one(tmp_path):
+    from armature.train_multimodal import parse
+    from components.environments.settings import EnvironmentSettings
+    from components.rl.config import MultimodalRLConfig
+
+    (block,) = re.findall(r"^```toml\n(model = .*?)^```", (ROOT / "docs/trainer.md").read_text(), re.M | re.S)
+    (tmp_path / "own.toml").write_text(block)
+    layout = parse(["@", str(tmp_path / "own.toml")])
+    config = MultimodalRLConfig(env_id=layout.env.id, env_args=layout.env.args, **layout.trainer.args)
+    EnvironmentSettings(name=config.env_id, args=config.env_args, train_tasks=8, heldout_tasks=8)
+    assert config.panel() is not None

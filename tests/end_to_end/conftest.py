@@ -18,9 +18,10 @@ class Project:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        shutil.copy(ROOT / "dvc.yaml", folder)
-        for name in ("components", "configs"):
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("dvc.yaml", ".dvcignore", ".gitignore"):
+            shutil.copy(ROOT / name, folder)
+        for name in ("armature", "components", "configs"):
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
         ignored = shutil.ignore_patterns("cache", "tmp", "config.local")
         shutil.copytree(ROOT / ".dvc", folder / ".dvc", ignore=ignored)
         subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
@@ -29,12 +30,19 @@ class Project:
     def store(self) -> Path:
         return self.folder / ".armature/store"
 
-    def repro(self, *stages: str) -> str:
+    def dvc(self, *words: str, code: int = 0) -> str:
+        return self._call(sys.executable, "-m", "dvc", *words, code=code)
+
+    def commit(self) -> None:
+        self._call("git", "add", "-A")
+        self._call("git", "commit", "-qm", "a state")
+
+    def _call(self, *command: str, code: int = 0) -> str:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        command = [sys.executable, "-m", "dvc", "repro", *stages]
-        env = {**os.environ, "PATH": path, "DVC_NO_ANALYTICS": "1"}
+        identity = {f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+        env = {**os.environ, **identity, "PATH": path, "PYTHONPATH": str(ROOT), "DVC_NO_ANALYTICS": "1"}
         done = subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.returncode == code, done.stdout + done.stderr
         return done.stdout
 
     def locked_digest(self, stage: str) -> str:

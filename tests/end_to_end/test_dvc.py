@@ -1,15 +1,23 @@
-"""DVC and a flow's stages agree: what one has made, the other does not make again, under the same digest."""
+"""DVC and a flow's stages agree: what one has made, the other does not make again, under the same digest.
+
+Also in an experiment, which may run in a copy of the repository that is removed afterwards.
+"""
 
 from __future__ import annotations
 
+import csv
+import hashlib
+import json
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from components.configuration import load_recipe
 from components.contracts.machine import Machine
 from components.stages import STAGES, run_stage
-from tests.end_to_end.conftest import Project
+from tests.end_to_end.conftest import ROOT, Project
 
 SHORT = ["model.tiny.format.steps=2", "environment.train_tasks=16", "environment.heldout_tasks=16"]
 SHORTER = """
@@ -38,10 +46,57 @@ def test_a_second_repro_does_nothing_and_finds_what_a_flow_has_made(project: Pro
     assert isinstance(machine, Machine)
     by_flow = run_stage("model", recipe.settings_for(STAGES["model"].settings), {}, machine)
 
-    first = project.repro("tasks", "model")
+    first = project.dvc("repro", "tasks", "model")
     assert "tasks: made in" in first and "model: already made" in first
     assert project.locked_digest("model") == by_flow.digest
 
     by_flow = run_stage("tasks", recipe.settings_for(STAGES["tasks"].settings), {}, machine)
     assert project.locked_digest("tasks") == by_flow.digest
-    assert "Running stage" not in project.repro("tasks", "model")
+    assert "Running stage" not in project.dvc("repro", "tasks", "model")
+
+
+def test_experiments_in_a_copy_come_back_and_what_they_made_takes_no_disk(project: Project) -> None:
+    project.dvc("repro", "tasks")
+    project.commit()
+    changed = "configs/train-vlm/colors.toml:environment.heldout_tasks=8"
+    said = project.dvc("exp", "run", "--temp", "--name", "fewer", "--set-param", changed, "tasks")
+    assert "tasks: made in" in said
+    rows = csv.DictReader(project.dvc("exp", "show", "--csv", "--rev", "HEAD").splitlines())
+    assert sorted((row["Experiment"], row["environment.heldout_tasks"]) for row in rows) == [
+        *[("", "16")] * 2,  # what is here, and what it began with
+        ("fewer", "8"),
+    ]
+    stored = sorted((project.store / "tasks").glob("*/manifest.json"))
+    assert len(stored) == 2 and list(project.folder.rglob(".armature")) == [project.folder / ".armature"]
+
+    project.dvc("exp", "apply", "fewer", code=255)  # the other stages were never made, which it says
+    assert json.loads((project.folder / "data/tasks/manifest.json").read_text())["rows"]["heldout"] == 8
+    assert "Running stage" not in project.dvc("repro", "tasks")
+    for file in (project.folder / "data/tasks").iterdir():
+        assert any(file.samefile(each) for each in project.store.glob(f"tasks/*/{file.name}")), file
+
+
+@pytest.mark.parametrize("file", ["dvc.yaml", "armature/init/template/dvc.yaml"])
+def test_metrics_and_plots_are_files_of_their_own(file: str) -> None:
+    """In a folder that the cache lacks, as in a fresh clone, they would stop `dvc exp run`."""
+    pipeline = yaml.safe_load((ROOT / file).read_text())
+    outs = {out for stage in pipeline["stages"].values() for out in stage["outs"]}
+    metrics = {path for stage in pipeline["stages"].values() for each in stage.get("metrics", ()) for path in each}
+    drawn = {path for plot in pipeline["plots"] for description in plot.values() for path in description["y"]}
+    assert drawn and drawn <= outs and metrics and "metrics" not in pipeline
+    assert not metrics & outs and all(path.endswith("-metrics.json") for path in metrics)
+
+
+def test_the_lock_is_of_the_stages_that_there_are_and_of_no_machine() -> None:
+    """Not of the code and the values that there are: making it again takes a quarter of an hour."""
+    lock, text = yaml.safe_load((ROOT / "dvc.lock").read_text()), (ROOT / "dvc.lock").read_text()
+    stages = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
+    assert {name: stage["cmd"] for name, stage in lock["stages"].items()} == {
+        name: stage["cmd"] for name, stage in stages.items()
+    }
+    assert not re.search(r"(^|[\s'\"=])/\w|~/|file:", text)
+    for name, stage in lock["stages"].items():
+        for measured in stages[name].get("metrics", ()):
+            (path,) = measured
+            (out,) = [each for each in stage["outs"] if each["path"] == path]
+            assert hashlib.md5((ROOT / path).read_bytes()).hexdigest() == out["md5"]

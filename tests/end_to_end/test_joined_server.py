@@ -9,14 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
-from armature import MultimodalGRPOTrainer, MultimodalRLConfig
 from armature.check import check_recipe
 from components.configuration import Recipe, build_recipe, load_recipe
 from components.contracts.errors import ConfigurationError, MismatchError
 from components.contracts.machine import Machine
-from components.environments.settings import EnvironmentSettings
 from components.inference.pool import ServerPool
 from components.inference.settings import ServerSettings
 from components.stages import STAGES, run_stage
@@ -95,29 +92,6 @@ def enlarge_images(folder: Path) -> None:
 def test_a_truncated_sampler_is_refused_before_anything_starts(store: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"top_p is not a setting any more(?s:.*)biases every importance"):
         recipe(store, "rollouts.sampling.top_p=0.5")
-
-
-def test_the_trainer_class_trains_on_a_running_server(store: Path, joined_url: str, tmp_path: Path) -> None:
-    own = recipe(store)
-    machine, environment = own.sections["machine"], own.sections["environment"]
-    assert isinstance(machine, Machine) and isinstance(environment, EnvironmentSettings)
-    model = run_stage("model", own.settings_for(STAGES["model"].settings), {}, machine)
-    config = MultimodalRLConfig(
-        output_dir=tmp_path,
-        env_id="colors",
-        env_args=environment.args,
-        max_steps=3,
-        rollouts_per_step=16,
-        learning_rate=1e-3,
-        max_tokens=4,
-        vllm_server_port=int(joined_url.rpartition(":")[2]),
-    )
-    trainer = MultimodalGRPOTrainer(str(model.path), config=config)
-    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    metrics = trainer.train()
-    assert metrics["mismatch_kl"] < 1e-3 and metrics["policy_version/max"] == 2
-    after = load_file(tmp_path / "final/model.safetensors")
-    assert any(not value.equal(before[name]) for name, value in after.items() if name in before)
 
 
 def test_a_step_above_the_bound_stops_the_run(store: Path, server: str) -> None:

@@ -17,18 +17,19 @@ import pytest
 from safetensors.torch import load_file
 
 from components.artifacts.store import ArtifactStore
+from components.batches.ratios import ratios_file, read_log_ratios
 from components.configuration import CONFIGS, load_recipe
 from components.contracts.machine import Machine
 from components.models.settings import ModelSettings
 from components.rollouts.table import read_rollouts
 from components.stages import STAGES, run_stage
-from components.training.client import TrainerClient
-from components.training.service_settings import TrainerPolicySettings
-from components.training.settings import TrainerSettings
+from components.vlm.client import TrainerClient, TrainerPolicySettings
+from components.vlm.settings import TrainerSettings
 from tests.chaos.training import children, is_server, is_trainer
 from tests.conftest import SharedServer
 
 STEPS, GROUPS, MEMBERS = 10, 4, 4
+EVERY, PANEL = 5, 48
 OVERRIDES = (
     f"trainer.max_steps={STEPS}",
     "trainer.save_every=3",
@@ -36,6 +37,8 @@ OVERRIDES = (
     f"rollouts.group_size={MEMBERS}",
     "batches.skip_zero_advantage=false",
     "preflight.groups=2",
+    f"evaluation.every={EVERY}",
+    f"evaluation.panel_tasks={PANEL}",
     "model.tiny.format.steps=20",
 )
 
@@ -64,7 +67,15 @@ class Run:
         config = CONFIGS / "train-vlm/colors.toml"
         command = [sys.executable, "-m", "armature", "stage", "train-vlm", "--config", str(config), *sets, *given]
         with self.log.open("ab") as log:
-            return subprocess.Popen([*command, "--out", str(self.folder / "train-vlm")], stdout=log, stderr=log)
+            out = ["--out", str(self.folder / "train-vlm")]
+            return subprocess.Popen([*command, *out], stdout=log, stderr=log, start_new_session=True)
+
+    def evaluations_begun(self) -> int:
+        return self.log.read_text(errors="replace").count(f"| 0/{PANEL} ")
+
+    def evaluated(self) -> list[int]:
+        """After which steps the panel was played."""
+        return sorted(int(folder.name[-5:]) for folder in (self.folder / "store/evaluations").glob("*-?????"))
 
     def history(self) -> list[int]:
         """Steps recorded so far, a replayed one as often as it was recorded."""
@@ -81,7 +92,8 @@ def wait_for_step(run: Run, process: subprocess.Popen[bytes], step: int) -> None
 
 @pytest.fixture(scope="module")
 def killed_run(tmp_path_factory: pytest.TempPathFactory, shared_server: SharedServer) -> Run:
-    """A run that lost its server, its trainer and itself, each at a random moment, and was started again.
+    """A run that lost its server and its trainer, each at a random moment, and then, in an evaluation, all of itself.
+    It was started again.
 
     Then on a server that was up: which server generates is a fact of the machine, and may change within a run.
     """
@@ -95,11 +107,16 @@ def killed_run(tmp_path_factory: pytest.TempPathFactory, shared_server: SharedSe
     wait_for_step(run, process, 2)
     time.sleep(rng.uniform(0, 0.3))
     children(process, is_trainer)[0].kill()
-    wait_for_step(run, process, 5)
-    time.sleep(rng.uniform(0, 0.3))
+    wait_for_step(run, process, EVERY - 1)
+    played = run.evaluations_begun()
+    while run.evaluations_begun() == played:
+        assert process.poll() is None, run.log.read_text()[-4000:]
+        time.sleep(0.01)
+    time.sleep(rng.uniform(0, 0.1))
     orphans = psutil.Process(process.pid).children(recursive=True)
-    os.kill(process.pid, signal.SIGKILL)
+    os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    assert run.evaluated() == [0] and max(run.history()) == EVERY - 1, "the evaluation was over"
     _, alive = psutil.wait_procs(orphans, timeout=15)
     assert not alive, "child programs outlived the run"
     with pytest.MonkeyPatch.context() as patch:
@@ -122,15 +139,24 @@ def test_every_planned_rollout_is_there_once(killed_run):
 
 def test_the_history_has_every_step_once(killed_run):
     history = json.loads((killed_run.folder / "train-vlm/history.json").read_text())
-    assert [row["step"] for row in history] == list(range(1, STEPS + 1))
-    assert all(row["policy_version/min"] >= row["step"] - 2 for row in history)
-    assert all(row["samples/count"] == row["rollouts/planned"] == GROUPS * MEMBERS for row in history)
+    assert [row["step"] for row in history] == list(range(STEPS + 1))
+    assert all(row["policy_version/min"] >= row["step"] - 2 for row in history[1:])
+    assert all(row["samples/count"] == row["rollouts/planned"] == GROUPS * MEMBERS for row in history[1:])
+
+
+def test_the_evaluation_that_was_killed_was_played_once_and_whole(killed_run):
+    assert killed_run.evaluated() == [0, EVERY, STEPS]
+    for folder in (killed_run.folder / "store/evaluations").glob("*-?????"):
+        outputs = read_rollouts(folder)
+        assert len({each.task_id for each in outputs.trajectories}) == len(outputs.trajectories) == PANEL
+        assert {turn.policy_version for each in outputs.trajectories for turn in each.turns} == {int(folder.name[-5:])}
 
 
 def test_lineage_names_artifacts_that_exist(killed_run):
     lineage = json.loads((killed_run.folder / "train-vlm/lineage.json").read_text())
+    assert [row["step"] for row in lineage if "evaluation" in row] == [0, EVERY, STEPS]
     for row in lineage:
-        for kind in ("rollouts", "batch"):
+        for kind in {"rollouts", "batch", "evaluation"} & set(row):
             found = killed_run.store.find_digest(row[kind])
             assert found is not None and found.digest == row[kind]
 
@@ -146,12 +172,22 @@ def test_the_weights_are_those_of_a_run_that_was_never_stopped(killed_run, tmp_p
         temperature=1.0,
         images=killed_run.store.images,
     )
+    best = json.loads((killed_run.folder / "train-vlm/metrics.json").read_text())["best/step"]
     with TrainerClient(policy, machine, tmp_path / "trainer") as client:
-        for step in range(1, STEPS + 1):
-            (folder,) = (killed_run.folder / "store/batches").glob(f"*-{step:05d}")
-            client.step(step, folder)
-        client.publish(tmp_path / "straight", STEPS)
-    straight = load_file(tmp_path / "straight/model.safetensors")
-    resumed = load_file(killed_run.folder / "train-vlm/checkpoint/model.safetensors")
-    assert straight.keys() == resumed.keys()
-    assert all(straight[name].equal(resumed[name]) for name in straight)
+        for step in range(STEPS + 1):
+            if step:
+                (folder,) = (killed_run.folder / "store/batches").glob(f"*-{step:05d}")
+                client.step(step, folder, ratios_file(tmp_path, step))
+            if step in (best, STEPS):
+                client.publish(tmp_path / f"{step:06d}", step)
+    (workspace,) = (killed_run.folder / "store/workspaces").glob("train-vlm-*")
+    made = {best: killed_run.folder / "train-vlm/checkpoint", STEPS: workspace / f"weights/{STEPS:06d}"}
+    for step, folder in made.items():
+        straight = load_file(tmp_path / f"{int(step):06d}/model.safetensors")
+        resumed = load_file(folder / "model.safetensors")
+        assert straight.keys() == resumed.keys()
+        assert all(straight[name].equal(resumed[name]) for name in straight)
+    for step in range(1, STEPS + 1):
+        kept, expected = (read_log_ratios(ratios_file(each, step)) for each in (workspace, tmp_path))
+        assert kept.keys() == expected.keys() and len(kept) == GROUPS * MEMBERS
+        assert all(kept[name].tobytes() == expected[name].tobytes() for name in kept)

@@ -96,7 +96,7 @@ def test_what_is_demonstrated_is_trained_on_and_the_result_played(made: dict[str
 
 
 def test_dvc_finds_all_of_it_made_under_the_same_digests(project: Project, made: dict[str, Artifact]) -> None:
-    said = project.repro("evaluate-libero")
+    said = project.dvc("repro", "evaluate-libero")
     assert all(f"{stage}: already made" in said for stage in CHAIN)
     assert {stage: project.locked_digest(stage) for stage in CHAIN} == {
         name: each.digest for name, each in made.items()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from components.environments.make import make_environment
 from components.environments.settings import EnvironmentSettings
 
 from .alfworld.games_of import TEXT
+from .dataset.tables import args_of, rows_of, write_images, write_jsonl
 
 COLORS = {
     "red": [220, 40, 40],
@@ -33,6 +36,17 @@ IMAGE: dict[str, Any] = {
     "brightness_jitter": 0.12,
 }
 WEIGHTS: dict[str, Any] = {"correct_weight": 1.0, "format_weight": 0.0}
+
+
+CHARTS = TemporaryDirectory()
+"""A table for the environment of tables; it lives as long as this process."""
+
+
+def charts() -> dict[str, Any]:
+    rows = [{**row, "split": "train" if row["id"] < 24 else "test"} for row in rows_of(40)]
+    write_images(Path(CHARTS.name), rows)
+    write_jsonl(Path(CHARTS.name) / "rows.jsonl", rows)
+    return args_of({"source": f"{CHARTS.name}/rows.jsonl"}, kind="answer", split={"by": "column"})
 
 
 @dataclass(frozen=True)
@@ -82,6 +96,7 @@ EXAMPLES = {
         "over there",
         1.0,
     ),
+    "dataset": Example(charts(), lambda task, turn: f" {task.payload['kind'].title()}.", "neither", 1.0),
     "alfworld/text": Example(
         TEXT,
         lambda task, turn: f"<action>{task.payload['plan'][turn]}</action>",

@@ -46,7 +46,7 @@ async def play(environment: Environment, task: Task, answers: Any) -> tuple[list
 
 
 def test_every_registered_environment_is_tested_here_or_by_name() -> None:
-    assert set(ENVIRONMENTS) == set(EXAMPLES) | {"verifiers", "alfworld/thor"}
+    assert set(ENVIRONMENTS) == set(EXAMPLES) | {"verifiers", "openenv", "alfworld/thor"}
 
 
 def test_the_same_settings_give_the_same_tasks_and_observations(example: Named) -> None:

@@ -42,6 +42,16 @@ def test_without_noise_and_jitter_an_image_is_its_color() -> None:
     assert (pixels(color_image("orange", 3, still)) == COLORS["orange"]).all()
 
 
+def test_colors_in_another_order_are_the_same_settings_and_tasks() -> None:
+    """As PostgreSQL gives them back: shorter names first."""
+    more = {"teal": (0, 128, 128), **COLORS, "cyan": (0, 255, 255)}
+    for palette in (COLORS, more):
+        arrived = {name: palette[name] for name in sorted(palette, key=lambda name: (len(name), name))}
+        given, stored = (ColorImageSettings.model_validate({**IMAGE, "colors": each}) for each in (palette, arrived))
+        assert given.model_dump_json() == stored.model_dump_json()
+    assert ColorImageSettings().names == LOOKS.names == tuple(COLORS)
+
+
 @pytest.mark.parametrize(
     ("answer", "correct", "format"),
     [

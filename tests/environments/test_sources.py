@@ -161,7 +161,7 @@ def test_what_the_rewards_stand_on_changes_every_stage_that_plays_and_nothing_el
 
 
 def test_a_package_that_is_edited_while_it_is_loaded_counts_as_it_was_loaded(tmp_path, monkeypatch):
-    from components.environments.code import code_digest
+    from components.sources.code import code_digest
 
     root = write(tmp_path / "package")
     monkeypatch.syspath_prepend(str(root))
@@ -202,7 +202,7 @@ def test_changed_games_are_refused_and_absent_ones_are_as_pinned(tmp_path):
 @pytest.mark.parametrize("name", ["colors", "recall", "coordinates"])
 def test_the_project_s_own_environments_count_by_what_they_import(name):
     from components.environments import ENVIRONMENTS
-    from components.environments.code import _files
+    from components.sources.code import _files
 
     files = _files(ENVIRONMENTS[name].__module__)
     assert f"components.environments.{name}" in files and "components.environments.generated" in files
@@ -210,7 +210,7 @@ def test_the_project_s_own_environments_count_by_what_they_import(name):
 
 
 def test_packages_without_an_init_file_count_too(tmp_path, monkeypatch):
-    from components.environments.code import code_digest
+    from components.sources.code import code_digest
 
     deep = tmp_path / "plain_lab/envs/deep"
     deep.mkdir(parents=True)
@@ -223,7 +223,7 @@ def test_packages_without_an_init_file_count_too(tmp_path, monkeypatch):
 
 
 def test_what_an_installer_put_into_a_folder_of_its_own_is_no_code_of_the_environment(tmp_path, monkeypatch):
-    from components.environments.code import code_digest
+    from components.sources.code import code_digest
 
     target, mine = tmp_path / "target", tmp_path / "mine"
     (target / "bought-1.0.dist-info").mkdir(parents=True)

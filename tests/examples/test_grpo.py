@@ -1,8 +1,9 @@
-"""examples/grpo.py is the loop of train-vlm: on the same seed it ends with the same weights."""
+"""examples/grpo.py is the loop of train-vlm: on the same seed it ends with the same weights, evaluated or not."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import runpy
 from pathlib import Path
 
@@ -32,7 +33,8 @@ def test_it_ends_with_the_weights_of_the_stage(joined_url: str, tmp_path: Path) 
     accuracy = asyncio.run(train(tmp_path / "example", overrides))
     assert 0 <= accuracy <= 1
 
-    recipe = load_recipe("train-vlm/colors", overrides)
+    evaluated = ["evaluation.every=2", "evaluation.panel_tasks=8"]
+    recipe = load_recipe("train-vlm/colors", [*overrides, *evaluated])
     machine = recipe.sections["machine"]
     assert isinstance(machine, Machine)
 
@@ -42,5 +44,10 @@ def test_it_ends_with_the_weights_of_the_stage(joined_url: str, tmp_path: Path) 
     tasks, model = made("tasks"), made("model")
     trained = made("train-vlm", tasks=tasks, model=model)
     ours = tmp_path / f"example/weights/{STEPS:06d}/model.safetensors"
-    assert ours.read_bytes() == (trained.path / "checkpoint/model.safetensors").read_bytes()
+    (theirs,) = tmp_path.glob(f"store/workspaces/train-vlm-*/weights/{STEPS:06d}/model.safetensors")
+    assert ours.read_bytes() == theirs.read_bytes()
     assert ours.read_bytes() != (model.path / "model.safetensors").read_bytes()
+    accuracies = {
+        row["step"]: row.get("heldout/accuracy") for row in json.loads((trained.path / "history.json").read_text())
+    }
+    assert accuracies[1] is None and None not in {accuracies[step] for step in (0, 2, STEPS)}

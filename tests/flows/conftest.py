@@ -15,11 +15,6 @@ from components.contracts.stages import StageReport
 from components.stages import STAGES
 
 
-def small_tasks(settings, inputs, folder, context):
-    (folder / "environment.json").write_text(settings.model_dump_json())
-    return StageReport(rows={"heldout": 4})
-
-
 def small_model(settings, inputs, folder, context):
     (folder / "weights.txt").write_text(settings.source)
     return StageReport()
@@ -34,9 +29,14 @@ def small_warm_start(settings, inputs, folder, context):
     return StageReport(rows={"demonstrations": 4})
 
 
+GAINS = {2e-3: 0.25, 4e-3: 0.125, 8e-3: -0.25}
+"""What training by a learning rate changes of the accuracy."""
+
+
 def small_training(settings, inputs, folder, context):
     (folder / "checkpoint").mkdir()
-    (folder / "checkpoint/weights.txt").write_text("trained")
+    rate = getattr(getattr(settings, "trainer", None), "learning_rate", 0.0)
+    (folder / "checkpoint/weights.txt").write_text(str(GAINS.get(rate, 0.0)))
     history = [{"step": step, "reward": step / 4} for step in range(1, 5)]
     for row in history[2:]:  # the first two were reported by a process that died
         context.events.metrics({"reward": row["reward"]}, row["step"])
@@ -49,8 +49,9 @@ def small_training(settings, inputs, folder, context):
 def small_evaluation(settings, inputs, folder, context):
     if settings.evaluation.seed == 13:
         raise DataError("seed 13 brings no luck", where="evaluation.seed", remedy="take another")
-    warm = inputs["model"].kind == "sft"
-    accuracy = 0.25 if warm else 0.5 + settings.evaluation.seed / 100
+    model = inputs["model"]
+    gain = float((model.path / "checkpoint/weights.txt").read_text()) if model.kind == "train-vlm" else 0.0
+    accuracy = 0.25 if model.kind == "sft" else 0.5 + settings.evaluation.seed / 100 + gain
     (folder / "metrics.json").write_text(json.dumps({"accuracy": accuracy}))
     (folder / "rollouts.html").write_text("<title>rollouts</title>")
     return StageReport(rows={"episodes": 4})
@@ -68,7 +69,7 @@ def small_policy(settings, inputs, folder, context):
 
 
 def small_play(settings, inputs, folder, context):
-    trained = inputs["policy"].kind == "train-vla"
+    trained = inputs["policy"].kind in ("train-vla", "train-vla-rl")
     (folder / "metrics.json").write_text(json.dumps({"success": 0.75 if trained else 0.0, "episodes": 4}))
     return StageReport(rows={"episodes": 4})
 
@@ -78,10 +79,15 @@ def small_stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     import sys
     import types
 
-    runs = {"tasks": small_tasks, "model": small_model, "sft": small_warm_start}
+    runs = {"model": small_model, "sft": small_warm_start}
     runs |= {"train-vlm": small_training, "evaluate": small_evaluation}
     runs |= {"demonstrations": small_data, "dataset": small_data, "quantile-stats": small_data, "policy": small_policy}
-    runs |= {"train-vla": small_training, "evaluate-libero": small_play, "compare-libero": small_data}
+    runs |= {
+        "train-vla": small_training,
+        "train-vla-rl": small_training,
+        "evaluate-libero": small_play,
+        "compare-libero": small_data,
+    }
     module = types.ModuleType("small_stages")
     for name, run in runs.items():
         setattr(module, name.replace("-", "_"), replace(STAGES[name], run=run))

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import inspect
 import json
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from prefect.exceptions import ParameterTypeError
 from prefect.settings import get_current_settings
+from pydantic import BaseModel, TypeAdapter
 
 from armature.deployments import flow_of
+from components.configuration import settings_in
 from components.recipes import RECIPES
 from components.sft.settings import WarmStartSettings
+from components.view.address import announced
 from tests.sft.test_stage import VALUES as WARM_START
 
 pytestmark = pytest.mark.usefixtures("prefect_server", "tracking", "small_stages")
@@ -27,7 +32,7 @@ def artifacts_of(state) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_prefect_s_form_has_the_sections_of_the_recipe(name):
-    flow, fields = flow_of(name if "/" in name else f"{name}/any"), RECIPES[name].model_fields
+    flow, fields = flow_of(name), RECIPES[name].model_fields
     form = flow.parameters
     assert list(form.properties) == list(fields)
     described = flow.description.partition("Args:")[2].split("\n")
@@ -39,31 +44,109 @@ def test_prefect_s_form_has_the_sections_of_the_recipe(name):
     assert annotations == {key: each.annotation for key, each in fields.items()}
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_prefect_s_form_says_of_every_setting_what_it_is_and_its_default(name):
+    """Against the settings classes themselves. What the server stores for a deployment: tests/platform/test_up.py."""
+    form = flow_of(name).parameters
+    known: dict[str, type[BaseModel]] = {}
+
+    def collect(model: type[BaseModel]) -> None:
+        if model.__name__ not in known:
+            known[model.__name__] = model
+            for field in model.model_fields.values():
+                for each in settings_in(field.annotation):
+                    collect(each)
+
+    collect(RECIPES[name])
+    assert set(form.definitions) <= set(known)
+    for section, shown in form.properties.items():
+        assert shown["title"] == section
+        assert shown.get("description") or form.definitions[shown["$ref"].rpartition("/")[2]]["description"]
+    for title, definition in form.definitions.items():
+        fields = known[title].model_fields
+        assert list(definition["properties"]) == list(fields)
+        for key, shown in definition["properties"].items():
+            field = fields[key]
+            assert shown["title"], (title, key)
+            referred = shown.get("$ref", "").rpartition("/")[2]
+            assert shown.get("description", form.definitions.get(referred, {}).get("description")) == field.description
+            if not field.is_required():
+                default = TypeAdapter(Any).dump_python(field.get_default(call_default_factory=True), mode="json")
+                assert shown["default"] == default, (title, key)
+
+
 def test_training_ends_with_a_candidate_whose_evaluation_leads_back_to_everything(recipe):
     from flows.train_vlm import train_vlm
-    from tasks.lineage import lineage
+    from tasks.lineage import code_commit, lineage
     from tasks.mlflow_client import client
 
     loaded = recipe("train-vlm/colors")
-    state = train_vlm(**loaded.sections, return_state=True)
+    store = Path(loaded.sections["machine"].store)
+    store.mkdir()
+    with announced(store, "http://127.0.0.1:8123/"):
+        state = train_vlm(**loaded.sections, return_state=True)
     lines = state.result()
     assert any(line.startswith("MLflow") for line in lines)
     assert any("report.html" in line for line in lines) and any("rollouts.html" in line for line in lines)
     shown = artifacts_of(state)
     assert {"results", "summary", "mlflow"} <= set(shown)
+    (trained,) = (store / "train-vlm").glob("*/manifest.json")
+    for stage in ("train-vlm", "evaluate-before-training", "evaluate-after-training"):
+        assert "](http://127.0.0.1:8123/?run=" in shown[f"rollouts-{stage}"]
+    assert f"?run={trained.parent.name[:12]})" in shown["rollouts-train-vlm"]
     assert [row["checkpoint"] for row in json.loads(shown["results"])] == ["before training", "after training"]
 
     version = client().get_model_version_by_alias("train-vlm.custom", "candidate")
     model = client().get_logged_model(version.source.rpartition("/")[2])
     (run,) = client().search_runs(["1"], "tags.`armature.stage` = 'train-vlm'")
-    assert {point.step for point in client().get_metric_history(run.info.run_id, "reward")} >= {1, 2, 3, 4}
+    assert {point.step for point in client().get_metric_history(run.info.run_id, "reward")} == {1, 2, 3, 4}
+    assert run.data.metrics["final/reward"] == 1.0  # the number of the run as a whole
     evaluations = client().search_runs(["1"], "tags.`armature.stage` = 'evaluate'")
     measured = {metric.run_id for metric in model.metrics if metric.key == "accuracy"}
     (after,) = [each for each in evaluations if each.info.run_id in measured]
+    assert {run.info.run_name for run in evaluations} == {"evaluate before training", "evaluate after training"}
+    (whole,) = client().search_runs(["1"], "tags.`armature.deployment` = 'custom'")
+    assert whole.data.tags["mlflow.user"] and whole.data.tags["mlflow.source.name"] == "armature"
+    assert {"before training/accuracy", "after training/accuracy", "training/reward"} <= set(whole.data.metrics)
     kinds = {node.name for node in lineage(after.info.run_id).walk()}
-    assert {"evaluate", "train-vlm", "tasks", "model"} <= kinds
+    assert {"evaluate after training", "train-vlm", "tasks", "model"} <= kinds
     digests = {node.digest for node in lineage(after.info.run_id).walk()}
     assert model.tags["checkpoint.digest"] in digests
+    assert code_commit(model.tags["checkpoint.digest"]) == whole.data.tags["git.commit"] != ""
+    assert code_commit("0" * 32) == ""
+
+
+def test_what_accuracy_cannot_be_broken_down_by_is_said_before_the_training(recipe):
+    from components.stages import open_store
+    from flows.train_vlm import train_vlm
+
+    loaded = recipe("train-vlm/colors", "evaluation.kind_field=hue")
+    state = train_vlm(**loaded.sections, return_state=True)
+    assert "no field 'hue' to break results down by" in state.message and "choose one of color" in state.message
+    assert {each.kind for each in open_store(loaded.sections["machine"])} == {"tasks"}
+
+
+def test_the_candidate_is_never_replaced_by_a_worse_checkpoint(recipe):
+    from flows.train_vlm import train_vlm
+    from tasks.mlflow_client import client
+
+    def train(*overrides: str) -> str:
+        lines = train_vlm(**recipe("train-vlm/colors", *overrides).sections, return_state=True).result()
+        return next(line for line in lines if line.startswith("candidate")).removeprefix("candidate").strip()
+
+    def accuracy() -> float:
+        version = client().get_model_version_by_alias("train-vlm.custom", "candidate")
+        model = client().get_logged_model(version.source.rpartition("/")[2])
+        return next(metric.value for metric in model.metrics if metric.key == "accuracy")
+
+    worse = train("trainer.learning_rate=8e-3")
+    assert worse == "stays where it is: accuracy 0.25 after training, 0.5 before training"
+    assert not client().search_registered_models()
+    assert train("trainer.learning_rate=2e-3") == "models:/train-vlm.custom@candidate" and accuracy() == 0.75
+    less = train("trainer.learning_rate=4e-3")
+    assert less == "stays where it is: accuracy 0.625 after training, 0.75 the candidate" and accuracy() == 0.75
+    otherwise = train("trainer.learning_rate=4e-3", "evaluation.seed=1")  # the candidate was not evaluated so
+    assert otherwise == "models:/train-vlm.custom@candidate" and accuracy() != 0.75
 
 
 def test_a_warm_start_comes_before_the_rewards_and_is_in_what_the_result_was_made_from(recipe):
@@ -75,7 +158,10 @@ def test_a_warm_start_comes_before_the_rewards_and_is_in_what_the_result_was_mad
     warm_start = WarmStartSettings.model_validate(WARM_START)
     state = train_vlm(**loaded.sections, warm_start=warm_start, return_state=True)
     assert any(line.startswith("warm start") and "report.html" in line for line in state.result())
-    rows = json.loads(artifacts_of(state)["results"])
+    shown = artifacts_of(state)
+    assert "](" not in shown["rollouts-train-vlm"]  # no viewer is up
+    assert f"`armature view --store {loaded.sections['machine'].store}`" in shown["rollouts-train-vlm"]
+    rows = json.loads(shown["results"])
     assert [row["checkpoint"] for row in rows] == ["after warm start", "after training"]
     assert [row["accuracy"] for row in rows] == [0.25, 0.5]  # the trained one came from the warm-started one
 
@@ -84,9 +170,9 @@ def test_a_warm_start_comes_before_the_rewards_and_is_in_what_the_result_was_mad
         ["tasks", "model", "sft", "train-vlm", "evaluate", "evaluate"]
     )
     (warm,) = [run for run in stages if run.data.tags["armature.stage"] == "sft"]
-    assert {point.step for point in client().get_metric_history(warm.info.run_id, "loss")} >= {1, 2}
+    assert {point.step for point in client().get_metric_history(warm.info.run_id, "loss")} == {1, 2}
     names = [node.name for node in lineage(max(stages, key=lambda run: run.info.start_time).info.run_id).walk()]
-    assert {"evaluate", "train-vlm", "sft", "tasks", "model"} <= set(names)
+    assert {"evaluate after training", "train-vlm", "sft", "tasks", "model"} <= set(names)
     assert names.index("train-vlm") < names.index("sft") < names.index("model")
 
 
@@ -161,6 +247,28 @@ def test_a_policy_is_trained_on_demonstrations_and_its_candidate_evaluated_again
     )
     rows = json.loads(artifacts_of(state)["results"])
     assert [(row["checkpoint"], row["success"]) for row in rows] == [("policy", 0.75), ("against", 0.0)]
+
+
+def test_a_policy_learns_by_trying_after_its_demonstrations(recipe):
+    from components.contracts.errors import ConfigurationError
+    from flows.train_vla_rl import train_vla_rl
+    from tasks.lineage import lineage
+    from tasks.mlflow_client import client
+
+    sections = recipe("train-vla-rl/tiny").sections
+    state = train_vla_rl(**sections, return_state=True)
+    rows = json.loads(artifacts_of(state)["results"])
+    assert [(row["checkpoint"], row["success"]) for row in rows] == [
+        ("before training", 0.75),
+        ("after training", 0.75),
+    ]
+    version = client().get_model_version_by_alias("train-vla-rl.custom", "candidate")
+    digest = client().get_logged_model(version.source.rpartition("/")[2]).tags["checkpoint.digest"]
+    names = [node.name for node in lineage(digest).walk()]
+    assert names[:2] == ["train-vla-rl", "train-vla"] and {"policy", "demonstrations", "quantile-stats"} <= set(names)
+
+    with pytest.raises(ConfigurationError, match="add layout, or leave all out"):
+        train_vla_rl(**{**sections, "layout": None})
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def image(seed: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not PYTHON.exists():
-        pytest.skip("needs .venv-vllm: make .venv-vllm")
+        pytest.skip("needs .venv-vllm: make environments")
     from components.models.tiny import make_tiny_checkpoint
 
     return make_tiny_checkpoint("molmo2", tmp_path_factory.mktemp("model") / "0", seed=0, image_attention="causal")

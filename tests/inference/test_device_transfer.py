@@ -26,10 +26,10 @@ from components.inference.weights import WEIGHT_SENDERS, Publish
 from components.models.load import load_model, load_processor
 from components.models.settings import ModelSettings
 from components.models.tiny import SMALL, make_tiny_checkpoint
-from components.training.logprobs import Policy
-from components.training.probe import answer_probe
-from components.training.publish import Publisher
 from components.training.ranks import Ranks
+from components.vlm.logprobs import Policy
+from components.vlm.probe import answer_probe
+from components.vlm.publish import Publisher
 
 
 def test_the_unique_id_unpickles_as_the_workers_class(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from components.contracts.errors import ServerError, WeightSyncError
 from components.inference.client import GenerationFailure
 from components.inference.pool import ServerPool
 from components.inference.settings import SamplingSettings
+from tasks.prometheus import RunCollector
 
 MESSAGES = [{"role": "user", "content": "?"}]
 MakePool = Callable[..., ServerPool]
@@ -89,6 +91,29 @@ def test_a_failed_attempt_is_tried_on_the_other_server(
     assert (pool.statistics.timeouts > 0) == (fault == "hang")
     assert pool.statistics.ejections >= 1
     assert not pool.statistics.failures
+
+
+def test_an_open_pool_is_counted_for_prometheus(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    servers = stand_ins(2)
+    servers[0].misbehave("500", 1)
+
+    def seen() -> dict[tuple[str, ...], float]:
+        samples = (sample for family in RunCollector().collect() for sample in family.samples)
+        return {(sample.name, *sample.labels.values()): sample.value for sample in samples}
+
+    async def work(pool: ServerPool) -> dict[tuple[str, ...], float]:
+        await ask_many(pool, sampling, 6)
+        pool.statistics.failed("timeout", 3)
+        return seen()
+
+    numbers = run(make_pool(servers, checkpoint("a")), work)
+    assert numbers["armature_pool_servers",] == 2 and numbers["armature_pool_in_flight",] == 0
+    assert numbers["armature_pool_requests_total",] == 7 and numbers["armature_pool_retries_total",] == 1
+    assert numbers["armature_pool_completion_tokens_total",] == 6 * 3
+    assert numbers["armature_pool_failures_total", "timeout"] == 3
+    assert seen()["armature_pool_servers",] == 0
 
 
 def test_a_server_that_fails_for_ever_makes_typed_failures(
@@ -210,6 +235,26 @@ def test_sync_waits_for_requests_and_stamps_the_version(
     for server in servers:
         assert server.calls[-4:-3] == ["/collective_rpc"]
         assert set(server.calls[-3:]) == {"/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"}
+
+
+def test_caches_are_reset_between_requests(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    servers = stand_ins(2)
+    pool = make_pool(servers, checkpoint("a"))
+
+    async def work(pool: ServerPool) -> None:
+        before = asyncio.create_task(ask_many(pool, sampling, 6))
+        await asyncio.sleep(0.05)
+        for server in servers:
+            server.calls.clear()
+        await pool.reset_caches()
+        assert before.done()
+        assert len(await ask_many(pool, sampling, 6)) == 6
+
+    run(pool, work)
+    for server in servers:
+        assert set(server.calls[:3]) == {"/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"}
 
 
 @pytest.mark.parametrize(
@@ -364,3 +409,31 @@ def test_cancelled_requests_free_their_place(
         assert pool.replicas[0].outstanding == 0
 
     run(pool, work)
+
+
+def test_a_server_that_was_not_started_for_a_training_is_refused_at_once(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint
+) -> None:
+    servers = stand_ins(1, plain=True)
+    servers[0].list_of_models = json.dumps({"data": [{"id": "llama", "root": "/models/llama"}]})
+    pool = make_pool(servers, checkpoint("a"), ready_timeout=600.0)
+    began = time.monotonic()
+    with pytest.raises(ServerError, match=r"it serves llama(?s:.*)armature serve /models/llama(?s:.*)DEV_MODE=1"):
+        run(pool, lambda pool: pool.reset_caches())
+    assert time.monotonic() - began < 10
+
+
+def test_what_a_run_waits_for_is_said_long_before_it_gives_up(
+    stand_ins: StandIns,
+    make_pool: MakePool,
+    checkpoint: Checkpoint,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("components.inference.monitor.SAY_AFTER", 0.0)
+    (server,) = stand_ins(1)
+    server.list_of_models = "[]"
+    with pytest.raises(ServerError, match=r"no server answers within 1\.2 s: (?s:.*)armature serve MODEL"):
+        run(make_pool([server], checkpoint("a"), ready_timeout=1.2), lambda pool: pool.notify())
+    said = [record.getMessage() for record in caplog.records if "waiting for the server" in record.getMessage()]
+    assert len(said) == 1 and server.url in said[0] and "armature serve MODEL" in said[0]

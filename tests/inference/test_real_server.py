@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import os
+import shutil
 import signal
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from PIL import Image
 from components.contracts.errors import WeightSyncError
 from components.contracts.machine import Machine
 from components.inference.client import Completion
+from components.inference.kept import keep_servers, served_files
 from components.inference.pool import ServerPool
 from components.inference.probe import ProbeAnswer, ask_probe
 from components.inference.proof import distance
@@ -31,6 +33,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 GREEDY = EvaluationSamplingSettings(temperature=0.0, max_tokens=4, top_p=1.0, top_k=0)
+
+
+COMPILED = "compiled"
 
 
 class Running:
@@ -53,27 +58,32 @@ class Running:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     if not PYTHON.exists():
-        pytest.skip("needs .venv-vllm: make .venv-vllm")
+        pytest.skip("needs .venv-vllm: make environments")
     from components.models.tiny import SMALL, make_tiny_checkpoint
 
     folder = tmp_path_factory.mktemp("real")
     tied = SMALL.model_copy(update={"tie_embeddings": True})
     checkpoints = [make_tiny_checkpoint("qwen2-vl", folder / str(seed), seed, tied) for seed in range(3)]
-    pool = ServerPool(
-        checkpoints[0],
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(new_pool(checkpoints[0], folder)) as pool:
+        yield Running(pool, portal, checkpoints)
+
+
+def new_pool(checkpoint: Path, folder: Path) -> ServerPool:
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / COMPILED)}
+    machine = Machine(server_python=PYTHON, ready_timeout=400, server_environment=environment)
+    return ServerPool(
+        checkpoint,
         ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="float32"),
-        Machine(server_python=PYTHON, ready_timeout=400),
+        machine,
         folder / "logs",
     )
-    with start_blocking_portal() as portal, portal.wrap_async_context_manager(pool):
-        yield Running(pool, portal, checkpoints)
 
 
 def trainers_answer(pool: ServerPool, checkpoint: Path) -> ProbeAnswer:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    from components.training.logprobs import Policy
-    from components.training.probe import answer_probe
+    from components.vlm.logprobs import Policy
+    from components.vlm.probe import answer_probe
 
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype="float32")
     policy = Policy(model, logprobs="torch", temperature=0.7, chunk_tokens=16)
@@ -164,6 +174,13 @@ def test_forbidden_tokens_are_never_sampled(
     assert not sampled & set(running.pool.forbidden_token_ids)
 
 
+def test_a_server_on_cpu_compiles_nothing(running: Running) -> None:
+    """A request would wait 12 s for a C++ compiler."""
+    running.complete(random_image(4))
+    running.complete(random_image(4), SamplingSettings(max_tokens=4), 1)
+    assert list((running.checkpoints[0].parent / COMPILED).rglob("*.so")) == []
+
+
 def test_no_route_is_open_without_the_key(running: Running) -> None:
     url = running.pool.replicas[0].url
     assert httpx.get(f"{url}/health").status_code == 200
@@ -227,3 +244,44 @@ def test_the_server_answers_a_probe_as_the_trainer_does(running: Running) -> Non
     # Last: no sync is possible after one that failed.
     with pytest.raises(WeightSyncError, match=r"not hold the weights of the trainer(?s:.*)tied unless it has our plug"):
         running.sync(running.checkpoints[2], pool.weights.version + 1, answers_of=running.checkpoints[0])
+
+
+def test_a_kept_server_has_the_weights_of_the_next_pool_and_ends_with_a_failed_one(
+    running: Running, tmp_path: Path
+) -> None:
+    image, seen = random_image(3), []
+
+    async def complete(checkpoint: Path, then: Exception | None = None) -> Completion:
+        async with new_pool(checkpoint, tmp_path) as pool:
+            server = pool.replicas[0].server
+            assert server is not None
+            seen.append(server)
+            if then is not None:
+                raise then
+            return await pool.complete(ask(image), SamplingSettings(max_tokens=8), 5)
+
+    with keep_servers():
+        for checkpoint in running.checkpoints[:2]:
+            completion = asyncio.run(complete(checkpoint))
+            forbidden = running.pool.forbidden_token_ids
+            expected = reference_logprobs(checkpoint, completion, image, forbidden, 1.0)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=2e-3)
+        assert seen[0] is seen[1] and seen[0].alive
+        with pytest.raises(RuntimeError, match="the stage failed"):
+            asyncio.run(complete(running.checkpoints[0], RuntimeError("the stage failed")))
+        assert seen[2] is seen[0] and not seen[0].alive
+    assert len(list((tmp_path / "logs").iterdir())) == 1
+
+
+def test_a_processor_that_was_used_and_saved_again_is_served_alike(running: Running, tmp_path: Path) -> None:
+    from transformers import AutoProcessor
+
+    first = running.checkpoints[0]
+    processor = AutoProcessor.from_pretrained(first)
+    processor.tokenizer(["one", "and two"], padding=True, truncation=True, max_length=2)
+    other = Path(shutil.copytree(first, tmp_path / "other"))
+    processor.save_pretrained(other)
+    assert (first / "tokenizer_config.json").read_bytes() != (other / "tokenizer_config.json").read_bytes()
+    assert served_files(first) == served_files(other)
+    (other / "chat_template.jinja").write_text("{{ messages }}")
+    assert served_files(first) != served_files(other)

@@ -171,7 +171,7 @@ def test_command_and_environment(checkpoint: Checkpoint) -> None:
     assert "--no-enable-prefix-caching" in command
     assert "--enforce-eager" not in command
     environment = server_environment(machine, api_key="secret", gpus=(2, 3))
-    assert environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert environment["CUDA_VISIBLE_DEVICES"] == "2,3" and "TORCH_COMPILE_DISABLE" not in environment
     assert environment["VLLM_API_KEY"] == "secret"
     assert environment["VLLM_HOST_IP"] == "127.0.0.1"
     assert (environment["GLOO_SOCKET_IFNAME"], environment["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")

@@ -7,6 +7,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ def validate(manifest: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@cache
 def build(folder: Path) -> list[dict[str, Any]]:
     text = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, check=True).stdout
     return list(yaml.safe_load_all(text))
@@ -77,8 +80,6 @@ def test_rendered_job_is_valid(tmp_path, gpus):
     assert container["resources"]["limits"]["nvidia.com/gpu"] == gpus
     assert container["args"] == ["prefect", "flow-run", "execute"]
     assert job["spec"]["parallelism"] == 1 and "parallelism" not in job["spec"]["template"]["spec"]
-    # The worker turns the mapping into a list of names and values, and asks Kubernetes for a name.
-    container["env"] = [{"name": name, "value": value} for name, value in container["env"].items()]
     job["metadata"]["name"] = "run"
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
     result = validate(tmp_path / "job.yaml")
@@ -99,6 +100,113 @@ def test_a_run_on_the_cluster_cannot_bring_a_command():
     assert "attacker" not in json.dumps(rendered) and "command" not in rendered
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({"command": "id"}, template["variables"])
+
+
+def test_every_recipe_fits_the_job_template():
+    import jsonschema
+
+    from armature.deployments import document, load_recipe
+
+    template = json.loads((INFRA / "kubernetes/base/job-template.json").read_text())
+    deployments = {each["tags"][0] + "/" + each["name"]: each for each in document(kubernetes=True)["deployments"]}
+    for each in deployments.values():
+        jsonschema.validate(each["work_pool"]["job_variables"], template["variables"])
+    machine = load_recipe("train-vlm/molmo2").sections["machine"]
+    variables = deployments["train-vlm/molmo2"]["work_pool"]["job_variables"]
+    assert max(*machine.trainer_gpus, *(gpu for gpus in machine.server_gpus for gpu in gpus)) + 1 == variables["gpus"]
+    assert deployments["train-vlm/colors"]["work_pool"]["job_variables"] == {"gpus": 0, "cpus": "2", "memory": "16Gi"}
+
+
+def pods() -> Iterator[tuple[str, dict[str, str], dict[str, Any]]]:
+    """Name, labels and specification of every pod that is started, the run's included."""
+    template = json.loads((INFRA / "kubernetes/base/job-template.json").read_text())
+    documents = [each for name in ("gpu", "cpu-smoke") for each in build(INFRA / "kubernetes/overlays" / name)]
+    run = render(template, name="run")["job_manifest"]
+    for document in [*documents, {**run, "metadata": {"name": "run"}}]:
+        if pod := document.get("spec", {}).get("template"):
+            yield document["metadata"]["name"], pod["metadata"]["labels"], pod["spec"]
+
+
+@needs_kubectl
+def test_every_pod_keeps_to_the_restricted_standard_and_writes_where_it_is_said():
+    names = [name for name, _, pod in pods() if not restricted(pod)]
+    assert not names
+    assert {name for name, _, pod in pods() if pod["automountServiceAccountToken"]} == {"worker"}
+    assert len({pod["serviceAccountName"] for _, _, pod in pods()}) == len(list(pods())) == 8
+
+
+def restricted(pod: dict[str, Any]) -> bool:
+    """Pod Security Standards, profile restricted; besides a read-only root, and limited memory."""
+    context = pod["securityContext"]
+    kinds = {kind for volume in pod.get("volumes", []) for kind in volume if kind != "name"}
+    return (
+        context["runAsNonRoot"]
+        and context["seccompProfile"] == {"type": "RuntimeDefault"}
+        and kinds <= {"configMap", "emptyDir", "persistentVolumeClaim", "secret"}
+        and not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+        and all(
+            each["securityContext"]
+            == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True}
+            and {"requests", "limits"} <= each["resources"].keys()
+            and "memory" in each["resources"]["limits"]
+            for each in pod["containers"]
+        )
+    )
+
+
+@needs_kubectl
+def test_the_network_lets_through_what_is_needed_and_nothing_else():
+    documents = [each for name in ("gpu", "cpu-smoke") for each in build(INFRA / "kubernetes/overlays" / name)]
+    policies = [each["spec"] for each in documents if each["kind"] == "NetworkPolicy"]
+    labels = {name: labels for name, labels, _ in pods()}
+    ports = {"postgres": 5432, "prefect-server": 4200, "mlflow": 5000, "vllm": 8000, "run": 50000}
+    through = {
+        (source, target)
+        for source in labels
+        for target in ports
+        if lets_through(policies, "Egress", labels[source], labels[target], ports[target])
+        and lets_through(policies, "Ingress", labels[target], labels[source], ports[target])
+    }
+    to_prefect = {(source, "prefect-server") for source in ("worker", "provision", "run")}
+    to_postgres = {(source, "postgres") for source in ("prefect-server", "mlflow")}
+    assert through == to_prefect | to_postgres | {("run", "mlflow"), ("run", "vllm"), ("vllm", "run")}
+
+
+def lets_through(policies: list[Any], way: str, own: dict[str, str], other: dict[str, str], port: int) -> bool:
+    """Whether a pod's policies let it speak to (Egress), or hear (Ingress), another pod of the namespace."""
+    of_pod = [each for each in policies if way in each["policyTypes"] and selects(each["podSelector"], own)]
+    peers = {"Egress": "to", "Ingress": "from"}[way]
+    return not of_pod or any(
+        port in [each["port"] for each in rule.get("ports", [{"port": port}])]
+        and any(
+            "namespaceSelector" not in peer and selects(peer["podSelector"], other)
+            for peer in rule.get(peers, [{"podSelector": {}}])
+        )
+        for each in of_pod
+        for rule in each.get(way.lower(), [])
+    )
+
+
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    expressions = selector.get("matchExpressions", [])
+    assert all(each["operator"] == "In" for each in expressions)
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(each["key"]) in each["values"] for each in expressions
+    )
+
+
+@needs_kubectl
+def test_one_file_names_the_images_of_everything(tmp_path):
+    shutil.copytree(INFRA / "kubernetes", tmp_path / "kubernetes")
+    file = tmp_path / "kubernetes/images/kustomization.yaml"
+    digest = "sha256:" + "0" * 64
+    file.write_text(re.sub("newTag: .*", f"newName: registry.example/team\n    digest: {digest}", file.read_text()))
+    documents = [each for name in ("gpu", "cpu-smoke") for each in build(tmp_path / "kubernetes/overlays" / name)]
+    images = re.findall(r'"image": "([^"]+)"', json.dumps(documents))
+    assert len(images) == 9 and set(images) == {f"registry.example/team@{digest}"}
+    (provision,) = [each for each in documents if each["metadata"]["name"] == "provision" and each["kind"] == "Job"]
+    variables = provision["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert {"name": "IMAGE", "value": f"registry.example/team@{digest}"} in variables
 
 
 def compose() -> dict[str, Any]:
@@ -138,16 +246,23 @@ def test_only_loopback_is_published():
     assert ports and all(port.startswith("127.0.0.1:") for port in ports)
 
 
-SECRET = re.compile(r"PASSWORD|API_KEY|ACCESS_KEY|AUTH_STRING$")
+SECRET = re.compile(r"(PASSWORD|API_KEY|ACCESS_KEY|(?<!STRING_)SECRET_KEY|AUTH_STRING)$")
+
+
+def shared(name: str) -> dict[str, str]:
+    """The variables of a file that Compose and Kubernetes both give to a server or its clients."""
+    return dict(re.findall(r"^(\w+)=(.*)$", (INFRA / f"kubernetes/base/{name}.env").read_text(), re.MULTILINE))
 
 
 def server_of(name: str) -> dict[str, Any]:
-    """Command, and variables that are given by value, of a server in both files."""
+    """Command, and variables that are secrets, of a server in both files; both take the others from `shared`."""
     on_cluster = (INFRA / f"kubernetes/base/{name}.yaml").read_text()
     (pod,) = [each for each in yaml.safe_load_all(on_cluster) if each["kind"] == "Deployment"]
     (container,) = pod["spec"]["template"]["spec"]["containers"]
-    variables = {each["name"]: each.get("value", each.get("valueFrom")) for each in container["env"]}
+    assert container["envFrom"] == [{"configMapRef": {"name": name}}]
+    variables = {each["name"]: each["valueFrom"] for each in container["env"] if "valueFrom" in each}
     service = compose()["services"][name]
+    assert service["env_file"] == f"../kubernetes/base/{name}.env"
     return {"compose": (service["command"], service["environment"]), "kubernetes": (container["args"], variables)}
 
 
@@ -156,16 +271,24 @@ def test_prefect_asks_for_its_password_and_answers_to_its_names_alone(where):
     command, variables = server_of("prefect-server")[where]
     assert "armature.prefect_server:create_app" in command
     assert variables["PREFECT_SERVER_API_AUTH_STRING"]
-    for hosts in (variables["ARMATURE_ALLOWED_HOSTS"], variables["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"]):
-        assert hosts and "*" not in hosts
+    for name in ("ARMATURE_ALLOWED_HOSTS", "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"):
+        assert shared("prefect-server")[name] and "*" not in shared("prefect-server")[name]
 
 
 @pytest.mark.parametrize("where", ["compose", "kubernetes"])
-def test_no_password_is_in_a_command_line(where):
+def test_mlflow_asks_for_its_password(where):
     command, variables = server_of("mlflow")[where]
-    assert "postgresql://" in variables["MLFLOW_BACKEND_STORE_URI"]
-    commands = [json.dumps(each.get("command", "")) for each in compose()["services"].values()] + [json.dumps(command)]
-    assert not [each for each in commands if SECRET.search(each)]
+    assert "--app-name=basic-auth" in command and variables["MLFLOW_AUTH_ADMIN_PASSWORD"]
+    assert shared("mlflow")["MLFLOW_AUTH_ADMIN_USERNAME"] == shared("client")["MLFLOW_TRACKING_USERNAME"]
+
+
+def test_no_password_is_in_a_command_line_or_an_address():
+    servers = [server_of(name)[where] for name in ("mlflow", "prefect-server") for where in ("compose", "kubernetes")]
+    commands = [json.dumps(each.get("command", "")) for each in compose()["services"].values()]
+    assert not [each for each in (*commands, *(json.dumps(command) for command, _ in servers)) if SECRET.search(each)]
+    assert all(variables["PGPASSWORD"] for _, variables in servers)
+    for name in ("client", "mlflow", "prefect-server"):
+        assert not [each for each in shared(name) if SECRET.search(each)]
 
 
 def test_compose_takes_secrets_from_its_environment():
@@ -188,17 +311,25 @@ def test_manifests_take_secrets_by_reference():
                     assert "secretKeyRef" in variable["valueFrom"], f"{document['metadata']['name']}: {variable}"
 
 
-def test_both_platforms_make_the_same_databases():
-    assert (INFRA / "compose/postgres.sql").read_text() == (INFRA / "kubernetes/base/postgres.sql").read_text()
+def test_the_driver_of_every_database_is_installed_on_a_cluster():
+    from sqlalchemy import make_url
+
+    files = [*INFRA.rglob("*.yaml"), *INFRA.rglob("*.env"), *(ROOT / "docs").rglob("*.md")]
+    named = [url for file in files for url in re.findall(r"postgresql[+\w]*://\S+@\w+:\d+/\w+", file.read_text())]
+    drivers = {make_url(url).get_dialect().driver for url in named}
+    pinned = (ROOT / "requirements/constraints.txt").read_text() + (ROOT / "requirements/cluster.txt").read_text()
+    assert drivers == {"asyncpg", "psycopg2"} and len(named) == 2
+    assert re.search(r"^asyncpg==", pinned, re.MULTILINE) and re.search(r"^psycopg2-binary==", pinned, re.MULTILINE)
 
 
 def test_images_copy_files_that_exist():
-    for file in (INFRA / "images").glob("*.Dockerfile"):
-        for source in re.findall(r"^COPY (?:--\S+ )*(\S+) \S+$", file.read_text(), re.MULTILINE):
-            assert (ROOT / source).exists(), f"{file.name} copies {source}"
+    copied = re.findall(r"^COPY (?!--from|\. )(.+) \S+$", (INFRA / "images/Dockerfile").read_text(), re.MULTILINE)
+    for source in " ".join(copied).split():
+        assert list(ROOT.glob(source)), f"the Dockerfile copies {source}"
 
 
-def test_served_model_settings_are_the_pools(tmp_path: Path):
+@pytest.mark.parametrize("transfer", ["file", "nccl"])
+def test_served_model_settings_are_the_pools(tmp_path: Path, transfer: str):
     """A joined server must be started as the pool starts its own, or importance ratios are biased."""
     from components.contracts.machine import Machine
     from components.inference.command import server_command
@@ -206,7 +337,26 @@ def test_served_model_settings_are_the_pools(tmp_path: Path):
 
     settings = ServerSettings(max_model_len=64, max_images_per_prompt=1, dtype="float32")
     (tmp_path / "config.json").write_text("{}")
-    ours = server_command(tmp_path, settings, Machine(), port=1, gpus=(0,))
-    script = (INFRA / "images/serve.sh").read_text()
-    for option in ("--logprobs-mode", "--generation-config", "--served-model-name", "--middleware", "--seed"):
-        assert f"{option} {ours[ours.index(option) + 1]}" in script
+    ours = server_command(tmp_path, settings, Machine(weight_transfer=transfer), port=8000, gpus=(0,))
+    python = tmp_path / "python3"
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "MODEL": str(tmp_path), "VLLM_API_KEY": "key"}
+    chosen = {"MAX_MODEL_LEN": "64", "MAX_IMAGES": "1", "DTYPE": "float32", "WEIGHT_TRANSFER": transfer}
+    command = ["sh", INFRA / "images/serve.sh"]
+    theirs = subprocess.check_output(command, env=environment | chosen, text=True).splitlines()
+    assert given(theirs) | {"--host": "127.0.0.1"} == {
+        name: value
+        for name, value in given(ours[1:]).items()
+        if name not in ("--disable-uvicorn-access-log", "--disable-log-stats", "--uvicorn-log-level")
+    }
+
+
+def given(command: list[str]) -> dict[str, str | None]:
+    """The options of a command."""
+    following = [*command[1:], None]
+    return {
+        name: None if value is None or value.startswith("--") else value
+        for name, value in zip(command, following, strict=True)
+        if name.startswith("--")
+    }

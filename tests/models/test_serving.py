@@ -42,6 +42,7 @@ CPU = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "OMP_NUM_THREADS": "1",
+    "TORCH_COMPILE_DISABLE": "1",  # as our servers on CPU do
 }
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
 from components.artifacts.digests import folder_digest
+from components.artifacts.manifest import read_manifest
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.machine import Machine
 from components.models.load import load_model, load_processor
@@ -18,6 +20,7 @@ from components.models.settings import ModelSettings
 from components.models.source import locate
 from components.models.tiny import SMALL
 from components.stages import run_stage
+from tests.hub_server import HubServer
 
 BASE: dict[str, Any] = {
     "dtype": "float32",
@@ -62,6 +65,9 @@ def test_a_folder_is_referred_to_not_copied(
     (folder / "model.safetensors").write_bytes(weights)
     with pytest.raises(DataError, match="not the one that the artifact refers to"):
         load_model(made.path, settings)
+    again = run_stage("model", settings, {}, machine)
+    assert again.path != made.path and load_model(again.path, settings).config.model_type == "llava"
+    assert run_stage("model", settings, {}, machine) == again
 
 
 def test_a_missing_folder_is_named(machine: Machine, tmp_path: Path) -> None:
@@ -83,9 +89,9 @@ def test_a_folder_of_pickled_weights_is_refused(machine: Machine, tmp_path: Path
         run_stage("model", ModelSettings(source=str(tmp_path / "old"), **BASE), {}, machine)
 
 
-def test_an_unknown_tiny_family_is_refused(machine: Machine) -> None:
-    with pytest.raises(ConfigurationError, match="did you mean"):
-        run_stage("model", ModelSettings(source="tiny/qwen2", tiny=SMALL, **BASE), {}, machine)
+def test_an_unknown_tiny_family_is_refused() -> None:
+    with pytest.raises(ValidationError, match="did you mean 'qwen2-vl'"):
+        ModelSettings(source="tiny/qwen2", tiny=SMALL, **BASE)
 
 
 def sharded(checkpoint: Path, folder: Path) -> Path:
@@ -145,3 +151,55 @@ def test_a_configuration_larger_than_its_weights_makes_no_artifact(
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match=r"layers|parameters"):
         run_stage("model", ModelSettings(source=str(folder), **BASE), {}, machine)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_a_branch_is_resolved_once_and_its_commit_is_what_counts(
+    hub: HubServer, machine: Machine, checkpoint: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = hub.add("model", "someone/small", files_of(checkpoint("llava")))
+    settings = ModelSettings(source="someone/small", revision="main", **BASE)
+    made = run_stage("model", settings, {}, machine)
+    assert f"someone/small: main is commit {first}\n" in capsys.readouterr().out
+    assert len([request for request in hub.asked if request.endswith("/revision/main")]) == 1
+    pinned = settings.model_copy(update={"revision": first})
+    assert run_stage("model", pinned, {}, machine) == made  # however it is named
+    assert read_manifest(made.path).settings["revision"] == first
+    assert json.loads((made.path / "source.json").read_text())["commit"] == first
+    assert (locate(made.path) / "config.json").read_bytes() == hub.repositories["model", "someone/small"].files(first)[
+        "config.json"
+    ]
+    second = hub.add("model", "someone/small", files_of(checkpoint("llava")) | {"notes.txt": b"new"})
+    moved = run_stage("model", settings, {}, machine)
+    assert moved != made and read_manifest(moved.path).settings["revision"] == second
+    assert run_stage("model", pinned, {}, machine) == made
+
+
+def test_without_a_network_the_cache_says_what_a_branch_was(
+    hub: HubServer,
+    machine: Machine,
+    checkpoint: Callable[[str], Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    commit = hub.add("model", "someone/small", files_of(checkpoint("llava")))
+    settings = ModelSettings(source="someone/small", revision="main", **BASE)
+    made = run_stage("model", settings, {}, machine)
+    capsys.readouterr()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert run_stage("model", settings, {}, machine) == made
+    assert f"main is commit {commit}, as the local cache has it: the hub cannot be reached" in capsys.readouterr().out
+    with pytest.raises(DataError, match="the model cannot be reached") as caught:
+        run_stage("model", settings.model_copy(update={"revision": "v2"}), {}, machine)
+    assert caught.value.where == "someone/small at v2" and "give the commit" in caught.value.remedy
+
+
+def test_a_revision_that_the_hub_does_not_have_is_named(hub: HubServer, machine: Machine) -> None:
+    hub.add("model", "someone/small", {"config.json": b"{}"})
+    for name, revision in (("someone/small", "v3"), ("someone/other", "main")):
+        with pytest.raises(DataError, match="the model cannot be reached: 404") as caught:
+            run_stage("model", ModelSettings(source=name, revision=revision, **BASE), {}, machine)
+        assert caught.value.where == f"{name} at {revision}"

@@ -32,9 +32,10 @@ from components.models.families import FAMILIES
 from components.models.load import load_processor
 from components.models.tiny import SMALL, make_tiny_checkpoint
 from components.training.ranks import Ranks
-from components.training.service_settings import TrainerPolicySettings, service_settings
-from components.training.settings import TrainerSettings
-from components.training.worker import TrainerWorker
+from components.training.service_settings import service_settings
+from components.vlm.client import TrainerPolicySettings
+from components.vlm.settings import TrainerSettings
+from components.vlm.worker import TrainerWorker
 
 from .test_serving import CPU, PYTHON, SETTINGS
 
@@ -102,7 +103,7 @@ class Engine:
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     if not PYTHON.exists():
-        pytest.skip("needs .venv-vllm: make .venv-vllm")
+        pytest.skip("needs .venv-vllm: make environments")
     made = Engine(tmp_path_factory.mktemp("engine"))
     yield made
     made.close()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+from tests.browser import CHROMIUM
+
 LABEL = "//span[contains(@class,'schema-form-property__label') and normalize-space()='{}']"
 PROPERTY = "/ancestor::div[contains(concat(' ',@class,' '),' schema-form-property ')][1]"
 

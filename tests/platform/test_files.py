@@ -191,7 +191,8 @@ def test_dvc_stages_are_registered_stages_and_know_all_that_decides_their_settin
     stages = yaml.safe_load((REPOSITORY / "dvc.yaml").read_text())["stages"]
     assert set(stages) <= set(STAGES)
     for name, stage in stages.items():
-        registered, words = STAGES[name], stage["cmd"].split()
+        command, *_ = [stage["cmd"]] if isinstance(stage["cmd"], str) else stage["cmd"]
+        registered, words = STAGES[name], command.split()
         inputs = {after.partition("=")[0] for before, after in pairwise(words) if before == "--input"}
         assert inputs == set(registered.inputs)
         recipe = REPOSITORY / words[words.index("--config") + 1]

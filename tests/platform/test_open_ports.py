@@ -9,11 +9,10 @@ import psutil
 import pytest
 
 from components.contracts.machine import Machine
-from components.training.client import TrainerClient
-from components.training.service_settings import TrainerPolicySettings
+from components.vlm.client import TrainerClient, TrainerPolicySettings
 from tests.conftest import SharedServer
 from tests.platform.conftest import assert_closed, reachable
-from tests.training.conftest import model_settings, trainer_settings
+from tests.vlm.conftest import model_settings, trainer_settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

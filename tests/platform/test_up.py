@@ -106,6 +106,8 @@ def test_what_is_up_answers_and_knows_every_flow(platform: Platform) -> None:
     assert httpx.get(f"{platform.record['mlflow']}/health").status_code == 200
     known = platform.api.post("/deployments/filter", json={}).json()
     assert {each["entrypoint"] for each in known} == set(deployments.FLOWS.values())
+    forms = {path: deployments.flow_of(kind).parameters.model_dump() for kind, path in deployments.FLOWS.items()}
+    assert {each["entrypoint"]: each["parameter_openapi_schema"] for each in known} == forms
     second = armature(platform.folder, "up", *platform.options)
     assert second.returncode == 2 and "already running" in second.stderr
 

@@ -24,6 +24,7 @@ HISTORY = [
         "timing/wait_for_rollouts": 1.0,
         "timing/train": 2.0,
         "timing/step": 3.5,
+        "timing/evaluation": 0.5,
         "unknown": 1.0,
         **({"heldout/accuracy": 0.5, "heldout/low": 0.4, "heldout/high": 0.6} if step % 4 == 0 else {}),
     }
@@ -37,7 +38,7 @@ def test_only_panels_with_data_are_drawn():
         "Reward of the rollouts": ["reward"],
         "Held-out accuracy": ["heldout/accuracy"],
         "Mismatch KL, trainer against sampler": ["mismatch_kl"],
-        "Time of a step": ["timing/train", "timing/wait_for_rollouts"],
+        "Time of a step": ["timing/evaluation", "timing/train", "timing/wait_for_rollouts"],
     }
 
 

@@ -19,7 +19,8 @@ from PIL import Image
 from components.artifacts.images import ImageStore
 from components.contracts.errors import DataError
 from components.contracts.rollouts import Failure
-from components.reports.viewer import Limits, Rollouts, TurnScores, write_viewer
+from components.reports.records import TurnScores
+from components.reports.viewer import Limits, Rollouts, write_viewer
 from tests.images import other_images, raw_png, turned_images
 from tests.reports.conftest import MemoryImages, make_trajectory
 
@@ -153,13 +154,13 @@ def test_the_file_is_self_contained(page, images):
 
 def test_ratios_and_advantages(page):
     trajectory = make_trajectory("t", completion="ab")
-    scores = TurnScores(np.array([-0.5, np.nan], np.float32), np.array([0.25, 0.25], np.float32))
+    scores = TurnScores(np.array([0, np.nan], np.float32), np.array([0.25, 0.25], np.float32))
     data = write(page, [trajectory], scores={"t": [scores]}, steps={"t": 7}).data
     turn = data["trajectories"][0]["turns"][0]
     assert turn["ratios"] == [1.0, None]
     assert turn["advantages"] == 0.25
     assert data["trajectories"][0]["step"] == 7
-    doubled = TurnScores(np.array([-0.5 + math.log(2), -0.5], np.float32), np.array([1.0, 2.0], np.float32))
+    doubled = TurnScores(np.array([math.log(2), 0], np.float32), np.array([1.0, 2.0], np.float32))
     turn = write(page, [trajectory], scores={"t": [doubled]}).data["trajectories"][0]["turns"][0]
     assert turn["ratios"] == pytest.approx([2.0, 1.0], abs=1e-4) and turn["advantages"] == [1.0, 2.0]
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 
 from components.contracts.rollouts import Failure
 from components.reports.viewer import Rollouts, write_viewer
+from tests.browser import CHROMIUM, NEEDS_CHROMIUM
 from tests.reports.conftest import make_trajectory
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ATTACK = "</script><img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (apt-get install chromium)"),
-]
+pytestmark = NEEDS_CHROMIUM
 
 
 @pytest.fixture

@@ -64,6 +64,8 @@ def test_groups_divide_the_step(rollouts: int, group: int) -> None:
         ({"rollouts_per_step": 10, "rollouts_per_example": 4}, "not a multiple"),
         ({"mask_ratio_low": 2.0, "mask_ratio_high": 1.0}, "must be below"),
         ({"warmup_steps": 600}, "exceeds max_steps"),
+        ({"eval_steps": 5, "sync_to_vllm_every": 2}, "evaluates the newest weights"),
+        ({"eval_patience": 2}, "there are none"),
     ],
 )
 def test_what_has_no_meaning_is_refused(options: dict[str, Any], message: str) -> None:
@@ -73,7 +75,7 @@ def test_what_has_no_meaning_is_refused(options: dict[str, Any], message: str) -
 
 def test_settings_are_imported_without_torch() -> None:
     code = (
-        "import sys, components.rl.config, components.training.settings, components.training.service_settings, "
+        "import sys, components.rl.config, components.vlm.settings, components.training.service_settings, "
         "components.training.client; assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -17,8 +17,17 @@ from components.stages import TerminalEvents, ThreadUnits
 class RecordingSteps:
     """Notes when each unit begins and ends, and which version of the weights is on the servers meanwhile."""
 
-    def __init__(self, fail_at: int | None = None, rollouts_s: float = 0.01, train_s: float = 0.03) -> None:
+    def __init__(
+        self,
+        fail_at: int | None = None,
+        rollouts_s: float = 0.01,
+        train_s: float = 0.03,
+        evaluated: tuple[int, ...] = (),
+        ends_at: int | None = None,
+    ) -> None:
         self.version, self.fail_at = 0, fail_at
+        self.evaluated, self.ends_at = evaluated, ends_at
+        self.evaluated_with: dict[int, int] = {}
         self.rollouts_s, self.train_s = rollouts_s, train_s
         self.notes: list[str] = []
         self.sampled_with: dict[int, int] = {}
@@ -59,12 +68,22 @@ class RecordingSteps:
         assert version == self.version + 1
         self.version = version
 
+    def evaluates(self, step: int) -> bool:
+        return step in self.evaluated
+
+    def evaluate(self, step: int) -> bool:
+        self._note(f"evaluation {step} begin")
+        self.evaluated_with[step] = self.version
+        time.sleep(0.02)
+        self._note(f"evaluation {step} end")
+        return step == self.ends_at
+
     def record(self, step: int, metrics: dict[str, float]) -> None:
         self.recorded[step] = metrics
 
 
-def run(steps: RecordingSteps, staleness: int, first: int = 1, last: int = 5) -> None:
-    run_loop(steps, first, last, staleness, ThreadUnits(), TerminalEvents())
+def run(steps: RecordingSteps, staleness: int, first: int = 1, last: int = 5) -> int:
+    return run_loop(steps, first, last, staleness, ThreadUnits(), TerminalEvents())
 
 
 def test_on_policy_rollouts_are_sampled_by_the_weights_of_the_step_before():
@@ -91,12 +110,33 @@ def test_overlapped_rollouts_are_sampled_by_the_same_version_however_long_they_t
     assert all({*range(1, step + 2)} - {6} <= made for step, made in steps.saved.items())
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_evaluation_plays_the_weights_of_its_step_while_nothing_else_plays(staleness):
+    plain, steps = RecordingSteps(), RecordingSteps(evaluated=(2, 4))
+    assert run(plain, staleness) == run(steps, staleness) == 5
+    assert steps.evaluated_with == {2: 2, 4: 4}
+    assert steps.sampled_with == plain.sampled_with
+    begin, end = (steps.notes.index(f"evaluation 2 {when}") for when in ("begin", "end"))
+    assert end == begin + 1
+    assert begin > steps.notes.index("train 2 end")
+    following = steps.notes[end + 1 :]
+    assert f"rollouts {3 + staleness} begin" in following
+    assert steps.notes.count("rollouts 5 begin") == 1
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_evaluation_may_end_the_training(staleness):
+    steps = RecordingSteps(evaluated=(2, 4), ends_at=4)
+    assert run(steps, staleness) == 4
+    assert sorted(steps.recorded) == [1, 2, 3, 4] and max(steps.sampled_with) == 4 + staleness
+
+
 def test_a_resumed_loop_starts_where_it_was_told():
     steps = RecordingSteps()
     steps.version = 3
     run(steps, staleness=0, first=4)
     assert sorted(steps.recorded) == [4, 5]
-    run(finished := RecordingSteps(), staleness=0, first=6)
+    assert run(finished := RecordingSteps(), staleness=0, first=6) == 5
     assert finished.notes == []
 
 
@@ -118,3 +158,19 @@ def test_history_survives_a_cut_line_and_keeps_the_last_of_a_replayed_step(tmp_p
     assert history.read() == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.5}]
     history.append(3, {"loss": 3.0})
     assert history.read()[1:] == [{"step": 2, "loss": 2.5}, {"step": 3, "loss": 3.0}]
+
+
+@pytest.mark.parametrize("cut", [b"", b"{", b'{"step": 3, "loss": 1' + b" " * 10_000])
+def test_a_line_is_added_without_reading_those_before(tmp_path, cut):
+    history = History(tmp_path / "history.jsonl")
+    before = b'{"step": 1}\n' * 100_000
+    history.path.write_bytes(before + cut)
+    began = reads()
+    history.append(2, {"loss": 2.0})
+    assert reads() - began < len(cut) + 20_000
+    assert history.path.read_bytes() == before + b'{"step":2,"loss":2.0}\n'
+
+
+def reads() -> int:
+    """Bytes that this process has asked the system for so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])

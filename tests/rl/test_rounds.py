@@ -31,6 +31,7 @@ from components.rl.loop import run_loop
 from components.rl.open import skipped_batches
 from components.rl.run import RLRun, RunParts
 from components.rl.settings import TrainVLMSettings
+from components.rollouts.difficulty import difficulty
 from components.rollouts.schedule import tasks_of_step
 from components.rollouts.table import read_rollouts
 from components.stages import TerminalEvents, ThreadUnits
@@ -91,7 +92,7 @@ class NotingTrainer:
     def __init__(self, pool: Scripted) -> None:
         self.pool, self.batches = pool, dict[int, list[Sample]]()
 
-    def step(self, step: int, folder: Path) -> dict[str, float]:
+    def step(self, step: int, folder: Path, log_ratios: Path | None = None) -> dict[str, float]:
         self.batches[step] = read_batch(folder)
         return {"loss": 0.0}
 
@@ -110,10 +111,12 @@ class PoolOfOne:
 
     def __init__(self, policy: Scripted) -> None:
         self.complete = policy.complete
-        self._policy, self.weights = policy, SimpleNamespace(probe=None)
+        self._policy, self.weights = policy, SimpleNamespace(probe=None, version=0)
 
     async def sync(self, folder: Path, version: int, send: None = None, answer: None = None) -> None:
-        self._policy.version = version
+        self._policy.version = self.weights.version = version
+
+    async def reset_caches(self) -> None: ...
 
 
 class Unmerged:
@@ -146,6 +149,7 @@ class Attempt:
         delay: float = 0.0,
         adapter: Unmerged | None = None,
         sync_every: int = 1,
+        repeat: float = 1.0,
     ) -> None:
         folder.mkdir(exist_ok=True)
         overrides = (
@@ -154,6 +158,7 @@ class Attempt:
             f"rollouts.max_rounds={MAX_ROUNDS}",
             f"rollouts.max_staleness={staleness}",
             f"rollouts.seed={SEED}",
+            f"rollouts.repeat_no_signal={repeat}",
             f"trainer.max_steps={STEPS}",
         )
         settings = load_recipe("train-vlm/colors", overrides).settings_for(TrainVLMSettings)
@@ -216,6 +221,16 @@ def test_a_step_plays_whole_rounds_until_enough_groups_differ(
     assert attempt.policy.requests == turns  # none after an episode was done
 
 
+def test_tasks_whose_groups_never_differed_are_counted_over_all_steps(tmp_path: Path, portal: BlockingPortal) -> None:
+    attempt = Attempt(tmp_path, portal, staleness=0).go()
+    tasks = {one.task_id: one for one in difficulty(attempt.run.groups(STEPS))}
+    played = [task for each in attempt.played().values() for one, task in each if one.endswith("-00")]
+    assert {task: one.groups for task, one in tasks.items()} == Counter(played)
+    for task, one in tasks.items():
+        assert one.differing == (one.groups if int(task) % 2 == 0 else 0)
+        assert one.all_wrong == one.groups - one.differing
+
+
 def test_a_batch_that_is_named_is_skipped_and_the_run_remembers_it(tmp_path: Path, portal: BlockingPortal) -> None:
     first = Attempt(tmp_path, portal, staleness=0).go(last=2)
     poisoned = first.store.find("batches", "run-00002")
@@ -230,7 +245,7 @@ def test_a_batch_that_is_named_is_skipped_and_the_run_remembers_it(tmp_path: Pat
     rows = {row["step"]: row for row in again.run.history.read()}
     assert rows[2]["batch/skipped"] == 1 and rows[2]["drops/batch_skipped"] == len(again.played()[2])
     assert "batch/skipped" not in rows[1] and "batch/skipped" not in rows[3]
-    lineage = {row["step"]: row for row in again.run.lineage()}
+    lineage = {row["step"]: row for row in again.run.lineage(STEPS)}
     assert lineage[2]["skipped"] == poisoned.digest != lineage[2]["batch"]
     assert "skipped" not in lineage[1]
     assert again.played()[2] == first.played()[2]
@@ -252,12 +267,15 @@ def test_a_sample_that_cannot_be_trained_on_is_left_out_and_counted(tmp_path: Pa
     assert len(attempt.trainer.batches[1]) == row["samples/count"] > 0
 
 
-def test_a_resumed_run_plays_the_same_tasks_however_fast_they_are(tmp_path: Path, portal: BlockingPortal) -> None:
-    whole = Attempt(tmp_path / "whole", portal, staleness=1, delay=0.0).go()
-    Attempt(tmp_path / "cut", portal, staleness=0, delay=0.002).go(last=1)
-    resumed = Attempt(tmp_path / "cut", portal, staleness=1, delay=0.001).go(first=2)
+@pytest.mark.parametrize("repeat", [1.0, 0.1])
+def test_a_resumed_run_plays_the_same_tasks_however_fast_they_are(
+    tmp_path: Path, portal: BlockingPortal, repeat: float
+) -> None:
+    whole = Attempt(tmp_path / "whole", portal, staleness=1, delay=0.0, repeat=repeat).go()
+    Attempt(tmp_path / "cut", portal, staleness=0, delay=0.002, repeat=repeat).go(last=1)
+    resumed = Attempt(tmp_path / "cut", portal, staleness=1, delay=0.001, repeat=repeat).go(first=2)
     assert resumed.played() == whole.played()
-    again = Attempt(tmp_path / "whole", portal, staleness=1).go()
+    again = Attempt(tmp_path / "whole", portal, staleness=1, repeat=repeat).go()
     assert again.policy.requests == 0  # everything was found
     metrics = "metrics.json"
     for step in range(1, STEPS + 1):

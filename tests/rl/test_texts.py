@@ -27,8 +27,7 @@ from components.rl.run import RLRun, RunParts
 from components.rl.settings import TrainVLMSettings
 from components.rl.texts import refuse_other_texts
 from components.stages import STAGES, TerminalEvents, ThreadUnits, open_store, run_stage
-from components.training.client import TrainerClient
-from components.training.service_settings import TrainerPolicySettings
+from components.vlm.client import TrainerClient, TrainerPolicySettings
 from tests.inference.conftest import stand_ins
 
 __all__ = ["stand_ins"]  # a fixture

@@ -29,7 +29,7 @@ from components.inference.probe import ProbeAnswer, make_probe
 from components.models.load import load_model
 from components.rl.config import MultimodalRLConfig
 from components.rl.trainer import MultimodalGRPOTrainer
-from tests.training.conftest import LORA, Tiny, make_tiny, model_settings, tiny
+from tests.vlm.conftest import LORA, Tiny, make_tiny, model_settings, tiny
 
 __all__ = ["make_tiny", "tiny"]  # fixtures
 
@@ -55,7 +55,7 @@ class LocalSampler:
     def __init__(self, tiny: Tiny, folder: Path, forbidden: Sequence[int]) -> None:
         self.tiny, self.version, self.forbidden = tiny, 0, list(forbidden)
         self.model = load_model(folder, model_settings())
-        self.weights = SimpleNamespace(probe=make_probe(384, self.forbidden, 64, images=False))
+        self.weights = SimpleNamespace(probe=make_probe(384, self.forbidden, 64, images=False), version=0)
         self.synced: list[int] = []
         self.asked = 0
 
@@ -69,12 +69,15 @@ class LocalSampler:
         if version == self.lost_at:
             raise ConnectionError("the server is gone")
         self.model, self.version = load_model(folder, model_settings()), version
+        self.weights.version = version
         tokens = torch.tensor([self.weights.probe.tokens])
         with torch.no_grad():
             logprobs = self.model(input_ids=tokens).logits[0, :-1].log_softmax(-1)
         own = logprobs.gather(1, tokens[0, 1:, None])[:, 0].numpy()
         np.testing.assert_allclose(answer.logprobs, own, atol=1e-4)
         self.synced.append(version)
+
+    async def reset_caches(self) -> None: ...
 
     async def complete(self, messages: Sequence[dict[str, Any]], sampling: Any, seed: int) -> Answer:
         self.asked += 1
@@ -128,10 +131,9 @@ def run(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
 
 
-def reward(trainer: MultimodalGRPOTrainer) -> None:
+def reward(environment: Any) -> None:
     """Colors that an untrained model cannot name give no signal; what it says a lot of does."""
-    assert trainer.environment is not None
-    played = trainer.environment.episode
+    played = environment.episode
 
     def episode(task: Any) -> Any:
         one = played(task)
@@ -144,7 +146,16 @@ def reward(trainer: MultimodalGRPOTrainer) -> None:
         one.step = rewarded
         return one
 
-    trainer.environment.episode = episode  # type: ignore[method-assign]
+    environment.episode = episode
+
+
+def test_a_preflight_that_teaches_nothing_says_so(
+    tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler], capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = MultimodalGRPOTrainer(tiny.model(), tiny.processor, None, config(tmp_path, max_steps=1))
+    trainer.set_environment("colors", **COLORS)
+    trainer.train()
+    assert "nothing could be learned from these 8 rollouts of 2 groups: each earned 0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
@@ -153,7 +164,7 @@ def test_every_step_is_on_policy_and_weights_reach_the_sampler(
 ) -> None:
     trainer = MultimodalGRPOTrainer(tiny.model(lora=lora), tiny.processor, None, config(tmp_path))
     trainer.set_environment("colors", **COLORS)
-    reward(trainer)
+    reward(trainer.environment)
     trainer.train()
     metrics = run(tmp_path)
     assert [one["step"] for one in metrics] == [1, 2, 3]
@@ -165,6 +176,7 @@ def test_every_step_is_on_policy_and_weights_reach_the_sampler(
         assert one["reward/std"] > 0
         assert one["grad_norm"] > 0
     printed = capsys.readouterr()
+    assert "nothing could be learned" not in printed.out
     for line in ("Loading environment: colors", "Server is up!", "Starting training...", "Step 1/3: loss="):
         assert line in printed.out
     assert all(f"{key}=" in printed.err for key in ("loss", "ir", "ent", "kl", "rew"))
@@ -176,7 +188,7 @@ def test_it_continues_where_it_was(tiny: Tiny, tmp_path: Path, samplers: list[Lo
         for max_steps in stops:
             trainer = MultimodalGRPOTrainer(str(tiny.folder), config=config(folder, max_steps=max_steps))
             trainer.set_environment("colors", **COLORS)
-            reward(trainer)
+            reward(trainer.environment)
             trainer.train()
     straight, stopped = run(tmp_path / "straight"), run(tmp_path / "stopped")
     assert [one["step"] for one in stopped] == [1, 2, 3, 4]
@@ -189,7 +201,7 @@ def test_a_step_that_no_checkpoint_has_is_applied_again_from_its_batch(
     def trained(folder: Path, lost_at: int = 0) -> None:
         trainer = MultimodalGRPOTrainer(tiny.model(), tiny.processor, config=config(folder, save_steps=10))
         trainer.set_environment("colors", **COLORS)
-        reward(trainer)
+        reward(trainer.environment)
         with monkeypatch.context() as patch:
             patch.setattr(LocalSampler, "lost_at", lost_at)
             trainer.train()
@@ -213,7 +225,7 @@ def test_the_server_gets_new_weights_as_often_as_it_is_told(
         options = config(folder, max_steps=5, sync_to_vllm_every=every, learning_rate=1e-4)
         trainer = MultimodalGRPOTrainer(tiny.model(), tiny.processor, None, options)
         trainer.set_environment("colors", **COLORS)
-        reward(trainer)
+        reward(trainer.environment)
         trainer.train()
         assert samplers[-1].synced == synced
         versions = [max([0, *(one for one in synced if one < step)]) for step in range(1, 6)]
@@ -226,7 +238,7 @@ def test_without_groups_rollouts_are_compared_with_the_whole_step(
     options = config(tmp_path, rollouts_per_step=5, rollouts_per_example=None, max_steps=1)
     trainer = MultimodalGRPOTrainer(tiny.model(), tiny.processor, None, options)
     trainer.set_environment("colors", **COLORS)
-    reward(trainer)
+    reward(trainer.environment)
     trainer.train()
     (batch,) = (tmp_path / "store/batches").glob("*-00001")
     samples = read_batch(batch)
@@ -258,7 +270,7 @@ def with_own_adapter(
     adapter.open = trainer.images.open
     monkeypatch.setattr(tiny.adapter, "images", trainer.images.open)
     trainer.set_environment("colors", **COLORS)
-    reward(trainer)
+    reward(trainer.environment)
     return trainer
 
 
@@ -274,7 +286,7 @@ def test_an_adapter_of_ones_own_trains_as_that_of_the_family(
     with_own_adapter(tiny, MinimalAdapter(tiny), own, monkeypatch).train()
     trainer = MultimodalGRPOTrainer(tiny.model(), tiny.processor, None, family)
     trainer.set_environment("colors", **COLORS)
-    reward(trainer)
+    reward(trainer.environment)
     trainer.train()
     for one, other in zip(run(tmp_path / "own"), run(tmp_path / "family"), strict=True):
         same = {name: value for name, value in other.items() if not name.startswith(("timing", "tokens_per", "memory"))}

@@ -19,10 +19,10 @@ from components.inference.settings import ServerSettings
 from components.models.load import load_model, load_processor
 from components.rl.agreement import compare
 from components.rollouts.collect import collect
-from components.training.logprobs import Policy
+from components.vlm.logprobs import Policy
 from tests.conftest import SharedServer
 from tests.images import every_image
-from tests.training.conftest import model_settings
+from tests.vlm.conftest import model_settings
 
 from .conftest import SAMPLING, RecordedEvents
 

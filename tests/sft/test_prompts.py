@@ -15,7 +15,7 @@ from components.adapters import get_collator
 from components.models.load import load_processor
 from components.models.tiny import make_tiny_checkpoint
 from components.sft.prompts import PromptWriter
-from tests.training.conftest import model_settings
+from tests.vlm.conftest import model_settings
 
 
 def image_part(side: int) -> dict[str, Any]:

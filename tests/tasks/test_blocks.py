@@ -6,6 +6,9 @@ import pytest
 
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
+from components.contracts.secrets import resolve
+from components.environments.settings import EnvironmentSettings
+from components.rewards.settings import RewardSettings
 
 MACHINE = Machine.model_validate({"server_environment": {"HF_TOKEN": {"prefect_secret": "hub-token"}}})
 
@@ -19,8 +22,28 @@ def test_a_block_is_read_by_the_flow_that_names_it() -> None:
     with pytest.raises(ConfigurationError, match="only flows read blocks"):
         MACHINE.server_variables()
     with pytest.raises(ConfigurationError, match="no Secret block 'hub-token'"):
-        read_blocks(MACHINE)
+        read_blocks({"machine": MACHINE})
     Secret(value="hf_SecretOfABlock").save("hub-token")
-    read_blocks(MACHINE)
+    read_blocks({"machine": MACHINE})
     assert MACHINE.server_variables() == {"HF_TOKEN": "hf_SecretOfABlock"}
     assert "hf_Secret" not in repr(MACHINE) + MACHINE.model_dump_json()
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_so_is_one_that_a_reward_names() -> None:
+    from prefect.blocks.system import Secret
+
+    from tasks.flow_run import read_blocks
+
+    judge = {"name": "judge", "model": "m", "base_url": "http://host/v1", "template": "{completion}"}
+    rewards = [{**judge, "api_key": {"prefect_secret": "judge-key"}}]
+    args = {"source": "rows.jsonl", "prompt": "{question}", "rewards": rewards}
+    sections = {"environment": EnvironmentSettings(name="dataset", args=args, seed=0)}
+    with pytest.raises(
+        ConfigurationError, match=r"no Secret block 'judge-key'[\s\S]*environment.args.rewards.0.api_key"
+    ):
+        read_blocks(sections)
+    Secret(value="sk-SecretOfABlock").save("judge-key")
+    read_blocks(sections)
+    own = RewardSettings.model_validate(rewards[0]).own()
+    assert resolve({"api_key": own.api_key}, "reward judge") == {"api_key": "sk-SecretOfABlock"}

@@ -94,10 +94,10 @@ def steps_of(run_id: str) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("prefect_server")
-def test_a_stage_goes_on_without_it_and_its_record_is_complete_in_the_end(server: Program) -> None:
+def test_a_stage_goes_on_without_it_and_its_record_is_complete_in_the_end(server: Program, tmp_path: Path) -> None:
     @flow
     def training() -> str:
-        with tracked("away", "run", {}, {}) as run, PrefectEvents(run, set()) as events:
+        with tracked("away", "run", {}, {}) as run, PrefectEvents(run, set(), tmp_path) as events:
             events.metrics({"loss": 1.0}, 1)
             asleep(server)
             began = time.monotonic()
@@ -113,14 +113,14 @@ def test_a_stage_goes_on_without_it_and_its_record_is_complete_in_the_end(server
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("prefect_server")
-def test_one_that_stays_away_is_an_error_of_ours_and_hides_none(server: Program) -> None:
+def test_one_that_stays_away_is_an_error_of_ours_and_hides_none(server: Program, tmp_path: Path) -> None:
     from tasks.patience import patience
 
     @flow
     def training(fails: bool) -> None:
         with tracked("away", "run", {}, {}) as run:
             try:
-                with patience(3.0), PrefectEvents(run, set()) as events:
+                with patience(3.0), PrefectEvents(run, set(), tmp_path) as events:
                     asleep(server)
                     events.metrics({"loss": 1.0}, 1)
                     if fails:

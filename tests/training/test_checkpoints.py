@@ -10,21 +10,23 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from components.adapters import model_inputs
+from components.artifacts.digests import folder_digest
 from components.contracts.errors import DataError, TrainerError
 from components.models.load import load_model, load_processor
 from components.training.checkpoints import STATE_FILE, TENSORS, Checkpoints, identity
-from components.training.learner import Learner
-from components.training.loader import MicroBatchLoader
 from components.training.optimizer_state import STATE
-from components.training.publish import Publisher
 from components.training.ranks import Ranks
 from components.training.sharded_tensors import INDEX
+from components.vlm.learner import Learner
+from components.vlm.loader import MicroBatchLoader
+from components.vlm.publish import Publisher
+from tests.vlm.conftest import LORA, Tiny, model_settings, trainer_settings
 
-from .conftest import LORA, Tiny, model_settings, trainer_settings
 from .rewriting import rewrite
 
 
@@ -222,6 +224,20 @@ def test_published_weights_are_the_policy(tiny: Tiny, tmp_path: Path, lora: Any)
     before = load_file(tiny.folder / "model.safetensors")
     after = load_file(folder / "model.safetensors")
     assert any(not torch.equal(value, before[name]) for name, value in after.items())
+    publisher.publish(learner.model, tmp_path / "last", learner.ranks)
+    assert (tmp_path / "last/adapter").is_dir() == (lora is not None)
+    if lora is None:
+        return
+    by_peft = PeftModel.from_pretrained(load_model(tiny.folder, model_settings()), str(tmp_path / "last/adapter"))
+    with torch.no_grad():
+        torch.testing.assert_close(by_peft(**model_inputs(batch)).logits, expected)
+    merged = load_model(tmp_path / "last", model_settings())
+    joined = by_peft.merge_and_unload().state_dict()
+    for name, value in merged.state_dict().items():
+        torch.testing.assert_close(value, joined[name])
+    publisher.publish(learner.model, tmp_path / "again", learner.ranks)
+    assert folder_digest(tmp_path / "again") == folder_digest(tmp_path / "last")
+    assert str(tiny.folder) not in (tmp_path / "last/adapter/adapter_config.json").read_text()
 
 
 def test_a_bf16_model_is_published_in_bf16(tiny: Tiny, tmp_path: Path) -> None:

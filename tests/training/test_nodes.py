@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
@@ -16,20 +17,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from components.artifacts.disk import write_file
 from components.batches.table import write_batch
 from components.contracts.errors import ConfigurationError, TrainerError
 from components.contracts.machine import Machine
 from components.contracts.stages import Artifact
 from components.process import Program
 from components.training import join as joining
-from components.training.client import TrainerClient
-from components.training.nodes import SILENCE, Attempt, NodeHeartbeats, NodeRank, start
+from components.training import nodes
+from components.training.links import NodeLinks, connect, network
+from components.training.nodes import Attempt, LostNode, Member, announce, lost_node, start
 from components.training.processes import TrainerProcesses
 from components.training.restarts import run_steps
-from components.training.service_settings import ServiceSettings, TrainerPolicySettings, service_settings
+from components.training.service_settings import ServiceSettings, service_settings
+from components.vlm.client import TrainerClient, TrainerPolicySettings
 from tests.listeners import beyond_loopback
-
-from .conftest import Tiny, model_settings, trainer_settings
+from tests.vlm.conftest import Tiny, model_settings, trainer_settings
 
 STEPS, KILLED_IN = 5, 4
 TWO = Machine(
@@ -119,6 +122,13 @@ def test_two_nodes_of_which_one_loses_its_rank_in_mid_step_make_the_training_of_
         torch.testing.assert_close(found[name], value, atol=1e-6, rtol=0, msg=name)
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.fixture
 def settings(tiny: Tiny, tmp_path: Path) -> ServiceSettings:
     made = service_settings(policy_of(tiny), TWO, tmp_path / "trainer")
@@ -137,7 +147,51 @@ def test_a_node_that_joins_ends_as_the_training_did(settings: ServiceSettings, m
         joining.join(settings.file)
 
 
-def test_what_cannot_be_joined_is_refused(settings: ServiceSettings, tmp_path: Path) -> None:
+def test_a_node_that_comes_first_waits_for_the_first(
+    settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "POLL", 0.01)
+    text = settings.file.read_text()
+    settings.file.unlink()
+    early = Thread(target=joining.join, args=(settings.file,))
+    early.start()
+    early.join(0.1)
+    assert early.is_alive()
+    Attempt(number=1, result="done").tell(settings.workspace)
+    write_file(settings.file, text.encode())
+    early.join(20)
+    assert not early.is_alive()
+
+
+def test_every_training_that_a_folder_lists_is_joined_until_the_folder_is_removed(
+    settings: ServiceSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (joining, nodes):
+        monkeypatch.setattr(module, "POLL", 0.01)
+    monkeypatch.setattr(joining, "PATIENCE", 0.0)
+    second = settings.model_copy(update={"workspace": tmp_path / "second"})
+    second.workspace.mkdir()
+    second.file.write_text(second.model_dump_json())
+    for training in (settings, second):
+        announce(training, tmp_path / "rendezvous")
+    Attempt(number=1, result="done").tell(settings.workspace)
+    Attempt(number=1, result="failed").tell(second.workspace)
+    with pytest.raises(TrainerError, match=str(second.workspace)):
+        joining.join(tmp_path / "rendezvous")
+    Attempt(number=1, result="done").tell(second.workspace)
+    waiting = Thread(target=joining.join, args=(tmp_path / "rendezvous",))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    shutil.rmtree(tmp_path / "rendezvous")
+    waiting.join(20)
+    assert not waiting.is_alive()
+
+
+def test_what_cannot_be_joined_is_refused(
+    settings: ServiceSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "FIRST_NODE", 0.0)
     with pytest.raises(ConfigurationError, match="there is no such training"):
         joining.join(tmp_path / "trainer.json")
     alone = settings.model_copy(update={"processes": TrainerProcesses.of(ONE)})
@@ -146,36 +200,69 @@ def test_what_cannot_be_joined_is_refused(settings: ServiceSettings, tmp_path: P
         joining.join(settings.file)
 
 
-def test_a_node_too_many_waits_for_a_place(settings: ServiceSettings) -> None:
-    attempt = Attempt(number=1).open(settings.workspace)
+@pytest.fixture
+def links(settings: ServiceSettings) -> Iterator[NodeLinks]:
+    with NodeLinks("lo", silence=60) as links:
+        yield links
+
+
+def test_a_node_too_many_waits_for_a_place(settings: ServiceSettings, links: NodeLinks) -> None:
+    attempt = Attempt.following(settings.workspace, links.address).open(settings.workspace)
     assert attempt.folder(settings.workspace).stat().st_mode & 0o777 == 0o700
-    assert (place := NodeRank.take(settings, attempt)) is not None and place.number == 1
-    assert NodeRank.take(settings, attempt) is None
-    again = Attempt(number=2).open(settings.workspace)
-    assert NodeRank.take(settings, again) is not None
+    with connect(links.address, 60) as link, connect(links.address, 60) as another:
+        assert (member := Member.enter(settings, attempt, link)) is not None and member.number == 1
+        assert Member.enter(settings, attempt, another) is None
+        again = Attempt.following(settings.workspace, links.address).open(settings.workspace)
+        assert Member.enter(settings, again, another) is not None
 
 
-def test_a_node_without_a_sign_of_life_is_lost(settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr("components.training.nodes.time.monotonic", lambda: now)
-    attempt = Attempt(number=1).open(settings.workspace)
-    signs = NodeHeartbeats(settings, attempt)
-    now = 1000.0  # nobody has come yet: that is the processes' matter
-    assert signs.lost() is None
-    place = NodeRank.take(settings, attempt)
-    assert place is not None and signs.lost() is None
-    now += SILENCE - 1
-    place.live()
-    assert signs.lost() is None
-    now += SILENCE + 1
-    assert signs.lost() == f"node-1 has given no sign of life for {SILENCE:g} s"
+def test_only_members_of_an_attempt_can_end_it(settings: ServiceSettings, links: NodeLinks) -> None:
+    first = Attempt.following(settings.workspace, links.address).open(settings.workspace)
+    with connect(links.address, 60) as isolated, connect(links.address, 60) as healthy:
+        lost = Member.enter(settings, first, isolated)
+        second = Attempt.following(settings.workspace, links.address).open(settings.workspace)
+        member = Member.enter(settings, second, healthy)
+        assert lost is not None and member is not None
+        lost.give_up(settings, first, "exit code 1")
+        with connect(links.address, 60):  # a stranger
+            assert lost_node(settings, second, links) is None
+        isolated.close()
+        assert lost_node(settings, second, links) is None
+        healthy.close()
+        wait_for(lambda: lost_node(settings, second, links) is not None)
+        found = lost_node(settings, second, links)
+        assert found == LostNode(1, f"node {socket.gethostname()} (127.0.0.1): it ended")
 
 
-def test_what_a_lost_node_said_is_heard(settings: ServiceSettings) -> None:
-    attempt = Attempt(number=1).open(settings.workspace)
-    signs = NodeHeartbeats(settings, attempt)
-    attempt.lost(settings.workspace).write_text(f"node {socket.gethostname()}: exit code 1")
-    assert signs.lost() == f"node {socket.gethostname()}: exit code 1"
+def test_what_a_node_says_that_gives_up_is_heard(settings: ServiceSettings, links: NodeLinks) -> None:
+    attempt = Attempt.following(settings.workspace, links.address).open(settings.workspace)
+    with connect(links.address, 60) as link:
+        member = Member.enter(settings, attempt, link)
+        assert member is not None and lost_node(settings, attempt, links) is None
+        member.give_up(settings, attempt, "exit code 1")
+    found = lost_node(settings, attempt, links)
+    assert found == LostNode(1, f"node {socket.gethostname()} (127.0.0.1): exit code 1")
+
+
+def test_a_node_that_cannot_reach_the_first_says_why(
+    settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(joining, "POLL", 0.01)
+    with NodeLinks("lo", silence=60) as gone:
+        address = gone.address
+    Attempt.following(settings.workspace, address).open(settings.workspace)
+    joined = Thread(target=joining.join, args=(settings.file,))
+    joined.start()
+    wait_for(lambda: bool(caplog.messages))
+    Attempt(number=1, result="done").tell(settings.workspace)
+    joined.join(20)
+    (message,) = caplog.messages
+    assert f"127.0.0.1, port {address[1]}: [Errno 111] Connection refused" in message
+    assert "lo (127.0.0.1)" in message and "machine.trainer_interface" in message
+
+
+def test_an_interface_has_a_name_and_an_address() -> None:
+    assert network("lo") == network("127.0.0.1") == ("lo", "127.0.0.1")
 
 
 def test_an_interface_that_the_node_lacks_is_refused(settings: ServiceSettings, tmp_path: Path) -> None:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import sys
-import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from components.training.processes import TrainerProcesses, private_folder
 
-TELL = """
-import os, sys, torch
+SCRIPT = """
+import os, signal, sys, time, torch
 from components.training.launch import joined
 from components.training.processes import TrainerProcesses
 
+folder = sys.argv[1]
+
 class Stranger:
     def __reduce__(self):
-        return (open, (sys.argv[1], "w"))
+        return (open, (f"{folder}/made", "w"))
 
 with joined(TrainerProcesses(threads=1, ready_timeout=60), seed=0) as ranks:
+    open(f"{folder}/pid-{ranks.rank}", "w").write(str(os.getpid()))
     value = {"rank": ranks.rank, "text": "é" * (1 + 1000 * ranks.rank), "rows": {3: torch.full((ranks.rank,), 2.5)}}
     for rank, told in enumerate(ranks.gather(value)):
         assert told["rank"] == rank and len(told["text"]) == 1 + 1000 * rank
@@ -31,14 +34,7 @@ with joined(TrainerProcesses(threads=1, ready_timeout=60), seed=0) as ranks:
         assert "weights_only" in str(error), error
     else:
         raise SystemExit("a stranger's object was made")
-"""
-END = """
-import os, signal, sys, time
-from components.training.launch import joined
-from components.training.processes import TrainerProcesses
-
-with joined(TrainerProcesses(threads=1, ready_timeout=60), seed=0) as ranks:
-    open(f"{sys.argv[1]}-{ranks.rank}", "w").write(str(os.getpid()))
+    open(f"{folder}/told-{ranks.rank}", "w").close()
     ranks.gather(None)
     if ranks.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -47,30 +43,69 @@ with joined(TrainerProcesses(threads=1, ready_timeout=60), seed=0) as ranks:
 """
 
 
-def run(script: str, folder: Path, argument: Path) -> tuple[int, str]:
-    file = folder / "script.py"
-    file.write_text(textwrap.dedent(script))
+@dataclass(frozen=True)
+class Ended:
+    """Two ranks that told each other things, and of which the second was killed then."""
+
+    folder: Path
+    code: int
+    log: str
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "script.py").write_text(SCRIPT)
     processes = TrainerProcesses(processes=2, threads=1)
-    program = processes.start([file, argument], rendezvous=private_folder(folder / "rendezvous"), log=folder / "log")
+    started = [folder / "script.py", folder]
+    program = processes.start(started, rendezvous=private_folder(folder / "rendezvous"), log=folder / "log")
     try:
-        return program.wait(120), program.tail()
+        return Ended(folder, program.wait(120), program.tail(60))
     finally:
         program.stop()
 
 
 @pytest.mark.slow
-def test_ranks_tell_each_other_data_and_make_no_objects(tmp_path: Path) -> None:
-    code, log = run(TELL, tmp_path, tmp_path / "made")
-    assert code == 0, log
-    assert not (tmp_path / "made").exists()
+def test_ranks_tell_each_other_data_and_make_no_objects(ended: Ended) -> None:
+    assert {path.name for path in ended.folder.glob("told-*")} == {"told-0", "told-1"}, ended.log
+    assert not (ended.folder / "made").exists()
+
+
+SILENT = """
+import sys, time
+from components.contracts.errors import TrainerError
+from components.training.launch import joined
+from components.training.processes import TrainerProcesses
+
+with joined(TrainerProcesses(threads=1, ready_timeout=60, rank_timeout=1), seed=0) as ranks:
+    ranks.gather(None)
+    if not ranks.first:
+        time.sleep(600)
+    try:
+        ranks.sum({"a": 1.0})
+    except TrainerError as error:
+        sys.exit(str(error))
+"""
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
-    code, log = run(END, tmp_path, tmp_path / "pid")
-    assert code == 137 and "rank 1 ended with exit code -9" in log, log
+def test_a_rank_that_does_not_answer_is_named_as_the_cause(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SILENT)
+    processes = TrainerProcesses(processes=2, threads=1)
+    started = [tmp_path / "script.py"]
+    program = processes.start(started, rendezvous=private_folder(tmp_path / "rendezvous"), log=tmp_path / "log")
+    try:
+        assert program.wait(120) == 1
+    finally:
+        program.stop()
+    assert "rank 0 waited 1 s for another one of 2" in program.tail(60) and "machine.rank_timeout" in program.tail(60)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_others(ended: Ended) -> None:
+    assert ended.code == 137 and "rank 1 ended with exit code -9" in ended.log, ended.log
     for rank in range(2):
-        assert not Path(f"/proc/{(tmp_path / f'pid-{rank}').read_text()}").exists()
+        assert not Path(f"/proc/{(ended.folder / f'pid-{rank}').read_text()}").exists()
 
 
 def test_one_rank_has_no_parent_and_meets_nobody(tmp_path: Path) -> None:

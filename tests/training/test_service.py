@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -16,14 +17,14 @@ import pytest
 from safetensors.torch import load_file
 
 from components.artifacts.history import History
-from components.batches.table import write_batch
+from components.batches.ratios import ratios_file, read_log_ratios
+from components.batches.table import read_batch, write_batch
 from components.contracts.errors import ConfigurationError, DataError, TrainerError
 from components.contracts.machine import Machine
-from components.training.client import TrainerClient
-from components.training.service_settings import TrainerPolicySettings, service_settings
+from components.training.service_settings import service_settings
+from components.vlm.client import TrainerClient, TrainerPolicySettings
 from tests.listeners import beyond_loopback
-
-from .conftest import Tiny, model_settings, trainer_settings
+from tests.vlm.conftest import Tiny, model_settings, trainer_settings
 
 Start = Callable[..., TrainerClient]
 
@@ -117,7 +118,7 @@ class Trained:
 
 
 def train(trainer: TrainerClient, batches: list[Path], folder: Path, steps: int) -> Trained:
-    metrics = [trainer.step(k, batches[k - 1]) for k in (1, 2)]
+    metrics = [trainer.step(k, batches[k - 1], ratios_file(folder, k)) for k in (1, 2)]
     scores = trainer.score(batches[2])
     trainer.publish(folder / "middle", 2)
     metrics += [trainer.step(k, batches[k - 1]) for k in range(3, steps + 1)]
@@ -172,6 +173,9 @@ def test_a_step_is_applied_once_and_in_order(straight: Trained, batches: list[Pa
     trainer = straight.trainer
     assert weights(trainer, tmp_path / "000004", 4) == straight.final
     assert trainer.step(4, batches[3]) == straight.metrics[3]
+    elsewhere = tmp_path / "other" / batches[3].parent.name / batches[3].name
+    shutil.copytree(batches[3], elsewhere)
+    assert trainer.step(4, elsewhere) == straight.metrics[3]  # as a machine with another store names it
     assert weights(trainer, tmp_path / "000004", 4) == straight.final
     with pytest.raises(ConfigurationError, match="another batch"):
         trainer.step(4, batches[1])
@@ -191,11 +195,16 @@ def test_a_step_is_applied_once_and_in_order(straight: Trained, batches: list[Pa
 
 
 @pytest.mark.slow
-def test_two_ranks_make_the_update_of_one(straight: Trained, two_ranks: Trained) -> None:
+def test_two_ranks_make_the_update_of_one(straight: Trained, two_ranks: Trained, batches: list[Path]) -> None:
     """Sums over ranks are in another order: equal to 1e-5 of the update, in fp32."""
     for a, b in zip(straight.metrics[:2], two_ranks.metrics, strict=True):
         for name in ("loss", "importance_ratio", "entropy", "mismatch_kl", "masked_fraction", "grad_norm"):
             assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-6), name
+    for step in (1, 2):
+        kept = [read_log_ratios(ratios_file(trained.middle.parent, step)) for trained in (straight, two_ranks)]
+        assert list(kept[0]) == list(kept[1]) == [sample.sample_id for sample in read_batch(batches[step - 1])]
+        for ratios_one, ratios_two in zip(kept[0].values(), kept[1].values(), strict=True):
+            np.testing.assert_allclose(ratios_one, ratios_two, atol=1e-4)
     for score_one, score_two in zip(straight.scores, two_ranks.scores, strict=True):
         np.testing.assert_allclose(score_one, score_two, atol=1e-5)
     one, two = (load_file(trained.middle / "model.safetensors") for trained in (straight, two_ranks))

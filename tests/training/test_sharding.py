@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Iterable
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,40 +21,14 @@ from components.batches.table import write_batch
 from components.contracts.machine import Machine
 from components.models.settings import LoraSettings
 from components.training.checkpoints import TENSORS
-from components.training.client import TrainerClient
-from components.training.processes import TrainerProcesses, private_folder
-from components.training.service_settings import TrainerPolicySettings, service_settings
+from components.training.processes import private_folder
+from components.training.service_settings import service_settings
+from components.vlm.client import TrainerClient, TrainerPolicySettings
+from tests.vlm.conftest import LORA, Tiny, model_settings, trainer_settings
 
-from .conftest import LORA, Tiny, model_settings, trainer_settings
 from .rewriting import read
 
-SCRIPT = """
-import json, sys
-from pathlib import Path
-import torch
-from components.training.launch import joined
-from components.training.service_settings import ServiceSettings
-from components.training.worker import TrainerWorker
-
-cases = [(ServiceSettings.model_validate(settings), batches) for settings, batches in json.load(open(sys.argv[1]))]
-with joined(cases[0][0].processes, cases[0][0].seed) as ranks:
-    for settings, batches in cases:
-        torch.manual_seed(settings.seed)
-        worker = TrainerWorker(settings, ranks)
-        done = worker.run({"name": "resume"}, [])
-        results = []
-        for step, batch in enumerate(batches, 1):
-            command = {"name": "step", "step": step, "batch": batch}
-            if step > done:
-                results.append(worker.run(command, worker.check(command)))
-        score = {"name": "score", "batch": batches[0]}
-        scores = worker.run(score, worker.check(score))
-        worker.run({"name": "save"}, [])
-        worker.run({"name": "settle"}, [])
-        worker.run({"name": "publish", "folder": str(settings.workspace / "out"), "version": 0}, [])
-        if ranks.first:
-            (settings.workspace / "results.json").write_text(json.dumps([results, scores]))
-"""
+FORKED = Path(__file__).with_name("forked.py")
 
 
 @dataclass(frozen=True)
@@ -81,10 +58,10 @@ class Result:
 
 
 class Runs:
-    """Cases trained in one start of the ranks each: importing torch and transformers costs more than the steps."""
+    """Cases trained on ranks that are forked from one program."""
 
-    def __init__(self, tiny: Tiny, root: Path) -> None:
-        self.tiny, self.root = tiny, root
+    def __init__(self, tiny: Tiny, root: Path, program: subprocess.Popen[str]) -> None:
+        self.tiny, self.root, self.program = tiny, root, program
         self.batches = batch_folders(tiny, root)
 
     def folder(self, name: str, processes: int, suffix: str = "") -> Path:
@@ -109,13 +86,11 @@ class Runs:
             batches = self.batches[: min(most_batches, CASES[name].batches)]
             cases.append((settings.model_dump(mode="json"), [str(batch) for batch in batches]))
         (self.root / "cases.json").write_text(json.dumps(cases))
-        (self.root / "script.py").write_text(SCRIPT)
-        program = TrainerProcesses.of(machine).start(
-            [self.root / "script.py", self.root / "cases.json"],
-            rendezvous=private_folder(self.root / "rendezvous"),
-            log=self.root / "log",
-        )
-        assert program.wait(280) == 0, program.tail(60)
+        asked = [processes, str(private_folder(self.root / "rendezvous")), str(self.root / "cases.json")]
+        assert self.program.stdin is not None and self.program.stdout is not None
+        self.program.stdin.write(json.dumps(asked) + "\n")
+        self.program.stdin.flush()
+        assert self.program.stdout.readline() == "0\n", (self.root / "log").read_text()[-6000:]
         return {name: read_result(folder) for name, folder in folders.items()}
 
 
@@ -133,8 +108,16 @@ def batch_folders(tiny: Tiny, root: Path) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tiny, tmp_path_factory.mktemp("sharding"))
+def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    root, pipe = tmp_path_factory.mktemp("sharding"), subprocess.PIPE
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    with (
+        (root / "log").open("w") as log,
+        subprocess.Popen(
+            [sys.executable, FORKED], stdin=pipe, stdout=pipe, stderr=log, text=True, env=environment
+        ) as program,
+    ):
+        yield Runs(tiny, root, program)
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from components.contracts.settings import Settings
 
 Suite = Literal["libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90"]
+
+
+IMAGES = "observation.images."
+"""Before the name of a camera, in observations and datasets."""
 
 
 class SimulatorSettings(Settings):
@@ -34,6 +38,11 @@ class SimulatorSettings(Settings):
         None,
         description="compact: shapes of one color each instead of LIBERO's meshes and textures, for machines that "
         "cannot fetch those. Motions are the same, images are not. For libero_spatial, libero_object, libero_goal.",
+    )
+    reach_distance: PositiveFloat | None = Field(
+        None,
+        description="An easier task: solved as soon as the gripper is this near the object that the task is about, in "
+        "meters from its origin, for demonstrations, too; none: the task's own goal.",
     )
     trusted_initial_states: tuple[str, ...] = Field(
         (), description="SHA-256 of files of initial states that are loaded although the package never had them."

@@ -12,15 +12,13 @@ from components.contracts.errors import DataError
 from components.contracts.robots import RobotObservation
 from components.environments.libero.initial_states import load_initial_states
 from components.environments.libero.package import assets_folder, import_libero, use_assets
-from components.environments.libero.settings import SimulatorSettings
+from components.environments.libero.settings import IMAGES, SimulatorSettings
 from components.environments.libero.tasks import ACTION_NAMES, LiberoTask
 
 Vector = NDArray[np.float64]
 
 STANDSTILL = np.array([0, 0, 0, 0, 0, 0, -1], np.float64)
 """The action that moves nothing and keeps the gripper open."""
-
-IMAGES = "observation.images."
 
 
 class LiberoSimulator:
@@ -92,7 +90,7 @@ class LiberoSimulator:
         return RobotObservation(images, robot_state(self.observed), self.task.language)
 
     def step(self, action: NDArray[np.floating[Any]]) -> bool:
-        """Carry out one action; whether the goal holds now.
+        """Carry out one action; whether the goal holds now, or `reach_distance` is undercut.
 
         Raises:
             DataError: it is not seven finite numbers.
@@ -103,7 +101,16 @@ class LiberoSimulator:
                 where=f"{self.task.suite}, task {self.task.index}",
             )
         self.observed, _, success, _ = self._environment.step(np.asarray(action, np.float64))
-        return bool(success)
+        distance = self._settings.reach_distance
+        if distance is None:
+            return bool(success)
+        way = self.observed[f"{self.goal[0][1]}_pos"] - self.observed["robot0_eef_pos"]
+        return float(np.linalg.norm(way)) < distance
+
+    @property
+    def reaching(self) -> bool:
+        """Whether the episode ends when the gripper is near the object."""
+        return self._settings.reach_distance is not None
 
     @property
     def goal(self) -> list[list[str]]:

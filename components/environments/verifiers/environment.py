@@ -13,12 +13,12 @@ from pydantic import Field, PositiveInt
 from components.contracts.episodes import Episode, Split, Task
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.settings import Settings
-from components.environments.code import code_digest, has_code
-from components.environments.data import named_files, versions
 from components.environments.threads import LoopThread, SharedThreadEpisode
 from components.environments.verifiers.episode import VerifiersEpisode
 from components.environments.verifiers.source import Row, VerifiersSource
 from components.installation import install_command
+from components.sources.code import code_digest, has_code
+from components.sources.data import named_files, versions
 
 
 class VerifiersSettings(Settings):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
+from components.contracts.robots import RobotObservation
 
-from components.contracts.robots import RobotObservation, RobotPolicy
-
-Actions = NDArray[np.float32]
+AnswerT = TypeVar("AnswerT")
 
 
 class EvaluationAborted(Exception):
@@ -23,25 +21,29 @@ class EvaluationAborted(Exception):
 class _Question:
     observation: RobotObservation
     seed: int
-    answer: Future[Actions] = field(default_factory=Future)
+    answer: Future[Any] = field(default_factory=Future)
 
 
-class InferenceQueue:
+class InferenceQueue(Generic[AnswerT]):
     """Players ask from their threads; the thread that runs `serve` computes, which torch and CUDA like best.
 
     Who waits is whoever happens to be ready, so batches differ from run to run; answers do not, because a
     RobotPolicy's rows are independent.
     """
 
-    def __init__(self, policy: RobotPolicy, rows: int) -> None:
-        self._policy, self._rows = policy, rows
+    def __init__(self, predict: Callable[[list[RobotObservation], list[int]], Iterable[AnswerT]], rows: int) -> None:
+        """
+        Args:
+            predict: Of a `RobotPolicy`, or another method of one whose rows are independent.
+            rows: Most that are asked at once.
+        """
+        self._predict, self._rows = predict, rows
         self._questions: SimpleQueue[_Question | Future[None]] = SimpleQueue()
         self._stopped = False
         self.calls, self.answers = 0, 0
 
-    def ask(self, observation: RobotObservation, seed: int) -> Actions:
-        """Actions (n_action_steps, dimensions).
-
+    def ask(self, observation: RobotObservation, seed: int) -> AnswerT:
+        """
         Raises:
             EvaluationAborted: the evaluation ends with an error of another thread.
         """
@@ -49,7 +51,8 @@ class InferenceQueue:
         self._questions.put(question)
         if self._stopped:
             raise EvaluationAborted
-        return question.answer.result()
+        answer: AnswerT = question.answer.result()
+        return answer
 
     def serve(self, players: list[Callable[[], None]]) -> None:
         """Run each player in a thread and answer them until all have ended.
@@ -96,10 +99,10 @@ class InferenceQueue:
     def _answer(self, questions: list[_Question]) -> None:
         if not questions:
             return
-        actions = self._policy.predict([each.observation for each in questions], [each.seed for each in questions])
+        answers = self._predict([each.observation for each in questions], [each.seed for each in questions])
         self.calls, self.answers = self.calls + 1, self.answers + len(questions)
-        for question, rows in zip(questions, actions, strict=True):
-            question.answer.set_result(rows)
+        for question, answer in zip(questions, answers, strict=True):
+            question.answer.set_result(answer)
 
     def _refuse(self) -> None:
         while True:

@@ -70,14 +70,14 @@ class Evaluation:
         known = self._journal.read().items()
         self.outcomes = {key: outcome for key, outcome in known if key in wanted and outcome.failure is None}
         left = [planned for planned in self._planned if planned.key not in self.outcomes]
-        queue = InferenceQueue(policy, self._settings.batch)
+        queue = InferenceQueue(policy.predict, self._settings.batch)
         schedule = StickyQueue(left, task_of)  # building a task's simulator takes 9 s
         count = min(self._settings.batch, len(left))
         queue.serve([self._player(simulator, schedule, queue) for simulator in simulator_slots(arenas, count)])
         return self.outcomes
 
     def _player(
-        self, simulator: SimulatorSlot, schedule: StickyQueue[PlannedEpisode], queue: InferenceQueue
+        self, simulator: SimulatorSlot, schedule: StickyQueue[PlannedEpisode], queue: InferenceQueue[Actions]
     ) -> Callable[[], None]:
         def play() -> None:
             held: TaskKey | None = None
@@ -87,7 +87,9 @@ class Evaluation:
 
         return play
 
-    def _outcome(self, simulator: SimulatorSlot, planned: PlannedEpisode, queue: InferenceQueue) -> EpisodeOutcome:
+    def _outcome(
+        self, simulator: SimulatorSlot, planned: PlannedEpisode, queue: InferenceQueue[Actions]
+    ) -> EpisodeOutcome:
         def actor(observation: RobotObservation, chunk: int) -> Actions:
             return queue.ask(observation, noise_seed(self._settings, planned, chunk))
 

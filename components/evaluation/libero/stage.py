@@ -9,14 +9,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from components.contracts.errors import ConfigurationError
 from components.contracts.numbers import write_json
 from components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from components.evaluation.libero.settings import CompareLiberoSettings, EvaluateLiberoStageSettings
 
 if TYPE_CHECKING:
     from components.contracts.robots import RobotPolicy
-    from components.environments.libero.settings import SimulatorSettings
     from components.environments.libero.tasks import LiberoTask
     from components.evaluation.libero.episode import SimulatorClient
     from components.evaluation.libero.journal import EpisodeOutcome
@@ -40,6 +38,7 @@ def evaluate_libero(
     """
     from components.environments.libero.processes import SimulatorProcess
     from components.environments.libero.tasks import suite_tasks
+    from components.evaluation.libero.robot import refuse_cameras
     from components.policies.molmoact2.policy import open_policy
 
     plan = settings.evaluation
@@ -55,7 +54,7 @@ def evaluate_libero(
     refuse_cameras(policy.cameras, settings.simulator)
     timeout = context.machine.environment_timeout
     with ExitStack() as stack:
-        stack.enter_context(_threads(context.machine.threads))
+        stack.enter_context(limited_threads(context.machine.threads))
         arenas = [
             stack.enter_context(SimulatorProcess(settings.simulator, timeout))
             for _ in range(min(context.machine.playing_processes, plan.batch))
@@ -68,7 +67,7 @@ def evaluate_libero(
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def limited_threads(count: int) -> Iterator[None]:
     """CPU threads of the policy; 0 leaves it to torch."""
     import torch
 
@@ -78,18 +77,6 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def refuse_cameras(wanted: Sequence[str], simulator: SimulatorSettings) -> None:
-    from components.environments.libero.simulator import IMAGES
-
-    given = [f"{IMAGES}{name}" for name in simulator.camera_name_mapping.values()]
-    if missing := [camera for camera in wanted if camera not in given]:
-        raise ConfigurationError(
-            f"the policy looks through {', '.join(missing)}, and the simulator gives {', '.join(given)}",
-            where="simulator.camera_name_mapping",
-            remedy="map agentview and robot0_eye_in_hand to the policy's names",
-        )
 
 
 def evaluate_policy(

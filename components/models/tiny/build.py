@@ -16,24 +16,8 @@ from components.models.load import save_checkpoint
 from components.models.settings import FormatSettings, ImageAttention, TinySettings
 from components.models.tiny.format import format_pretraining
 from components.models.tiny.tokenizer import train_tokenizer
-from components.registry import Registry
+from components.models.tiny_families import TINY_FAMILIES
 
-RECIPES = Registry(
-    "tiny model family",
-    "armature.tiny_models",
-    {
-        "qwen2-vl": "components.models.tiny.qwen:QWEN2_VL",
-        "qwen2.5-vl": "components.models.tiny.qwen:QWEN2_5_VL",
-        "qwen3-vl": "components.models.tiny.qwen:QWEN3_VL",
-        "llava": "components.models.tiny.llava:LLAVA",
-        "llava-next": "components.models.tiny.llava:LLAVA_NEXT",
-        "pixtral": "components.models.tiny.pixtral:PIXTRAL",
-        "mistral3": "components.models.tiny.pixtral:MISTRAL3",
-        "internvl": "components.models.tiny.internvl:INTERNVL",
-        "molmo2": "components.models.tiny.molmo2:MOLMO2",
-        "gemma3": "components.models.tiny.gemma3:GEMMA3",
-    },
-)
 SMALL = TinySettings(
     vision_layers=2, image_side=112, vocabulary_size=400, initializer_range=0.05, vision_initializer_range=0.05
 )
@@ -54,7 +38,7 @@ def make_tiny_checkpoint(
     Raises:
         ConfigurationError: no recipe for the family, or it leaves no choice of image attention.
     """
-    recipe = RECIPES[family]
+    recipe = TINY_FAMILIES[family]
     tokenizer = train_tokenizer(
         recipe.vocabulary,
         settings.vocabulary_size,

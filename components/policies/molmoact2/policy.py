@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from components.contracts.errors import ConfigurationError
 from components.contracts.robots import RobotObservation
-from components.policies.molmoact2.checkpoints.checkpoint import load_policy
+from components.policies.molmoact2.checkpoints.checkpoint import fill_model, load_policy
+from components.policies.molmoact2.modeling.flow_sde import noise_scales, step_logprobs
 from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.policies.molmoact2.processing.batch import Example, Floats
 from components.policies.molmoact2.processing.processor import Processor
@@ -21,6 +24,22 @@ from components.policies.settings import RobotPolicySettings
 InferenceMode = Literal["continuous", "discrete"]
 TOKENS_PER_ACTION = 16
 """Generated tokens at most, for each action of a chunk; LeRobot's bound."""
+
+
+@dataclass(frozen=True)
+class ExploredAnswer:
+    """A chunk whose probability is known, because one step of its denoising was drawn from a normal distribution.
+
+    actions: (n_action_steps, action dimensions) float32 in the dataset's units.
+    before, after: (T, max_action_dim) float32, the points of the drawn step `step`.
+    logprobs: (n_action_steps, action dimensions) float64 of `after`, number by number.
+    """
+
+    actions: Floats
+    before: Floats
+    after: Floats
+    step: int
+    logprobs: NDArray[np.float64]
 
 
 class MolmoAct2Policy:
@@ -63,6 +82,36 @@ class MolmoAct2Policy:
         examples = [self._processor.encode(observation) for observation in observations]
         chunks = self._generated(examples) if self._mode == "discrete" else self._sampled(examples, seeds)
         return self._processor.decode(chunks)[:, : self.n_action_steps]
+
+    def explore(
+        self, observations: Sequence[RobotObservation], seeds: Sequence[int], noise_level: float
+    ) -> list[ExploredAnswer]:
+        """As `predict`, from the same noise, with one step of each answer drawn at random; see `Sampler.explore`."""
+        sampler = self._sampler
+        examples = [self._processor.encode(observation) for observation in observations]
+        chunks = sampler.explore(examples, seeds, noise_level)
+        actions = self._processor.decode(chunks.actions.numpy())
+        sigmas = noise_scales(sampler.plan.steps, noise_level)
+        logprobs = step_logprobs(chunks.before, chunks.after, chunks.velocity, chunks.step, sigmas).numpy()
+        carried, own = self.n_action_steps, self.action_dimensions
+        return [
+            ExploredAnswer(
+                actions=actions[row, :carried],
+                before=chunks.before[row].numpy(),
+                after=chunks.after[row].numpy(),
+                step=int(chunks.step[row]),
+                logprobs=logprobs[row, :carried, :own],
+            )
+            for row in range(len(examples))
+        ]
+
+    def load_weights(self, checkpoint: Path) -> None:
+        """Those of another checkpoint of the same policy.
+
+        Raises:
+            DataError: a weight is missing, unknown or of another shape.
+        """
+        fill_model(self._sampler.model, checkpoint)
 
     def facts(self) -> dict[str, Any]:
         told = ("semantics", "action_mode", "chunk_size", "setup_type", "control_mode", "norm_tag", "dtype")

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import sqrt
 
 import torch
 from torch import Tensor
 
 from components.contracts.errors import DataError
 from components.policies.molmoact2.configuration import MolmoAct2Config
+from components.policies.molmoact2.modeling.flow_sde import drift, noise_scales
 from components.policies.molmoact2.modeling.graphs import GraphedFunction
 from components.policies.molmoact2.modeling.masks import context_index, context_mask
 from components.policies.molmoact2.modeling.model import MolmoAct2
@@ -51,6 +53,21 @@ def row_noise(seeds: Sequence[int], horizon: int, dimensions: int) -> Tensor:
     )
 
 
+@dataclass(frozen=True)
+class ExploredChunks:
+    """Chunks of N rows with one step drawn at random, on the CPU; see `flow_sde`.
+
+    actions, before, after, velocity: (N, T, max_action_dim) float32: the normalized actions, and of the drawn step the
+    points before and after it and the velocity. step: (N,) int64, its number.
+    """
+
+    actions: Tensor
+    before: Tensor
+    after: Tensor
+    velocity: Tensor
+    step: Tensor
+
+
 class Sampler:
     """Answers examples without actions. The model is put into eval mode."""
 
@@ -68,7 +85,8 @@ class Sampler:
         on_gpu = self.device.type == "cuda"
         self.group, self.width, self.pad_id = group if on_gpu else 1, width, pad_id
         self._padded = on_gpu
-        self._graph = GraphedFunction(self._euler) if on_gpu else None
+        self._euler_steps = GraphedFunction(self._euler) if on_gpu else self._euler
+        self._flow_sde_steps = GraphedFunction(self._flow_sde) if on_gpu else self._flow_sde
 
     @torch.no_grad()
     def sample(self, examples: Sequence[Example], seeds: Sequence[int]) -> Tensor:
@@ -80,6 +98,29 @@ class Sampler:
         noise = row_noise(seeds, self.horizon, self.model.config.max_action_dim)
         chunks = [self._sample(batch, noise[rows]) for rows, batch in self._groups(examples)]
         return torch.cat(chunks)[: len(examples)]
+
+    @torch.no_grad()
+    def explore(self, examples: Sequence[Example], seeds: Sequence[int], noise_level: float) -> ExploredChunks:
+        """As `sample`, from the same noise, but with one step of Flow-SDE in each row.
+
+        Which step, and how it falls, is drawn from the row's seed after the noise.
+
+        Args:
+            noise_level: See `noise_scales`.
+
+        Raises:
+            DataError: an example is longer than `width`.
+        """
+        steps, shape = self.plan.steps, (self.horizon, self.model.config.max_action_dim)
+        noise, drawn, kicks = map(torch.stack, zip(*(_draw(seed, shape, steps) for seed in seeds), strict=True))
+        sigmas = torch.zeros(len(drawn), steps)
+        sigmas[torch.arange(len(drawn)), drawn] = noise_scales(steps, noise_level)[drawn].float()
+        parts = []
+        for rows, batch in self._groups(examples):
+            random = [each[rows].to(self.device) for each in (noise, kicks, sigmas)]
+            parts.append(self._flow_sde_steps([*random, *self._conditions(batch)]).cpu())
+        actions, before, after, velocity = torch.cat(parts, dim=1)[:, : len(examples)]
+        return ExploredChunks(actions, before, after, velocity, drawn)
 
     @torch.no_grad()
     def generate(self, examples: Sequence[Example], max_steps: int) -> list[list[int]]:
@@ -107,31 +148,50 @@ class Sampler:
             yield rows, batch.to(self.device)
 
     def _sample(self, batch: PolicyBatch, noise: Tensor) -> Tensor:
+        return self._euler_steps([noise.to(self.device), *self._conditions(batch)]).cpu()
+
+    def _conditions(self, batch: PolicyBatch) -> list[Tensor]:
+        """What all steps share: used (N, 1, D), mask (N, 1, 1, S), then keys and values of every layer."""
         with self.model.autocast(self.device):
             cache = self.model.encode(batch, self.plan.bidirectional_images).cache
             seen = context_mask(batch, self.plan.hides_answers, self.model.config)
             context = context_index(batch, seen, self.width if self._padded else None)
             contexts = [self.model.action_expert.context(layer, context) for layer in cache]
         used = ~batch.dimension_padding if self.plan.mask_dimensions else torch.ones_like(batch.dimension_padding)
-        inputs = [
-            noise.to(self.device),
-            used[:, None].float(),
-            context.valid[:, None, None, :],
-            *(part for pair in contexts for part in pair),
-        ]
-        return (self._euler if self._graph is None else self._graph)(inputs).cpu()
+        return [used[:, None].float(), context.valid[:, None, None, :], *(part for pair in contexts for part in pair)]
 
     def _euler(self, inputs: Sequence[Tensor]) -> Tensor:
-        """noise (N, T, D), used (N, 1, D), mask (N, 1, 1, S), then keys and values of every layer."""
-        noise, used, mask, *flat = inputs
-        contexts = list(zip(flat[::2], flat[1::2], strict=True))
+        """noise (N, T, D), then `_conditions`."""
+        noise, used, *conditions = inputs
         x = noise * used
-        with self.model.autocast(self.device):
-            for step in range(self.plan.steps):
-                time = torch.full((1,), step / self.plan.steps, device=self.device)
-                velocity = self.model.action_expert.velocity(x, time, contexts, mask, None)
-                x = x + velocity.to(x.dtype) * used / self.plan.steps
+        for step in range(self.plan.steps):
+            velocity = self._velocity(x, step, conditions)
+            x = x + velocity * used / self.plan.steps
         return x
+
+    def _flow_sde(self, inputs: Sequence[Tensor]) -> Tensor:
+        """noise and kicks (N, T, D), sigmas (N, steps), 0 but for each row's drawn step, then `_conditions`.
+
+        (4, N, T, D): actions, and of the drawn step the points before and after it, and the velocity.
+        """
+        noise, kicks, sigmas, used, *conditions = inputs
+        steps = self.plan.steps
+        x = noise * used
+        kept = [torch.zeros_like(x)] * 3
+        for step in range(steps):
+            velocity = self._velocity(x, step, conditions)
+            sigma = sigmas[:, step, None, None]
+            moved = x + drift(x, velocity, step / steps, sigma) * used / steps + sigma / sqrt(steps) * kicks * used
+            kept = [torch.where(sigma > 0, new, old) for new, old in zip((x, moved, velocity), kept, strict=True)]
+            x = moved
+        return torch.stack([x, *kept])
+
+    def _velocity(self, x: Tensor, step: int, conditions: Sequence[Tensor]) -> Tensor:
+        mask, *flat = conditions
+        contexts = list(zip(flat[::2], flat[1::2], strict=True))
+        time = torch.full((1,), step / self.plan.steps, device=self.device)
+        with self.model.autocast(self.device):
+            return self.model.action_expert.velocity(x, time, contexts, mask, None).to(x.dtype)
 
     def _generate(self, batch: PolicyBatch, max_steps: int) -> list[list[int]]:
         text, eos = self.model.vlm.model.language_model, self.model.config.eos_token_id
@@ -150,6 +210,14 @@ class Sampler:
                 x = text.embed_tokens(chosen[-1][:, None])
                 hidden = text(x, (positions + step)[:, None], seen[:, None, None], hidden.cache)
         return [_up_to(row, eos) for row in torch.stack(chosen, dim=1).tolist()]
+
+
+def _draw(seed: int, shape: tuple[int, int], steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a row: the noise, as `row_noise` has it, which step is drawn, and how it falls."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(shape, generator=generator)
+    step = torch.randint(steps, (), generator=generator)
+    return noise, step, torch.randn(shape, generator=generator)
 
 
 def _up_to(tokens: list[int], last: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import json
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,6 +16,7 @@ from components.environments.libero.package import assets_folder, use_assets
 from components.environments.libero.simulator import LiberoSimulator, robot_state
 from components.environments.libero.tasks import suite_tasks
 
+from .mesh_physics import RECORDED, TASKS, end_state
 from .simulated import needs_libero, physics, simulator
 
 pytestmark = needs_libero
@@ -74,20 +75,11 @@ def test_a_reset_hangs_on_its_arguments_alone(drawer: LiberoSimulator) -> None:
     assert np.array_equal(drawer.site("wooden_cabinet_1_top_side"), placed)
 
 
-@pytest.mark.skipif("ARMATURE_LIBERO_ASSETS" not in os.environ, reason="ARMATURE_LIBERO_ASSETS names no assets")
 @pytest.mark.slow
-@pytest.mark.parametrize(("suite", "index"), [("libero_goal", 4), ("libero_object", 0), ("libero_spatial", 4)])
+@pytest.mark.parametrize(("suite", "index"), TASKS)
 def test_simple_shapes_move_as_libero_s_meshes(suite: str, index: int) -> None:
-    ends = []
-    for assets in (None, "compact"):
-        made = LiberoSimulator(suite_tasks(suite)[index], simulator(assets=assets))
-        made.reset(1, 5)
-        rng = np.random.default_rng(0)
-        for _ in range(10):
-            made.step(rng.uniform(-1, 1, 7))
-        ends.append(physics(made))
-        made.close()
-    assert np.array_equal(*ends)
+    recorded = json.loads(RECORDED.read_text())[f"{suite}/{index}"]
+    np.testing.assert_allclose(end_state(suite, index, "compact"), recorded, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("action", [np.full(7, np.nan), np.zeros(6), np.zeros((1, 7))], ids=["nan", "6", "(1, 7)"])

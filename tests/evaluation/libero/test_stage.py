@@ -11,8 +11,9 @@ from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
 from components.contracts.stages import Artifact, StageContext, StageReport
 from components.evaluation.libero.results import read_results
+from components.evaluation.libero.robot import refuse_cameras
 from components.evaluation.libero.settings import CompareLiberoSettings, EvaluateLiberoStageSettings
-from components.evaluation.libero.stage import compare_libero, evaluate_policy, refuse_cameras
+from components.evaluation.libero.stage import compare_libero, evaluate_policy
 from components.stages import TerminalEvents, ThreadUnits
 from tests.environments.libero.simulated import simulator
 from tests.evaluation.libero.playground import TASKS, Homing, Plane, settings

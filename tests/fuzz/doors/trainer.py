@@ -32,7 +32,9 @@ def door(folder: Path) -> Iterator[Attempt]:
 
     def work() -> None:
         while True:
-            command, answer = front.next()
+            if (taken := front.next(1.0)) is None:
+                continue
+            command, answer = taken
             if command == {"name": "stop"}:
                 answer.set_result(None)
                 return

@@ -86,6 +86,23 @@ def test_a_row_has_the_same_bits_whatever_is_asked_beside_it() -> None:
         assert torch.equal(turned[5 - index], alone[index])
 
 
+def test_a_row_explores_from_the_same_noise_and_keeps_its_bits() -> None:
+    examples, seeds = _observed(3), [*SEEDS, 3, 4, 5, 6, 7, 8]
+    sampler = Sampler(_calm_model(), PLAN, horizon=HORIZON, group=3, width=40, pad_id=0)
+    together = sampler.explore(examples * 3, seeds, 0.5)
+    assert len(set(together.step.tolist())) > 2
+    for row, seed in enumerate(seeds):
+        alone = sampler.explore(examples[row % 3 :][:1], [seed], 0.5)
+        assert all(torch.equal(value[0], vars(together)[name][row]) for name, value in vars(alone).items())
+        step = int(together.step[row])
+        cut = Sampler(sampler.model, replace(PLAN, steps=10), horizon=HORIZON, group=1, width=40, pad_id=0)
+        cut._velocity = lambda x, k, rest, own=sampler._velocity, step=step: own(x, k, rest) * (k < step)  # type: ignore
+        assert torch.equal(cut.sample(examples[row % 3 :][:1], [seed])[0], together.before[row])
+        assert not together.after[row, :, USED:].any() and together.after[row, :, :USED].all()
+    narrow = sampler.explore(examples, SEEDS, 1e-7).actions
+    torch.testing.assert_close(narrow, sampler.sample(examples, SEEDS), rtol=0, atol=1e-5)
+
+
 def test_groups_of_padded_rows_sample_what_rows_alone_do() -> None:
     model, examples = _calm_model(), _observed(3)
     padded, alone = (_sampler(model, group).sample(examples, SEEDS) for group in (2, 1))
@@ -145,11 +162,13 @@ def test_an_example_beyond_the_width_is_refused() -> None:
 def test_a_cuda_graph_samples_what_the_loop_does_and_rows_keep_their_bits() -> None:
     model, examples = _calm_model().cuda(), _observed(3)
     plain = _sampler(model, 2)
-    plain._graph = None
+    plain._euler_steps, plain._flow_sde_steps = plain._euler, plain._flow_sde
     graphed = _sampler(model, 2)
-    expected = plain.sample(examples, SEEDS)
+    expected, explored = plain.sample(examples, SEEDS), plain.explore(examples, SEEDS, 0.5)
     for _ in range(2):
         assert torch.equal(graphed.sample(examples, SEEDS), expected)
+        found = graphed.explore(examples, SEEDS, 0.5)
+        assert all(torch.equal(value, vars(found)[name]) for name, value in vars(explored).items())
     for index in range(3):
         assert torch.equal(graphed.sample(examples[index : index + 1], SEEDS[index : index + 1])[0], expected[index])
     assert torch.equal(graphed.sample(examples[::-1], SEEDS[::-1]), expected.flip(0))

@@ -15,6 +15,7 @@ from components.contracts.errors import ConfigurationError, DataError
 from components.environments.alfworld import packaged
 from components.environments.alfworld.games.game import KINDS, SOURCES, FolderGames, Game, Source
 from components.environments.alfworld.games.untrusted import check_goal, check_problem
+from components.project import project_path
 
 GAME, TRAJECTORY, PROBLEM = "game.tw-pddl", "traj_data.json", "initial_state.pddl"
 LARGEST_FILE = 16 * 2**20
@@ -51,7 +52,7 @@ def read_games(settings: FolderGames, source: Source, *, count: int, seed: int) 
         ConfigurationError: the folder's digest is another, or it has fewer playable games.
         DataError: a game's files are not what they should be.
     """
-    root = Path(settings.path)
+    root = project_path(settings.path)
     actual = games_digest(root)
     if settings.digest != actual:
         raise ConfigurationError(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from components.environments.alfworld.games.folders import games_digest, read_games
 from components.environments.alfworld.games.game import FolderGames, Game, GeneratedGames, Source
 from components.environments.alfworld.games.generate import generate_games
-from components.environments.data import versions
+from components.project import project_path
+from components.sources.data import versions
 
 
 def load_games(games: GeneratedGames | FolderGames, source: Source, *, count: int, seed: int) -> Iterator[Game]:
@@ -29,6 +29,6 @@ def games_sources(games: GeneratedGames | FolderGames) -> dict[str, str]:
     """What games depend on besides their settings; a folder that is not here is taken to be as `digest` says."""
     found = versions("alfworld", "textworld")
     if isinstance(games, FolderGames):
-        folder = Path(games.path)
+        folder = project_path(games.path)
         found["games"] = games_digest(folder) if folder.is_dir() else games.digest
     return found

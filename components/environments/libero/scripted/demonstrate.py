@@ -45,11 +45,13 @@ def demonstrate(
     simulator.reset(initial_state, seed)
     controller, rng = ScriptedPolicy(plan_for(simulator)), np.random.default_rng(seed)
     success, steps = False, 0
-    while not controller.over and steps < limit:
+    while not (controller.over or (success and simulator.reaching)) and steps < limit:
         action = controller.act(simulator.observed).astype(np.float32)
         if watch:
             yield simulator.observe(), action
         disturbed = action.copy()
         disturbed[:3] += rng.normal(0.0, noise, 3).astype(np.float32)
         success, steps = simulator.step(disturbed), steps + 1
-    yield DemonstrationOutcome(success and controller.phase == "done", steps, controller.phase, controller.retries)
+    yield DemonstrationOutcome(
+        success and (controller.phase == "done" or simulator.reaching), steps, controller.phase, controller.retries
+    )

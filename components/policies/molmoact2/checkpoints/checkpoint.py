@@ -90,12 +90,20 @@ def load_model(source: str | Path, parts: PolicyParts, device: str | torch.devic
     Raises:
         DataError: a weight is missing, unknown or of another shape.
     """
-    folder = locate(source, parts.settings.revision, POLICY)
     model = empty_model(parts).to_empty(device=device)
+    fill_model(model, locate(source, parts.settings.revision, POLICY))
+    return model.eval()
+
+
+def fill_model(model: MolmoAct2, folder: Path) -> None:
+    """Give a model the weights of a checkpoint; its tensors stay where they are.
+
+    Raises:
+        DataError: a weight is missing, unknown or of another shape.
+    """
     with TensorFiles(folder) as files:
         tensors = LeRobotTensors(files, folder) if is_lerobot(folder) else files
-        load_weights(model, tensors, parts.config.molmo2(), str(folder))
-    return model.eval()
+        load_weights(model, tensors, model.config.molmo2(), str(folder))
 
 
 def save_policy(

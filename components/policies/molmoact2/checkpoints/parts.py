@@ -18,6 +18,7 @@ from components.policies.molmoact2.processing.norm_stats import NormStats, Robot
 from components.policies.molmoact2.processing.processor import Processor
 from components.policies.settings import RobotPolicySettings
 from components.policies.source import POLICY_WITHOUT_WEIGHTS, read_settings
+from components.project import project_source
 
 CONFIG, PROCESSOR_CONFIG, ACTION_TOKENIZER = "config.json", "processor_config.json", "action_tokenizer"
 
@@ -130,8 +131,7 @@ def _tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 def _action_tokens(folder: Path, settings: RobotPolicySettings) -> ActionTokens | None:
     if settings.action_tokenizer is not None:
-        return ActionTokens.load(
-            locate(settings.action_tokenizer, settings.action_tokenizer_revision, POLICY_WITHOUT_WEIGHTS)
-        )
+        source = project_source(settings.action_tokenizer)
+        return ActionTokens.load(locate(source, settings.action_tokenizer_revision, POLICY_WITHOUT_WEIGHTS))
     inside = folder / ACTION_TOKENIZER
     return ActionTokens.load(inside) if inside.is_dir() else None

@@ -104,6 +104,21 @@ class MolmoAct2(nn.Module):
         )
         return hidden
 
+    def velocity(
+        self, batch: PolicyBatch, points: Tensor, times: Tensor, bidirectional_images: bool, hides_answers: bool
+    ) -> Tensor:
+        """The velocity at one point of each example's flow: (E, T, dimensions), with its gradient.
+
+        Args:
+            points: (E, T, dimensions). times: (E,) in [0, 1].
+            bidirectional_images, hides_answers: as in `LossPlan`.
+        """
+        with self.autocast(batch.input_ids.device):
+            cache = self.encode(batch, bidirectional_images).cache
+            context = context_index(batch, context_mask(batch, hides_answers, self.config))
+            velocity: Tensor = self.action_expert(points[:, None], times[:, None], cache, context, None)
+        return velocity[:, 0]
+
     def _flow(self, batch: PolicyBatch, hidden: BackboneOutput, draws: FlowSamples, plan: LossPlan) -> Tensor:
         assert batch.actions is not None
         used = ~batch.dimension_padding if plan.mask_dimensions else None

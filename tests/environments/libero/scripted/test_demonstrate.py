@@ -49,6 +49,17 @@ def test_too_few_steps_are_a_failure(bowl: LiberoSimulator) -> None:
     assert (outcome.success, outcome.steps, outcome.phase) == (False, 5, "above")
 
 
+def test_reaching_is_solved_where_the_gripper_first_comes_near(
+    bowl: LiberoSimulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bowl, "_settings", bowl._settings.model_copy(update={"reach_distance": 0.065}))
+    *steps, outcome = demonstrate(bowl, 0, 1, noise=0.0, limit=280, watch=False)
+    _, data, item = bowl.body("akita_black_bowl_1")
+    distance = np.linalg.norm(data.xpos[item] - bowl.site("gripper0_grip_site"))
+    assert isinstance(outcome, DemonstrationOutcome) and not steps
+    assert outcome.success and outcome.phase == "descend" and 0.06 < distance < 0.065
+
+
 def test_grasps() -> None:
     place, yaw = rim_grasp(np.pi / 2, 0.05, 0.03)
     assert np.allclose(place, [0, 0.05, 0.03]) and abs(yaw) < 1e-12  # half a turn is no turn for two fingers

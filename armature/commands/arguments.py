@@ -1,0 +1,49 @@
+"""Arguments and options that several commands have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+
+def _recipes(incomplete: str) -> list[str]:
+    from components.configuration import recipe_names
+
+    return [name for name in recipe_names() if name.startswith(incomplete)]
+
+
+Name = Annotated[
+    str,
+    typer.Argument(
+        help="A recipe: <flow>/<deployment>, as `armature list` shows them, or a file: my/recipe.toml.",
+        autocompletion=_recipes,
+    ),
+]
+Names = Annotated[
+    Optional[list[str]],  # noqa: UP045 (typer reads this annotation at run time)
+    typer.Argument(metavar="[RECIPE]...", help="Names or files. Default: all installed recipes."),
+]
+Overrides = Annotated[
+    Optional[list[str]],  # noqa: UP045 (typer reads this annotation at run time)
+    typer.Option(
+        "--set", metavar="A.B=VALUE", help="Change a value (TOML syntax; a bare word is a string); A.B= leaves it out."
+    ),
+]
+MachineOverrides = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Option("--machine", metavar="KEY=VALUE", help="Change a fact of the machine: --machine servers=2."),
+]
+Force = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Option(metavar="STAGE", help="Make a stage again, and all that depends on it; repeat for more."),
+]
+Store = Annotated[Path, typer.Option(help="Folder of the artifact store.")]
+
+
+def overrides(settings: list[str] | None, machine: list[str] | None, force: list[str] | None = None) -> list[str]:
+    """The options `--set`, `--machine` and `--force` as overrides of a recipe."""
+    forced = [f"machine.force={json.dumps(force)}"] if force else []
+    return [*(settings or []), *(f"machine.{each}" for each in machine or []), *forced]

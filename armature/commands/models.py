@@ -1,0 +1,157 @@
+"""Commands that take a model, in and out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from armature.commands.arguments import MachineOverrides, Store
+
+app = typer.Typer()
+
+Checkpoint = Annotated[
+    str, typer.Argument(metavar="CHECKPOINT", help="Of a training: folder, digest, or models:/NAME@ALIAS.")
+]
+Adapter = Annotated[bool, typer.Option("--adapter", help="The adapters alone, in PEFT's layout.")]
+Base = Annotated[
+    str,
+    typer.Option(help="Of a policy: the released checkpoint that LeRobot takes tokenizer and image processor from."),
+]
+
+
+@app.command(epilog="Examples: armature setup; armature setup --folder .venv-vllm; TORCH_BACKEND=cpu armature setup")
+def setup(
+    folder: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            help="Where to make it. Default: .venv-vllm in a checkout, else the user's data folder, where runs in any "
+            "folder find it. .venv-vllm in the folder of a run comes first.",
+            file_okay=False,
+        ),
+    ] = None,
+) -> None:
+    """Make the environment of the model servers: vLLM for this machine, and Armature's plug-in.
+
+    It takes minutes and gigabytes. An environment that is there is replaced.
+    """
+    from armature.setup.command import make_server_environment
+
+    make_server_environment(folder)
+
+
+@app.command(
+    epilog="Examples: armature serve .armature/store/model/1f0c2d... --port 8000; "
+    "armature serve Qwen/Qwen2.5-VL-3B-Instruct --revision main --gpus 0"
+)
+def serve(
+    model: Annotated[str, typer.Argument(help="A checkpoint's folder, an artifact's, or a hub name.")],
+    revision: Annotated[Optional[str], typer.Option(help="Commit or branch of a hub name.")] = None,  # noqa: UP045
+    port: Annotated[int, typer.Option(help="Port on loopback.")] = 8000,
+    gpus: Annotated[str, typer.Option(help="Devices for one copy of the model: 0 or 0,1. Default: the CPU.")] = "",
+    max_model_len: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Longest prompt and completion together, in tokens. Default: 4096, or the model's limit."),
+    ] = None,
+    max_images: Annotated[int, typer.Option(help="Images in one prompt.")] = 4,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16. Default: float32 on the CPU.")] = "",
+    machine: MachineOverrides = None,
+) -> None:
+    """Start a model server that runs join.
+
+    It samples as trainings need it, and takes weights from whoever has its key.
+    """
+    from armature.serve import serve_model
+    from components.configuration import section_of
+    from components.contracts.machine import Machine
+    from components.inference.settings import ServerSettings
+
+    devices = [int(each) for each in gpus.split(",") if each.strip()]
+    values = {
+        "max_model_len": max_model_len or 4096,
+        "max_images_per_prompt": max_images,
+        "dtype": dtype or ("bfloat16" if devices else "float32"),
+    }
+    given = [f"server_gpus={json.dumps([devices] if devices else [])}", f"server_arguments.port={port}"]
+    settings = section_of(ServerSettings, values, "armature serve")
+    facts = section_of(Machine, {}, "--machine", [*given, *(machine or [])])
+    serve_model(model, revision, settings, facts, shorter=max_model_len is None)
+
+
+@app.command(
+    "train-multimodal",
+    context_settings={"ignore_unknown_options": True},
+    epilog="Example: armature train-multimodal @ configs/vf-rl/test-multimodal.toml",
+)
+def train_multimodal(
+    arguments: Annotated[Optional[list[str]], typer.Argument(metavar="@ FILE")] = None,  # noqa: UP045
+) -> None:
+    """Train from a TOML file of four tables.
+
+    They are model, [env], [inference] and [trainer]; the model server is started as well.
+    """
+    from armature.train_multimodal import train
+
+    train(arguments or [])
+
+
+@app.command(
+    epilog="The first node says which: armature join .armature/store/workspaces/train-vla-.../trainer/trainer.json"
+)
+def join(
+    job: Annotated[
+        Path,
+        typer.Argument(
+            metavar="JOB",
+            help="The training's trainer.json, in the store that nodes share, or a run's machine.trainer_rendezvous.",
+        ),
+    ],
+) -> None:
+    """Take part in a training on several nodes, as another node than the first.
+
+    Ends when the training ends; with a folder, when the folder is removed.
+    """
+    from components.training.join import join as take_part
+
+    take_part(job)
+
+
+@app.command(epilog="Examples: armature export data/train-vlm my-model; armature export data/train-vla my-policy")
+def export(
+    checkpoint: Checkpoint,
+    out: Annotated[Path, typer.Argument(help="The folder to make.")],
+    adapter: Adapter = False,
+    base: Base = "allenai/MolmoAct2",
+    store: Store = Path(".armature/store"),
+) -> None:
+    """Write a checkpoint as other programs load it, with a model card.
+
+    A vision-language model as transformers and vLLM load it, adapters merged in; a robot policy as LeRobot does.
+    """
+    from armature.export import export as write
+
+    print(write(checkpoint, out, store, adapter=adapter, base=base))
+
+
+@app.command(epilog="Examples: armature push data/train-vlm me/my-model; armature push my-model me/my-model --public")
+def push(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="As for export, or a folder that export has made.")
+    ],
+    repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="OWNER/NAME on the hub; made if it is not there.")],
+    public: Annotated[bool, typer.Option("--public", help="Everybody may see it. Default: private.")] = False,
+    revision: Annotated[str, typer.Option("--revision", "--branch", help="Branch; made if it is not there.")] = "main",
+    adapter: Adapter = False,
+    base: Base = "allenai/MolmoAct2",
+    store: Store = Path(".armature/store"),
+) -> None:
+    """Upload a checkpoint to the Hugging Face hub, as export writes it.
+
+    The token is the hub's own affair: HF_TOKEN, or `hf auth login`. An upload that was interrupted is repeated by the
+    same command.
+    """
+    from armature.push import push as upload
+
+    print(upload(checkpoint, repo_id, store, public=public, branch=revision, adapter=adapter, base=base))

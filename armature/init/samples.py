@@ -1,0 +1,58 @@
+"""A small dataset: images of a colored shape, and a question about its color."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from random import Random
+
+from PIL import Image, ImageDraw
+
+COLORS = {
+    "red": (220, 40, 40),
+    "green": (40, 170, 60),
+    "blue": (40, 70, 220),
+    "yellow": (235, 215, 50),
+    "purple": (130, 40, 160),
+    "black": (20, 20, 20),
+}
+SHAPES = ("circle", "square", "triangle")
+EACH = 18
+"""Images of each color and shape."""
+TESTED = 5
+"""Of them, those that are held out."""
+SIZE, BACKGROUND = 56, (200, 200, 200)
+
+
+def write_samples(folder: Path) -> None:
+    """`shapes.jsonl`, with a row for each image of `images/`: the same on every machine.
+
+    Columns: image (path from here), question, answer, shape, split (train or test).
+    """
+    (folder / "images").mkdir(parents=True)
+    random, rows = Random(0), []
+    for number, (index, color, shape) in enumerate(product(range(EACH), COLORS, SHAPES)):
+        name = f"images/{number:03d}.png"
+        _image(color, shape, random).save(folder / name)
+        split = "test" if index < TESTED else "train"
+        question = f"What color is the {shape}?"
+        rows.append({"image": name, "question": question, "answer": color, "shape": shape, "split": split})
+    (folder / "shapes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _image(color: str, shape: str, random: Random) -> Image.Image:
+    image = Image.new("RGB", (SIZE, SIZE), BACKGROUND)
+    width = random.randint(38, 50)
+    left, top = random.randint(2, SIZE - width - 2), random.randint(2, SIZE - width - 2)
+    right, bottom = left + width, top + width
+    red, green, blue = (min(255, max(0, level + random.randint(-15, 15))) for level in COLORS[color])
+    draw = ImageDraw.Draw(image)
+    if shape == "circle":
+        draw.ellipse((left, top, right, bottom), fill=(red, green, blue))
+    elif shape == "square":
+        draw.rectangle((left, top, right, bottom), fill=(red, green, blue))
+    else:
+        corners = [(left, bottom), (right, bottom), ((left + right) // 2, top)]
+        draw.polygon(corners, fill=(red, green, blue))
+    return image

@@ -1,0 +1,83 @@
+"""`armature serve`: one vLLM server that runs and trainers join, until it is interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import shlex
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from armature.services import STATE
+from components.contracts.errors import ServerError
+from components.contracts.machine import Machine
+from components.inference.checkpoint import longest_sequence
+from components.inference.server import VllmServer
+from components.inference.settings import ServerSettings
+from components.models.source import locate
+from components.private_files import private_folder
+
+LOGS = STATE / "serve"
+POLL = 1.0
+
+
+def serve_model(
+    model: str,
+    revision: str | None,
+    settings: ServerSettings,
+    machine: Machine,
+    say: Callable[[str], None] = print,
+    shorter: bool = False,
+) -> None:
+    """Serve a checkpoint folder, an artifact or a hub name until it is interrupted.
+
+    The key is VLLM_API_KEY, or is made; without it the server answers nothing but liveness.
+
+    Args:
+        say: is told how to join, when the server answers.
+        shorter: `settings.max_model_len` is lowered to what the model has positions for.
+
+    Raises:
+        ConfigurationError: a hub name without a revision, or an option that cannot be.
+        DataError: there is no such checkpoint.
+        ServerError: it does not start, or ends.
+    """
+    folder = locate(model, revision)
+    if shorter:
+        longest = min(settings.max_model_len, longest_sequence(folder))
+        settings = settings.model_copy(update={"max_model_len": longest})
+    key = os.environ.get("VLLM_API_KEY") or secrets.token_urlsafe(32)
+    server = VllmServer(settings, machine, index=0, log_folder=private_folder(LOGS), api_key=key)
+    with suppress(asyncio.CancelledError):
+        asyncio.run(_serve(server, folder, say))
+
+
+async def _serve(server: VllmServer, folder: Path, say: Callable[[str], None]) -> None:
+    own = asyncio.current_task()
+    assert own is not None
+    for interruption in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(interruption, own.cancel)
+    await server.start(folder)
+    try:
+        say("\n".join(how_to_join(server.url, server.api_key)))
+        while server.alive:
+            await asyncio.sleep(POLL)
+        raise ServerError(f"the server ended; its last lines:\n{server.tail()}", where=str(server.log))
+    finally:
+        await server.stop()
+
+
+def how_to_join(url: str, key: str) -> list[str]:
+    """What a run, the trainer class and any client of the OpenAI protocol are told, for a shell."""
+    endpoints = shlex.quote(f"endpoints={json.dumps([url])}")
+    return [
+        f"serving at {url} as the model 'policy'; in the shell of whoever joins:",
+        f"  export VLLM_API_KEY={shlex.quote(key)}",
+        f"  armature run RECIPE --machine {endpoints}",
+        f"  or MultimodalRLConfig(vllm_server_port={url.rpartition(':')[2]}, ...)",
+        "Ctrl-C ends it",
+    ]

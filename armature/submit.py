@@ -1,0 +1,171 @@
+"""`armature submit`: a run of a deployment with changed values, on the platform's workers."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from armature.deployments import FLOWS
+from armature.run import joined_api
+from components.configuration import SUFFIX, Recipe, build_recipe, load_recipe, merge, parse_override
+from components.contracts.errors import ConfigurationError, ServerError
+from components.project import project
+from components.registry import suggestion
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.objects import FlowRun
+    from prefect.client.schemas.responses import DeploymentResponse
+
+POLL_SECONDS = 2.0
+LOGS_PER_CALL = 200
+SUMMARY = "summary"
+"""Key of the artifact that tasks/reports.py makes."""
+
+
+def submit(name: str, overrides: Sequence[str], watch: bool) -> int:
+    """Start a run of the deployment `name`, or of that of a recipe's file, and print its name and page.
+
+    Args:
+        watch: print its log, and return when it has ended.
+
+    Returns:
+        0; with `watch`, 1 if it did not complete.
+
+    Raises:
+        ConfigurationError: there is no such deployment, or a value is wrong: nothing is started.
+        ServerError: Prefect's API does not answer, or no worker serves the deployment's work pool.
+    """
+    recipe = load_recipe(name) if name.endswith(SUFFIX) else None
+    if (url := joined_api()) is None:
+        raise ServerError(
+            "no platform is running here",
+            where=str(Path.cwd()),
+            remedy="`armature up --detach`; or name the API of another: PREFECT_API_URL and PREFECT_API_AUTH_STRING",
+        )
+    os.environ.setdefault("PREFECT_LOGGING_TO_API_ENABLED", "false")  # this process only asks
+    from prefect.client.orchestration import get_client
+    from prefect.utilities.urls import url_for
+
+    with get_client(sync_client=True) as client:
+        deployment = _deployment(client, recipe.name if recipe else name)
+        changed = _changed(deployment, name, recipe, overrides)
+        _refuse_without_worker(client, deployment, url)
+        run = client.create_flow_run_from_deployment(deployment.id, parameters=changed)
+        print(f"{run.name}  {url_for(run) or ''}", flush=True)
+        return _watch(client, run) if watch else 0
+
+
+def _deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse:
+    """
+    Raises:
+        ConfigurationError: there is none; the nearest one is suggested.
+    """
+    from prefect.exceptions import ObjectNotFound
+
+    try:
+        return client.read_deployment_by_name(name)
+    except (ObjectNotFound, ValueError) as error:  # a name without a slash is the second
+        flows = {flow.id: flow.name for flow in client.read_flows()}
+        known = [f"{flows.get(each.flow_id)}/{each.name}" for each in client.read_deployments()]
+        raise ConfigurationError(
+            f"no deployment is called {name!r}",
+            where=str(client.api_url),
+            remedy=f"{suggestion(name, known)}; a recipe gets one by `armature deployments write`, then `armature up` "
+            "or `prefect deploy --all`",
+        ) from error
+
+
+def _changed(
+    deployment: DeploymentResponse, name: str, recipe: Recipe | None, overrides: Sequence[str]
+) -> dict[str, Any]:
+    """The sections that differ from the deployment's, whole: Prefect merges parameters at the top level alone.
+
+    Raises:
+        ConfigurationError: a value that `armature run --set` would refuse.
+    """
+    kind = next((kind for kind, entrypoint in FLOWS.items() if entrypoint == deployment.entrypoint), None)
+    if kind is None:
+        raise ConfigurationError(
+            "the deployment is not of a flow of ours", where=f"{name}: {deployment.entrypoint}", remedy="armature list"
+        )
+    stored = {section: values for section, values in deployment.parameters.items() if values is not None}
+    values: dict[str, Any] = {"flow": kind, **stored}
+    for override in overrides:
+        values = merge(values, parse_override(override))
+    folder = recipe.folder if recipe else _folder(deployment)
+    with project(folder):
+        made = build_recipe(name if recipe is None else recipe.name, values, f"deployment {name}", folder).dump()
+        before = build_recipe(name, {"flow": kind, **stored}, f"deployment {name}", folder).dump()
+    return {key: made.get(key) for key in {*made, *before} if made.get(key) != before.get(key)}
+
+
+def _folder(deployment: DeploymentResponse) -> Path | None:
+    """That of a recipe outside the installation, which relative paths of its values begin at."""
+    steps = [step.get("components.project.use_project") for step in deployment.pull_steps or ()]
+    return next((Path(step["folder"]) for step in steps if step), None)
+
+
+def _refuse_without_worker(client: SyncPrefectClient, deployment: DeploymentResponse, url: str) -> None:
+    """
+    Raises:
+        ServerError: the run would wait for a worker that is not there, or for a work pool that is paused.
+    """
+    from prefect.client.schemas.filters import WorkerFilter, WorkerFilterStatus
+
+    pool = deployment.work_pool_name
+    if pool is None:
+        return
+    if client.read_work_pool(pool).is_paused:
+        raise ServerError(f"the work pool {pool!r} is paused", where=url, remedy=f"prefect work-pool resume {pool}")
+    online = WorkerFilter(status=WorkerFilterStatus(any_=["ONLINE"]))
+    if not client.read_workers_for_work_pool(pool, online):
+        raise ServerError(
+            f"no worker serves the work pool {pool!r}, so the run would not start",
+            where=url,
+            remedy=f"start one: `armature up --pool {pool}`, or `prefect worker start --pool {pool}` on the machine "
+            "that has what the recipe needs. `prefect deployment run` lets a run wait",
+        )
+
+
+def _watch(client: SyncPrefectClient, run: FlowRun) -> int:
+    """Print the run's log until it has ended."""
+    seen, printed = "", 0
+    while True:
+        found = client.read_flow_run(run.id)
+        state = found.state
+        said = f"{state.name}{f': {state.message}' if state.message else ''}" if state else "Pending"
+        printed = _print_logs(client, run, printed)
+        if said != seen:
+            print(f"{run.name}  {said}", flush=True)
+            seen = said
+        if state and state.is_final():
+            _print_summary(client, run)
+            return 0 if state.is_completed() else 1
+        time.sleep(POLL_SECONDS)
+
+
+def _print_logs(client: SyncPrefectClient, run: FlowRun, offset: int) -> int:
+    from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
+    from prefect.client.schemas.sorting import LogSort
+
+    chosen = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run.id]))
+    while lines := client.read_logs(chosen, limit=LOGS_PER_CALL, offset=offset, sort=LogSort.TIMESTAMP_ASC):
+        for line in lines:
+            print(f"{line.timestamp:%H:%M:%S}  {line.message}", flush=True)
+        offset += len(lines)
+    return offset
+
+
+def _print_summary(client: SyncPrefectClient, run: FlowRun) -> None:
+    """What `armature run` ends with."""
+    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
+
+    chosen = ArtifactFilter(key=ArtifactFilterKey(any_=[SUMMARY]), flow_run_id=ArtifactFilterFlowRunId(any_=[run.id]))
+    for artifact in client.read_artifacts(artifact_filter=chosen):
+        for line in str(artifact.data).splitlines():
+            if line.startswith("- `"):
+                print(line[3:-1], flush=True)

@@ -1,0 +1,176 @@
+"""A table of prompts, images and answers as an environment, graded by rewards by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from components.artifacts.cache import DownloadCache, make_once
+from components.artifacts.digests import document_digest
+from components.contracts.episodes import EarlierMessage, Observation, Outcome, Split, Task
+from components.contracts.errors import DataError
+from components.contracts.failures import RolloutFailed
+from components.contracts.images import EncodedImage
+from components.environments.dataset.bad_rows import BadRow, BadRows
+from components.environments.dataset.files import DataFiles
+from components.environments.dataset.rows import RowExample, demonstration_of, example_of, row_for_rewards
+from components.environments.dataset.select import RowReference, image_paths, selected
+from components.environments.dataset.settings import DatasetEnvironmentSettings
+from components.environments.dataset.shards import Row
+from components.environments.dataset.source import RowTable, is_hub_name, open_table
+from components.hub import commit_of
+from components.project import project_folder
+from components.rewards.make import Rewards, make_rewards, reward_sources
+from components.rewards.reward import RewardInput
+
+
+class DatasetEnvironment:
+    """One turn per row. Tasks name rows by file, position and digest, so a table that changes is noticed.
+
+    Which rows are held out, and the order of the tasks, do not depend on the order of the rows.
+
+    Raises:
+        ConfigurationError, DataError: see `open_table` and `make_rewards`.
+    """
+
+    name: ClassVar[str] = "dataset"
+    Settings: ClassVar[type[DatasetEnvironmentSettings]] = DatasetEnvironmentSettings
+    knows_its_tasks: ClassVar[bool] = True
+    system_prompt: ClassVar[None] = None
+    dialogue: ClassVar[bool] = True
+    max_turns: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        settings: DatasetEnvironmentSettings,
+        *,
+        train_tasks: int | None,
+        heldout_tasks: int | None,
+        seed: int,
+        processes: int,
+    ) -> None:
+        self.settings = settings
+        self._counts: dict[Split, int | None] = {"train": train_tasks, "heldout": heldout_tasks}
+        self._seed = seed
+        self._table = open_table(settings)
+        self._shards = self._table.shards  # opened now: that may take long, and an episode has its time limit
+        self._bad = BadRows(f"source {settings.source!r}", settings.on_bad_row)
+        self._rewards: Rewards = make_rewards(settings.rewards, folder=project_folder(), processes=processes)
+        self.reward_weights: Mapping[str, float] = self._rewards.weights
+
+    @staticmethod
+    def sources(settings: DatasetEnvironmentSettings) -> dict[str, str]:
+        """The data, the images that are files, and what the rewards stand on.
+
+        Raises:
+            ConfigurationError, DataError: see `open_table`.
+        """
+        table = open_table(settings)
+        images = table.files.digest(_image_names(table, settings))
+        return {"data": table.digest, "images": images, **reward_sources(settings.rewards)}
+
+    @staticmethod
+    def at_commit(settings: DatasetEnvironmentSettings, say: Callable[[str], None]) -> DatasetEnvironmentSettings:
+        """
+        Raises:
+            DataError: see `hub_commit`.
+        """
+        if settings.revision is None or not is_hub_name(settings):
+            return settings
+        return settings.model_copy(update={"revision": commit_of(settings.source, settings.revision, "dataset", say)})
+
+    @property
+    def drops(self) -> dict[str, int]:
+        """How many rows are left out, by reason, of those that were looked at."""
+        return dict(self._bad.left_out)
+
+    @cached_property
+    def _selected(self) -> dict[Split, list[RowReference]]:
+        return selected(self._table, self.settings, self._rewards, self._counts, self._seed, self._bad)
+
+    def tasks(self, split: Split) -> Iterator[Task]:
+        for number, each in enumerate(self._selected[split]):
+            payload = {"file": each.shard, "row": each.row, "digest": each.digest}
+            kind = {"kind": each.kind} if self.settings.kind else {}
+            yield Task(f"{self.name}-{split}-{number:05d}", split, payload | kind)
+
+    def demonstration(self, task: Task) -> list[str]:
+        row, example = self._row(task)
+        said = demonstration_of(row, example, self.settings)
+        return [said] if said else []
+
+    def episode(self, task: Task) -> DatasetEpisode:
+        """
+        Raises:
+            DataError: the row is not the one that the task was made from.
+        """
+        row, example = self._row(task)
+        return DatasetEpisode(example, self._table.files, row_for_rewards(row, self.settings), self._rewards)
+
+    def close(self) -> None:
+        self._rewards.close()
+
+    def _row(self, task: Task) -> tuple[Row, RowExample]:
+        name, index = task.payload["file"], task.payload["row"]
+        changed = DataError(
+            f"row {index} of {name} is not the one that the task was made from",
+            where=task.task_id,
+            remedy="put the data back, or make the tasks again",
+        )
+        shard = self._shards.get(name)
+        if shard is None:
+            raise changed
+        try:
+            row = shard.row(index)
+            example = example_of(row, self.settings)
+        except BadRow as error:
+            raise changed from error
+        if example.digest != task.payload["digest"]:
+            raise changed
+        return row, example
+
+
+class DatasetEpisode:
+    """Shows a row and grades one answer."""
+
+    def __init__(self, example: RowExample, files: DataFiles, row: dict[str, Any], rewards: Rewards) -> None:
+        self._example, self._files, self._row, self._rewards = example, files, row, rewards
+
+    async def reset(self) -> Observation:
+        """
+        Raises:
+            RolloutFailed: `bad_image`.
+        """
+        *earlier, (_, content) = [
+            (role, tuple(part if isinstance(part, str) else self._load(part) for part in parts))
+            for role, parts in self._example.messages
+        ]
+        return Observation(content, earlier=tuple(EarlierMessage(role, parts) for role, parts in earlier))
+
+    async def step(self, action: str) -> Outcome:
+        return Outcome(None, await self._rewards.grade(RewardInput(action, self._example.answer, self._row)))
+
+    async def close(self) -> None:
+        pass
+
+    def _load(self, image: Any) -> EncodedImage:
+        try:
+            loaded: EncodedImage = image.load(self._files)
+            return loaded
+        except BadRow as bad:
+            raise RolloutFailed("bad_image", bad.detail) from bad
+
+
+def _image_names(table: RowTable, settings: DatasetEnvironmentSettings) -> list[str]:
+    """Of images that are files; kept for as long as the table stays, because every row is read for it."""
+    asked = settings.model_dump(mode="json", exclude={"rewards", "split", "filters", "check_images", "on_bad_row"})
+    kept = DownloadCache.standard().folder / "tables" / f"{document_digest([table.digest, asked])}.images.json"
+    make_once(kept, lambda path: _write(path, sorted(set(image_paths(table, settings)))))
+    return list(json.loads(kept.read_text()))
+
+
+def _write(path: Path, names: list[str]) -> None:
+    path.write_text(json.dumps(names))

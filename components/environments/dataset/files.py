@@ -1,0 +1,184 @@
+"""The files of a dataset, in a folder or behind an fsspec URL: names below it that never leave it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import file_digest, sha256
+from pathlib import Path
+from typing import Protocol
+
+from fsspec.utils import glob_translate
+
+from components.artifacts.cache import DownloadCache, file_sha256, make_once
+from components.artifacts.digests import document_digest
+from components.contracts.errors import DataError
+from components.contracts.names import confined
+from components.datasets.remote import RemoteFiles, list_files, remote_folder
+
+READERS = 4
+
+
+class DataFiles(Protocol):
+    """Files by their names below a root."""
+
+    def names(self) -> list[str]:
+        """All of them, sorted; hidden ones are left out."""
+
+    def has(self, name: str) -> bool:
+        """
+        Raises:
+            DataError: the name leaves the root.
+        """
+
+    def path(self, name: str) -> Path:
+        """The file on this machine, fetched where it is not yet.
+
+        Raises:
+            DataError: the name leaves the root, or the file cannot be fetched.
+        """
+
+    def digest(self, names: Sequence[str]) -> str:
+        """Changes with what is in those of these files that there are."""
+
+
+@dataclass(frozen=True)
+class FolderFiles:
+    """Files in a folder. A link that leads out of it is refused, unless `links` says that the names are the user's."""
+
+    root: Path
+    links: bool = False
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    @cached_property
+    def _real(self) -> str:
+        return os.path.realpath(self.root)
+
+    def names(self) -> list[str]:
+        return sorted(self._walk())
+
+    def _walk(self) -> Iterator[str]:
+        for parent, folders, names in os.walk(self.root):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            below = Path(parent).relative_to(self.root)
+            yield from ((below / name).as_posix() for name in names if not name.startswith("."))
+
+    @cached_property
+    def _inside(self) -> dict[str, bool]:
+        """Folders that were looked at, and whether they are in the root when links are followed."""
+        return {}
+
+    def has(self, name: str) -> bool:
+        return os.path.isfile(self.path(name))  # noqa: PTH113 (no error for a name that is too long)
+
+    def path(self, name: str) -> Path:
+        path = self.root / confined(name, str(self.root))
+        if self.links:
+            return path
+        folder = str(path.parent)
+        if folder not in self._inside:
+            self._inside[folder] = self._is_inside(folder)
+        is_link = os.path.islink(path)  # noqa: PTH114 (no error for a name that is too long)
+        if not self._inside[folder] or (is_link and not self._is_inside(path)):
+            raise DataError(
+                f"{name[:200]!r} is a link that leads out of its folder",
+                where=str(self.root),
+                remedy="put the file itself there, or set environment.args.root to a folder that has both",
+            )
+        return path
+
+    def _is_inside(self, path: str | Path) -> bool:
+        return (os.path.realpath(path) + os.sep).startswith(self._real.rstrip(os.sep) + os.sep)
+
+    def digest(self, names: Sequence[str]) -> str:
+        """SHA-256 of their content, kept for as long as their sizes, times and inodes stay."""
+        there = [name for name in names if self._is_here(name)]
+        facts = sha256(self._real.encode())
+        for name in there:
+            state = (self.root / name).stat()
+            facts.update(
+                f"{name}\0{state.st_size}\0{state.st_mtime_ns}\0{state.st_ctime_ns}\0{state.st_ino}\n".encode()
+            )
+
+        def write(target: Path) -> None:
+            with ThreadPoolExecutor(READERS) as pool:
+                digests = pool.map(_sha256, (self.root / name for name in there))
+                target.write_text(document_digest(dict(zip(there, digests, strict=True))))
+
+        return make_once(DownloadCache.standard().folder / "digests" / facts.hexdigest(), write).read_text()
+
+    def _is_here(self, name: str) -> bool:
+        try:
+            return self.has(name)
+        except (DataError, ValueError, OSError):
+            return False
+
+
+@dataclass(frozen=True)
+class UrlFiles:
+    """Files behind a URL; `version` of a file is what its filesystem says changes with its content."""
+
+    files: RemoteFiles
+
+    def __str__(self) -> str:
+        return str(self.files)
+
+    def names(self) -> list[str]:
+        return sorted(self.files.listing.files)
+
+    def has(self, name: str) -> bool:
+        return self.files.has(confined(name, str(self)))
+
+    def path(self, name: str) -> Path:
+        return self.files.path(confined(name, str(self)))
+
+    def digest(self, names: Sequence[str]) -> str:
+        listed = self.files.listing.files
+        return document_digest({name: [listed[name].size, listed[name].version] for name in names if name in listed})
+
+
+def open_folder(place: str, links: bool = False) -> DataFiles:
+    """The files in a folder or below a URL; `links`: also links that lead out of it.
+
+    Raises:
+        ConfigurationError: what the URL's protocol needs is not installed.
+        DataError: there is nothing, or it cannot be reached.
+    """
+    if "://" not in place:
+        if not Path(place).is_dir():
+            raise DataError("there is no such folder", where=place, remedy="correct environment.args.source or root")
+        return FolderFiles(Path(place), links)
+    url = place.rstrip("/")
+    return UrlFiles(remote_folder(url, list_files(url, lambda name: not _is_hidden(name)), DownloadCache.standard()))
+
+
+def matcher(pattern: str) -> Callable[[str], bool]:
+    """Whether a name matches a glob, in which ** stands for any folders, or is in the folder of that name."""
+    expression = re.compile(glob_translate(pattern.rstrip("/") or "."))
+    return lambda name: bool(expression.match(name)) or name.startswith(pattern.rstrip("/") + "/")
+
+
+def content_sha256(path: Path) -> str:
+    """
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        return file_sha256(path)
+    except OSError as error:
+        raise DataError(f"the file cannot be read: {error.strerror}", where=str(path)) from error
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith(".") for part in name.split("/"))

@@ -1,0 +1,130 @@
+"""Images as tables hold them: bytes, {bytes, path} as Hugging Face writes them, base64, data URLs, paths."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode
+from binascii import Error as Base64Error
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+from components.artifacts.images import MAX_BYTES
+from components.contracts.errors import DataError
+from components.contracts.images import EncodedImage
+from components.environments.dataset.bad_rows import BadRow
+from components.environments.dataset.files import DataFiles
+
+BASE64 = ("iVBORw0KGgo", "/9j/", "UklGR")
+"""How PNG, JPEG and WebP files begin as base64."""
+LONGEST_PATH = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class TableImage:
+    """An image of a row: a file, or `data` that is in the table, whose `path` then says nothing."""
+
+    path: str | None
+    data: bytes | None
+
+    @property
+    def reference(self) -> dict[str, str]:
+        """What the image counts as in a row's digest: its bytes where the table has them, else its path."""
+        return {"path": self.path or ""} if self.data is None else {"sha256": sha256(self.data).hexdigest()}
+
+    def check_present(self, files: DataFiles) -> None:
+        """
+        Raises:
+            BadRow: its path leaves the folder, or there is no such file.
+        """
+        if self.data is None:
+            _present(self.path, files)
+
+    def load(self, files: DataFiles) -> EncodedImage:
+        """
+        Raises:
+            BadRow: there is no such file, or it is neither PNG, JPEG nor WebP by its first bytes.
+        """
+        data = self.data
+        if data is None:
+            name = _present(self.path, files)
+            try:
+                path = files.path(name)
+                if path.stat().st_size > MAX_BYTES:
+                    raise BadRow("bad_image", f"{name}: {path.stat().st_size} bytes, more than {MAX_BYTES}")
+                data = path.read_bytes()
+            except (DataError, OSError) as error:
+                raise BadRow("no_image", f"{name}: {error}") from error
+        return EncodedImage(data, _media_type(data, self.path or "an image"))
+
+
+def table_images(value: Any, column: str) -> list[TableImage]:
+    """The images in a value: one, or a list of them.
+
+    Raises:
+        BadRow: one is null, or of another type.
+    """
+    if isinstance(value, str) and value.startswith("["):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise BadRow("wrong_type", f"{column!r} begins as a JSON list and is none") from None
+    return [_image(each, column) for each in (value if isinstance(value, list | tuple) else [value])]
+
+
+def _image(value: Any, column: str) -> TableImage:
+    if isinstance(value, dict):
+        data, path = value.get("bytes"), value.get("path")
+        if isinstance(data, str):
+            data = _decoded(data, column)
+        if not isinstance(data, bytes | None) or not isinstance(path, str | None):
+            raise BadRow("wrong_type", f"{column!r} holds neither bytes nor a path")
+        if data is None and not path:
+            raise BadRow("no_image", f"{column!r} has neither bytes nor a path")
+        return TableImage(path or None, data)
+    if value is None or value in ("", b""):
+        raise BadRow("no_image", f"{column!r} is null")
+    if isinstance(value, bytes):
+        return TableImage(None, value)
+    if not isinstance(value, str):
+        raise BadRow("wrong_type", f"{column!r} is {type(value).__name__}, not an image")
+    if value.startswith("data:"):
+        try:
+            return TableImage(None, EncodedImage.from_url(value).data)
+        except DataError as error:
+            raise BadRow("bad_image", f"{column!r}: {error.what}") from error
+    if value.startswith(BASE64):
+        return TableImage(None, _decoded(value, column))
+    return TableImage(value, None)
+
+
+def _decoded(text: str, column: str) -> bytes:
+    try:
+        return b64decode("".join(text.split()), validate=True)
+    except (Base64Error, ValueError) as error:
+        raise BadRow("bad_image", f"{column!r}: the base64 is damaged: {error}") from error
+
+
+def _present(path: str | None, files: DataFiles) -> str:
+    name = path or ""
+    if "://" in name[:16]:
+        raise BadRow("bad_path", f"{name[:200]!r} is a URL, and none is fetched; give the file itself")
+    if len(name) > LONGEST_PATH:
+        raise BadRow("bad_path", f"a path of {len(name)} characters")
+    try:
+        found = files.has(name)
+    except (DataError, ValueError) as error:
+        raise BadRow("bad_path", error.what if isinstance(error, DataError) else f"{name[:200]!r}: {error}") from error
+    if not found:
+        raise BadRow("no_image", f"there is no file {name[:200]!r} in {files}")
+    return name
+
+
+def _media_type(data: bytes, name: str) -> str:
+    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return "image/png"
+    if data.startswith(b"\xff\xd8\xff"):
+        return "image/jpeg"
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "image/webp"
+    raise BadRow("bad_image", f"{name[:200]}: neither PNG, JPEG nor WebP")

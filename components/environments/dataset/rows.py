@@ -1,0 +1,197 @@
+"""A row as the policy meets it: what is shown, what the answer is, and digests that name it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
+from hashlib import sha256
+from typing import Any
+
+from components.contracts.episodes import Role
+from components.environments.dataset.bad_rows import BadRow
+from components.environments.dataset.chat import ChatPart, chat_messages
+from components.environments.dataset.images import TableImage, table_images
+from components.environments.dataset.settings import DatasetEnvironmentSettings
+from components.environments.dataset.template import Place, parse_template
+from components.rewards.extract import extracted
+from components.rewards.make import reward_columns
+
+Part = str | TableImage
+
+
+@dataclass(frozen=True)
+class RowExample:
+    """A usable row. The last message is the user's; `answer` is JSON.
+
+    `key` is the same for rows that show the same, `digest` for those with the same answer and kind as well.
+    """
+
+    messages: tuple[tuple[Role, tuple[Part, ...]], ...]
+    answer: Any
+    kind: str
+    key: str
+    digest: str
+
+    @property
+    def images(self) -> Iterator[TableImage]:
+        return (part for _, parts in self.messages for part in parts if isinstance(part, TableImage))
+
+
+def used_columns(settings: DatasetEnvironmentSettings) -> list[str]:
+    """Columns that make an example, grade, split and filter it."""
+    templates = [parse_template(text) for text in (settings.prompt, settings.system, settings.demonstration)]
+    split = settings.split
+    named = [
+        *(column for template in templates for column in template.columns),
+        settings.conversation,
+        *settings.images,
+        settings.answer,
+        settings.kind,
+        *reward_columns(settings.rewards),
+        *(each.column for each in settings.filters),
+        getattr(split, "column", ""),
+        getattr(split, "group", ""),
+    ]
+    return list(dict.fromkeys(filter(None, named)))
+
+
+def example_of(row: Mapping[str, Any], settings: DatasetEnvironmentSettings) -> RowExample:
+    """
+    Raises:
+        BadRow: the row cannot be used.
+    """
+    images = [image for column in settings.images for image in table_images(row.get(column), column)]
+    messages, written = _messages(row, settings)
+    answer = _answer(row, settings) if settings.answer else written
+    if settings.answer and (answer is None or (isinstance(answer, str) and not answer.strip())):
+        raise BadRow("no_answer", f"{settings.answer!r} is null or empty")
+    kind = row.get(settings.kind) if settings.kind else ""
+    if kind is None or not isinstance(kind, str | int | float):
+        raise BadRow("no_kind", f"{settings.kind!r} is {'null' if kind is None else type(kind).__name__}")
+    shown = tuple((role, tuple(parts)) for role, parts in _with_images(messages, images))
+    _check_text(shown, answer, str(kind), settings.max_characters)
+    content = [[role, [part if isinstance(part, str) else part.reference for part in parts]] for role, parts in shown]
+    key = _sha256(content)
+    return RowExample(shown, answer, str(kind), key, _sha256([key, answer, str(kind)]))
+
+
+def _answer(row: Mapping[str, Any], settings: DatasetEnvironmentSettings) -> Any:
+    answer = plain_json(row.get(settings.answer))
+    if settings.answer_extract == "all" or answer is None:
+        return answer
+    if not isinstance(answer, str):
+        raise BadRow("wrong_type", f"{settings.answer!r} is {type(answer).__name__}, of which no part is the answer")
+    found = extracted(answer, settings.answer_extract)
+    if found is None:
+        raise BadRow("no_answer", f"{settings.answer!r} has no {settings.answer_extract}: {answer!r:.100}")
+    return found
+
+
+def demonstration_of(row: Mapping[str, Any], example: RowExample, settings: DatasetEnvironmentSettings) -> str:
+    """What a demonstrator says; "" if it knows no text.
+
+    Raises:
+        BadRow: a column of the template is null or of another type.
+    """
+    if settings.demonstration:
+        return "".join(str(part) for part in parse_template(settings.demonstration).fill(row))
+    answer = example.answer[0] if isinstance(example.answer, list) and example.answer else example.answer
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        return ""
+    return str(answer)
+
+
+def plain_json(value: Any) -> Any:
+    """`value` as JSON: not-a-number is null, dates are ISO text, bytes are left out of lists and tables."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain_json(each) for key, each in value.items() if not isinstance(each, bytes)}
+    if isinstance(value, list | tuple):
+        return [plain_json(each) for each in value if not isinstance(each, bytes)]
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, Decimal | timedelta):
+        return str(value)
+    return None
+
+
+def row_for_rewards(row: Mapping[str, Any], settings: DatasetEnvironmentSettings) -> dict[str, Any]:
+    """The columns as JSON, without images."""
+    return {
+        name: plain_json(value)
+        for name, value in row.items()
+        if name not in settings.images and not isinstance(value, bytes)
+    }
+
+
+def _messages(
+    row: Mapping[str, Any], settings: DatasetEnvironmentSettings
+) -> tuple[list[tuple[Role, list[ChatPart]]], str | None]:
+    """The messages before the model's turn, and what the conversation says there."""
+    token = settings.image_token
+    if settings.conversation:
+        return chat_messages(row.get(settings.conversation), settings.conversation, token)
+    asked = parse_template(settings.prompt).fill(row, token)
+    messages: list[tuple[Role, list[ChatPart]]] = [("user", list(asked))]
+    if settings.system:
+        messages.insert(0, ("system", list(parse_template(settings.system).fill(row))))
+    return messages, None
+
+
+def _with_images(
+    messages: Sequence[tuple[Role, list[ChatPart]]], images: Sequence[TableImage]
+) -> Iterator[tuple[Role, list[Part]]]:
+    """Every place has its image, and every image its place; texts that follow one another are one."""
+    left = list(images)
+    if left and not any(isinstance(part, Place) for _, parts in messages for part in parts):
+        first = next(number for number, (role, _) in enumerate(messages) if role == "user")
+        messages = [
+            (role, [Place.IMAGES, *parts] if number == first else parts)
+            for number, (role, parts) in enumerate(messages)
+        ]
+    filled: list[tuple[Role, list[Part]]] = []
+    for role, parts in messages:
+        made: list[Part] = []
+        for part in parts:
+            if part is Place.IMAGES:
+                made += left
+                left = []
+            elif part is Place.IMAGE:
+                if not left:
+                    raise BadRow("image_count", f"the prompt has places for more than {len(images)} images")
+                made.append(left.pop(0))
+            elif isinstance(part, str) and made and isinstance(made[-1], str):
+                made[-1] += part
+            elif part != "":
+                made.append(part)
+        filled.append((role, made))
+    if left:
+        raise BadRow("image_count", f"the prompt has no place for {len(left)} of {len(images)} images")
+    if not any(isinstance(part, TableImage) or part.strip() for part in filled[-1][1]):
+        raise BadRow("no_text", "the prompt is empty")
+    yield from filled
+
+
+def _check_text(messages: Sequence[tuple[Role, Sequence[Part]]], answer: Any, kind: str, most: int) -> None:
+    texts = [part for _, parts in messages for part in parts if isinstance(part, str)]
+    try:
+        texts += [answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False), kind]
+        length = sum(map(len, texts))
+        if length > most:
+            raise BadRow("too_long", f"{length} characters, more than max_characters = {most}")
+        "".join(texts).encode()
+    except UnicodeEncodeError as error:
+        raise BadRow("bad_text", f"a lone surrogate at character {error.start}") from None
+    except RecursionError:
+        raise BadRow("wrong_type", "the answer is too deeply nested") from None
+
+
+def _sha256(document: Any) -> str:
+    return sha256(json.dumps(document, sort_keys=True, ensure_ascii=False).encode(errors="replace")).hexdigest()[:32]

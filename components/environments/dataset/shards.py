@@ -1,0 +1,247 @@
+"""Files of rows: JSON Lines, JSON, CSV and Parquet, each row found again by its position."""
+
+from __future__ import annotations
+
+import csv
+import json
+from array import array
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pq
+
+from components.artifacts.cache import DownloadCache, make_once
+from components.contracts.errors import DataError
+from components.environments.dataset.bad_rows import BadRow
+from components.environments.dataset.files import content_sha256
+
+BATCH = 256
+LONGEST_LINE = 2**26
+LARGEST_JSON = 2**29
+COPY = 1
+"""Version of the copies that are kept of Parquet files."""
+
+Row = dict[str, Any]
+
+
+class Shard(Protocol):
+    """Rows of one file. `columns`: their names; where they are not known before, those of the rows scanned so far."""
+
+    name: str
+
+    @property
+    def columns(self) -> set[str]: ...
+
+    def scan(self, wanted: Collection[str]) -> Iterator[Row | BadRow]:
+        """Every row in order, with the columns `wanted` at least."""
+
+    def row(self, index: int) -> Row:
+        """All of a row.
+
+        Raises:
+            BadRow: it cannot be read.
+            DataError: there is no such row.
+        """
+
+
+class JsonLinesRows:
+    """An object per line; empty lines do not count."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.name = name
+        self.columns: set[str] = set()
+        self._path = path
+        self._starts = array("Q")
+        with _opened(path) as file:
+            start = 0
+            for line in file:
+                if line.strip():
+                    self._starts.append(start)
+                start += len(line)
+        self._starts.append(start)
+
+    def scan(self, wanted: Collection[str]) -> Iterator[Row | BadRow]:
+        with _opened(self._path) as file:
+            for line in file:
+                if not line.strip():
+                    continue
+                try:
+                    row = _parsed(line)
+                    self.columns.update(row)
+                    yield row
+                except BadRow as bad:
+                    yield bad
+
+    def row(self, index: int) -> Row:
+        _exists(index, len(self._starts) - 1, self.name)
+        with _opened(self._path) as file:
+            file.seek(self._starts[index])
+            return _parsed(file.read(self._starts[index + 1] - self._starts[index]))
+
+
+class ArrowRows:
+    """Rows that `read` gives as a table, from one position to another."""
+
+    def __init__(self, name: str, length: int, columns: Collection[str], read: Callable[[int, int], pa.Table]) -> None:
+        self.name, self._length, self._read = name, length, read
+        self.columns = set(columns)
+
+    def scan(self, wanted: Collection[str]) -> Iterator[Row | BadRow]:
+        for start in range(0, self._length, BATCH):
+            table = self._read(start, min(start + BATCH, self._length))
+            chosen = [name for name in table.column_names if name in wanted]
+            try:
+                columns = {name: table[name].to_pylist() for name in chosen}
+            except (ValueError, pa.ArrowException) as error:
+                raise DataError(
+                    f"rows {start} to {start + table.num_rows - 1} cannot be read: {error}",
+                    where=self.name,
+                    remedy="the file is damaged: make it again",
+                ) from error
+            yield from ({name: values[number] for name, values in columns.items()} for number in range(table.num_rows))
+
+    def row(self, index: int) -> Row:
+        _exists(index, self._length, self.name)
+        (row,) = self._read(index, index + 1).to_pylist()
+        return dict(row)
+
+
+def open_json_lines(path: Path, name: str) -> JsonLinesRows:
+    return JsonLinesRows(path, name)
+
+
+def open_json(path: Path, name: str) -> JsonLinesRows:
+    """A list of objects; a file that begins with an object is taken for JSON Lines, as many of that suffix are.
+
+    Raises:
+        DataError: it is neither.
+    """
+    with _opened(path) as file:
+        first = file.read(2**16).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    if first == b"{":
+        return JsonLinesRows(path, name)
+    if path.stat().st_size > LARGEST_JSON:
+        raise DataError(
+            f"a JSON file of {path.stat().st_size} bytes, more than {LARGEST_JSON}",
+            where=name,
+            remedy="write JSON Lines, an object per line, which is read piece by piece",
+        )
+
+    def write(target: Path) -> None:
+        try:
+            rows = json.loads(path.read_bytes().decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise _unreadable(path, "JSON", error) from error
+        if not isinstance(rows, list):
+            raise DataError("the JSON file holds no list of objects", where=str(path))
+        target.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    return JsonLinesRows(_copy(path, "jsonl", write), name)
+
+
+def open_csv(path: Path, name: str) -> ArrowRows:
+    """Columns of which every value is written as Python writes an int or a float are numbers, all others are text.
+
+    Raises:
+        DataError: it is not UTF-8, or rows have more or fewer values than the header.
+    """
+    separator = "\t" if path.suffix == ".tsv" else ","
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            header = next(csv.reader(file, delimiter=separator), [])
+        if not header or len(set(header)) < len(header):
+            raise DataError("the first line does not name each column once", where=str(path))
+        table = pa_csv.read_csv(
+            path,
+            parse_options=pa_csv.ParseOptions(delimiter=separator, newlines_in_values=True),
+            convert_options=pa_csv.ConvertOptions(
+                column_types=dict.fromkeys(header, pa.string()), null_values=[""], strings_can_be_null=True
+            ),
+        )
+    except (pa.ArrowException, csv.Error, ValueError, OSError) as error:
+        raise _unreadable(path, "CSV", error) from error
+    for position, column in enumerate(header):
+        table = table.set_column(position, column, _numbers(table[column]))
+    return ArrowRows(name, table.num_rows, header, lambda start, stop: table.slice(start, stop - start))
+
+
+def open_parquet(path: Path, name: str) -> ArrowRows:
+    """Rows are read from a copy that is kept in the cache, in which each is found at once.
+
+    Raises:
+        DataError: it is not Parquet, or damaged.
+    """
+
+    def write(target: Path) -> None:
+        try:
+            with pq.ParquetFile(path) as file, pa.OSFile(str(target), "wb") as sink:
+                names = file.schema_arrow.names
+                if len(set(names)) < len(names):
+                    raise DataError("two columns have the same name", where=str(path))
+                with pa.ipc.new_file(sink, file.schema_arrow) as writer:
+                    for batch in file.iter_batches(BATCH):
+                        batch.validate(full=True)  # a damaged page may decode to what is not UTF-8
+                        writer.write_batch(batch)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise _unreadable(path, "Parquet", error) from error
+
+    table = pa.ipc.open_file(pa.memory_map(str(_copy(path, "arrow", write)))).read_all()
+    return ArrowRows(name, table.num_rows, table.column_names, lambda start, stop: table.slice(start, stop - start))
+
+
+READERS: dict[str, Callable[[Path, str], Shard]] = {
+    "jsonl": open_json_lines,
+    "json": open_json,
+    "csv": open_csv,
+    "parquet": open_parquet,
+}
+
+
+def _copy(path: Path, suffix: str, write: Callable[[Path], None]) -> Path:
+    return make_once(DownloadCache.standard().folder / "tables" / f"{content_sha256(path)}-{COPY}.{suffix}", write)
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise DataError(f"the file cannot be read: {error.strerror}", where=str(path)) from error
+
+
+def _parsed(line: bytes) -> Row:
+    if len(line) > LONGEST_LINE:
+        raise BadRow("too_long", f"a line of {len(line)} bytes, more than {LONGEST_LINE}")
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise BadRow("unreadable", f"not JSON in UTF-8: {error}") from None
+    if not isinstance(row, dict):
+        raise BadRow("unreadable", f"a row is an object with columns, not {type(row).__name__}")
+    return row
+
+
+def _exists(index: int, length: int, name: str) -> None:
+    if not 0 <= index < length:
+        raise DataError(f"there is no row {index} of {length}", where=name, remedy="make the tasks again")
+
+
+def _unreadable(path: Path, kind: str, error: Exception) -> DataError:
+    return DataError(f"the file cannot be read as {kind}: {str(error)[:500]}", where=str(path))
+
+
+def _numbers(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Numbers where that loses nothing: 7 and 0.5 are numbers, 007 and 1.50 are text."""
+    texts = column.to_pylist()
+    for read, kind in ((int, pa.int64()), (float, pa.float64())):
+        try:
+            values = [None if text is None else read(text) for text in texts]
+            if any(value is not None for value in values) and all(
+                value is None or repr(value) == text for value, text in zip(values, texts, strict=True)
+            ):
+                return pa.chunked_array([pa.array(values, kind)])
+        except (ValueError, OverflowError, pa.ArrowException):
+            continue
+    return column

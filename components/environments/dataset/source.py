@@ -1,0 +1,201 @@
+"""From the settings to a table: its files by split, and the folder that paths of images are below."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from components.artifacts.digests import document_digest
+from components.contracts.episodes import Split
+from components.contracts.errors import ConfigurationError, DataError
+from components.environments.dataset.files import DataFiles, matcher, open_folder
+from components.environments.dataset.huggingface import SAVED, dataset_commit, hub_shards, saved_shards
+from components.environments.dataset.image_folder import METADATA, SUFFIXES, image_shards
+from components.environments.dataset.settings import DatasetEnvironmentSettings, HashSplit, NameSplit
+from components.environments.dataset.shards import READERS, Shard
+from components.hub import HUB
+from components.project import project_path
+
+FORMATS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+}
+SPLITS: tuple[Split, ...] = ("train", "heldout")
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """All rows. `files`: what paths of images are below; `digest`: of the data, without images that are files;
+    `has_splits`: the shards are splits of a Hugging Face dataset.
+    """
+
+    files: DataFiles
+    digest: str
+    open_shards: Callable[[], list[Shard]]
+    has_splits: bool = False
+
+    @cached_property
+    def shards(self) -> dict[str, Shard]:
+        """By name, in a fixed order."""
+        return {shard.name: shard for shard in self.open_shards()}
+
+    def splits(self, settings: DatasetEnvironmentSettings) -> dict[str, Split | None]:
+        """Which split each shard belongs to; None where its rows say it.
+
+        Raises:
+            ConfigurationError: no shard has a name that the settings give, or one has the names of both splits.
+        """
+        split = settings.split
+        if isinstance(split, HashSplit) and split.of:
+            return {name: None for pattern in split.of for name in self._named(pattern, "of")}
+        if not isinstance(split, NameSplit):
+            if self.has_splits and len(self.shards) > 1 and split.by == "hash":
+                raise ConfigurationError(
+                    f"the dataset has the splits {', '.join(self.shards)}",
+                    where="environment.args.split",
+                    remedy='choose: split = {by = "name", train = ["train"], heldout = ["test"]}, or '
+                    '{by = "hash", of = ["train"]}',
+                )
+            return dict.fromkeys(self.shards)
+        belong: dict[str, Split | None] = {}
+        for of in SPLITS:
+            for pattern in getattr(split, of):
+                found = self._named(pattern, of)
+                if both := [name for name in found if belong.get(name, of) != of]:
+                    raise ConfigurationError(
+                        f"{both[0]!r} is named for training and as held out", where="environment.args.split"
+                    )
+                belong |= dict.fromkeys(found, of)
+        return belong
+
+    def _named(self, pattern: str, key: str) -> list[str]:
+        found = [name for name in self.shards if matcher(pattern)(name)]
+        if not found:
+            raise ConfigurationError(
+                f"nothing in the source is called {pattern!r}",
+                where=f"environment.args.split.{key}",
+                remedy=f"there are {', '.join(list(self.shards)[:20])}",
+            )
+        return found
+
+
+def open_table(settings: DatasetEnvironmentSettings) -> RowTable:
+    """What `settings` name; relative paths begin at the recipe's folder.
+
+    Raises:
+        ConfigurationError: the source is ambiguous, needs a package, or is a hub name without a revision.
+        DataError: there is nothing, or it cannot be reached.
+    """
+    kind = settings.format or _told_format(settings)
+    if kind != "huggingface" and (settings.revision is not None or settings.subset):
+        raise ConfigurationError(
+            "only a dataset of the hub has a revision and subsets",
+            where=f"environment.args.source = {settings.source!r}",
+        )
+    if kind == "huggingface":
+        return _huggingface(settings)
+    base, pattern = _base(_place(settings.source))
+    root = open_folder(_place(settings.root) if settings.root else base)
+    if kind == "images":
+        if settings.root:
+            raise ConfigurationError("a folder of images is its own root", where="environment.args.root")
+        files, names = root, root.names()
+        described = [name for name in names if Path(name).name in METADATA]
+        return RowTable(files, document_digest([files.digest(described), names]), lambda: image_shards(files))
+    files = root if "://" in base and not settings.root else open_folder(base, links=True)
+    names = _tables(files, pattern, settings.format)
+    reader = READERS[kind]
+    return RowTable(root, files.digest(names), lambda: [reader(files.path(name), name) for name in names])
+
+
+def _huggingface(settings: DatasetEnvironmentSettings) -> RowTable:
+    place = Path(_place(settings.source))
+    if not is_hub_name(settings):
+        if settings.revision is not None or settings.subset:
+            raise ConfigurationError("only a dataset of the hub has a revision and subsets", where=str(place))
+        files = open_folder(str(place))
+        root = open_folder(_place(settings.root)) if settings.root else files
+        return RowTable(root, files.digest(files.names()), lambda: saved_shards(place), True)
+    commit = dataset_commit(settings.source, settings.revision)
+    root = open_folder(_place(settings.root or "."))
+    name = settings.source
+    return RowTable(root, f"{name}@{commit}", lambda: hub_shards(name, commit, settings.subset), True)
+
+
+def is_hub_name(settings: DatasetEnvironmentSettings) -> bool:
+    return bool(HUB.fullmatch(settings.source)) and not project_path(settings.source).exists()
+
+
+def _told_format(settings: DatasetEnvironmentSettings) -> str:
+    """
+    Raises:
+        ConfigurationError: the names do not say it.
+        DataError: there is nothing.
+    """
+    place = _place(settings.source)
+    base, pattern = _base(place)
+    if pattern and (kind := FORMATS.get(Path(pattern).suffix.lower())):
+        return kind
+    if settings.revision is not None or ("://" not in place and is_hub_name(settings)):
+        return "huggingface"
+    files = open_folder(base)
+    names = [name for name in files.names() if not pattern or matcher(pattern)(name)]
+    if any(name in SAVED for name in names):
+        return "huggingface"
+    if any(Path(name).suffix.lower() in SUFFIXES for name in names):
+        tables = [name for name in names if _format(name) and Path(name).name not in METADATA]
+        if not tables:
+            return "images"
+    kinds = sorted({kind for name in names if (kind := _format(name))})
+    if len(kinds) == 1:
+        return kinds[0]
+    found = f"files of the formats {', '.join(kinds)}" if kinds else "no JSONL, JSON, CSV or Parquet files, nor images"
+    raise ConfigurationError(
+        f"the source has {found}",
+        where=f"environment.args.source = {settings.source!r}",
+        remedy="name the files, as in data/*.parquet, or set environment.args.format",
+    )
+
+
+def _tables(files: DataFiles, pattern: str, kind: str | None) -> list[str]:
+    if pattern and not _has_magic(pattern):
+        if not files.has(pattern):
+            raise DataError(f"there is no file {pattern!r}", where=str(files), remedy="correct environment.args.source")
+        return [pattern]
+    wanted = matcher(pattern) if pattern else lambda name: True
+    names = [name for name in files.names() if wanted(name) and (bool(pattern) or _format(name))]
+    if not names:
+        raise DataError(f"no file matches {pattern or kind!r}", where=str(files), remedy="correct the source")
+    return names
+
+
+def _format(name: str) -> str | None:
+    return FORMATS.get(Path(name).suffix.lower())
+
+
+def _place(source: str) -> str:
+    return source if "://" in source else str(project_path(source))
+
+
+def _base(place: str) -> tuple[str, str]:
+    """The folder or URL, and the name or glob below it; "" for all that is in it."""
+    if "://" not in place and Path(place).is_dir():
+        return place, ""
+    parts = place.split("/")
+    plain = next((number for number, part in enumerate(parts) if _has_magic(part)), len(parts))
+    if plain == len(parts):
+        if "://" in place and _format(place) is None:
+            return place, ""
+        plain = len(parts) - 1
+    return "/".join(parts[:plain]) or ("/" if place.startswith("/") else "."), "/".join(parts[plain:])
+
+
+def _has_magic(text: str) -> bool:
+    return re.search(r"[*?\[]", text) is not None

@@ -1,0 +1,138 @@
+"""From an observation's fields to what is shown, and from an answer to an action's fields."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from components.artifacts.images import encode_png
+from components.contracts.episodes import Observation
+from components.contracts.failures import RolloutFailed
+from components.contracts.images import EncodedImage
+from components.environments.dataset.bad_rows import BadRow
+from components.environments.dataset.template import Place, parse_template
+from components.environments.openenv.settings import COMPLETION, OpenEnvSettings
+from components.rewards.extract import extracted
+
+DEEPEST = 8
+"""Levels of tables in an observation whose fields have names."""
+
+
+class NoAction(Exception):
+    """An answer that no action can be made of."""
+
+
+def shown(fields: Mapping[str, Any], settings: OpenEnvSettings) -> Observation:
+    """
+    Raises:
+        RolloutFailed: `environment_error`, a field that `prompt` or `images` names is missing or of another type;
+            `bad_image`, what should be an image is none.
+    """
+    named = dict(_flat(fields))
+    missing = [name for name in settings.images if name not in named]
+    if missing:
+        raise RolloutFailed("environment_error", f"the observation has no {missing[0]!r}, but {sorted(named)[:20]}")
+    images = [_image(name, named[name]) for name in settings.images if named[name] is not None]
+    if not settings.prompt:
+        rest = {name: value for name, value in fields.items() if name not in settings.images and name != "metadata"}
+        return Observation((*images, json.dumps(rest, ensure_ascii=False)))
+    try:
+        filled = parse_template(settings.prompt).fill(named)
+    except BadRow as error:
+        raise RolloutFailed(
+            "environment_error", f"the observation does not fill the prompt: {error}; it has {sorted(named)[:20]}"
+        ) from error
+    content: list[str | EncodedImage] = []
+    for part in filled:
+        if isinstance(part, str):
+            content.append(part)
+        else:
+            count = len(images) if part is Place.IMAGES else 1
+            content += images[:count]
+            del images[:count]
+    if images:
+        raise RolloutFailed("environment_error", f"the prompt has too few places for images: {len(images)} are left")
+    return Observation(tuple(content))
+
+
+def action_of(completion: str, settings: OpenEnvSettings) -> dict[str, Any]:
+    """
+    Raises:
+        NoAction: the part that `extract` names is missing, or has no JSON object.
+    """
+    text = extracted(completion, settings.extract)
+    if text is None:
+        raise NoAction
+    if isinstance(settings.action, dict):
+        filled = _filled(settings.action, text)
+        assert isinstance(filled, dict)
+        return filled
+    return last_object(text)
+
+
+def last_object(text: str) -> dict[str, Any]:
+    """The JSON object that `text` ends with, whatever stands around it.
+
+    Raises:
+        NoAction: there is none.
+    """
+    end = text.rfind("}") + 1
+    decoder = json.JSONDecoder(parse_constant=_refuse)
+    start, attempts = text.find("{"), 0
+    while 0 <= start < end and attempts < 100:
+        try:
+            value, stop = decoder.raw_decode(text[:end], start)
+        except (ValueError, RecursionError):
+            start = text.find("{", start + 1)
+            attempts += 1
+            continue
+        if stop == end and isinstance(value, dict):
+            return value
+        start = text.find("{", stop)
+    raise NoAction
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(constant)
+
+
+def _filled(value: Any, completion: str) -> Any:
+    if isinstance(value, str):
+        return value.replace(COMPLETION, completion)
+    if isinstance(value, dict):
+        return {key: _filled(item, completion) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_filled(item, completion) for item in value]
+    return value
+
+
+def _flat(fields: Mapping[str, Any], prefix: str = "", depth: int = 1) -> Iterator[tuple[str, Any]]:
+    for name, value in fields.items():
+        yield prefix + name, value
+        if isinstance(value, dict) and depth < DEEPEST:
+            yield from _flat(value, f"{prefix}{name}.", depth + 1)
+
+
+def _image(name: str, value: Any) -> EncodedImage:
+    try:
+        if isinstance(value, str):
+            return EncodedImage.from_url(value if value.startswith("data:") else _as_url(value))
+        pixels = np.asarray(value)
+        if pixels.dtype.kind not in "iu" or pixels.min() < 0 or pixels.max() > 255:
+            raise ValueError("pixels are whole numbers from 0 to 255")
+        return encode_png(Image.fromarray(pixels.astype(np.uint8)))
+    except Exception as error:
+        raise RolloutFailed("bad_image", f"{name!r} is no image: {error}") from error
+
+
+def _as_url(base64: str) -> str:
+    """By the first characters of the base64, which are those of the format's signature."""
+    signatures = {"iVBORw0KGgo": "png", "/9j/": "jpeg", "UklGR": "webp"}
+    for signature, kind in signatures.items():
+        if base64.startswith(signature):
+            return f"data:image/{kind};base64,{base64}"
+    raise ValueError("text that is neither a data URL nor base64 of a PNG, JPEG or WebP")

@@ -1,0 +1,69 @@
+"""Repositories of the Hugging Face hub: which commit a branch or a tag stands for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from components.contracts.errors import DataError
+
+HUB = re.compile(r"[\w.-]+/[\w.-]+")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+RepositoryKind = Literal["model", "dataset"]
+
+
+@dataclass(frozen=True)
+class HubCommit:
+    """What `revision` of a repository stands for now; `answered`: the hub said so, not this machine's cache of it."""
+
+    name: str
+    revision: str
+    commit: str
+    answered: bool
+
+    def __str__(self) -> str:
+        source = "" if self.answered else ", as the local cache has it: the hub cannot be reached"
+        return f"{self.name}: {self.revision} is commit {self.commit}{source}"
+
+
+def hub_commit(name: str, revision: str, kind: RepositoryKind) -> HubCommit:
+    """The commit that a branch or a tag stands for, asked of the hub once; a commit stands for itself.
+
+    Where the hub cannot be reached, its local cache (refs) says what it was when it last could.
+
+    Raises:
+        DataError: there is no such repository or revision, or neither hub nor cache knows it.
+    """
+    if COMMIT.fullmatch(revision):
+        return HubCommit(name, revision, revision, True)
+    from huggingface_hub import HfApi
+
+    class Hub(HfApi):
+        answered = False
+
+        def repo_info(self, *arguments: Any, **keywords: Any) -> Any:
+            info = super().repo_info(*arguments, **keywords)
+            self.answered = True
+            return info
+
+    hub = Hub()
+    try:
+        found = hub.resolve_revision(name, repo_type=kind, revision=revision)
+    except Exception as error:  # the network's, the hub's, or those of a name that cannot be
+        raise DataError(
+            f"the {kind} cannot be reached: {str(error).splitlines()[0] if str(error) else repr(error)}",
+            where=f"{name} at {revision}",
+            remedy=f"check the name, the revision and the network, log in for a gated {kind}, or give a folder; "
+            "without a network, give the commit of what was fetched before",
+        ) from error
+    return HubCommit(name, revision, found.resolved, hub.answered)
+
+
+def commit_of(name: str, revision: str, kind: RepositoryKind, say: Callable[[str], None]) -> str:
+    """As `hub_commit`; `say` is told what a branch or a tag stands for."""
+    found = hub_commit(name, revision, kind)
+    if found.commit != revision:
+        say(str(found))
+    return found.commit

@@ -1,0 +1,110 @@
+"""Rollouts as the pages draw them: JSON with every token, its log-prob, ratio and advantage."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import exp
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from components.contracts.batches import LogRatios, Sample
+from components.contracts.images import ImageRef
+from components.contracts.rollouts import Trajectory, Turn
+
+Decode = Callable[[int], str]
+ImageKey = Callable[[ImageRef], str]
+_MAX_RATIO_LOG = 20.0
+_NONE: LogRatios = np.empty(0, np.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class TurnScores:
+    """What the trainer knows of one turn of C sampled tokens; None where it was not computed or not trained on."""
+
+    log_ratios: LogRatios | None = None  # (C,) log-prob under the trainer less that under the sampler
+    advantages: npt.NDArray[np.float32] | None = None  # (C,)
+
+
+def turn_scores(
+    trajectories: Sequence[Trajectory], samples: Sequence[Sample], log_ratios: Mapping[str, LogRatios]
+) -> dict[str, list[TurnScores]]:
+    """Advantages of the sampled tokens and, where they are known by sample id, their `log_ratios`, turn by turn.
+
+    Nothing for trajectories of which some turns were dropped: their tokens and turns do not line up.
+    """
+    places: dict[str, list[int]] = defaultdict(list)
+    for place, sample in enumerate(samples):
+        places[sample.trajectory_id].append(place)
+    found: dict[str, list[TurnScores]] = {}
+    for trajectory in trajectories:
+        masks = [(place, samples[place].loss_mask) for place in places[trajectory.trajectory_id]]
+        ends = np.cumsum([len(turn.completion_token_ids) for turn in trajectory.turns])
+        if ends[-1] != sum(int(mask.sum()) for _, mask in masks):
+            continue
+        advantages = np.split(np.concatenate([samples[place].advantages[mask] for place, mask in masks]), ends[:-1])
+        known = [log_ratios.get(samples[place].sample_id, _NONE) for place, _ in masks]
+        scored: Sequence[LogRatios | None] = [None] * len(advantages)
+        if sum(map(len, known)) == ends[-1]:
+            scored = np.split(np.concatenate(known), ends[:-1])
+        found[trajectory.trajectory_id] = [TurnScores(*scores) for scores in zip(scored, advantages, strict=True)]
+    return found
+
+
+def rollout_record(
+    trajectory: Trajectory, step: int | None, scores: Sequence[TurnScores], image_key: ImageKey, piece: Decode
+) -> dict[str, Any]:
+    """As the pages draw it. `scores` has one entry per turn, or none; numbers that JSON cannot hold are None."""
+    padded = [*scores, *[TurnScores()] * (len(trajectory.turns) - len(scores))]
+    return {
+        "id": trajectory.trajectory_id,
+        "group": trajectory.group_id,
+        "step": step,
+        "environment": trajectory.environment,
+        "task": trajectory.task_id,
+        "split": trajectory.split,
+        "truncated": trajectory.truncated,
+        "reward": _number(trajectory.reward),
+        "parts": {name: _number(value) for name, value in sorted(trajectory.reward_parts.items())},
+        "turns": [_turn(turn, s, image_key, piece) for turn, s in zip(trajectory.turns, padded, strict=True)],
+    }
+
+
+def _turn(turn: Turn, scores: TurnScores, image_key: ImageKey, piece: Decode) -> dict[str, Any]:
+    ids = [int(token) for token in turn.completion_token_ids]
+    for token in ids:
+        piece(token)
+    ratios = None
+    if scores.log_ratios is not None:
+        gaps = scores.log_ratios.tolist()
+        ratios = [_number(exp(max(-_MAX_RATIO_LOG, min(_MAX_RATIO_LOG, g)))) if g == g else None for g in gaps]
+    advantages = None
+    if scores.advantages is not None and len(scores.advantages):
+        first = float(scores.advantages[0])
+        same = bool(np.all(scores.advantages == scores.advantages[0]))
+        advantages = _number(first) if same else [_number(float(a)) for a in scores.advantages]
+    return {
+        "messages": turn.messages,
+        "state": turn.anchor_key,
+        "images": [image_key(ref) for ref in turn.images],
+        "ids": ids,
+        "logprobs": [_number(float(value)) for value in turn.completion_logprobs],
+        "ratios": ratios,
+        "advantages": advantages,
+        "completion": turn.completion,
+        "finish": turn.finish_reason,
+        "version": turn.policy_version,
+        "reward": _number(turn.reward),
+        "parts": {name: _number(value) for name, value in sorted(turn.reward_parts.items())},
+        "defect": turn.action_defect,
+        "prompt_tokens": len(turn.prompt_token_ids),
+        "seconds": [_number(turn.generate_seconds), _number(turn.environment_seconds)],
+    }
+
+
+def _number(value: float) -> float | None:
+    """Five significant digits; None for what JSON cannot hold."""
+    return float(f"{value:.5g}") if np.isfinite(value) else None

@@ -1,0 +1,166 @@
+"""Grounding: boxes and points in an image."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeVar
+
+from pydantic import Field
+
+from components.rewards.extract import ExtractingSettings, extracted, last_match
+from components.rewards.reward import BadAnswer, Reward, RewardInput
+
+Box = tuple[float, float, float, float]
+"""Left, top, right, bottom."""
+
+_N = r"\s{0,20}(-?\d{1,9}(?:\.\d{0,12})?)\s{0,20}"
+_BOXES = re.compile(rf"[\[(]{_N},{_N}(?:,|[\])]\s?,?\s?[\[(]){_N},{_N}[\])]")
+_PAIRS = re.compile(rf"[\[(]{_N},{_N}[\])]")
+_MOLMO = re.compile(r"<point\s[^<>]{0,400}?\bx\s?=\s?\"" + _N + r"\"\s{1,20}y\s?=\s?\"" + _N + r"\"")
+_UNITS = {"fraction": 1.0, "percent": 100.0, "thousandths": 1000.0}
+
+
+class BoxSettings(ExtractingSettings):
+    """How coordinates are written."""
+
+    answer_form: Literal["xyxy", "xywh"] = Field(
+        "xyxy", description="A box in the answer: left, top, right, bottom; or left, top, width, height."
+    )
+    units: Literal["answer", "fraction", "percent", "thousandths"] = Field(
+        "answer",
+        description="Of the completion's coordinates: those of the answer, or parts of the image's width and height "
+        "(Molmo: percent; Qwen2-VL: thousandths).",
+    )
+    width: str = Field("width", description="Column with the image's width in the answer's units, if units needs it.")
+    height: str = Field("height", description="Column with the image's height.")
+
+
+BoxSettingsT = TypeVar("BoxSettingsT", bound=BoxSettings)
+
+
+class BoxReward(Reward[BoxSettingsT]):
+    """A reward whose answers are boxes."""
+
+    @staticmethod
+    def columns(settings: BoxSettings) -> tuple[str, ...]:
+        return _size_columns(settings)
+
+    def check(self, answer: Any) -> None:
+        _boxes(answer, self._settings.answer_form)
+
+
+def _size_columns(settings: BoxSettings) -> tuple[str, ...]:
+    return () if settings.units == "answer" else (settings.width, settings.height)
+
+
+class BoxIoUSettings(BoxSettings):
+    """The intersection of two boxes over their union, or whether that reaches a threshold."""
+
+    threshold: float | None = Field(
+        None, gt=0, le=1, description="Worth 1 from this value on, else 0; unset: the value itself is the reward."
+    )
+
+
+class BoxIoU(BoxReward[BoxIoUSettings]):
+    """Reads [x1, y1, x2, y2], also within JSON such as {"bbox_2d": [...]}, and (x1,y1),(x2,y2): the last one counts.
+
+    The answer is a box, or a list of boxes: the nearest one counts.
+    """
+
+    Settings: ClassVar = BoxIoUSettings
+
+    def grade(self, given: RewardInput) -> float:
+        boxes = _boxes(given.answer, self._settings.answer_form)
+        said = _said(given, self._settings, read_box)
+        if said is None:
+            return 0.0
+        left, top, right, bottom = said
+        best = max(intersection_over_union((left, top, right, bottom), box) for box in boxes)
+        return best if self._settings.threshold is None else float(best >= self._settings.threshold)
+
+
+class PointInBoxSettings(BoxSettings):
+    """1 if the point lies in the box, its edges included, else 0."""
+
+
+class PointInBox(BoxReward[PointInBoxSettings]):
+    """Reads (x, y), [x, y], also within JSON such as {"point_2d": [x, y]}, and <point x="..." y="...">: the last one.
+
+    The answer is a box, or a list of boxes: any of them.
+    """
+
+    Settings: ClassVar = PointInBoxSettings
+
+    def grade(self, given: RewardInput) -> float:
+        boxes = _boxes(given.answer, self._settings.answer_form)
+        said = _said(given, self._settings, read_point)
+        if said is None:
+            return 0.0
+        x, y = said
+        return float(any(left <= x <= right and top <= y <= bottom for left, top, right, bottom in boxes))
+
+
+def read_box(text: str) -> Sequence[float] | None:
+    """The last box in `text`. Takes linear time."""
+    found = last_match(_BOXES, text)
+    return None if found is None else [float(each) for each in found.groups()]
+
+
+def read_point(text: str) -> Sequence[float] | None:
+    """The last point in `text`. Takes linear time."""
+    matches = [match for pattern in (_PAIRS, _MOLMO) if (match := last_match(pattern, text))]
+    return [float(each) for each in max(matches, key=re.Match.end).groups()] if matches else None
+
+
+def intersection_over_union(one: Box, other: Box) -> float:
+    """0 for a box without an area."""
+    width = min(one[2], other[2]) - max(one[0], other[0])
+    height = min(one[3], other[3]) - max(one[1], other[1])
+    areas = [max(0.0, box[2] - box[0]) * max(0.0, box[3] - box[1]) for box in (one, other)]
+    common = max(0.0, width) * max(0.0, height)
+    return common / (sum(areas) - common) if min(areas) > 0 else 0.0
+
+
+def _said(
+    given: RewardInput, settings: BoxSettings, read: Callable[[str], Sequence[float] | None]
+) -> Sequence[float] | None:
+    """The coordinates that the completion says, in the answer's units."""
+    scale = _scale(given.row, settings)
+    text = extracted(given.completion, settings.extract)
+    said = None if text is None else read(text)
+    return None if said is None else [value * scale[index % 2] for index, value in enumerate(said)]
+
+
+def _scale(row: Mapping[str, Any], settings: BoxSettings) -> tuple[float, float]:
+    if settings.units == "answer":
+        return 1.0, 1.0
+    sizes = []
+    for column in (settings.width, settings.height):
+        value: Any = row.get(column)
+        if not _is_number(value) or value <= 0:
+            raise BadAnswer(
+                f"column {column!r} is {value!r:.100}, not the size of an image, which {settings.units} need"
+            )
+        sizes.append(value / _UNITS[settings.units])
+    return sizes[0], sizes[1]
+
+
+def _boxes(answer: Any, form: str) -> list[Box]:
+    several = isinstance(answer, list | tuple) and len(answer) > 0 and isinstance(answer[0], list | tuple)
+    boxes = []
+    for box in answer if several else [answer]:
+        if not isinstance(box, list | tuple) or len(box) != 4 or not all(map(_is_number, box)):
+            raise BadAnswer(f"{answer!r:.200} is neither a box of four numbers nor a list of boxes")
+        left, top, right, bottom = map(float, box)
+        if form == "xywh":
+            right, bottom = left + right, top + bottom
+        if right <= left or bottom <= top:
+            raise BadAnswer(f"the box {box!r:.200} is empty, read as {form}")
+        boxes.append((left, top, right, bottom))
+    return boxes
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15 and math.isfinite(value)

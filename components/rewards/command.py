@@ -1,0 +1,92 @@
+"""A program that grades: JSON on its standard input, a number on its standard output."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from subprocess import PIPE, Popen
+from tempfile import TemporaryFile
+from typing import ClassVar
+
+from pydantic import Field, PositiveFloat
+
+from components.contracts.errors import ConfigurationError
+from components.contracts.failures import RolloutFailed
+from components.rewards.reward import IsolatedSettings, Reward, RewardInput
+from components.sources.data import named_files
+
+LONGEST_OUTPUT = 2**16
+"""Bytes that a grade may take; more is not a number."""
+
+
+class CommandSettings(IsolatedSettings):
+    """The number that a program prints."""
+
+    command: tuple[str, ...] = Field(
+        min_length=1,
+        description="The program and its arguments, without a shell. A program with a slash in its name is beside the "
+        "recipe, another one on PATH.",
+    )
+    timeout: PositiveFloat = Field(
+        30.0, le=3600, description="Seconds that one grade may take. The rollout of one that takes longer fails."
+    )
+
+
+class Command(Reward[CommandSettings]):
+    """Runs in the recipe's folder, once for each grade; reads {"completion": ..., "answer": ..., "row": {...}}."""
+
+    Settings: ClassVar = CommandSettings
+    runs = "process"
+
+    def __init__(self, settings: CommandSettings, folder: Path) -> None:
+        super().__init__(settings, folder)
+        self._folder = folder
+        program, *arguments = settings.command
+        self._command = [str(program_path(program, folder)), *arguments]
+
+    @staticmethod
+    def sources(settings: CommandSettings) -> dict[str, str]:
+        return named_files({"command": settings.command})
+
+    def grade(self, given: RewardInput) -> float:
+        document = {"completion": given.completion, "answer": given.answer, "row": given.row}
+        with TemporaryFile() as asked, TemporaryFile() as complaints:
+            asked.write(json.dumps(document).encode())
+            asked.seek(0)
+            with Popen(self._command, cwd=self._folder, stdin=asked, stdout=PIPE, stderr=complaints) as running:
+                assert running.stdout is not None
+                output = running.stdout.read(LONGEST_OUTPUT + 1)
+                if len(output) > LONGEST_OUTPUT:
+                    running.kill()
+                    raise RolloutFailed(
+                        "reward_invalid", f"a number was expected, not more than {LONGEST_OUTPUT} bytes"
+                    )
+            if running.returncode:
+                complaints.seek(max(0, complaints.tell() - 1000))
+                detail = complaints.read().decode(errors="replace").strip()
+                raise RolloutFailed(
+                    "reward_error", f"{self._command[0]} ended with code {running.returncode}: {detail}"
+                )
+        try:
+            return float(output)
+        except ValueError:
+            shown = output.decode(errors="replace")
+            raise RolloutFailed("reward_invalid", f"a number was expected, not {shown!r:.200}") from None
+
+
+def program_path(program: str, folder: Path) -> Path:
+    """
+    Raises:
+        ConfigurationError: there is no such program, or it is not executable.
+    """
+    beside = "/" in program
+    # Not resolved itself: an interpreter of a virtual environment is a link.
+    found = shutil.which(folder.resolve() / program if beside else program)
+    if found is None:
+        raise ConfigurationError(
+            f"there is no program {program!r} that can be run",
+            where=str(folder.resolve()) if beside else "PATH",
+            remedy=f"chmod +x {folder / program}" if (folder / program).is_file() else "write it, or correct its name",
+        )
+    return Path(found)

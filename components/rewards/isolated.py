@@ -1,0 +1,128 @@
+"""Rewards in processes of their own, which may hang or die: that costs a rollout, and the next one finds another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
+from typing import Any, TypeVar
+from weakref import finalize
+
+from components.contracts.errors import ConfigurationError
+from components.contracts.failures import RolloutFailed
+from components.project import VARIABLE as PROJECT
+from components.rewards.reward import IsolatedSettings, RewardInput
+from components.workers.errors import WorkerError
+from components.workers.process import WorkerProcess
+
+WORKER = "components.rewards.worker"
+START_SECONDS = 120.0
+"""For a process to start and import what it needs, before its first grade."""
+
+ResultT = TypeVar("ResultT")
+Job = tuple[Future[Any], Callable[[WorkerProcess], Any]]
+
+
+class IsolatedReward:
+    """The reward that `settings` describe, in up to `processes` processes, which end with it.
+
+    Safe to share between threads and event loops. Grades wait for a process in the order in which they were asked for;
+    that time does not count.
+    """
+
+    def __init__(self, settings: IsolatedSettings, folder: Path, processes: int) -> None:
+        self._timeout, self._part = settings.timeout, settings.part
+        self.weights = {settings.part: settings.weight}
+        place = str(folder.resolve())
+        described, env = {"settings": settings.model_dump(mode="json"), "folder": place}, {PROJECT: place}
+        workers = [WorkerProcess(WORKER, described, timeout=settings.timeout, env=env) for _ in range(processes)]
+        self._beginning = Lock()
+        self._sources: dict[str, str] = {}
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self.close = finalize(self, _end, workers, self._jobs)
+        for worker in workers:
+            Thread(target=_work, args=(worker, self._jobs), name=f"reward {settings.part}", daemon=True).start()
+
+    def begin(self) -> Future[None]:
+        """Starts a process; the future raises ConfigurationError if the reward cannot be made."""
+        return self._submit(self._begin)
+
+    def check(self, answer: Any) -> None:
+        self._submit(lambda worker: self._ask(worker, "check", answer)).result()
+
+    async def grade(self, given: RewardInput) -> dict[str, float]:
+        """
+        Raises:
+            RolloutFailed: `bad_answer`, `reward_error`, `reward_invalid`, `reward_timeout` or `reward_died`.
+        """
+        asked = (given.completion, given.answer, dict(given.row))
+        return {self._part: await asyncio.wrap_future(self._submit(lambda each: self._ask(each, "grade", *asked)))}
+
+    def _ask(self, worker: WorkerProcess, method: str, *arguments: Any) -> float:
+        try:
+            self._begin(worker)
+            kind, value = worker.call(method, *arguments)
+        except ConfigurationError as error:  # what it is made of has changed since it was first made
+            raise RolloutFailed("reward_error", str(error)) from error
+        except WorkerError as error:
+            if isinstance(error.__cause__, TimeoutError):
+                raise RolloutFailed("reward_timeout", f"no grade within {self._timeout:g} s") from error
+            raise RolloutFailed("reward_died", error.what) from error
+        if kind == "failed":
+            raise RolloutFailed(*value)
+        return float(value)
+
+    def _begin(self, worker: WorkerProcess) -> None:
+        """
+        Raises:
+            ConfigurationError: the reward cannot be made, or not any more as it was first.
+        """
+        if worker.alive:
+            return
+        sources = worker.call("begin", timeout=START_SECONDS)
+        with self._beginning:
+            self._sources = self._sources or sources
+        if sources != self._sources:
+            worker.close()
+            raise ConfigurationError(
+                "the code of the reward has changed since the run began",
+                remedy="start the run again to use the new one",
+            )
+
+    def _submit(self, work: Callable[[WorkerProcess], ResultT]) -> Future[ResultT]:
+        future: Future[ResultT] = Future()
+        if not self.close.alive:
+            future.set_exception(_closed())
+        else:
+            self._jobs.put((future, work))
+        return future
+
+
+def _work(worker: WorkerProcess, jobs: SimpleQueue[Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        future, work = job
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work(worker))
+            except BaseException as error:
+                future.set_exception(error)
+    worker.close()
+
+
+def _end(workers: list[WorkerProcess], jobs: SimpleQueue[Job | None]) -> None:
+    with suppress(Empty):
+        while job := jobs.get_nowait():
+            if job[0].set_running_or_notify_cancel():
+                job[0].set_exception(_closed())
+    for _ in workers:
+        jobs.put(None)
+    for worker in workers:  # whoever waits for a busy one sees its end
+        worker.close()
+
+
+def _closed() -> RolloutFailed:
+    return RolloutFailed("reward_died", "the rewards are closed")

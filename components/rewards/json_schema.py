@@ -1,0 +1,115 @@
+"""The completion is JSON, and valid by a schema."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn, Self
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError
+from jsonschema.protocols import Validator
+from jsonschema.validators import validator_for
+from pydantic import Field, model_validator
+from referencing import Registry, Resource
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
+
+from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.names import confined
+from components.rewards.extract import ExtractingSettings, extracted
+from components.rewards.reward import IsolatedSettings, Reward, RewardInput
+from components.sources.data import named_files, versions
+
+_FENCED = re.compile(r"\s*```(?:json)?\s*\n([\s\S]*)\n\s*```\s*", re.IGNORECASE)
+
+
+class JsonSchemaSettings(ExtractingSettings, IsolatedSettings):
+    """1 if the completion is JSON that the schema allows, else 0."""
+
+    json_schema: dict[str, Any] | None = Field(None, description="The schema; of the draft that its $schema names.")
+    file: str | None = Field(None, description="A JSON file beside the recipe that holds the schema.")
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.json_schema is None) == (self.file is None):
+            raise ValueError("give either json_schema or file")
+        return self
+
+
+class JsonSchema(Reward[JsonSchemaSettings]):
+    """Does not look at the answer. A fence of ``` around the JSON is allowed; nothing is fetched for the schema."""
+
+    Settings: ClassVar = JsonSchemaSettings
+    runs = "process"
+
+    def __init__(self, settings: JsonSchemaSettings, folder: Path) -> None:
+        super().__init__(settings, folder)
+        schema = settings.json_schema if settings.file is None else _read(folder, settings.file)
+        kind = validator_for(schema, Draft202012Validator)
+        try:
+            kind.check_schema(schema)
+        except SchemaError as error:
+            raise ConfigurationError(
+                f"not a JSON schema: {error.message}",
+                where=".".join(map(str, error.absolute_path)) or (settings.file or "json_schema"),
+            ) from error
+        _check_references(schema)
+        self._validator: Validator = kind(schema, registry=Registry())
+
+    @staticmethod
+    def sources(settings: JsonSchemaSettings) -> dict[str, str]:
+        return {**named_files({"file": settings.file}), **versions("jsonschema")}
+
+    def grade(self, given: RewardInput) -> float:
+        text = extracted(given.completion, self._settings.extract)
+        if text is None:
+            return 0.0
+        fenced = _FENCED.fullmatch(text)
+        try:
+            document = json.loads(fenced.group(1) if fenced else text, parse_constant=_refuse)
+            return float(self._validator.is_valid(document))
+        except (ValueError, RecursionError):
+            return 0.0
+
+
+def _check_references(schema: Any) -> None:
+    """
+    Raises:
+        ConfigurationError: a $ref leads out of the schema, or nowhere.
+    """
+    root = Resource.from_contents(schema, default_specification=DRAFT202012)
+    resolver = Registry().resolver_with_root(root)
+    found = list(_below(schema))
+    if any("$id" in table for table in found[1:]):
+        return  # references in parts with a name of their own begin there; grading says what is wrong with them
+    for table in found:
+        reference = table.get("$ref", "#")
+        try:
+            if isinstance(reference, str):
+                resolver.lookup(reference)
+        except Unresolvable as error:
+            raise ConfigurationError(
+                f"the schema's reference {reference!r:.200} leads nowhere",
+                remedy="define it in $defs of the same schema; nothing is fetched",
+            ) from error
+
+
+def _below(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _below(each)
+
+
+def _read(folder: Path, name: str) -> Any:
+    try:
+        return json.loads((folder / confined(name, "file")).read_bytes())
+    except (OSError, ValueError, RecursionError, DataError) as error:
+        raise ConfigurationError(f"the schema cannot be read: {error}", where=str(folder / name)) from error
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")

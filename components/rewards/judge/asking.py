@@ -1,0 +1,181 @@
+"""One question to an OpenAI-compatible server, asked until it is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import aiohttp
+
+from components.contracts.failures import RolloutFailed
+from components.rewards.judge.settings import JudgeSettings
+
+LARGEST_REPLY = 2**22
+"""Bytes of an answer."""
+FIRST_WAIT = 0.5
+"""Seconds after a first attempt that failed; doubled after each."""
+MOST_AT_ONCE = 32
+"""Requests at the same time, if the server does not say that it is too many."""
+TOO_MANY = 429
+AGAIN = frozenset({408, 409, 425, TOO_MANY})
+"""Statuses below 500 after which another attempt may succeed."""
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeReply:
+    """What it said, and the tokens that it counted for question and reply."""
+
+    text: str
+    tokens: int
+
+
+class _NotNow(Exception):
+    """This attempt failed; another may not. `wait`: seconds that the server asks for."""
+
+    def __init__(self, reason: str, detail: str, wait: float = 0.0) -> None:
+        super().__init__(detail)
+        self.reason, self.wait = reason, wait
+
+
+class Places:
+    """For requests in flight: half as many after each that was too many, and more again with each answer."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._limit, self._taken = most, float(most), 0
+        self._left = asyncio.Condition()
+
+    async def __aenter__(self) -> None:
+        async with self._left:
+            await self._left.wait_for(lambda: self._taken < int(self._limit))
+            self._taken += 1
+
+    async def __aexit__(self, *_: object) -> None:
+        async with self._left:
+            self._taken -= 1
+            self._left.notify_all()
+
+    def narrow(self) -> None:
+        self._limit = max(1.0, self._limit / 2)
+
+    def widen(self) -> None:
+        self._limit = min(self._most, self._limit + 1 / self._limit)
+
+
+class JudgeClient:
+    """Belongs to the event loop in which it is made. Who is told to wait makes the others wait as well."""
+
+    def __init__(self, settings: JudgeSettings, base_url: str, key: str) -> None:
+        self._settings, self._key = settings, key
+        self._url = f"{base_url.rstrip('/')}/chat/completions"
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._proxy = _proxy(self._url)
+        self._places = Places(MOST_AT_ONCE)
+        self._not_before = 0.0
+        # Redirects, cookies and proxies of aiohttp's own choice are not used.
+        connector = aiohttp.TCPConnector(limit=MOST_AT_ONCE)
+        self._session = aiohttp.ClientSession(
+            connector=connector, trust_env=False, cookie_jar=aiohttp.DummyCookieJar(), headers=self._headers
+        )
+
+    async def ask(self, body: Mapping[str, Any]) -> JudgeReply:
+        """
+        Raises:
+            RolloutFailed: `judge_timeout`, `judge_unavailable` or `judge_refused`.
+        """
+        attempt = 1
+        while True:
+            await asyncio.sleep(max(0.0, self._not_before - time.monotonic()))
+            try:
+                async with self._places:
+                    return await self._once(body)
+            except _NotNow as failed:
+                wait = failed.wait or FIRST_WAIT * 2 ** (attempt - 1) * random.uniform(0.75, 1.25)
+                if attempt == self._settings.attempts or failed.wait > self._settings.longest_wait:
+                    raise RolloutFailed(failed.reason, f"{failed}; attempt {attempt}") from failed
+                if failed.wait:
+                    self._not_before = max(self._not_before, time.monotonic() + failed.wait)
+            await asyncio.sleep(min(wait, self._settings.longest_wait))
+            attempt += 1
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def _once(self, body: Mapping[str, Any]) -> JudgeReply:
+        timeout = aiohttp.ClientTimeout(total=self._settings.timeout)
+        try:
+            async with self._session.post(
+                self._url, json=body, timeout=timeout, allow_redirects=False, proxy=self._proxy
+            ) as response:
+                content = await _content(response)
+                status, wait = response.status, _asked_to_wait(response.headers.get("Retry-After", ""))
+        except TimeoutError as error:
+            raise _NotNow("judge_timeout", f"no answer within {self._settings.timeout:g} s") from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise _NotNow("judge_unavailable", f"{type(error).__name__} {error}".strip()) from error
+        if status == 200:
+            self._places.widen()
+            return _reply(content)
+        said = content.decode(errors="replace")
+        said = f"status {status}: {said.replace(self._key, '***') if self._key else said}"[:500]
+        if status == TOO_MANY:
+            self._places.narrow()
+        if status in AGAIN or status >= 500:
+            raise _NotNow("judge_unavailable", said, wait)
+        raise RolloutFailed("judge_refused", said)
+
+
+async def _content(response: aiohttp.ClientResponse) -> bytes:
+    """Raises ValueError if there is more than `LARGEST_REPLY`."""
+    content = bytearray()
+    async for part in response.content.iter_any():
+        content += part
+        if len(content) > LARGEST_REPLY:
+            raise ValueError(f"an answer of more than {LARGEST_REPLY} bytes")
+    return bytes(content)
+
+
+def _reply(content: bytes) -> JudgeReply:
+    """Raises `_NotNow` if it is not a chat completion: something else than the model has answered."""
+    try:
+        document = json.loads(content)
+        text = document["choices"][0]["message"]["content"]
+        usage = document.get("usage") or {}
+        tokens = usage.get("total_tokens", 0)
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        raise _NotNow("judge_unavailable", f"the answer is not a chat completion: {content[:200]!r}") from error
+    if text is None:  # as a model that reasons does when its tokens end before it speaks
+        text = ""
+    if not isinstance(text, str) or type(tokens) is not int:
+        raise _NotNow("judge_unavailable", f"the answer is not a chat completion: {content[:200]!r}")
+    return JudgeReply(text, tokens)
+
+
+def _asked_to_wait(header: str) -> float:
+    """Seconds, of a number or a date; 0 where it is neither."""
+    try:
+        return max(0.0, float(header)) if header.strip().isdigit() else _until(header)
+    except (ValueError, TypeError, OverflowError):
+        return 0.0
+
+
+def _until(date: str) -> float:
+    moment = parsedate_to_datetime(date)
+    moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    return max(0.0, (moment - datetime.now(UTC)).total_seconds())
+
+
+def _proxy(url: str) -> str | None:
+    """What the environment says, but never for loopback."""
+    host = urlsplit(url).hostname or ""
+    if host == "localhost" or host.startswith("127.") or host == "::1" or proxy_bypass(host):
+        return None
+    return getproxies().get(urlsplit(url).scheme)

@@ -1,0 +1,74 @@
+"""The process in which one reward grades. It is started as `python -m components.rewards.worker`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from components.contracts.errors import ConfigurationError
+from components.contracts.failures import RolloutFailed, said
+from components.rewards import REWARDS
+from components.rewards.reward import Reward, RewardInput
+from components.rewards.settings import NamedReward, own_settings
+from components.rewards.sources import sources_of
+from components.workers.serve import serve
+
+Answer = tuple[str, Any]
+"""("graded", what the reward gave) or ("failed", reason and detail)."""
+
+
+class RewardHandler:
+    """Makes the reward with the first request."""
+
+    def __init__(self, settings: Mapping[str, Any], folder: str) -> None:
+        name = settings["name"]
+        own = own_settings(name, settings)
+        self._reward: Reward[NamedReward] = REWARDS[name](own, Path(folder))
+        self._sources = sources_of(own)
+
+    def begin(self) -> dict[str, str]:
+        """What the grades depend on. Raises ConfigurationError if the reward cannot be made."""
+        return self._sources
+
+    def check(self, answer: Any) -> Answer:
+        try:
+            self._reward.check(answer)
+        except RolloutFailed as failed:
+            return "failed", (failed.reason, failed.detail)
+        return "graded", 0.0
+
+    def grade(self, completion: str, answer: Any, row: Mapping[str, Any]) -> Answer:
+        try:
+            return "graded", _finite(self._reward.grade(RewardInput(completion, answer, row)))
+        except RolloutFailed as failed:
+            return "failed", (failed.reason, failed.detail)
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            return "failed", ("reward_error", said(error))
+
+    def close(self) -> None:
+        pass
+
+
+def _finite(value: object) -> float:
+    """True is 1. Numbers of numpy's are numbers, a text that says one is not."""
+    if not isinstance(value, Real | np.bool_):
+        shown = f" {value!r:.80}" if isinstance(value, str) else ""
+        raise RolloutFailed("reward_invalid", f"a number was expected, not {type(value).__name__}{shown}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise RolloutFailed("reward_invalid", f"the reward is {number}")
+    return number
+
+
+if __name__ == "__main__":
+    serve(RewardHandler)

@@ -1,0 +1,205 @@
+"""The page and what it asks for, over HTTP on loopback, for whoever has the token."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from components.artifacts.images import ImageStore
+from components.contracts.errors import ArmatureError, DataError
+from components.contracts.images import ImageRef
+from components.contracts.numbers import dump_json
+from components.reports.curves import panels_of
+from components.reports.pages import ASSETS
+from components.view.guard import Guard
+from components.view.index import Query, RolloutIndex, Side, Source
+from components.view.rollouts import MEDIA, group_document
+from components.view.runs import Run, evaluations_of, find_runs, thinned
+
+HERE = Path(__file__).parent / "assets"
+PAGE = HERE / "view.html"
+FILES = {
+    "page.css": ASSETS / "page.css",
+    "viewer.css": ASSETS / "viewer.css",
+    "rollout.js": ASSETS / "rollout.js",
+    "icon.svg": HERE / "icon.svg",
+    "view.css": HERE / "view.css",
+    "chart.js": HERE / "chart.js",
+    "view.js": HERE / "view.js",
+}
+HOSTS = ["127.0.0.1", "localhost"]
+REFRESH = 0.5
+"""Seconds between looks at the store. The page asks every second: what is new is shown within two."""
+MOST_POINTS = 1500
+
+
+class ViewServer:
+    """Answers the page's requests from the store in folder `store`."""
+
+    def __init__(self, store: Path) -> None:
+        self.store = store.resolve()
+        self.index = RolloutIndex(self.store)
+        self._images = ImageStore(self.store / "images")
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="store", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+        self.index.close()
+
+    def _follow(self) -> None:
+        while not self._closing.is_set():
+            self.index.refresh(self._closing.is_set)
+            self._closing.wait(REFRESH)
+
+    def runs(self, request: Request) -> Any:
+        """Every run, the newest first, and what could not be read."""
+        counts = self.index.counts()
+        none: dict[str, Any] = {"rollouts": 0, "failures": 0, "last_step": None, "panels": []}
+        found = find_runs(self.store)
+        runs = [
+            {
+                "id": run.fingerprint,
+                "stage": run.stage,
+                "title": run.title,
+                "steps": run.steps,
+                "finished": run.finished,
+                "began": run.began,
+                "recorded": run.recorded,
+                "evaluations": evaluations_of(run, found),
+                **counts.get(run.fingerprint, none),
+            }
+            for run in found
+        ]
+        return {"runs": runs, "revision": self.index.revision, "problems": self.index.problems}
+
+    def history(self, request: Request) -> Any:
+        """The metrics of the steps, thinned out where they are many, and the panels that show them."""
+        run = self._run(request)
+        history = thinned(run.history(), MOST_POINTS)
+        panels = [
+            {"title": panel.title, "unit": panel.unit, "log": panel.log, "series": names, "band": panel.band}
+            for panel, names in panels_of(history)
+        ]
+        return {"panels": panels, "rows": history, "settings": run.settings}
+
+    def rollouts(self, request: Request) -> Any:
+        return self.index.search(self._run(request).fingerprint, _query(request))
+
+    def failures(self, request: Request) -> Any:
+        return self.index.failures(self._run(request).fingerprint, _query(request))
+
+    def tasks(self, request: Request) -> Any:
+        return self.index.tasks(self._run(request).fingerprint, _query(request))
+
+    def changes(self, request: Request) -> Any:
+        """How a task was answered in the steps of a run, in its panel and in the evaluations of a training."""
+        found, run = find_runs(self.store), self._run(request)
+        runs = [run.fingerprint, *evaluations_of(run, found)]
+        return {"rows": self.index.changes(runs, request.query_params.get("task", ""))}
+
+    def compare(self, request: Request) -> Any:
+        """The tasks that two checkpoints played; `first` and `second` are RUN:SOURCE or RUN:SOURCE:STEP."""
+        query = _query(request, without=("first", "second"))
+        first, second = (self._side(request.query_params.get(name, "")) for name in ("first", "second"))
+        return self.index.compare(first, second, query)
+
+    def _side(self, text: str) -> Side:
+        run, source, step = (*text.split(":"), "", "")[:3]
+        if source not in get_args(Source) or not (step == "" or step.isdecimal()):
+            raise DataError(f"not a side to compare: {text!r}", remedy="give RUN:SOURCE or RUN:SOURCE:STEP")
+        return Side(self._known(run).fingerprint, cast(Source, source), int(step) if step else None)
+
+    def group(self, request: Request) -> Any:
+        source, step, group = (request.path_params[name] for name in ("source", "step", "group"))
+        return group_document(self._run(request), source, step, group)
+
+    def image(self, request: Request) -> Response:
+        name, _, suffix = request.path_params["name"].partition(".")
+        media = next((media for media, known in MEDIA.items() if known == suffix), "")
+        data = self._images.read(ImageRef(name, media, 0, 0))
+        return Response(data, media_type=media, headers={"Cache-Control": "private, max-age=31536000, immutable"})
+
+    def _run(self, request: Request) -> Run:
+        return self._known(request.path_params["run"])
+
+    def _known(self, fingerprint: str) -> Run:
+        for run in find_runs(self.store):
+            if run.fingerprint == fingerprint:
+                return run
+        raise DataError(f"there is no run {fingerprint!r}", where=str(self.store))
+
+
+def view_app(server: ViewServer, token: str) -> Starlette:
+    """The application; the store is followed while it is up."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        server.start()
+        yield
+        await run_in_threadpool(server.close)
+
+    run = "/api/runs/{run:str}"
+    routes = [
+        Route("/", lambda request: FileResponse(PAGE, media_type="text/html")),
+        Route("/assets/{name:str}", _asset),
+        Route("/images/{name:str}", _answer(server.image)),
+        Route("/api/runs", _answer(server.runs)),
+        Route(f"{run}/history", _answer(server.history)),
+        Route(f"{run}/rollouts", _answer(server.rollouts)),
+        Route(f"{run}/failures", _answer(server.failures)),
+        Route(f"{run}/tasks", _answer(server.tasks)),
+        Route(f"{run}/changes", _answer(server.changes)),
+        Route(f"{run}/groups/{{source:str}}/{{step:int}}/{{group:path}}", _answer(server.group)),
+        Route("/api/compare", _answer(server.compare)),
+    ]
+    middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS), Middleware(Guard, token=token)]
+    return Starlette(routes=routes, middleware=middleware, lifespan=lifespan)
+
+
+def _answer(ask: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Response]]:
+    """An endpoint that answers with JSON, in a thread of its own; what is refused is said in it."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            answer = await run_in_threadpool(ask, request)
+        except ValidationError as error:
+            first = error.errors()[0]
+            return _json({"error": f"{'.'.join(map(str, first['loc']))}: {first['msg']}"}, 400)
+        except DataError as error:
+            return _json({"error": str(error)}, 404)
+        except ArmatureError as error:
+            return _json({"error": str(error)}, 500)
+        return answer if isinstance(answer, Response) else _json(answer, 200)
+
+    return endpoint
+
+
+def _json(value: Mapping[str, Any], status: int) -> Response:
+    return Response(dump_json(value), status, media_type="application/json")
+
+
+def _query(request: Request, without: Collection[str] = ()) -> Query:
+    given = {name: value for name, value in request.query_params.items() if value != "" and name not in without}
+    return Query.model_validate(given)
+
+
+async def _asset(request: Request) -> Response:
+    file = FILES.get(request.path_params["name"])
+    return FileResponse(file) if file is not None else PlainTextResponse("not found", 404)

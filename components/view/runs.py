@@ -1,0 +1,157 @@
+"""The runs of an artifact store that have rollouts to look at, finished or not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from components.artifacts.history import History
+from components.artifacts.manifest import MANIFEST
+from components.batches.ratios import ratios_file
+from components.contracts.errors import DataError
+from components.contracts.numbers import read_floats
+from components.models.source import CHECKPOINT, locate
+from components.stages import STARTED
+
+TRAINING, EVALUATION = "train-vlm", "evaluate"
+STAGES = (TRAINING, EVALUATION)
+UNTITLED = "?"
+HISTORY = "history.jsonl"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One attempt at a stage, named by its fingerprint.
+
+    `inputs` are the folders of its input artifacts by name, unknown for what an earlier version made.
+    """
+
+    store: Path
+    stage: str
+    fingerprint: str
+    settings: Mapping[str, Any]
+    inputs: Mapping[str, Path]
+    began: float
+    finished: bool
+
+    @property
+    def artifact(self) -> Path:
+        return self.store / self.stage / self.fingerprint
+
+    @property
+    def title(self) -> str:
+        """What tells it apart: the environment and the model of a training, the splits of an evaluation."""
+        settings = self.settings
+        if self.stage == TRAINING:
+            return f"{settings['environment']['name']}, {settings['model']['source']}"
+        return " and ".join(settings.get("evaluation", {}).get("splits", ())) or UNTITLED
+
+    @property
+    def steps(self) -> int | None:
+        """How many steps a training will have made."""
+        return self.settings["trainer"]["max_steps"] if self.stage == TRAINING else None
+
+    @property
+    def recorded(self) -> int:
+        """The bytes of its history, which grows with every step."""
+        with suppress(FileNotFoundError):
+            return (self.workspace / HISTORY).stat().st_size
+        return 0
+
+    def rollouts(self, source: str, step: int) -> Path:
+        """The folder with the rollout tables of a step, or of its panel; an evaluation has them in its artifact."""
+        if self.stage == EVALUATION:
+            return self.artifact
+        return self.store / ("evaluations" if source == "panel" else "rollouts") / f"{self.fingerprint}-{step:05d}"
+
+    def batch(self, step: int) -> Path | None:
+        """The folder with the samples of a step, if they are made; a batch that was skipped has none."""
+        folder = self.store / "batches" / f"{self.fingerprint}-{step:05d}"
+        skipped = folder.with_name(f"{folder.name}-skipped")
+        return next((each for each in (skipped, folder) if each.is_dir()), None)
+
+    @property
+    def workspace(self) -> Path:
+        """What its attempts keep; absent where the artifact was made elsewhere."""
+        return self.store / "workspaces" / f"{self.stage}-{self.fingerprint}"
+
+    def log_ratios(self, step: int) -> Path:
+        """The file with the ratios of the tokens that step trained on, if it is made and was not lost."""
+        return ratios_file(self.workspace, step)
+
+    def history(self) -> list[dict[str, float]]:
+        """The metrics of the steps that are done; of an artifact that was made elsewhere, its own record of them."""
+        going = self.workspace / HISTORY
+        made = self.artifact / "history.json"
+        if made.is_file() and not going.is_file():
+            return [read_floats(row) for row in json.loads(made.read_bytes())]
+        return History(going).read()
+
+    def tokenizer(self) -> Path | None:
+        """A folder with the `tokenizer.json` of its policy, if there is one."""
+        folders = [self.artifact / CHECKPOINT] if self.stage == TRAINING else []
+        if "model" in self.inputs and self.inputs["model"].is_dir():
+            with suppress(DataError):  # the checkpoint that it began with has changed since
+                folders.append(locate(self.inputs["model"]))
+        return next((folder for folder in folders if (folder / "tokenizer.json").is_file()), None)
+
+    def tasks(self) -> Path | None:
+        """The artifact with the tasks that it plays."""
+        return self.inputs.get("tasks")
+
+
+def find_runs(store: Path) -> list[Run]:
+    """Every training and evaluation in `store`, the newest first; what cannot be read is left out."""
+    found: dict[tuple[str, str], Run] = {}
+    for stage in STAGES:
+        for file in (store / "workspaces").glob(f"{stage}-*/{STARTED}"):
+            _add(found, store, stage, file.parent.name.removeprefix(f"{stage}-"), file)
+        for file in (store / stage).glob(f"*/{MANIFEST}"):
+            if (stage, file.parent.name) not in found:
+                _add(found, store, stage, file.parent.name, file)
+    return sorted(found.values(), key=lambda run: -run.began)
+
+
+def evaluations_of(run: Run, runs: Sequence[Run]) -> dict[str, str]:
+    """The evaluations, by fingerprint, of the weights that a training made, and of those that it began with on the
+    same tasks: "after training" and "before training"."""
+    if run.stage != TRAINING:
+        return {}
+    start, tasks = run.inputs.get("model"), run.inputs.get("tasks")
+    found = {}
+    for each in runs:
+        model = each.inputs.get("model") if each.stage == EVALUATION else None
+        if model is not None and model.name == run.fingerprint:
+            found[each.fingerprint] = "after training"
+        elif model is not None and model == start and each.inputs.get("tasks") == tasks:
+            found[each.fingerprint] = "before training"
+    return found
+
+
+def thinned(history: Sequence[dict[str, float]], most: int) -> list[dict[str, float]]:
+    """About `most` of the rows, evenly spread, the last and those of evaluations among them."""
+    every = -(-len(history) // most)
+    if every <= 1:
+        return list(history)
+    return [
+        row
+        for place, row in enumerate(history, 1)
+        if place % every == 0 or place == len(history) or "heldout/accuracy" in row
+    ]
+
+
+def _add(found: dict[tuple[str, str], Run], store: Path, stage: str, fingerprint: str, file: Path) -> None:
+    try:
+        document = json.loads(file.read_bytes())
+        settings, inputs = document["settings"], document["inputs"] if file.name == STARTED else {}
+        finished = (store / stage / fingerprint / MANIFEST).is_file()
+        folders = {name: Path(folder) for name, folder in inputs.items()}
+        run = Run(store, stage, fingerprint, settings, folders, file.stat().st_mtime, finished)
+        _ = run.title, run.steps
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # being replaced, or of another version
+        return
+    found[stage, fingerprint] = run

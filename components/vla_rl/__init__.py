@@ -1,0 +1,1 @@
+"""Reinforcement learning of robot policies: rollouts in LIBERO, advantages, and updates on the engine."""

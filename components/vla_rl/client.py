@@ -1,0 +1,44 @@
+"""The client of a trainer of policies by rewards. Torch-free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict, PositiveFloat
+
+from components.training.client import ServiceClient
+from components.vla_rl.settings import RobotRLTrainerSettings
+
+
+class RobotRLTraining(BaseModel):
+    """What is trained: `policy` is the folder of an artifact, `images` the root of the image store.
+
+    fingerprint: names the run, and no other resumes from it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    WORKER: ClassVar[str] = "policy-rl"
+
+    trainer: RobotRLTrainerSettings
+    noise_level: PositiveFloat
+    policy: Path
+    images: Path
+    fingerprint: str
+
+    @property
+    def seed(self) -> int:
+        return self.trainer.seed
+
+
+class RobotRLTrainerClient(ServiceClient):
+    """A trainer of policies by rewards: `training` is a `RobotRLTraining`."""
+
+    def step(self, step: int, batch: Path) -> dict[str, float]:
+        """Train on the batch in folder `batch` as step `step` = 1, 2, ...; the metrics of the step. Applied once."""
+        return self._train(step, batch=str(batch.resolve()))
+
+    def score(self, batch: Path) -> list[float]:
+        """Of each answer of the batch the log-prob of all that counts."""
+        return [float(one) for one in self._ask("score", self.machine.train_timeout, batch=str(batch.resolve()))]

@@ -1,0 +1,110 @@
+"""Rollouts of one step: players in threads, simulators in processes, one policy that answers who waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from components.artifacts.images import ImageStore
+from components.contracts.errors import ArmatureError
+from components.contracts.robots import RobotObservation
+from components.evaluation.libero.batching import InferenceQueue
+from components.evaluation.libero.episode import SimulatorClient, play_episode
+from components.evaluation.libero.run import SimulatorSlot, simulator_slots, task_of
+from components.evaluation.libero.schedule import PlannedEpisode, TaskKey
+from components.policies.molmoact2.policy import ExploredAnswer
+from components.vla_rl.record import AnswerRecorder
+from components.vla_rl.schedule import answer_seed
+from components.vla_rl.settings import RobotRolloutSettings
+from components.vla_rl.table import Answer
+from components.workers.errors import WorkerError
+from components.workers.pool import StickyQueue
+
+
+class ExploringPolicy(Protocol):
+    """Row i depends on observation i and seed i alone, to the last bit; see `MolmoAct2Policy.explore`."""
+
+    def explore(
+        self, observations: Sequence[RobotObservation], seeds: Sequence[int], noise_level: float
+    ) -> list[ExploredAnswer]: ...
+
+
+class Collector:
+    """Plays groups of episodes. What comes of them depends on neither the number of simulators nor their order.
+
+    Args:
+        arenas: processes with simulators; they stay up from step to step.
+        images: where what was seen is kept.
+        told: is called with the numbers of finished and of all episodes.
+    """
+
+    def __init__(
+        self,
+        settings: RobotRolloutSettings,
+        policy: ExploringPolicy,
+        arenas: Sequence[SimulatorClient],
+        images: ImageStore,
+        told: Callable[[int, int], None],
+    ) -> None:
+        self._settings, self._policy, self._arenas = settings, policy, arenas
+        self._images, self._told = images, told
+        self._lock = threading.Lock()
+
+    def collect(self, groups: Sequence[Sequence[PlannedEpisode]], step: int, version: int) -> list[Answer]:
+        """The answers of all episodes, by group, member and chunk.
+
+        Raises:
+            WorkerError: an episode's simulator was lost in every attempt.
+            DataError: the policy answered with something that is not an action.
+        """
+        planned = [episode for group in groups for episode in group]
+        played: dict[int, list[Answer]] = {}
+
+        def explore(observations: list[RobotObservation], seeds: list[int]) -> list[ExploredAnswer]:
+            return self._policy.explore(observations, seeds, self._settings.noise_level)
+
+        queue = InferenceQueue(explore, self._settings.batch)
+        schedule = StickyQueue(range(len(planned)), lambda number: task_of(planned[number]))
+
+        def player(simulator: SimulatorSlot) -> Callable[[], None]:
+            def play() -> None:
+                held: TaskKey | None = None
+                while (number := schedule.take(held)) is not None:
+                    held = task_of(planned[number])
+                    answers = self._play(simulator, planned[number], queue, step, version)
+                    with self._lock:
+                        played[number] = answers
+                        self._told(len(played), len(planned))
+
+            return play
+
+        count = min(self._settings.batch, len(planned))
+        queue.serve([player(simulator) for simulator in simulator_slots(self._arenas, count)])
+        return [answer for number in range(len(planned)) for answer in played[number]]
+
+    def _play(
+        self,
+        simulator: SimulatorSlot,
+        planned: PlannedEpisode,
+        queue: InferenceQueue[ExploredAnswer],
+        step: int,
+        version: int,
+    ) -> list[Answer]:
+        def explored(observation: RobotObservation, chunk: int) -> ExploredAnswer:
+            return queue.ask(observation, answer_seed(self._settings, step, planned, chunk))
+
+        problem: ArmatureError | None = None
+        for _ in range(self._settings.attempts):
+            recorder = AnswerRecorder(explored)
+            try:
+                episode = play_episode(simulator.arena, simulator.slot, planned, recorder)
+            except WorkerError as error:
+                problem = error
+            else:
+                return recorder.rows(planned, episode, step, version, self._images)
+        raise WorkerError(
+            f"{planned.name} could not be played in {self._settings.attempts} attempts: {problem}",
+            where=f"step {step}",
+            remedy="see the simulators' logs; start again: steps that are made are kept",
+        )

@@ -1,0 +1,65 @@
+"""What a policy saw and answered in an episode, as rows of the rollout table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from PIL import Image
+
+from components.artifacts.images import ImageStore, encode_png
+from components.contracts.robots import RobotObservation
+from components.evaluation.libero.episode import Actions, PlayedEpisode
+from components.evaluation.libero.schedule import PlannedEpisode
+from components.policies.molmoact2.policy import ExploredAnswer
+from components.vla_rl.table import Answer
+
+
+class AnswerRecorder:
+    """The actor of one attempt at an episode: `explored` is called with the observation and the chunk's number."""
+
+    def __init__(self, explored: Callable[[RobotObservation, int], ExploredAnswer]) -> None:
+        self._explored = explored
+        self._given: list[tuple[RobotObservation, ExploredAnswer]] = []
+
+    def __call__(self, observation: RobotObservation, chunk: int) -> Actions:
+        answer = self._explored(observation, chunk)
+        self._given.append((observation, answer))
+        return answer.actions
+
+    def rows(
+        self, planned: PlannedEpisode, episode: PlayedEpisode, step: int, version: int, images: ImageStore
+    ) -> list[Answer]:
+        """One for each answer, in order; the images are put into the store."""
+        group = f"{step:05d}-{planned.repetition:06d}"
+        rows, done = [], 0
+        for chunk, (observation, answer) in enumerate(self._given):
+            executed = min(len(answer.actions), episode.steps - done)
+            done += executed
+            last = chunk == len(self._given) - 1
+            cameras = tuple(sorted(observation.images))
+            seen = [encode_png(Image.fromarray(observation.images[name])) for name in cameras]
+            rows.append(
+                Answer(
+                    group_id=group,
+                    episode_id=f"{group}-{planned.episode:04d}",
+                    suite=planned.task.suite,
+                    task=planned.task.index,
+                    language=observation.task,
+                    initial_state=planned.initial_state,
+                    chunk=chunk,
+                    policy_version=version,
+                    cameras=cameras,
+                    images=tuple(map(images.put, seen)),
+                    state=observation.state,
+                    before=answer.before.reshape(-1),
+                    after=answer.after.reshape(-1),
+                    flow_step=answer.step,
+                    logprobs=answer.logprobs[:executed].reshape(-1),
+                    actions=answer.actions[:executed].reshape(-1),
+                    executed=executed,
+                    reward=float(last and episode.success),
+                    done=last,
+                    truncated=last and not episode.success,
+                )
+            )
+        return rows

@@ -1,0 +1,75 @@
+"""Which episodes a step plays, and by which seeds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from hashlib import sha256
+
+import numpy as np
+
+from components.contracts.errors import ConfigurationError
+from components.environments.libero.tasks import LiberoTask
+from components.evaluation.libero.schedule import PlannedEpisode
+from components.vla_rl.settings import RobotRolloutSettings
+
+
+def plan_step(settings: RobotRolloutSettings, known: Sequence[LiberoTask], step: int) -> list[list[PlannedEpisode]]:
+    """The groups of `step`. Every (task, initial state) comes once, in a shuffled order, before any repeats.
+
+    The episodes of a group differ in nothing but the noise of the policy: simulator_seed is the group's, `episode`
+    counts within it, and `repetition` is the number of the group in the run.
+
+    Args:
+        step: 0 is the pre-flight's, of one group.
+
+    Raises:
+        ConfigurationError: the suite has no such task, or a task no such initial state.
+    """
+    begins = _begins(settings, known)
+    count = settings.groups_per_step if step else 1
+    first = (step - 1) * settings.groups_per_step if step else 0
+    groups = []
+    for number in range(first, first + count):
+        lap, place = divmod(number, len(begins))
+        order = np.random.default_rng((settings.seed, lap)).permutation(len(begins))
+        task, state = begins[order[place]]
+        seed = _seed(settings.seed, "simulator", step, number) >> 32
+        groups.append(
+            [
+                PlannedEpisode(task, member, state, number, seed, settings.max_steps)
+                for member in range(settings.group_size)
+            ]
+        )
+    return groups
+
+
+def answer_seed(settings: RobotRolloutSettings, step: int, planned: PlannedEpisode, chunk: int) -> int:
+    """Seed in [0, 2**63) of all that is random in the `chunk`-th answer of an episode."""
+    return _seed(settings.seed, "answer", step, planned.repetition, planned.episode, chunk)
+
+
+def _begins(settings: RobotRolloutSettings, known: Sequence[LiberoTask]) -> list[tuple[LiberoTask, int]]:
+    by_index = {task.index: task for task in known}
+    if missing := sorted(set(settings.tasks) - set(by_index)):
+        raise ConfigurationError(
+            f"{settings.suite} has no task {', '.join(map(str, missing))}",
+            where="rollouts.tasks",
+            remedy=f"choose from 0 to {max(by_index)}, or leave it empty for all",
+        )
+    begins = []
+    for index in sorted(settings.tasks or by_index):
+        task = by_index[index]
+        states = settings.initial_states or range(task.initial_states)
+        if max(states) >= task.initial_states:
+            raise ConfigurationError(
+                f"task {index} of {settings.suite} has no initial state {max(states)}",
+                where="rollouts.initial_states",
+                remedy=f"choose from 0 to {task.initial_states - 1}, or leave it empty for all",
+            )
+        begins += [(task, state) for state in states]
+    return begins
+
+
+def _seed(*parts: object) -> int:
+    return int.from_bytes(sha256(json.dumps(parts).encode()).digest()[:8], "big") >> 1

@@ -1,0 +1,82 @@
+"""What decides the outcome of reinforcement learning of a robot policy. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from components.contracts.settings import Settings
+from components.environments.libero.settings import SimulatorSettings, Suite
+from components.vla.settings import PolicyUpdateSettings
+from components.vlm.settings import CISPO, GSPO, PPO
+
+
+class RobotRolloutSettings(Settings):
+    """Every step plays `groups_per_step` groups; the episodes of a group begin in the same initial state."""
+
+    model_config = ConfigDict(title="Rollouts")
+
+    suite: Suite = Field(description="The suite whose tasks are played.")
+    tasks: tuple[NonNegativeInt, ...] = Field((), description="Numbers of tasks in the suite; empty: all.")
+    initial_states: tuple[NonNegativeInt, ...] = Field(
+        (), description="Stored initial states that episodes begin in; empty: all. Keep others for evaluation."
+    )
+    groups_per_step: PositiveInt = Field(description="Groups of a step; tasks and initial states take turns.")
+    group_size: PositiveInt = Field(8, description="Episodes of a group, which are compared with each other.")
+    max_steps: PositiveInt = Field(description="Actions of an episode at most.")
+    noise_level: PositiveFloat = Field(
+        0.5, description="Flow-SDE's η: how widely the one random denoising step of an answer is drawn."
+    )
+    seed: NonNegativeInt = Field(0, description="Seed of the order of initial states, the simulator and all noise.")
+    batch: PositiveInt = Field(32, description="Episodes that are played at once. No result depends on it.")
+    rows_per_pass: PositiveInt = Field(
+        8, description="Rows of one forward pass of the policy, as for an evaluation. 1 is best on a CPU."
+    )
+    attempts: PositiveInt = Field(3, description="How often an episode is begun whose simulator dies on the way.")
+
+
+class RobotRLTrainerSettings(PolicyUpdateSettings):
+    """How a step's answers become updates."""
+
+    model_config = ConfigDict(title="Trainer")
+
+    max_steps: PositiveInt = Field(description="Steps of the run, each of new rollouts; the decay ends there.")
+    mode: Literal["full", "expert"] = Field("expert", description="full: all weights. expert: the action expert alone.")
+    objective: PPO | GSPO | CISPO = Field(
+        PPO(name="ppo"), discriminator="name", description="The loss and its parameters."
+    )
+    ratio: Literal["chunk", "dimension"] = Field(
+        "chunk",
+        description="What has a probability ratio of its own: a chunk of actions, or each of its numbers.",
+    )
+    samples_per_update: NonNegativeInt = Field(0, description="Answers per optimizer update; 0: all of the step.")
+    epochs: PositiveInt = Field(1, description="How often a step's answers are trained on.")
+    save_every: PositiveInt = Field(1, description="Steps between checkpoints to resume from.")
+    seed: NonNegativeInt = Field(0, description="Seed of the order in which answers come to updates.")
+
+
+class RobotPreflightSettings(Settings):
+    """What sampler and trainer must agree on before the first step."""
+
+    model_config = ConfigDict(title="Pre-flight")
+
+    max_ratio_error: PositiveFloat = Field(
+        1e-5,
+        description="Refuse to train where an answer's probability ratio, trainer over sampler, is farther from 1.",
+    )
+
+
+class TrainVLARLSettings(Settings):
+    """The sections that the trained policy depends on."""
+
+    simulator: SimulatorSettings
+    rollouts: RobotRolloutSettings
+    trainer: RobotRLTrainerSettings
+    preflight: RobotPreflightSettings
+
+    @model_validator(mode="after")
+    def _groups_can_differ(self) -> Self:
+        if self.rollouts.group_size < 2:
+            raise ValueError("rollouts.group_size is 1: an episode has no advantage over itself, take 2 at least")
+        return self

@@ -1,0 +1,103 @@
+"""The stage train-vla-rl: a policy in, the policy that it becomes by trying in LIBERO out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from components.contracts.numbers import write_json
+from components.contracts.stages import Artifact, Stage, StageContext, StageReport
+from components.vla_rl.settings import TrainVLARLSettings
+
+History = Sequence[Mapping[str, float]]
+
+
+def train_vla_rl(
+    settings: TrainVLARLSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
+) -> StageReport:
+    """Writes `checkpoint/` (released layout, needs nothing else), `history.json`, `lineage.json`, `metrics.json` and
+    the report.
+
+    Raises:
+        ConfigurationError: policy, simulator and settings do not fit each other.
+        MismatchError: trainer and sampler give other probabilities to the same answers.
+        WorkerError: an episode could not be played.
+        TrainerError: the training dies again and again.
+    """
+    from components.artifacts.images import ImageStore
+    from components.environments.libero.processes import SimulatorProcess
+    from components.environments.libero.tasks import suite_tasks
+    from components.evaluation.libero.robot import refuse_cameras
+    from components.evaluation.libero.stage import limited_threads
+    from components.models.source import CHECKPOINT
+    from components.policies.molmoact2.policy import open_policy
+    from components.stages import open_store
+    from components.vla_rl.client import RobotRLTrainerClient, RobotRLTraining
+    from components.vla_rl.collect import Collector
+    from components.vla_rl.run import RobotRLRun
+
+    plan, machine = settings.rollouts, context.machine
+    policy = open_policy(inputs["policy"].path, mode="continuous", rows=plan.rows_per_pass)
+    refuse_cameras(policy.cameras, settings.simulator)
+    training = RobotRLTraining(
+        trainer=settings.trainer,
+        noise_level=plan.noise_level,
+        policy=inputs["policy"].path.resolve(),
+        images=context.images,
+        fingerprint=context.fingerprint,
+    )
+
+    def told(done: int, total: int) -> None:
+        context.events.progress("episodes", done, total)
+
+    with ExitStack() as opened:
+        opened.enter_context(limited_threads(machine.threads))
+        count = min(machine.playing_processes, plan.batch)
+        arenas = [
+            opened.enter_context(SimulatorProcess(settings.simulator, machine.environment_timeout))
+            for _ in range(count)
+        ]
+        collector = Collector(plan, policy, arenas, ImageStore(context.images), told)
+        trainer = opened.enter_context(
+            RobotRLTrainerClient(training, machine, context.workspace / "trainer", context.events, context.saved)
+        )
+        tasks, store = suite_tasks(plan.suite), open_store(machine)
+        run = RobotRLRun(settings, context, store, policy, tasks, collector, trainer, inputs["policy"])
+        run.train_all()
+        run.finish(out / CHECKPOINT)
+    history, lineage = run.history.read(), run.lineage()
+    numbers = summary(history)
+    write_json(out / "history.json", history)
+    write_json(out / "lineage.json", lineage)
+    write_json(out / "metrics.json", numbers)
+    write_pages(out, settings, history)
+    episodes, agreeing = (int(sum(row.get(name, 0) for row in history)) for name in ("rollouts/planned", DROPS))
+    return StageReport(
+        rows={"steps": len(history), "episodes": episodes}, drops={"group_agrees": agreeing} if agreeing else {}
+    )
+
+
+DROPS = "drops/group_agrees"
+
+
+def summary(history: History) -> dict[str, float]:
+    """Means over the last tenth of the steps."""
+    tail = history[-max(1, len(history) // 10) :]
+    keys = ("reward", "importance_ratio", "kl", "groups/zero_advantage_fraction", "answers/per_episode")
+    return {key: sum(row.get(key, 0.0) for row in tail) / len(tail) for key in keys}
+
+
+def write_pages(folder: Path, settings: TrainVLARLSettings, history: History) -> None:
+    """Writes `report.html` and `curves.png`."""
+    from components.reports.training import write_training_report
+
+    write_training_report(
+        folder,
+        title=f"Reinforcement learning on {settings.rollouts.suite}",
+        history=history,
+        configuration=settings.model_dump(mode="json"),
+    )
+
+
+TRAIN_VLA_RL_STAGE = Stage("train-vla-rl", 1, TrainVLARLSettings, ("policy",), train_vla_rl)

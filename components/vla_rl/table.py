@@ -1,0 +1,137 @@
+"""The rollout table of a robot policy, one row per answer, and the batch table, the same rows with advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from components.artifacts.tables import IMAGE_REF, TableSchema, read_table, write_table
+from components.contracts.images import ImageRef
+
+ROLLOUTS_FILE, BATCH_FILE = "rollouts.parquet", "batch.parquet"
+_NUMBERS = pa.list_(pa.float32())
+ROLLOUTS = TableSchema(
+    "robot-rollouts",
+    1,
+    pa.schema(
+        [
+            ("group_id", pa.string()),
+            ("episode_id", pa.string()),
+            ("suite", pa.string()),
+            ("task", pa.int32()),
+            ("language", pa.string()),
+            ("initial_state", pa.int32()),
+            ("chunk", pa.int32()),
+            ("policy_version", pa.int32()),
+            ("cameras", pa.list_(pa.string())),
+            ("images", pa.list_(IMAGE_REF)),
+            ("state", _NUMBERS),
+            ("before", _NUMBERS),  # (T, max_action_dim), row by row
+            ("after", _NUMBERS),
+            ("flow_step", pa.int32()),
+            ("logprobs", pa.list_(pa.float64())),  # (executed, dimensions of the robot)
+            ("actions", _NUMBERS),  # those that were carried out, (executed, dimensions of the robot)
+            ("executed", pa.int32()),
+            ("reward", pa.float64()),
+            ("done", pa.bool_()),
+            ("truncated", pa.bool_()),
+        ]
+    ),
+)
+BATCH = TableSchema("robot-batch", 1, ROLLOUTS.schema.append(pa.field("advantage", pa.float64())))
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """One answer of a policy within an episode, and what followed.
+
+    before, after: the points of the drawn denoising step `flow_step`, (T x max_action_dim,) float32. logprobs: of
+    `after`, (executed x dimensions,) float64: actions that were not carried out and dimensions that the robot does not
+    have do not count. actions: carried out, in the dataset's units. reward: 1 where it solved the task. done: the
+    episode ended with it; truncated: because its actions were used up.
+    """
+
+    group_id: str
+    episode_id: str
+    suite: str
+    task: int
+    language: str
+    initial_state: int
+    chunk: int
+    policy_version: int
+    cameras: tuple[str, ...]
+    images: tuple[ImageRef, ...]
+    state: Floats
+    before: Floats
+    after: Floats
+    flow_step: int
+    logprobs: NDArray[np.float64]
+    actions: Floats
+    executed: int
+    reward: float
+    done: bool
+    truncated: bool
+
+
+@dataclass(frozen=True, eq=False)
+class AnswerSample(Answer):
+    """An answer that is trained on."""
+
+    advantage: float
+
+
+def write_rollouts(folder: Path, answers: Sequence[Answer]) -> None:
+    _write(folder / ROLLOUTS_FILE, answers, ROLLOUTS)
+
+
+def read_rollouts(folder: Path) -> list[Answer]:
+    """
+    Raises:
+        DataError: no rollout table of this version.
+    """
+    return [Answer(**row) for row in _rows(folder / ROLLOUTS_FILE, ROLLOUTS)]
+
+
+def write_batch(folder: Path, samples: Sequence[AnswerSample]) -> None:
+    _write(folder / BATCH_FILE, samples, BATCH)
+
+
+def read_batch(folder: Path) -> list[AnswerSample]:
+    """
+    Raises:
+        DataError: no batch table of this version.
+    """
+    return [AnswerSample(**row) for row in _rows(folder / BATCH_FILE, BATCH)]
+
+
+def with_advantage(answer: Answer, advantage: float) -> AnswerSample:
+    return AnswerSample(**{each.name: getattr(answer, each.name) for each in fields(Answer)}, advantage=advantage)
+
+
+def _write(path: Path, answers: Sequence[Answer], schema: TableSchema) -> None:
+    rows = [vars(answer) | {"images": [asdict(ref) for ref in answer.images]} for answer in answers]
+    write_table(path, rows, schema)
+
+
+def _rows(path: Path, schema: TableSchema) -> list[dict[str, Any]]:
+    table = read_table(path, schema)
+    arrays = [
+        field.name
+        for field in schema.schema
+        if pa.types.is_list(field.type) and pa.types.is_floating(field.type.value_type)
+    ]
+    columns = {name: [np.array(value.values) for value in table[name]] for name in arrays}
+    rows: list[dict[str, Any]] = table.drop_columns(arrays).to_pylist()
+    for index, row in enumerate(rows):
+        row["cameras"] = tuple(row["cameras"])
+        row["images"] = tuple(ImageRef(**ref) for ref in row["images"])
+        row |= {name: values[index] for name, values in columns.items()}
+    return rows

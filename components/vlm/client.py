@@ -1,0 +1,78 @@
+"""The client of a trainer of tokens. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
+
+from components.inference.endpoint import Endpoint
+from components.inference.probe import Probe, ProbeAnswer
+from components.models.settings import ModelSettings
+from components.training.client import ServiceClient
+from components.vlm.settings import TrainerSettings
+
+
+class TrainerPolicySettings(BaseModel):
+    """What decides the results of a trainer of tokens: which model, trained how, on which images."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    WORKER: ClassVar[str] = "tokens"
+
+    model_path: Path = Field(description="Folder of the model that the run begins with.")
+    model: ModelSettings
+    trainer: TrainerSettings
+    temperature: PositiveFloat = Field(description="Temperature of the sampler.")
+    images: Path = Field(description="Root of the image store.")
+
+    @property
+    def seed(self) -> int:
+        return self.trainer.seed
+
+
+class TrainerClient(ServiceClient):
+    """A trainer of tokens: `training` is a `TrainerPolicySettings`."""
+
+    def step(self, step: int, batch: Path, log_ratios: Path | None = None) -> dict[str, float]:
+        """Train on the batch in folder `batch` as step `step` = 1, 2, ...; the metrics of the step.
+
+        A step is applied once: asking again returns the same metrics.
+
+        Args:
+            log_ratios: a file to write, of the trained tokens; see `components.batches.ratios`.
+        """
+        files = {"log_ratios": str(log_ratios.resolve())} if log_ratios is not None else {}
+        return self._train(step, batch=str(batch.resolve()), **files)
+
+    def score(self, batch: Path) -> list[npt.NDArray[np.float32]]:
+        """For each sample of the batch (L,) log-probs of its trained tokens, 0 elsewhere."""
+        scores = self._ask("score", self.machine.train_timeout, batch=str(batch.resolve()))
+        return [np.array(score, dtype=np.float32) for score in scores]
+
+    def send(self, endpoints: Sequence[Endpoint], version: int) -> None:
+        """Send the weights after step `version` from the trainer's GPUs to vLLM servers, all of them together.
+
+        They are those that `publish` would write, under the same names. The servers must expect it: see
+        `components.inference.pool.ServerPool.sync`. Asking again sends again.
+
+        Raises:
+            ConfigurationError: the weights are of another version, or `machine.weight_transfer` needs no sender.
+            WeightSyncError: a server refused them.
+        """
+        addresses = [asdict(endpoint) for endpoint in endpoints]
+        self._ask("send", self.machine.sync_timeout, endpoints=addresses, version=version)
+
+    def probe(self, probe: Probe, version: int) -> ProbeAnswer:
+        """What the weights after step `version` answer; servers that hold them answer the same.
+
+        Raises:
+            ConfigurationError: the weights are of another version.
+        """
+        answer = self._ask("probe", self.machine.train_timeout, probe=asdict(probe), version=version)
+        return ProbeAnswer(np.array(answer["logprobs"], dtype=np.float32), answer["dtype"])

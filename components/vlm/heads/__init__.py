@@ -1,0 +1,56 @@
+"""From hidden states to log-probs and entropies: one backend for each value of `[trainer] logprobs`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from components.registry import Registry
+
+EXCLUDED = -1e30
+"""Logit of a forbidden token: exp gives 0, and 0 times it is 0, unlike with -inf."""
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """What the logits of an output head go through before the softmax, and how many of them exist at once.
+
+    z = cap tanh((h W^T + b) / cap) / temperature, without the hyperbola where `softcap` is None.
+    """
+
+    temperature: float
+    softcap: float | None
+    chunk_tokens: int
+
+
+class Backend(Protocol):
+    """Made from the settings, the output head it will be called with, and the device.
+
+    Raises:
+        ConfigurationError: this backend cannot do that.
+    """
+
+    def __init__(self, settings: HeadSettings, head: nn.Module, device: torch.device) -> None: ...
+
+    def __call__(self, head: nn.Module, hidden: Tensor, targets: Tensor, forbidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probs of `targets` and entropies, (N,) each in fp32 or better, with gradients.
+
+        Args:
+            hidden: (N, D); N may be 0, and then the head has a gradient of 0, not none.
+            targets: (N,) token ids. One that is forbidden, or beyond the head's rows, gets -inf and no gradient.
+            forbidden: (V,) bool, tokens without probability.
+        """
+
+
+HEADS = Registry(
+    "log-prob backend",
+    "armature.logprobs",
+    {
+        "normal": "components.vlm.heads.normal:StandardHead",
+        "torch": "components.vlm.heads.chunked:ChunkedHead",
+        "triton": "components.vlm.heads.fused:FusedHead",
+    },
+)

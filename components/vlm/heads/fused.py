@@ -1,0 +1,132 @@
+"""The linear head with log-softmax and entropy in Triton kernels: logits never leave the registers."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from components.contracts.errors import ConfigurationError
+from components.vlm.heads import HeadSettings
+from components.vlm.heads.linear import BlockStatistics, HeadBlock, LinearHead
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Rows x columns of one program, the depth of one step, and how the compiler lays it out.
+
+    With descriptors the copy engine loads the factors (Hopper and later); `group` row tiles share columns in the cache.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    group: int
+    descriptors: bool
+
+
+LARGE = TileConfig(128, 256, 64, warps=8, stages=3, group=16, descriptors=True)
+"""The fastest of 33 on an H200; takes 144 KiB of shared memory."""
+SMALL = TileConfig(128, 128, 32, warps=4, stages=3, group=8, descriptors=False)
+FULL = TileConfig(64, 64, 32, warps=4, stages=2, group=8, descriptors=False)
+"""fp32, multiplied as such and not in tensor cores: for comparison, not for speed."""
+
+
+class FusedHead(LinearHead):
+    """On a CUDA device in bf16, fp16 and fp32, or interpreted (TRITON_INTERPRET=1) in fp32.
+
+    The backward pass holds the gradient of a block of logits, as many as `chunk_tokens` tokens have, in the dtype of
+    the matrix products; its products with the hidden states and the weight are cuBLAS's.
+    """
+
+    def __init__(self, settings: HeadSettings, head: nn.Module, device: torch.device) -> None:
+        super().__init__(settings, head, device)
+        elsewhere = "set trainer.logprobs = 'torch'"
+        if find_spec("triton") is None:
+            raise ConfigurationError(
+                "triton is not installed", where="trainer.logprobs", remedy=f"pip install triton, or {elsewhere}"
+            )
+        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ConfigurationError(
+                f"the Triton kernels need a CUDA device, and the model is on {device}",
+                where="trainer.logprobs",
+                remedy=f"{elsewhere}, or export TRITON_INTERPRET=1 to interpret them, slowly",
+            )
+
+    def statistics(self, hidden: Tensor, block: HeadBlock, targets: Tensor) -> BlockStatistics:
+        from components.vlm.heads.kernels import statistics_kernel
+
+        tile = self._tile(hidden)
+        parts = hidden.new_empty(3, -(-len(block.weight) // tile.columns), len(hidden), dtype=torch.float32)
+        chosen = torch.full_like(parts[0, 0], float("-inf"))
+        self._launch(statistics_kernel, tile, hidden, block, [targets, *parts, chosen])
+        return BlockStatistics(parts[0], parts[1], parts[2], chosen)
+
+    def logit_gradient(
+        self, hidden: Tensor, block: HeadBlock, targets: Tensor, saved: list[Tensor], grads: list[Tensor]
+    ) -> Tensor:
+        from components.vlm.heads.kernels import gradient_kernel
+
+        dz = hidden.new_empty(len(hidden), len(block.weight))
+        both = [grads[0].contiguous(), grads[-1].contiguous()]
+        arguments = [targets, *saved, *both, dz]
+        self._launch(gradient_kernel, self._tile(hidden), hidden, block, arguments, ENTROPY=len(grads) > 1)
+        return dz
+
+    def _tile(self, hidden: Tensor) -> TileConfig:
+        # They add up in fp32; and Triton 3.6's interpreter multiplies the bits of bf16 numbers.
+        if hidden.dtype == torch.float64 or (not hidden.is_cuda and hidden.dtype != torch.float32):
+            known = "bfloat16, float16 or float32" if hidden.is_cuda else "float32, interpreted"
+            given = str(hidden.dtype).removeprefix("torch.")
+            raise ConfigurationError(
+                f"the Triton kernels compute in {known}, and the model is in {given}",
+                where="trainer.logprobs",
+                remedy="set trainer.logprobs = 'torch'",
+            )
+        if hidden.dtype == torch.float32:
+            return FULL
+        hopper = hidden.is_cuda and torch.cuda.get_device_capability(hidden.device)[0] in (9, 10)
+        return LARGE if hopper else SMALL
+
+    def _launch(
+        self, kernel: Any, tile: TileConfig, hidden: Tensor, block: HeadBlock, arguments: list[Tensor], **more: bool
+    ) -> None:
+        (n_rows, depth), n_columns = hidden.shape, len(block.weight)
+        if not n_rows:
+            return
+        hidden, weight = hidden.contiguous(), block.weight.contiguous()
+        described = tile.descriptors and depth * hidden.element_size() % 16 == 0
+        kernel[(-(-n_rows // tile.rows) * -(-n_columns // tile.columns),)](
+            _described(hidden, tile.rows, tile.depth) if described else hidden,
+            _described(weight, tile.columns, tile.depth) if described else weight,
+            block.bias,
+            block.forbidden.view(torch.uint8),
+            *arguments,
+            n_rows,
+            n_columns,
+            1 / self.settings.temperature,
+            self.settings.softcap or 0.0,
+            depth,
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            DEPTH=tile.depth,
+            GROUP=tile.group,
+            BIAS=block.bias is not None,
+            SOFTCAP=self.settings.softcap is not None,
+            DESCRIPTORS=described,
+            **more,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+
+
+def _described(matrix: Tensor, rows: int, columns: int) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])

@@ -1,0 +1,258 @@
+"""One training step: micro-batches in, an updated policy and its metrics out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from dataclasses import fields
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+
+from components.adapters.validate import model_inputs
+from components.batches.check import check_samples
+from components.contracts.batches import MultimodalBatch, Sample
+from components.contracts.errors import ConfigurationError
+from components.training.engine import ALL, ParameterGroup, TrainingEngine
+from components.training.memory import peak_memory_gib
+from components.training.ranks import Ranks
+from components.training.schedule import learning_rate
+from components.vlm.logprobs import Policy, check_head
+from components.vlm.metrics import Meter, batch_report
+from components.vlm.objectives import Tokens, loss_of, normalizer
+from components.vlm.plan import MicroBatch, micro_batches, share, updates
+from components.vlm.settings import TrainerSettings
+
+Load = Callable[[Sequence[MicroBatch]], Iterator[tuple[MicroBatch, MultimodalBatch]]]
+"""Gives each planned micro-batch its tensors, in order."""
+
+
+class Learner(TrainingEngine[Any]):
+    """The policy, its optimizer, and how a batch changes them.
+
+    `log_ratios` are of the last step; see `Meter.gather_log_ratios`.
+
+    Args:
+        model: a vision-language model, with or without adapters; what requires a gradient is trained, in fp32.
+        settings: the objective and the optimizer.
+        temperature: of the sampler.
+        forbidden_token_ids: tokens that the sampler could not choose.
+        ranks: the processes that train together.
+        shard: splits a model without weights over the ranks (FSDP2) and gives each rank its shards, where every
+            rank would else hold all of it; called with the policy, and with the reference where there is one.
+
+    Raises:
+        ConfigurationError: weights of several dtypes without autocast, or an output head that is not understood.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: TrainerSettings,
+        *,
+        temperature: float,
+        forbidden_token_ids: Sequence[int] = (),
+        ranks: Ranks | None = None,
+        shard: Callable[[Policy], None] | None = None,
+    ) -> None:
+        ranks = ranks or Ranks()
+        self.settings = settings
+        if shard is None:
+            model.to(ranks.device)
+        self._make_policy = lambda inner: Policy(
+            inner,
+            logprobs=settings.logprobs.name,
+            **settings.logprobs.model_dump(exclude={"name"}),
+            temperature=temperature,
+            forbidden_token_ids=forbidden_token_ids,
+            autocast=torch.bfloat16 if settings.autocast == "bf16" else None,
+            device=ranks.device,
+        )
+        needs_copy = settings.kl_coefficient > 0 and not isinstance(model, PeftModel)
+        self.reference = self._make_policy(deepcopy(model).requires_grad_(False)) if needs_copy else None
+        self.policy = self._make_policy(_master_weights(model, settings.autocast))
+        for policy in (self.policy, self.reference):
+            if policy is not None:
+                (shard or partial(Policy.to, device=ranks.device))(policy)
+        check_head(self.policy)
+        self.log_ratios: dict[int, npt.NDArray[np.float32]] = {}
+        super().__init__(
+            self.policy.model,
+            _parameter_groups(self.policy.model, settings),
+            ranks,
+            sharded=shard is not None,
+            betas=(settings.adam_beta1, settings.adam_beta2),
+            eps=settings.adam_epsilon,
+            max_grad_norm=settings.max_grad_norm,
+        )
+
+    def step(self, samples: Sequence[Sample], load: Load) -> dict[str, float]:
+        """Train on one batch: one update, or one per `samples_per_update` samples. Every rank calls it alike.
+
+        A batch without samples (every group agreed on its reward) is a step without an update, and so is one without
+        a trained token: weights and the optimizer's moments stay, the step counts in the schedule.
+
+        Returns:
+            The metrics of the step, over all ranks; see `components.vlm.metrics`.
+
+        Raises:
+            DataError: samples that cannot be trained on; see `check_samples`.
+            DivergedError: too many updates in a row had a gradient that is not finite.
+        """
+        check_samples(samples)
+        began, meter = perf_counter(), Meter()
+        all_rows = list(updates(len(samples), self.settings.samples_per_update))
+        start = None
+        if self.settings.correction.mode != "none" and len(all_rows) > 1:
+            start = self._score(samples, load)
+        for rows in all_rows:
+            n_tokens = sum(int(samples[row].loss_mask[1:].sum()) for row in rows)
+            n_sequences = sum(bool(samples[row].loss_mask[1:].any()) for row in rows)
+            self._update(load(self._plan(samples, rows)), n_tokens, n_sequences, meter, start)
+        return self._finish(meter, batch_report(samples), began)
+
+    def score(self, samples: Sequence[Sample], load: Load) -> list[npt.NDArray[np.float32]]:
+        """For each sample (L,) log-probs of its trained tokens, 0 elsewhere. Every rank calls it alike."""
+        scored = self._score(samples, load)
+        for part in self.ranks.gather({row: values.cpu() for row, values in scored.items()}):
+            scored |= part
+        arrays = []
+        for row, sample in enumerate(samples):
+            array = np.zeros(len(sample.input_ids), dtype=np.float32)
+            array[1:][sample.loss_mask[1:]] = scored[row].cpu().numpy()
+            arrays.append(array)
+        return arrays
+
+    def _plan(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[MicroBatch]:
+        settings = self.settings
+        planned = micro_batches(samples, rows, settings.max_tokens_per_micro_batch, settings.max_rows_per_micro_batch)
+        return share(planned, self.ranks.rank, self.ranks.size)
+
+    def _update(
+        self,
+        batches: Iterable[tuple[MicroBatch, MultimodalBatch]],
+        n_tokens: int,
+        n_sequences: int,
+        meter: Meter,
+        start: dict[int, Tensor] | None,
+    ) -> None:
+        """Accumulate the gradient of all micro-batches, normalized by the counts of all ranks, and apply it."""
+        if n_tokens == 0:
+            return
+        scale = 1 / normalizer(self.settings, n_tokens, n_sequences)
+        for micro, batch in batches:
+            batch = _to(batch, self.ranks.device)
+            logprobs, entropy = self.policy(model_inputs(batch), batch.loss_mask)
+            at_start = _at_start(micro, logprobs, start)
+            tokens = _pack(batch, logprobs, at_start, corrected=self.settings.correction.mode != "none")
+            loss = loss_of(tokens, entropy, self._reference_logprobs(batch), at_start, self.settings)
+            self.backward(loss.total * scale)
+            meter.add(micro, tokens, loss, scale)
+        done = self.update(self.steps_done + 1)
+        meter.update(done.norms[ALL], done.finite)
+
+    def _finish(self, meter: Meter, batch: dict[str, float], began: float) -> dict[str, float]:
+        self.log_ratios = meter.gather_log_ratios(self.ranks)
+        report = meter.report(self.ranks, self.log_ratios.values()) | batch
+        self.steps_done += 1
+        seconds = perf_counter() - began
+        report["learning_rate"] = _learning_rates(self.settings)(self.steps_done)
+        report["timing/train_s"] = seconds
+        report["tokens_per_second"] = batch.get("tokens/total", batch["tokens/trained"]) / seconds
+        report["memory/peak_gib"] = max(self.ranks.gather(peak_memory_gib(self.ranks.device)))
+        return report
+
+    @torch.no_grad()
+    def _score(self, samples: Sequence[Sample], load: Load) -> dict[int, Tensor]:
+        """Log-probs (T,) of the T trained tokens of this rank's samples, by the samples' position."""
+        scored: dict[int, Tensor] = {}
+        for micro, batch in load(self._plan(samples, range(len(samples)))):
+            batch = _to(batch, self.ranks.device)
+            logprobs, _ = self.policy(model_inputs(batch), batch.loss_mask)
+            lengths = batch.loss_mask[:, 1:].sum(1).tolist()
+            scored |= {r: part for r, part in zip(micro.rows, logprobs.split(lengths), strict=True) if r >= 0}
+        return scored
+
+    @torch.no_grad()
+    def _reference_logprobs(self, batch: MultimodalBatch) -> Tensor | None:
+        """(N,) log-probs under the initial model: its frozen copy, or the policy without its adapters."""
+        if self.settings.kl_coefficient == 0:
+            return None
+        without: AbstractContextManager[Any] = nullcontext()
+        if self.reference is None:
+            without = self.model.disable_adapter()
+        logprobs: Tensor
+        with without:
+            policy = self.policy if self.reference is None else self.reference
+            logprobs, _ = policy(model_inputs(batch), batch.loss_mask)
+        return logprobs
+
+
+def _pack(batch: MultimodalBatch, logprobs: Tensor, at_start: Tensor, corrected: bool) -> Tokens:
+    mask = batch.loss_mask[:, 1:].bool()
+    assert batch.advantages is not None
+    behavior = batch.behavior_logprobs[:, 1:][mask].float()
+    return Tokens(
+        logprobs=logprobs,
+        denominator=at_start if corrected else behavior,
+        behavior=behavior,
+        advantages=batch.advantages[:, 1:][mask].float(),
+        rows=mask.nonzero()[:, 0],
+        n_rows=len(mask),
+    )
+
+
+def _at_start(micro: MicroBatch, logprobs: Tensor, start: dict[int, Tensor] | None) -> Tensor:
+    """Log-probs of the policy at the start of the step: those at hand, before the first update."""
+    if start is None:
+        return logprobs.detach()
+    return torch.cat([start[row] for row in micro.rows if row >= 0] or [logprobs.detach()])
+
+
+def _to(batch: MultimodalBatch, device: torch.device) -> MultimodalBatch:
+    moved = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in moved.items()}
+    moved["extra_model_kwargs"] = {k: v.to(device, non_blocking=True) for k, v in batch.extra_model_kwargs.items()}
+    return MultimodalBatch(**moved)
+
+
+def _master_weights(model: nn.Module, autocast: str) -> nn.Module:
+    """What is trained, in fp32: an update of 1e-6 is lost in the 8 bits of a bf16 weight."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if len(dtypes) > 1 and autocast == "none":
+        raise ConfigurationError(
+            f"weights of several types ({', '.join(sorted(map(str, dtypes)))}) need autocast",
+            where="trainer.autocast",
+            remedy="set trainer.autocast = 'bf16', or model.dtype = 'float32'",
+        )
+    return model
+
+
+def _learning_rates(settings: TrainerSettings) -> Callable[[int], float]:
+    return partial(
+        learning_rate,
+        peak=settings.learning_rate,
+        warmup=settings.warmup_steps,
+        steps=settings.max_steps,
+        scheduler=settings.lr_scheduler,
+    )
+
+
+def _parameter_groups(model: nn.Module, settings: TrainerSettings) -> list[ParameterGroup]:
+    """Matrices and vectors; vectors (norms and biases) are not decayed."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    rate = _learning_rates(settings)
+    return [
+        ParameterGroup("matrices", [p for p in trained if p.ndim >= 2], rate, settings.weight_decay),
+        ParameterGroup("vectors", [p for p in trained if p.ndim < 2], rate, 0.0),
+    ]

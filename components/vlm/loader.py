@@ -1,0 +1,117 @@
+"""Micro-batches built in worker processes, each distinct image processed once per batch."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from components.adapters.collate import SampleCollator
+from components.artifacts.images import ImageStore
+from components.contracts.batches import MultimodalBatch
+from components.contracts.images import ImageRef
+from components.vlm.plan import MicroBatch
+
+Job = tuple[MicroBatch, str]
+
+
+class FeatureCache:
+    """Image features in files of `folder`: whoever needs an image first processes it, in whichever process.
+
+    The files are mapped, not read, so memory stays with the page cache. A lock is released when its holder dies.
+    """
+
+    def __init__(self, collator: SampleCollator, images: ImageStore, folder: Path) -> None:
+        self.collator, self.images, self.folder = collator, images, folder
+
+    def __call__(self, ref: ImageRef) -> dict[str, Tensor]:
+        path = self.folder / f"{ref.sha256}.safetensors"
+        if not path.exists():
+            with (self.folder / f"{ref.sha256}.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not path.exists():
+                    self._process(ref, path)
+        return load_file(path)
+
+    def _process(self, ref: ImageRef, path: Path) -> None:
+        features = self.collator.process_image(self.images.open(ref))
+        new = path.with_suffix(".new")
+        save_file({name: value.contiguous() for name, value in features.items()}, new)
+        new.rename(path)
+
+
+class BatchDataset(Dataset[tuple[MicroBatch, MultimodalBatch]]):
+    """The "index" of an item is the whole job, so that workers outlive the batch they were started for."""
+
+    def __init__(self, collator: SampleCollator, images: ImageStore) -> None:
+        self.collator, self.images = collator, images
+
+    def __getitem__(self, job: Job) -> tuple[MicroBatch, MultimodalBatch]:
+        micro, folder = job
+        features = FeatureCache(self.collator, self.images, Path(folder))
+        return micro, self.collator.collate_features(micro.samples, features)
+
+
+class MicroBatchLoader:
+    """Turns planned micro-batches into tensors, in their order for any number of workers.
+
+    Args:
+        collator: of the model's family; it is sent to the workers.
+        images: where the images lie.
+        workers: processes; 0 builds micro-batches in this one, when they are asked for.
+        scratch: folder for the features of the images of the batch at hand; None for the system's.
+    """
+
+    def __init__(self, collator: SampleCollator, images: ImageStore, workers: int, scratch: Path | None = None) -> None:
+        self.scratch = scratch
+        self._folder: str | None = None
+        self._jobs: list[Job] = []
+        options: dict[str, Any] = {}
+        if workers:
+            # One server process imports what workers need; they are forked from it, before it has any thread.
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload([__name__])
+            options = {"multiprocessing_context": context, "persistent_workers": True, "prefetch_factor": 2}
+        self._loader = DataLoader(
+            BatchDataset(collator, images), batch_size=None, sampler=_Jobs(self._jobs), num_workers=workers, **options
+        )
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Within it an image is processed once, however many plans need it; at the end its features go."""
+        with tempfile.TemporaryDirectory(prefix="features-", dir=self.scratch) as self._folder:
+            try:
+                yield
+            finally:
+                self._folder = None
+
+    def __call__(self, plan: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, MultimodalBatch]]:
+        """Each micro-batch of `plan` with its tensors. To be used within `batch()`.
+
+        Raises:
+            DataError: an image is missing or damaged, or does not fit its row's placeholders.
+        """
+        assert self._folder is not None
+        self._jobs[:] = [(micro, self._folder) for micro in plan]
+        yield from self._loader
+
+
+class _Jobs:
+    """A sampler over a list that the loader refills for every batch."""
+
+    def __init__(self, jobs: list[Job]) -> None:
+        self.jobs = jobs
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(tuple(self.jobs))
+
+    def __len__(self) -> int:
+        return len(self.jobs)

@@ -1,0 +1,138 @@
+"""Log-probs and entropies of the trained tokens, and of no other position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from components.contracts.errors import ConfigurationError
+from components.models.lora import base_model
+from components.vlm.heads import HEADS, Backend, HeadSettings
+
+
+class Policy(nn.Module):
+    """A vision-language model seen as a function from a batch to the log-probs of its trained tokens.
+
+    The head is applied to the positions that predict a trained token only, in a way that is chosen by name; see
+    `components.vlm.heads`. All of it happens in `forward`, so FSDP's hooks see one call.
+
+    Args:
+        model: a transformers model with a body `.model` and an output head, with or without adapters. It is
+            put into evaluation mode: log-probs with dropout would not be those of the sampler.
+        logprobs: name of the backend that applies the head.
+        temperature: logits are divided by it, as the sampler's were.
+        chunk_tokens: trained tokens whose logits exist at once, for backends that do not make all of them.
+        forbidden_token_ids: tokens that the sampler could not choose; they get no probability here either. Ids
+            beyond the head's rows, as images and placeholders have in some families, have none anyway.
+        autocast: dtype of matrix products, None for the dtype of the weights.
+        device: where it will compute; None: where the model is.
+
+    Raises:
+        ConfigurationError: the backend does not work with this head, or on this device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        logprobs: str,
+        temperature: float,
+        chunk_tokens: int = 2048,
+        forbidden_token_ids: Sequence[int] = (),
+        autocast: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model.eval()
+        for module in model.modules():
+            # Such a layer checkpoints in training mode only; its children, where dropout is, stay as they are.
+            if isinstance(module, GradientCheckpointingLayer):
+                module.training = module.gradient_checkpointing
+        self.temperature, self.autocast = temperature, autocast
+        head = base_model(model).get_output_embeddings()
+        forbidden = torch.zeros(len(head.weight), dtype=torch.bool)
+        forbidden[[token for token in forbidden_token_ids if token < len(forbidden)]] = True
+        self.forbidden: Tensor
+        self.register_buffer("forbidden", forbidden, persistent=False)
+        config = base_model(model).config.get_text_config()
+        self.softcap = getattr(config, "final_logit_softcapping", None)
+        settings = HeadSettings(temperature, self.softcap, chunk_tokens)
+        self.backend: Backend = HEADS[logprobs](settings, head, device or head.weight.device)
+
+    def forward(self, inputs: dict[str, Tensor], loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """(N,) log-probs and (N,) entropies of the N tokens where `loss_mask` (B, L) is True, columns 1 on.
+
+        Without any token they are empty, and still depend on the head: under FSDP every rank has to use it, or its
+        gradients are missing from a collective of the others.
+        """
+        mask = loss_mask[:, 1:].bool()
+        with self.cast(loss_mask.device):
+            hidden = self._hidden(inputs)[:, :-1][mask]
+            targets = inputs["input_ids"][:, 1:][mask]
+            return self.backend(base_model(self.model).get_output_embeddings(), hidden, targets, self.forbidden)
+
+    def next_tokens(self, inputs: dict[str, Tensor], mask: Tensor) -> Tensor:
+        """(N, V) log-probs of every token after each of the N where `mask` (B, L) is True, as servers report those of
+        a prompt: at temperature 1, and no token is forbidden.
+        """
+        with self.cast(mask.device):
+            logits: Tensor = base_model(self.model).get_output_embeddings()(self._hidden(inputs)[mask])
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits.log_softmax(-1)
+
+    def own_logits(self, inputs: dict[str, Tensor]) -> Tensor:
+        """(B, L, V) as the model itself gives them."""
+        logits: Tensor = base_model(self.model)(**inputs).logits
+        return logits
+
+    def cast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """What the model computes in."""
+        return torch.autocast(device.type, self.autocast) if self.autocast else nullcontext()
+
+    def _hidden(self, inputs: dict[str, Tensor]) -> Tensor:
+        return base_model(self.model).model(**inputs, use_cache=False).last_hidden_state
+
+
+def text_inputs(policy: Policy, ids: Tensor) -> dict[str, Tensor]:
+    """The model's inputs for rows (B, L) of text of one length."""
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if "mm_token_type_ids" in signature(base_model(policy.model).forward).parameters:
+        inputs["mm_token_type_ids"] = torch.zeros_like(ids)
+    return inputs
+
+
+def check_head(policy: Policy) -> None:
+    """Compares the head applied by `Policy` with the model's own logits on a row of text, up to their rounding.
+
+    Raises:
+        ConfigurationError: the model does something to its logits that `Policy` does not know.
+    """
+    device = next(policy.parameters()).device
+    ids = torch.arange(1, 9, device=device)[None] % len(policy.forbidden)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    inputs = text_inputs(policy, ids)
+    with torch.no_grad():
+        ours, _ = policy(inputs, mask)
+        with policy.cast(device):
+            logits = policy.own_logits(inputs)[:, :-1]
+        tolerance = 1e-2 + 2 * torch.finfo(logits.dtype).eps * logits.abs().max().item()
+        logits = logits.float() / policy.temperature
+        logits.masked_fill_(policy.forbidden, float("-inf"))
+        theirs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).flatten()
+    finite = theirs.isfinite()
+    gap = (ours - theirs)[finite].abs().max().item()
+    if gap > tolerance:
+        name = type(base_model(policy.model)).__name__
+        raise ConfigurationError(
+            f"{name} changes its logits after the head: log-probs differ by {gap:.3g}",
+            where="components.vlm.logprobs.Policy",
+            remedy="add that change to the backends in components.vlm.heads",
+        )

@@ -1,0 +1,129 @@
+"""What one training step says about itself."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from components.contracts.batches import LogRatios, Sample
+from components.training.ranks import Ranks
+from components.vlm.objectives import Loss, Tokens
+from components.vlm.plan import MicroBatch
+
+QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
+PER_TOKEN = {
+    "importance_ratio": "importance_ratio",
+    "entropy": "entropy",
+    "mismatch_kl": "mismatch_kl",
+    "kl_reference": "kl_reference",
+    "masked_low": "masked_low_fraction",
+    "masked_high": "masked_high_fraction",
+    "ratio_out_of_range": "ratio/out_of_range_fraction",
+    "advantage_abs": "advantage/absmean",
+    "weight": "correction/mean_weight",
+    "weight_capped": "correction/capped_fraction",
+}
+"""Sums of a loss, and the name of their mean over the trained tokens."""
+ALWAYS = ("importance_ratio", "entropy", "mismatch_kl", "masked_low", "masked_high", "ratio_out_of_range")
+"""Of these, what every step reports: 0 where no token was trained on."""
+
+
+class Meter:
+    """Collects sums over the micro-batches of a step, on every rank, and reports them over all ranks.
+
+    In a step of several updates `mismatch_kl` also has what the earlier ones changed; `mismatch_kl/first_update` is
+    over the tokens of the first one alone, so it compares the two engines and nothing else.
+    """
+
+    def __init__(self) -> None:
+        counted = ("loss", "tokens", "first_tokens", "first_mismatch_kl")
+        self.sums: dict[str, float] = defaultdict(float, dict.fromkeys((*ALWAYS, *counted), 0.0))
+        self.rows: list[tuple[int, int]] = []
+        self.log_ratios: list[Tensor] = []
+        self.grad_norms: list[float] = []
+        self.skipped = 0
+
+    def add(self, micro: MicroBatch, tokens: Tokens, loss: Loss, scale: float) -> None:
+        """One micro-batch: its loss counts `scale` times."""
+        for name, value in loss.sums.items():
+            self.sums[name] += float(value)
+        self.sums["loss"] += float(loss.total.detach()) * scale
+        self.sums["tokens"] += len(tokens.rows)
+        if not self.grad_norms:
+            self.sums["first_tokens"] += len(tokens.rows)
+            self.sums["first_mismatch_kl"] += float(loss.sums["mismatch_kl"])
+        self.rows += zip(micro.rows, tokens.lengths.tolist(), strict=True)
+        self.log_ratios.append((tokens.logprobs - tokens.behavior).detach().float().cpu())
+
+    def update(self, grad_norm: float, applied: bool) -> None:
+        """One optimizer update."""
+        self.grad_norms.append(grad_norm)
+        self.skipped += not applied
+
+    def gather_log_ratios(self, ranks: Ranks) -> dict[int, LogRatios]:
+        """(T,) log-prob of each of the T trained tokens less the sampler's, by the position of a sample in the batch,
+        of all ranks. The log-prob is that of the weights that the sample's own update began with."""
+        own = torch.cat(self.log_ratios) if self.log_ratios else torch.empty(0)
+        found: dict[int, LogRatios] = {}
+        for part in ranks.gather({"rows": self.rows, "values": own}):
+            lengths = [length for _, length in part["rows"]]
+            pieces = part["values"].split(lengths)
+            found |= {row: piece.numpy() for (row, _), piece in zip(part["rows"], pieces, strict=True) if len(piece)}
+        return found
+
+    def report(self, ranks: Ranks, log_ratios: Collection[LogRatios]) -> dict[str, float]:
+        """Means over the trained tokens of all ranks (0 where there are none), and quantiles of the raw ratio."""
+        sums = ranks.sum(self.sums)
+        tokens = max(sums.pop("tokens"), 1.0)
+        report = {"loss": sums.pop("loss") / max(len(self.grad_norms), 1)}
+        first, mismatch = sums.pop("first_tokens"), sums.pop("first_mismatch_kl")
+        if first:
+            report["mismatch_kl/first_update"] = mismatch / first
+        report |= {PER_TOKEN[name]: value / tokens for name, value in sums.items()}
+        report["masked_fraction"] = report["masked_low_fraction"] + report["masked_high_fraction"]
+        report |= _quantiles(np.concatenate([*log_ratios, np.empty(0, np.float32)]))
+        report["grad_norm"] = float(np.mean(self.grad_norms)) if self.grad_norms else 0.0
+        report["updates"] = float(len(self.grad_norms))
+        report["updates_skipped"] = float(self.skipped)
+        return report
+
+
+def _quantiles(log_ratios: LogRatios) -> dict[str, float]:
+    if not len(log_ratios):
+        return {}
+    with np.errstate(over="ignore"):
+        points = np.exp(np.quantile(log_ratios, [0.0, *QUANTILES.values(), 1.0], method="nearest").astype(np.float64))
+    return dict(zip(("ratio/min", *(f"ratio/{name}" for name in QUANTILES), "ratio/max"), points.tolist(), strict=True))
+
+
+def batch_report(samples: Sequence[Sample]) -> dict[str, float]:
+    """Rewards, groups, lengths and versions of the samples of a step. Lengths are in tokens."""
+    if not samples:
+        return {"sequences": 0.0, "tokens/trained": 0.0, "tokens/total": 0.0}
+    rewards = np.array([sample.reward for sample in samples])
+    lengths = np.array([len(sample.input_ids) for sample in samples])
+    trained = np.array([int(sample.loss_mask[1:].sum()) for sample in samples])
+    versions = np.concatenate([sample.policy_versions[sample.loss_mask] for sample in samples])
+    groups: dict[str, bool] = defaultdict(bool)
+    for sample in samples:
+        groups[sample.group_id] |= bool(np.any(sample.advantages))
+    report = {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "groups": float(len(groups)),
+        "groups_without_signal": float(sum(not signal for signal in groups.values())),
+        "sequences": float(len(samples)),
+        "tokens/trained": float(trained.sum()),
+        "tokens/total": float(lengths.sum()),
+        "tokens/trained_per_sequence": float(trained.mean()),
+        "tokens/longest": float(lengths.max()),
+        "images": float(sum(len(sample.images) for sample in samples)),
+        "images/distinct": float(len({ref.sha256 for sample in samples for ref in sample.images})),
+    }
+    if len(versions):
+        report |= {"policy_version/min": float(versions.min()), "policy_version/max": float(versions.max())}
+    return report

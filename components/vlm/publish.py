@@ -1,0 +1,110 @@
+"""The policy's weights as a folder that a model server can load."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from components.models.load import save_checkpoint
+from components.models.lora import adapter_weights, base_model, merged_weights, write_adapter
+from components.models.molmo2 import has_second_layout
+from components.models.source import ADAPTER
+from components.training.ranks import Ranks, whole
+
+KEEP_VERSIONS = 2
+
+
+class Publisher:
+    """Writes complete checkpoints in the Hugging Face layout, adapters merged in, or lists the same tensors.
+
+    One that is not a version of a series also has the adapters alone, in the folder `adapter`.
+    The weights have the dtypes that the model had when this was made, before the trainer made fp32 of them.
+    The processor's files are written once, into `processor_folder`, and hard-linked from then on.
+    """
+
+    def __init__(self, model: nn.Module, processor: Any, processor_folder: Path) -> None:
+        self._dtypes = {
+            name.replace(".base_layer.", "."): value.dtype
+            for name, value in base_model(cast(Any, model)).state_dict().items()
+        }
+        self._processor, self._processor_folder = processor, processor_folder
+
+    @property
+    def float32(self) -> bool:
+        """Whether all that is published is."""
+        return set(self._dtypes.values()) == {torch.float32}
+
+    def publish(self, model: nn.Module, folder: Path, ranks: Ranks) -> None:
+        """Write `folder`, atomically. Every rank calls it; rank 0 writes.
+
+        A folder whose name is a number is one version of a series: of its siblings the newest two stay.
+        """
+        weights, one_of_many = self._weights(cast(Any, model), whole), folder.name.isdecimal()
+        adapter = None
+        if isinstance(model, PeftModel) and not one_of_many:
+            adapter = partial(write_adapter, model=model, weights=adapter_weights(model, whole))
+        if ranks.first:
+            if not self._processor_folder.exists():
+                self._processor.save_pretrained(self._processor_folder)
+            beside = cast(Any, _FilesBeside(self._processor_folder, adapter))
+            save_checkpoint(base_model(cast(Any, model)), beside, folder, weights)
+            if one_of_many:
+                versions = sorted((p for p in folder.parent.iterdir() if p.name.isdecimal()), key=lambda p: int(p.name))
+                for old in versions[:-KEEP_VERSIONS]:
+                    shutil.rmtree(old)
+
+    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """What `publish` writes, on the model's device; sharded weights as DTensors.
+
+        Under the names in the files, but of Molmo2 under those in the model: there the files have tensors that are
+        joined and cut out of these, and servers know both.
+        """
+        base = base_model(cast(Any, model))
+        weights = self._weights(cast(Any, model), Tensor.detach)
+        tied = {name for name, source in base.all_tied_weights_keys.items() if weights[name] is weights[source]}
+        if has_second_layout(base.config):
+            return weights
+        return revert_weight_conversion(base, {n: w for n, w in weights.items() if n not in tied})
+
+    @torch.no_grad()
+    def _weights(self, model: Any, take: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """By name in the model, each as `take` gives it; parameters that share memory still do."""
+        copies: dict[Any, Tensor] = {}
+        weights = {}
+        for name, value in merged_weights(model).items():
+            key = (_address(value), value.shape) if value.numel() else name
+            if key not in copies:
+                copies[key] = take(value).to(self._dtypes[name])
+            weights[name] = copies[key]
+        return weights
+
+
+class _FilesBeside:
+    """Has the one method of a processor that writing a checkpoint needs: links its files, and writes the adapter."""
+
+    def __init__(self, folder: Path, adapter: Callable[[Path], None] | None) -> None:
+        self.folder, self.adapter = folder, adapter
+
+    def save_pretrained(self, target: Path) -> None:
+        for path in self.folder.rglob("*"):
+            new = Path(target) / path.relative_to(self.folder)
+            if path.is_dir():
+                new.mkdir(exist_ok=True)
+            else:
+                os.link(path, new)
+        if self.adapter is not None:
+            self.adapter(Path(target) / ADAPTER)
+
+
+def _address(value: Tensor) -> int:
+    return (value.to_local() if isinstance(value, DTensor) else value).data_ptr()

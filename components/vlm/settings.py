@@ -1,0 +1,184 @@
+"""What a training run is: the objective, the optimizer and the size of a micro-batch. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from components.contracts.settings import Settings
+from components.training.schedule import Scheduler
+
+Aggregation = Literal["sum", "token", "sequence", "dr_grpo"]
+Logprobs = Literal["normal", "torch", "triton"]
+
+
+class MaskRatio(Settings):
+    """Policy gradient with importance ratios; tokens whose ratio leaves the band are dropped."""
+
+    name: Literal["mask_ratio"] = Field(description="Which objective: mask_ratio.")
+    mask_ratio_low: NonNegativeFloat = Field(0.125, description="Tokens with a smaller ratio are dropped.")
+    mask_ratio_high: PositiveFloat = Field(8.0, description="Tokens with a larger ratio are dropped.")
+
+    @model_validator(mode="after")
+    def _band(self) -> MaskRatio:
+        if self.mask_ratio_low >= self.mask_ratio_high:
+            raise ValueError(
+                f"mask_ratio_low ({self.mask_ratio_low}) must be below mask_ratio_high ({self.mask_ratio_high})"
+            )
+        return self
+
+
+class PPO(Settings):
+    """Clipped surrogate with separate lower and upper clip."""
+
+    name: Literal["ppo"] = Field(description="Which objective: ppo.")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="The ratio is clipped below at 1 - clip_low.")
+    clip_high: PositiveFloat = Field(0.2, description="The ratio is clipped above at 1 + clip_high.")
+    dual_clip: float | None = Field(
+        None, gt=1, description="Where the advantage A is negative a token's loss is at most this times |A|; none: any."
+    )
+
+
+class GSPO(Settings):
+    """Clipped surrogate on the length-normalized ratio of the whole sequence."""
+
+    name: Literal["gspo"] = Field(description="Which objective: gspo.")
+    clip_low: float = Field(3e-4, gt=0, lt=1, description="The sequence ratio is clipped below at 1 - clip_low.")
+    clip_high: PositiveFloat = Field(4e-4, description="The sequence ratio is clipped above at 1 + clip_high.")
+
+
+class CISPO(Settings):
+    """REINFORCE weighted by a clipped importance weight without gradient: no token loses its gradient."""
+
+    name: Literal["cispo"] = Field(description="Which objective: cispo.")
+    clip_high: PositiveFloat = Field(4.0, description="The importance weight is clipped above at 1 + clip_high.")
+
+
+class Likelihood(Settings):
+    """Cross-entropy of the trained tokens, whatever their advantage: supervised training."""
+
+    name: Literal["likelihood"] = Field(description="Which objective: likelihood.")
+
+
+Objective = Annotated[MaskRatio | PPO | GSPO | CISPO | Likelihood, Field(discriminator="name")]
+
+
+class NoCorrection(Settings):
+    """The objective's ratio is against the sampler's log-probs."""
+
+    mode: Literal["none"] = Field(description="Which correction: none.")
+
+
+class ImportanceCorrection(Settings):
+    """Corrects for a sampler that is not quite the policy at the start of the step.
+
+    The objective's ratio is against the policy's own log-probs at the start of the step, and each token's loss is
+    multiplied by w = exp(log-prob at the start - sampler's log-prob), without gradient.
+    """
+
+    mode: Literal["truncate", "mask"] = Field(
+        description="Which correction: weights above the cap are cut to it (truncate) or set to 0 (mask)."
+    )
+    level: Literal["token", "sequence"] = Field(
+        "token", description="One weight per token, or their product per sequence."
+    )
+    cap: PositiveFloat = Field(2.0, description="Largest importance weight.")
+
+
+class WholeLogprobs(Settings):
+    """The logits of all trained tokens at once."""
+
+    name: Literal["normal"] = Field(description="Which way: normal.")
+
+
+class ChunkedLogprobs(Settings):
+    """The logits a chunk at a time, which are made again for the backward pass."""
+
+    name: Literal["torch", "triton"] = Field(description="Which way: torch, or triton in kernels of a GPU.")
+    chunk_tokens: PositiveInt = Field(2048, description="Trained tokens whose logits fit into memory at once.")
+
+
+class UpdateSettings(Settings):
+    """The optimizer, and what of it exists at once: the same for every objective."""
+
+    FORMER: ClassVar[Mapping[str, str]] = {
+        "logprob_chunk_tokens": 'write logprobs = { name = "torch", chunk_tokens = 2048 }, or name = "triton"'
+    }
+
+    learning_rate: PositiveFloat = Field(description="Peak learning rate of AdamW.")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the first moment.")
+    adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW's decay of the second moment.")
+    adam_epsilon: PositiveFloat = Field(1e-8, description="AdamW's epsilon.")
+    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW's decoupled weight decay.")
+    max_grad_norm: PositiveFloat = Field(1.0, description="Gradients are clipped to this norm.")
+    lr_scheduler: Scheduler = Field("constant", description="Decay of the learning rate after the warm-up.")
+    warmup_steps: NonNegativeInt = Field(0, description="Steps over which the learning rate rises linearly.")
+    max_tokens_per_micro_batch: PositiveInt = Field(
+        16384, description="Padded tokens of one forward pass, image tokens included."
+    )
+    max_rows_per_micro_batch: PositiveInt = Field(64, description="Sequences of one forward pass.")
+    logprobs: WholeLogprobs | ChunkedLogprobs = Field(
+        ChunkedLogprobs(name="torch"),
+        discriminator="name",
+        description="How log-probs of the trained tokens are computed.",
+    )
+    autocast: Literal["none", "bf16"] = Field(
+        "none", description="Data type of matrix products; weights stay as loaded."
+    )
+    save_every: PositiveInt = Field(10, description="Steps between checkpoints.")
+    keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints that are kept.")
+    seed: NonNegativeInt = Field(0, description="Seed of the trainer's random numbers.")
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _logprobs_are_a_table(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            raise ValueError(f'write logprobs = {{ name = "{value}" }}')
+        return value
+
+
+class TrainerSettings(UpdateSettings):
+    """How batches become updates. A step is one batch; it makes one update or several."""
+
+    objective: Objective = Field(PPO(name="ppo"), description="The loss and its parameters.")
+    aggregation: Aggregation = Field(
+        "token",
+        description="Tokens to one number: sum (mask_ratio as first published), token (mean over all tokens), "
+        "sequence (mean of the sequences' means) or dr_grpo (sum / (sequences * dr_grpo_length)).",
+    )
+    dr_grpo_length: PositiveInt | None = Field(
+        None, description="The constant length of aggregation dr_grpo, usually the longest completion."
+    )
+    correction: NoCorrection | ImportanceCorrection = Field(
+        NoCorrection(mode="none"),
+        discriminator="mode",
+        description="Importance correction for the sampler's log-probs.",
+    )
+    kl_coefficient: NonNegativeFloat = Field(0.0, description="Weight of the k3 KL to the initial model; 0: none.")
+    entropy_coefficient: NonNegativeFloat = Field(0.0, description="Weight of the entropy bonus; 0: none.")
+    max_steps: PositiveInt = Field(description="Steps of the run; the decay ends there.")
+    samples_per_update: NonNegativeInt = Field(0, description="Sequences per optimizer update; 0: the whole batch.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainerSettings:
+        if self.aggregation == "dr_grpo" and self.dr_grpo_length is None:
+            raise ValueError("aggregation dr_grpo divides by dr_grpo_length: set it, usually to the longest completion")
+        if self.aggregation != "dr_grpo" and self.dr_grpo_length is not None:
+            raise ValueError(f"dr_grpo_length has no effect with aggregation {self.aggregation}: leave it out")
+        if self.objective.name == "mask_ratio" and self.correction.mode != "none":
+            raise ValueError(
+                "objective mask_ratio already weighs tokens by the sampler's ratio: set correction.mode to none"
+            )
+        if self.warmup_steps > self.max_steps:
+            raise ValueError(f"warmup_steps ({self.warmup_steps}) exceeds max_steps ({self.max_steps})")
+        return self

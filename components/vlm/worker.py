@@ -1,0 +1,178 @@
+"""The commands of a trainer of tokens, as every rank carries them out."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from components.adapters import get_collator
+from components.artifacts.images import ImageStore
+from components.batches.check import check_samples, refusal
+from components.batches.ratios import write_log_ratios
+from components.batches.table import read_batch
+from components.contracts.batches import MultimodalBatch, Sample
+from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.images import ImageRef
+from components.inference.checkpoint import vocabulary
+from components.inference.endpoint import Endpoint
+from components.inference.probe import Probe
+from components.inference.weights import WEIGHT_SENDERS, WeightSender
+from components.models.families import family_of
+from components.models.load import load_model, load_processor
+from components.models.lora import base_model
+from components.training.checkpoints import identity
+from components.training.ranks import Ranks
+from components.training.service_settings import ServiceSettings
+from components.training.service_worker import Command, ServiceWorker
+from components.training.sharding import blocks, sharder
+from components.vlm.client import TrainerPolicySettings
+from components.vlm.learner import Learner
+from components.vlm.loader import MicroBatchLoader
+from components.vlm.plan import MicroBatch
+from components.vlm.probe import answer_probe
+from components.vlm.publish import Publisher
+
+ALL_STEPS = sys.maxsize
+logger = logging.getLogger(__name__)
+
+
+class Loader(Protocol):
+    """Gives planned micro-batches their tensors, as `components.vlm.loader.MicroBatchLoader` does."""
+
+    def batch(self) -> AbstractContextManager[None]: ...
+
+    def __call__(self, plan: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, MultimodalBatch]]: ...
+
+
+class TokenWorker(ServiceWorker):
+    """One rank of a trainer of tokens: a vision-language model on batches of samples.
+
+    Args:
+        processor: what reads the image of a probe.
+        who: see `ServiceWorker`.
+    """
+
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        learner: Learner,
+        processor: Any,
+        publisher: Publisher,
+        load: Loader,
+        who: dict[str, Any],
+    ) -> None:
+        self.policy = policy = TrainerPolicySettings.model_validate(settings.training)
+        self.learner, self._processor, self._publisher, self._load = learner, processor, publisher, load
+        self._sender: WeightSender | None = None
+        self._vocabulary, self._images = vocabulary(policy.model_path), ImageStore(policy.images)
+        super().__init__(settings, learner, who, policy.trainer.keep_checkpoints, ALL_STEPS)
+
+    def prepare(self, command: Command) -> list[Sample]:
+        """The samples that the command names, if any.
+
+        Raises:
+            ConfigurationError: weights are to be sent in a way that needs no sender.
+            DataError: no readable batch, or one that cannot be trained on; names batch, row and field.
+        """
+        if command["name"] == "send" and self.settings.weight_transfer not in WEIGHT_SENDERS:
+            raise ConfigurationError(
+                f"{self.settings.weight_transfer!r} needs no sender",
+                where="machine.weight_transfer",
+                remedy=f"publish a folder instead, or choose from {', '.join(WEIGHT_SENDERS)}",
+            )
+        if "batch" not in command:
+            return []
+        samples = read_batch(Path(command["batch"]))
+        check_samples(samples, self._vocabulary, command["batch"])
+        self._check_images(samples, command["batch"])
+        return samples
+
+    def _check_images(self, samples: list[Sample], batch: str) -> None:
+        """
+        Raises:
+            DataError: an image is not in the store, or has changed there.
+        """
+        sound: set[ImageRef] = set()
+        for row, sample in enumerate(samples):
+            for ref in sample.images:
+                try:
+                    if ref not in sound:
+                        self._images.read(ref)
+                except DataError as error:
+                    raise refusal(f"images: {error.what}", batch, row, sample) from error
+                sound.add(ref)
+
+    def train(self, command: Command, prepared: list[Sample]) -> dict[str, float]:
+        with self._load.batch():
+            metrics = self.learner.step(prepared, self._load)
+        if "log_ratios" in command and self.ranks.first:
+            try:
+                write_log_ratios(Path(command["log_ratios"]), prepared, self.learner.log_ratios)
+            except OSError as error:  # they are for people; the step is made
+                logger.warning("the token ratios of step %d were not written: %s", command["step"], error)
+        return metrics
+
+    def perform(self, command: Command, prepared: list[Sample]) -> Any:
+        match command["name"]:
+            case "score":
+                with self._load.batch():
+                    return [one.tolist() for one in self.learner.score(prepared, self._load)]
+            case "publish":
+                self._publisher.publish(self.learner.model, Path(command["folder"]), self.ranks)
+                return None
+            case "send":
+                self._send([Endpoint(**endpoint) for endpoint in command["endpoints"]])
+                return None
+            case "probe":
+                logprobs = answer_probe(self.learner.policy, self._processor, Probe(**command["probe"]))
+                precise = self._publisher.float32 and self.policy.trainer.autocast == "none"
+                return {"logprobs": logprobs.tolist(), "dtype": "float32" if precise else "bfloat16"}
+            case other:
+                raise ConfigurationError(f"the trainer has no command {other!r}")
+
+    def _send(self, endpoints: list[Endpoint]) -> None:
+        """Connections last from version to version; other servers, or a failure, make new ones."""
+        sender, self._sender = self._sender, None
+        if sender is None or sender.endpoints != endpoints:
+            sender = WEIGHT_SENDERS[self.settings.weight_transfer](endpoints, self.settings.sync_timeout)
+        sender.send(self._publisher.tensors(self.learner.model))
+        self._sender = sender
+
+
+class TrainerWorker(TokenWorker):
+    """That of a model in a folder."""
+
+    def __init__(self, settings: ServiceSettings, ranks: Ranks) -> None:
+        policy = TrainerPolicySettings.model_validate(settings.training)
+        processor = load_processor(policy.model_path, policy.model)
+        collator = get_collator(policy.model_path, processor)
+        sharded = settings.processes.shard
+        loaded = load_model(policy.model_path, policy.model) if ranks.first or not sharded else None
+        model = load_model(policy.model_path, policy.model, empty=True) if sharded or loaded is None else loaded
+        family = family_of(base_model(model).config)
+        loading = policy.model.model_dump(mode="json")
+        who = identity(loaded, policy.trainer, temperature=policy.temperature, loading=loading) if loaded else None
+        publisher = Publisher(model, processor, settings.workspace / "processor")
+        shard = None
+        if sharded:
+            weights = {f"model.{name}": value for name, value in loaded.state_dict().items()} if loaded else None
+            dtype = torch.bfloat16 if policy.trainer.autocast == "bf16" else None
+            units = partial(blocks, classes=family.wrap_classes, dtype=dtype)
+            shard = sharder(ranks, units, weights, cast_inputs=True, methods=["next_tokens", "own_logits"])
+        learner = Learner(
+            model,
+            policy.trainer,
+            temperature=policy.temperature,
+            forbidden_token_ids=sorted(collator.forbidden_token_ids),
+            ranks=ranks,
+            shard=shard,
+        )
+        load = MicroBatchLoader(collator, ImageStore(policy.images), settings.loader_workers)
+        super().__init__(settings, learner, processor, publisher, load, ranks.broadcast(who))

@@ -1,4 +1,0 @@
-CREATE DATABASE mlflow;
-CREATE DATABASE prefect;
-\connect prefect
-CREATE EXTENSION pg_trgm;

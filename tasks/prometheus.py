@@ -1,0 +1,163 @@
+"""What the runs of this process count, for Prometheus, at `machine.metrics`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+
+from prefect.logging import get_run_logger
+from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from components.contracts.errors import ConfigurationError
+from components.home import home_folder
+from components.inference.pool import OPEN
+from components.inference.statistics import PoolStatistics
+from tasks.resources import free_bytes
+
+COUNTS = tuple(PoolStatistics().counts())
+
+_LABELS = ("run", "stage")
+
+_STORES: set[Path] = set()
+_ADDRESSES: set[str] = set()
+
+
+@dataclass
+class StageNumbers:
+    """The last numbers of a stage that runs; safe to share between threads."""
+
+    step: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    bars: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
+
+    def of_step(self, values: Mapping[str, float], step: int) -> None:
+        with self._lock:
+            self.step = step
+            self.metrics |= {name: float(value) for name, value in values.items()}
+
+    def progress(self, name: str, done: int, total: int) -> None:
+        with self._lock:
+            self.bars[name] = done, total
+
+    def copy(self) -> StageNumbers:
+        with self._lock:
+            return StageNumbers(self.step, dict(self.metrics), dict(self.bars))
+
+
+class RunCollector(Collector):
+    """Stages that run, the pools of servers that are open, and what is left of disk and memory."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._stages: dict[tuple[str, str], StageNumbers] = {}
+
+    @contextmanager
+    def stage(self, run: str, stage: str) -> Iterator[StageNumbers]:
+        """Show a stage of a flow run while it runs."""
+        numbers = StageNumbers()
+        with self._lock:
+            self._stages[run, stage] = numbers
+        try:
+            yield numbers
+        finally:
+            with self._lock:
+                del self._stages[run, stage]
+
+    def collect(self) -> Iterable[Metric]:
+        with self._lock:
+            stages = {labels: numbers.copy() for labels, numbers in self._stages.items()}
+        step = GaugeMetricFamily("armature_step", "The last step that was reported.", labels=_LABELS)
+        metric = GaugeMetricFamily(
+            "armature_step_metric", "Numbers of that step, as in MLflow.", labels=[*_LABELS, "metric"]
+        )
+        done = GaugeMetricFamily("armature_progress_done", "Units that are done, by bar.", labels=[*_LABELS, "bar"])
+        total = GaugeMetricFamily("armature_progress_total", "Units there are, by bar.", labels=[*_LABELS, "bar"])
+        for labels, numbers in stages.items():
+            if numbers.step is not None:
+                step.add_metric(labels, numbers.step)
+            for name, value in numbers.metrics.items():
+                metric.add_metric([*labels, name], value)
+            for bar, (made, all_of_them) in numbers.bars.items():
+                done.add_metric([*labels, bar], made)
+                total.add_metric([*labels, bar], all_of_them)
+        yield from (step, metric, done, total)
+        yield from _pools()
+        yield from _resources()
+
+
+def _pools() -> Iterator[Metric]:
+    pools = list(OPEN)
+    ready = sum(replica.ready for pool in pools for replica in pool.replicas)
+    yield GaugeMetricFamily("armature_pool_servers", "Servers that answer, of all open pools.", ready)
+    yield GaugeMetricFamily("armature_pool_in_flight", "Requests at servers.", sum(pool.in_flight for pool in pools))
+    counts: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    for pool in pools:
+        counts.update(pool.statistics.counts())
+        reasons.update(dict(pool.statistics.failures))
+    for name in COUNTS:
+        yield CounterMetricFamily(f"armature_pool_{name}", f"PoolStatistics.{name} of all open pools.", counts[name])
+    failures = CounterMetricFamily("armature_pool_failures", "Samples without an answer.", labels=["reason"])
+    for reason, count in reasons.items():
+        failures.add_metric([reason], count)
+    yield failures
+
+
+def _resources() -> Iterator[Metric]:
+    disk = GaugeMetricFamily("armature_disk_free_bytes", "Of the disk with the artifact store.", labels=["store"])
+    memory = None
+    for store in sorted(_STORES):
+        free = free_bytes(store)
+        disk.add_metric([str(store)], free.disk)
+        memory = free.memory
+    yield disk
+    if memory is not None:
+        yield GaugeMetricFamily("armature_memory_available_bytes", "Of this machine or its container.", memory)
+
+
+RUNS = RunCollector()
+_REGISTRY = CollectorRegistry()
+_REGISTRY.register(RUNS)
+ProcessCollector(registry=_REGISTRY)
+
+
+@contextmanager
+def serve_metrics(address: str | None, store: str) -> Iterator[None]:
+    """Answer GET /metrics at `address` ("host:port", port 0 for a free one); None: nothing listens.
+
+    Flows inside a flow of this process share its server.
+
+    Raises:
+        ConfigurationError: nothing can listen there.
+    """
+    if address is None or address in _ADDRESSES:
+        yield
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        server, thread = start_http_server(int(port), host.strip("[]"), _REGISTRY)
+    except (OSError, OverflowError) as error:
+        raise ConfigurationError(
+            f"metrics cannot be served: {error}",
+            where=f"machine.metrics = {address!r}",
+            remedy="give an address of this machine and a free port; port 0 takes any",
+        ) from error
+    get_run_logger().info("metrics: http://%s:%d/metrics", host, server.server_port)
+    folder = home_folder() / store
+    _ADDRESSES.add(address)
+    _STORES.add(folder)
+    try:
+        yield
+    finally:
+        _ADDRESSES.discard(address)
+        _STORES.discard(folder)
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,317 @@
+"""Checkpoints out: what `armature export` writes, its card, and what of it arrives at a hub."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from huggingface_hub.repocard import metadata_load
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText
+
+from armature.cli import app
+from armature.export import export
+from armature.model_card import model_card
+from armature.push import push
+from armature.training_record import TrainingRecord, read_record
+from components.artifacts.manifest import write_manifest
+from components.artifacts.store import ArtifactStore
+from components.configuration import Recipe, build_recipe
+from components.contracts.errors import ArmatureError, ConfigurationError, DataError
+from components.contracts.machine import Machine
+from components.contracts.stages import Artifact
+from components.evaluation.results import EpisodeResult, metrics
+from components.evaluation.settings import EvaluateStageSettings
+from components.models.load import load_model, load_processor
+from components.models.settings import ModelSettings
+from components.models.tiny import SMALL, make_tiny_checkpoint
+from components.rl.settings import TrainVLMSettings
+from components.stages import run_stage
+from components.training.ranks import Ranks
+from components.vlm.publish import Publisher
+from tests.hub_server import TOKEN, HubServer, serve_hub
+
+BASE = "someone/small"
+SOURCES = {"code": "c0de" * 16, "data": "da7a" * 16}
+LICENSE = b"---\nlicense: other\nlicense_name: a-license\n---\n# A model\n"
+HOSTILE = 'A "recipe": |\n---\n```\n<script>alert(1)</script>\n# title'
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A training from a hub's model, as its stages leave it: only the optimizer steps are left out."""
+
+    store: Path
+    artifact: Artifact
+    recipe: Recipe
+    commit: str
+    hub: HubServer
+
+
+def results(solved: int, count: int = 20) -> list[EpisodeResult]:
+    one = EpisodeResult("", "", "heldout", "all", False, 0.0, {}, 1, 3, 0, 0, False, None)
+    return [
+        replace(one, trajectory_id=f"{n:02d}", task_id=f"{n:02d}", solved=n < solved, reward=float(n < solved))
+        for n in range(count)
+    ]
+
+
+def write(
+    store: ArtifactStore,
+    kind: str,
+    name: str,
+    settings: Any,
+    inputs: dict[str, Artifact],
+    fill: Callable[[Path], object],
+) -> Artifact:
+    def filled(folder: Path) -> None:
+        fill(folder)
+        digests = {key: each.digest for key, each in inputs.items()}
+        values = settings.model_dump(mode="json")
+        facts: dict[str, Any] = {"kind_version": 1, "rows": {}, "drops": {}, "sources": SOURCES}
+        write_manifest(folder, kind=kind, inputs=digests, settings=values, **facts)
+
+    return store.write(kind, name, filled)
+
+
+def _write_text(text: str, folder: Path) -> None:
+    (folder / "metrics.json").write_text(text)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    root = tmp_path_factory.mktemp("export")
+    with serve_hub(root / "hub-cache") as hub:
+        folder = make_tiny_checkpoint("qwen2-vl", root / "base", seed=0, settings=SMALL)
+        files = {path.name: path.read_bytes() for path in folder.iterdir()} | {"README.md": LICENSE}
+        commit = hub.add("model", BASE, files)
+        rows = [
+            {"question": f"{HOSTILE} {n}", "answer": "red", "split": "train" if n % 2 else "test"} for n in range(8)
+        ]
+        (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        values: dict[str, Any] = {
+            "description": HOSTILE,
+            "model": {"source": BASE, "revision": "main", "dtype": "float32", "lora": {"rank": 2}},
+            "environment": {
+                "name": "dataset",
+                "args": {
+                    "source": str(root / "rows.jsonl"),
+                    "prompt": "{question}",
+                    "answer": "answer",
+                    "split": {"by": "column"},
+                    "rewards": [{"name": "exact_match"}],
+                },
+            },
+            "inference": {"max_model_len": 512},
+            "rollouts": {"groups_per_step": 2, "sampling": {"max_tokens": 4}},
+            "batches": {"max_sequence_tokens": 512},
+            "trainer": {"objective": {"name": "ppo"}, "learning_rate": 1e-3, "max_steps": 2},
+            "evaluation": {"sampling": {"max_tokens": 4}, "seed": 7},
+            "machine": {"store": str(root / "store")},
+        }
+        recipe = build_recipe("train-vlm/mine", values, where="test")
+        machine, store = Machine(store=str(root / "store")), ArtifactStore(root / "store")
+        tasks = run_stage("tasks", recipe.sections["environment"], {}, machine)
+        start = run_stage("model", recipe.sections["model"], {}, machine)
+
+        def train(out: Path) -> None:
+            settings = recipe.sections["model"]
+            assert isinstance(settings, ModelSettings)
+            model = load_model(start.path, settings)
+            generator = torch.Generator().manual_seed(0)
+            for name, parameter in model.named_parameters():
+                if ".lora_B." in name:
+                    parameter.data.normal_(generator=generator)
+            publisher = Publisher(model, load_processor(start.path, settings), root / "processor")
+            publisher.publish(model, out / "checkpoint", Ranks())
+
+        inputs = {"tasks": tasks, "model": start}
+        made = write(store, "train-vlm", "0" * 20, recipe.settings_for(TrainVLMSettings), inputs, train)
+        evaluation = recipe.settings_for(EvaluateStageSettings)
+        for number, (model, solved) in enumerate([(start, 5), (made, 16)]):
+            numbers = json.dumps(metrics(results(solved), ["heldout"]))
+            fill = partial(_write_text, numbers)
+            write(store, "evaluate", f"{number}" * 20, evaluation, {**inputs, "model": model}, fill)
+        yield Trained(root / "store", made, recipe, commit, hub)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def record_of(trained: Trained) -> TrainingRecord:
+    record = read_record(trained.artifact.path, trained.store)
+    assert record is not None
+    return record
+
+
+def test_an_export_is_what_transformers_loads_with_the_merged_weights(trained: Trained, tmp_path: Path) -> None:
+    out = export(trained.artifact.digest[:12], tmp_path / "out", trained.store)
+    made = files_of(trained.artifact.path / "checkpoint")
+    expected = {name: data for name, data in made.items() if not name.startswith("adapter/")}
+    assert {name: data for name, data in files_of(out).items() if name != "README.md"} == expected
+    loaded = AutoModelForImageTextToText.from_pretrained(out)
+    base = AutoModelForImageTextToText.from_pretrained(trained.store.parent / "base")
+    assert any(not torch.equal(value, base.state_dict()[name]) for name, value in loaded.state_dict().items())
+    adapter = export(str(trained.artifact.path), tmp_path / "adapter", trained.store, adapter=True)
+    assert set(files_of(adapter)) == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == (BASE, trained.commit)
+    joined = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload().state_dict()
+    for name, value in loaded.state_dict().items():
+        torch.testing.assert_close(joined[name], value)
+    kept = trained.artifact.path / "checkpoint/adapter/adapter_config.json"
+    assert json.loads(kept.read_text())["revision"] is None  # the artifact is as it was
+    with pytest.raises(ConfigurationError, match="there is something already"):
+        export(str(trained.artifact.path), out, trained.store)
+    with pytest.raises(DataError, match="neither a folder, nor an alias"):
+        export("0123456789", tmp_path / "other", trained.store)
+    with pytest.raises(ConfigurationError, match="the checkpoint has no adapter"):
+        export(str(out), tmp_path / "other", trained.store, adapter=True)
+    with pytest.raises(ConfigurationError, match="weights that nobody can fetch"):
+        export(str(trained.artifact.path), tmp_path / "other", tmp_path / "empty", adapter=True)
+
+
+def test_the_card_carries_what_the_checkpoint_was_made_from_and_how_it_did(trained: Trained, tmp_path: Path) -> None:
+    out = export(str(trained.artifact.path), tmp_path / "out", trained.store)
+    card = ModelCard.load(out / "README.md")
+    data, record = card.data, record_of(trained)
+    assert (data.base_model, data.library_name, data.pipeline_tag) == (BASE, "transformers", "image-text-to-text")
+    assert (data.license, data.license_name) == ("other", "a-license")
+    assert "reinforcement-learning" in data.tags
+    (result,) = data.eval_results
+    assert (result.metric_type, result.metric_value, result.dataset_split) == ("accuracy", 0.8, "heldout")
+    numbers = metrics(results(16), ["heldout"])
+    assert result.metric_args["interval_95"] == [numbers["accuracy_low"], numbers["accuracy_high"]]
+    assert result.metric_args["tasks"] == 20
+    index = metadata_load(out / "README.md")
+    assert index is not None and index["model-index"][0]["results"][0]["metrics"][0]["value"] == 0.8
+    text = card.content
+    assert "| heldout | 7 | 0.250 [" in text and "0.800 [" in text and "20 tasks, 20 episodes" in text
+    assert record.base is not None
+    facts = [trained.artifact.digest, trained.commit, record.base.checkpoint_sha256, *record.inputs]
+    for fact in (*facts, *SOURCES.values()):
+        assert fact in text
+    assert f"vllm serve {tmp_path / 'out'}" in text and f"from_pretrained('{tmp_path / 'out'}'" in text
+
+
+def test_the_recipe_in_the_card_makes_the_same_again(trained: Trained) -> None:
+    _, _, after = model_card(record_of(trained), "me/mine", "merged").partition("## Recipe")
+    fence = after[after.index("```") :].split("toml", 1)[0]
+    recipe = tomllib.loads(after.split(f"{fence}toml\n", 1)[1].split(f"\n{fence}\n", 1)[0])
+    again = build_recipe("train-vlm/again", recipe, where="the card")
+    for name, section in trained.recipe.sections.items():
+        if name == "model":
+            section = section.model_copy(update={"revision": trained.commit})
+        if name != "machine":
+            assert again.sections[name] == section, name
+
+
+def test_a_policy_s_card_is_for_lerobot_and_names_the_commit_of_the_code(trained: Trained) -> None:
+    card = ModelCard(model_card(replace(record_of(trained), commit="0ddba11"), "me/robot", "lerobot"))
+    assert (card.data.library_name, card.data.pipeline_tag) == ("lerobot", "robotics")
+    assert "MolmoAct2Policy.from_pretrained('me/robot')" in card.content and "vllm serve" not in card.content
+    assert "| commit of the code | `0ddba11` |" in card.content and SOURCES["code"] in card.content
+
+
+def test_text_of_recipes_and_data_stays_text_in_the_card(trained: Trained) -> None:
+    record, name = record_of(trained), "me/my: model # | <b>"
+    manifest = record.manifest.model_copy(
+        update={"sources": {HOSTILE: HOSTILE}, "settings": {**record.manifest.settings, HOSTILE: {HOSTILE: [HOSTILE]}}}
+    )
+    environment = {"name": HOSTILE, "args": {"source": HOSTILE, "note": HOSTILE}}
+    manifest = manifest.model_copy(update={"settings": {**manifest.settings, "environment": environment}})
+    card = ModelCard(model_card(replace(record, manifest=manifest, inputs={}), name, "merged"))
+    assert card.data.model_name == name and card.data.eval_results[0].dataset_type == HOSTILE
+    outside = card.text.partition("## Recipe")[0]
+    assert "<script>" not in outside and f"# {name}" not in outside and "\n---" not in outside
+    fence = "`" * 4
+    assert card.text.count(f"{fence}toml\n") == 1 and card.text.rstrip().endswith(f"\n{fence}")
+
+
+@pytest.fixture
+def hub(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> HubServer:
+    """With a token of its own, and nothing asked yet."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    trained.hub.asked.clear()
+    trained.hub.faults.clear()
+    trained.hub.tokens.clear()
+    return trained.hub
+
+
+def test_what_arrives_is_the_export_byte_for_byte_in_a_private_repository(
+    trained: Trained, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app(["push", str(trained.artifact.path), "me/mine", "--store", str(trained.store)], standalone_mode=False)
+    said = capsys.readouterr()
+    repository = hub.repositories["model", "me/mine"]
+    assert repository.private and said.out.strip() == f"{hub.url}/me/mine/commit/{repository.branches['main']}"
+    out = export(str(trained.artifact.path), tmp_path / "out", trained.store)
+    arrived, expected = repository.files("main"), files_of(out)
+    assert arrived.pop(".gitattributes")
+    assert arrived.pop("README.md").decode() == model_card(record_of(trained), "me/mine", "merged")
+    assert expected.pop("README.md") and arrived == expected
+    assert hub.tokens == {TOKEN} and TOKEN not in said.out + said.err
+    (out / "README.md").write_text("---\nlibrary_name: transformers\n---\nMy own words.\n")
+    push(str(out), "me/public", trained.store, public=True, branch="v2")
+    public = hub.repositories["model", "me/public"]
+    assert not public.private and set(public.files("main")) == {".gitattributes"}
+    assert {name: data for name, data in public.files("v2").items() if name != ".gitattributes"} == files_of(out)
+
+
+def test_an_upload_that_was_interrupted_is_repeated_and_leaves_no_old_weights(
+    trained: Trained, hub: HubServer, tmp_path: Path
+) -> None:
+    out = export(str(trained.artifact.path), tmp_path / "out", trained.store)
+    hub.faults.append((r"^POST /api/models/me/again/commit", 0))
+    with pytest.raises(ArmatureError, match="the upload did not go through") as caught:
+        push(str(out), "me/again", trained.store)
+    assert "run the same command again" in caught.value.remedy
+    older = {"model-00001-of-00002.safetensors": b"old", "notes.md": b"kept"}
+    hub.repositories["model", "me/again"].commit("main", older)
+    hub.asked.clear()
+    push(str(out), "me/again", trained.store)
+    files = hub.repositories["model", "me/again"].files("main")
+    assert files.pop("notes.md") == b"kept" and files == files_of(out)
+    assert not any(request.startswith("PUT /objects/") for request in hub.asked)  # they had arrived before
+
+
+def test_what_the_hub_cannot_take_is_refused_with_what_to_do(
+    trained: Trained, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = export(str(trained.artifact.path), tmp_path / "out", trained.store)
+
+    def refused(name: str, said: str, remedy: str, kind: type[ArmatureError] = ConfigurationError, **how: Any) -> None:
+        with pytest.raises(kind, match=said) as caught:
+            push(str(out), name, trained.store, **how)
+        assert remedy in caught.value.remedy and TOKEN not in str(caught.value)
+
+    refused("mine", "not a name on the hub", "OWNER/NAME")
+    refused("me/..", "not a name on the hub", "OWNER/NAME")
+    refused("me/out", "an export is uploaded as it is", "leave out --adapter", adapter=True)
+    hub.add("dataset", "me/data", {"rows.jsonl": b"{}"})
+    refused("me/data", "a dataset has this name", "another name")
+    hub.add("model", "me/seen", {"README.md": b"---\nlibrary_name: transformers\n---\n"})
+    refused("me/seen", "the repository is public", "--public")
+    hub.add("model", "me/robot", {"README.md": b"---\nlibrary_name: lerobot\n---\n"})
+    refused("me/robot", "holds a checkpoint for lerobot, this one is for transformers", "another name", public=True)
+    refused("somebody-else/model", "the token may not write there", "HF_TOKEN")
+    hub.faults.append((r"^GET /api/models/me/fails$", 500))
+    refused("me/fails", "the hub answers 500", "run the same command again", ArmatureError)
+    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
+    refused("me/strange", "the hub rejects the token", "HF_TOKEN")
+    monkeypatch.delenv("HF_TOKEN")
+    hub.asked.clear()
+    refused("me/mine", "no token for the hub", "hf auth login")
+    assert hub.asked == []
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refused("me/mine", "the upload did not go through: .*offline mode", "again", ArmatureError)

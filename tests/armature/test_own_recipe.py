@@ -1,0 +1,200 @@
+"""Recipes in any folder: their paths and modules begin there, and what lies there is part of what is made."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from armature.cli import main
+from armature.deployments import FLOWS, document
+from components.configuration import load_recipe, recipe_names
+from components.recipes import RECIPES
+
+RECIPE = """\
+flow = "train-vlm"
+extends = "train-vlm/colors"
+description = "Shapes of mine."
+
+[environment]
+name = "own_shapes:Shapes"
+args = { words = "words/list.txt" }
+train_tasks = 4
+heldout_tasks = 2
+
+[evaluation]
+kind_field = "shape"
+"""
+SHAPES = """\
+from pydantic import Field
+
+from armature import GeneratedEnvironment, Observation, Outcome, Settings, project_path
+from own_grades import grade
+
+
+class ShapesSettings(Settings):
+    words: str = Field(description="A file of words.")
+
+
+class Shapes(GeneratedEnvironment):
+    name = "shapes"
+    Settings = ShapesSettings
+    max_turns = 1
+    reward_weights = {"correct": 1.0}
+
+    def payload(self, seed, index):
+        return {"shape": project_path(self.settings.words).read_text().split()[index % 2], "seed": seed}
+
+    def episode(self, task):
+        return ShapesEpisode(task.payload)
+
+
+class ShapesEpisode:
+    def __init__(self, payload):
+        self._payload = payload
+
+    async def reset(self):
+        return Observation(("Which shape?",))
+
+    async def step(self, action):
+        return Outcome(None, {"correct": grade(action, self._payload["shape"])})
+
+    async def close(self):
+        pass
+"""
+FILES = {
+    "recipe.toml": RECIPE,
+    "own_shapes.py": SHAPES,
+    "own_grades.py": "def grade(answer, shape):\n    return float(answer == shape)\n",
+    "words/list.txt": "circle square\n",
+    "unrelated.py": "",
+}
+
+Command = Callable[..., str]
+
+
+@pytest.fixture
+def armature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """The command in the folder above the projects: the store is there. What it printed, and its exit code if not 0."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["armature", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        return printed.out + printed.err + (f"exit code {ended.value.code}" if ended.value.code else "")
+
+    return run
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / "first" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "first" / name).write_text(text)
+    return tmp_path / "first"
+
+
+def edited(project: Path, copy: str, name: str, before: str, after: str) -> None:
+    """Makes a copy of the project, with another file `name`."""
+    shutil.copytree(project, project.parent / copy)
+    file = project.parent / copy / name
+    assert before in file.read_text()
+    file.write_text(file.read_text().replace(before, after))
+
+
+def test_what_lies_beside_a_recipe_makes_new_artifacts_and_nothing_else_does(project, armature):
+    """A copy for each edit: in one process a module stays as it was loaded."""
+    assert "tasks: made in" in armature("stage", "tasks", "--config", "first/recipe.toml", "--out", "first/data/tasks")
+    assert (project / "data/tasks/train.parquet").is_file() and (project.parent / ".armature/store").is_dir()
+    edits = {
+        "own_grades.py": ("answer ==", "answer.strip() =="),
+        "own_shapes.py": ("Which shape?", "What shape?"),
+        "words/list.txt": ("circle", "disc"),
+        "unrelated.py": ("", "VALUE = 1\n"),
+    }
+    for number, (name, edit) in enumerate(edits.items()):
+        edited(project, f"copy{number}", name, *edit)
+        done = armature("stage", "tasks", "--config", f"copy{number}/recipe.toml")
+        assert ("already made" if name == "unrelated.py" else "made in") in done, name
+
+
+def test_code_that_is_edited_while_a_stage_runs_counts_as_it_was_at_its_start(project, armature):
+    """And not even a broken file costs what was made."""
+    own = project / "own_shapes.py"
+    spoil = 'Path(__file__).with_name("own_" + "grades.py").write_text("def (")'
+    made = "        if Path('spo' + 'il').exists():\n            " + spoil + "\n        return {"
+    own.write_text("from pathlib import Path\n" + own.read_text().replace("        return {", made))
+    armature("stage", "tasks", "--config", "first/recipe.toml", "--out", "kept")
+    shutil.copytree(project, project.parent / "second")
+    Path("spoil").touch()
+    done = armature("stage", "tasks", "--config", "second/recipe.toml", "--force", "tasks", "--out", "spoiled")
+    assert "tasks: made in" in done and (project.parent / "second/own_grades.py").read_text() == "def ("
+    kept, spoiled = (json.loads(Path(name, "manifest.json").read_text())["sources"] for name in ("kept", "spoiled"))
+    assert kept == spoiled and "code" in kept
+
+
+def test_check_show_and_list_take_it(project, armature, tmp_path):
+    program = ["--configuration-only", "--machine", f"server_python={sys.executable}"]
+    assert "train-vlm/recipe: every value is valid" in armature("check", "first/recipe.toml", *program)
+    shown = armature("show", str(project / "recipe.toml"), "--set", "trainer.max_steps=3")
+    values = tomllib.loads(shown)
+    assert values["flow"] == "train-vlm" and values["environment"]["args"] == {"words": "words/list.txt"}
+    (project / "again.toml").write_text(shown)
+    again = tomllib.loads(armature("show", "first/again.toml"))
+    assert again == values
+    assert "own_shapes" not in armature("list")
+
+
+def test_a_deployment_goes_to_the_recipe_s_folder(project, armature):
+    armature("deployments", "write", "first/recipe.toml", "train-vlm/colors")
+    own, installed = yaml.safe_load(Path("prefect.yaml").read_text())["deployments"]
+    assert (own["name"], own["entrypoint"]) == ("recipe", installed["entrypoint"])
+    assert own["parameters"]["environment"]["name"] == "own_shapes:Shapes"
+    assert own["pull"][1] == {"components.project.use_project": {"folder": "first"}} and "pull" not in installed
+    assert "fits the recipes" in armature("deployments", "check", "first/recipe.toml", "train-vlm/colors")
+    assert "armature deployments write first/recipe.toml" in armature("deployments", "check", "first/recipe.toml")
+
+
+def test_a_recipe_of_any_kind_may_lie_anywhere(tmp_path):
+    file = tmp_path / "mine.toml"
+    for kind in RECIPES:
+        installed = next(name for name in recipe_names() if load_recipe(name).kind == kind)
+        file.write_text(f'flow = "{kind}"\nextends = "{installed}"\n')
+        recipe = load_recipe(file)
+        assert (recipe.kind, recipe.folder) == (kind, tmp_path)
+        assert recipe.name == f"{recipe.flow}/mine" and recipe.sections == load_recipe(installed).sections
+        assert document([str(file)])["deployments"][0]["entrypoint"] == FLOWS[kind]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ('flow = "train-vlm"\n', "", "does not say its flow"),
+        ('"train-vlm"', '"train-vml"', "did you mean 'train-vlm'"),
+        ('"train-vlm/colors"', '"train-vlm/colrs"', "TOML config not found"),
+        ("own_shapes:Shapes", "own_shapes:Shape", "has no 'Shape'"),
+        ("own_shapes:Shapes", "own_shape:Shapes", "write own_shape.py beside the recipe"),
+        ("own_shapes:Shapes", "own_shapes:grade", "is not an environment"),
+        ("own_shapes:Shapes", "nobody-has-this", "or MODULE:NAME of a module beside the recipe"),
+        ("words =", "word =", "did you mean 'words'"),
+        ("[environment]", "[environment", "not valid TOML"),
+    ],
+)
+def test_a_wrong_recipe_is_said(project, armature, before, after, said):
+    edited(project, "wrong", "recipe.toml", before, after)
+    done = armature("check", "wrong/recipe.toml", "--configuration-only")
+    assert said in done and done.endswith("exit code 2") and "Traceback" not in done
+    assert "exit code" not in armature("list")
+
+
+def test_a_file_that_is_not_there_and_a_name_that_is_near_one_are_said(project, armature):
+    assert "first/recipes.toml" in armature("run", "first/recipes.toml")
+    assert "or give the path of a file" in armature("run", "first/recipe")

@@ -1,0 +1,201 @@
+"""What a collection of a remote store deletes and what it leaves. The store is a folder whose files are made old."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from armature.garbage import collect
+from components.artifacts.garbage import delete_garbage, find_garbage
+from components.artifacts.images import ImageStore, encode_png
+from components.artifacts.manifest import write_manifest
+from components.artifacts.remote_folder import RemoteFolder
+from components.artifacts.store import ArtifactStore
+from components.batches.table import write_batch
+from components.contracts.batches import Sample
+from components.contracts.errors import ConfigurationError
+from components.contracts.machine import Machine
+
+WEEK = timedelta(days=7)
+
+
+class Shared:
+    """A remote store in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.remote = RemoteFolder(str(folder), print)
+
+    def machine(self, name: str) -> ArtifactStore:
+        return ArtifactStore(self.folder.parent / name, str(self.folder))
+
+    def names(self) -> set[str]:
+        return {path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file()}
+
+    def age(self, days: float) -> None:
+        """All that is there becomes older, also in what the last collection said."""
+        for path in self.folder.rglob("*"):
+            then = path.stat().st_mtime - days * 86400
+            os.utime(path, (then, then))
+        unused = self.folder / "garbage/unused.json"
+        if unused.exists():
+            import json
+
+            said = {pack: datetime.fromisoformat(since) for pack, since in json.loads(unused.read_text()).items()}
+            earlier = {pack: (since - timedelta(days=days)).isoformat() for pack, since in said.items()}
+            unused.write_text(json.dumps(earlier))
+
+    def collect(self) -> set[str]:
+        """The names of what was deleted."""
+        found = find_garbage(self.remote, WEEK)
+        delete_garbage(self.remote, found)
+        return {garbage.name for garbage in found.garbage}
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Shared:
+    return Shared(tmp_path / "remote")
+
+
+def filled(folder: Path) -> None:
+    (folder / "x").write_bytes(os.urandom(8))
+    write_manifest(folder, kind="stage", kind_version=1, rows={}, drops={}, inputs={}, settings={})
+
+
+def shows(images: ImageStore, color: str) -> Callable[[Path], None]:
+    """Fills a batch whose one sample shows an image."""
+
+    def fill(folder: Path) -> None:
+        ref = images.put(encode_png(Image.new("RGB", (8, 8), color)))
+        ids, numbers = np.zeros(2, np.int32), np.zeros(2, np.float32)
+        write_batch(folder, [Sample("s", "g", "t", ids, ids > 0, numbers, ids, numbers, 0.0, (ref,))])
+        write_manifest(folder, kind="stage", kind_version=1, rows={}, drops={}, inputs={}, settings={})
+
+    return fill
+
+
+def push(store: ArtifactStore, fingerprint: str, fill: Callable[[Path], None] = filled) -> None:
+    store.write("stage", fingerprint, fill)
+    store.settle()
+
+
+def checkpoint(store: ArtifactStore, step: int) -> None:
+    folder = store.workspace("stage", "f1") / f"trainer/checkpoints/step-{step:06d}"
+    folder.mkdir(parents=True)
+    (folder / "tensors").write_bytes(b"1")
+    store.send_checkpoint("stage", "f1", folder)
+    store.settle()
+
+
+def test_what_is_in_use_stays_however_old(shared):
+    store = shared.machine("one")
+    push(store, "f2", shows(ImageStore(store.images), "red"))
+    checkpoint(store, 2)
+    shared.age(1000)
+    before = shared.names()
+    assert shared.collect() == set() and shared.names() - {"garbage/unused.json"} == before
+
+
+def test_what_arrived_in_part_goes_with_its_digest_once_it_is_old(shared):
+    push(shared.machine("one"), "f1")
+    push(shared.machine("one"), "f2")
+    (shared.folder / "stage/f1/manifest.json").unlink()
+    shared.age(6)
+    assert shared.collect() == set()
+    shared.age(2)
+    [digest] = [path for path in shared.folder.glob("digests/??/*") if "f1" in path.read_text()]
+    assert shared.collect() == {"stage/f1", digest.relative_to(shared.folder).as_posix()}
+    assert {name.split("/")[1] for name in shared.names() if name.startswith("stage/")} == {"f2"}
+
+
+def test_checkpoints_go_when_the_training_is_finished_or_a_later_one_is_there(shared):
+    store = shared.machine("one")
+    checkpoint(store, 2)
+    [kept] = {name.split("/")[2] for name in shared.names() if name.startswith("workspaces/") and "step-" in name}
+    (shared.folder / "workspaces/stage-f1/123/half").mkdir(parents=True)
+    (shared.folder / "workspaces/stage-f1/123/half/tensors").write_bytes(b"1")
+    shared.age(8)
+    assert shared.collect() == {"workspaces/stage-f1/123"}
+    assert (shared.folder / "workspaces/stage-f1" / kept).exists()
+    push(store, "f1")
+    shared.age(8)
+    assert shared.collect() == {"workspaces/stage-f1"}
+
+
+def test_a_lease_that_was_left_goes_and_one_that_is_held_stays(shared):
+    store = shared.machine("one")
+    with store.lease("stage", "f1"):
+        pass
+    shared.age(8)
+    with store.lease("stage", "f2"):
+        assert shared.collect() == {"leases/stage-f1"}
+
+
+def test_images_that_no_artifact_shows_go_a_week_after_they_were_found(shared):
+    store = shared.machine("one")
+    push(store, "f1", shows(ImageStore(store.images), "red"))
+    push(store, "f2", shows(ImageStore(store.images), "blue"))
+    with store.lock("stage", "f1"):
+        store.set_aside("stage", "f1")
+    packs = {name for name in shared.names() if name.endswith(".zip")}
+    assert len(packs) == 2
+    for days, deleted in ((8, 0), (6, 0), (2, 1)):
+        shared.age(days)
+        assert len([name for name in shared.collect() if name in packs]) == deleted
+    assert len([name for name in shared.names() if name.endswith(".zip")]) == 1
+
+
+def test_images_that_are_found_unused_are_sent_again_by_who_shows_them(shared):
+    store = shared.machine("one")
+    push(store, "f1", shows(ImageStore(store.images), "red"))
+    with store.lock("stage", "f1"):
+        store.set_aside("stage", "f1")
+    shared.age(8)
+    shared.collect()
+    [pack] = shared.folder.rglob("*.zip")
+    before = pack.stat().st_mtime
+    push(store, "f3", shows(ImageStore(store.images), "red"))
+    assert pack.stat().st_mtime > before
+    shared.age(8)
+    shared.collect()
+    found = shared.machine("two").find("stage", "f3")
+    assert found is not None and list(shared.machine("two").images.glob("??/*.png"))
+
+
+def test_what_changes_while_a_collection_runs_stays(shared):
+    push(shared.machine("one"), "f1")
+    manifest = shared.folder / "stage/f1/manifest.json"
+    content = manifest.read_bytes()
+    manifest.unlink()
+    shared.age(8)
+    found = find_garbage(shared.remote, WEEK)
+    assert [each.name for each in found.garbage][:1] == ["stage/f1"]
+    manifest.write_bytes(content)
+    delete_garbage(shared.remote, found)
+    assert manifest.exists() and (shared.folder / "stage/f1/x").exists()
+
+
+def test_a_dry_run_says_what_and_how_much_and_deletes_nothing(shared, capsys):
+    push(shared.machine("one"), "f1")
+    (shared.folder / "stage/f1/manifest.json").unlink()
+    (shared.folder / "stage/f1/large").write_bytes(bytes(3 * 2**20))
+    shared.age(8)
+    before = shared.names()
+    machine = Machine(remote_store=str(shared.folder))
+    collect(machine, days=7, dry_run=True)
+    said = capsys.readouterr().out
+    assert "stage/f1: artifact that arrived in part, 2 files, 3.0 MiB" in said and "would be deleted: 3 files" in said
+    assert shared.names() == before
+    collect(machine, days=7, dry_run=False)
+    assert "\ndeleted: 3 files" in capsys.readouterr().out and "stage/f1/large" not in shared.names()
+
+
+def test_without_a_remote_store_it_says_so():
+    with pytest.raises(ConfigurationError, match="no remote store"):
+        collect(Machine(), days=7, dry_run=True)

@@ -1,0 +1,42 @@
+"""Earlier messages of an observation are checked like everything else that an environment gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from components.contracts.checks import checked_observation
+from components.contracts.episodes import EarlierMessage, Observation
+from components.contracts.failures import RolloutFailed
+from components.contracts.images import EncodedImage
+
+IMAGE = EncodedImage(b"x", "image/png")
+
+
+def test_messages_that_are_in_order_are_copied() -> None:
+    earlier = (
+        EarlierMessage("system", ("a",)),
+        EarlierMessage("user", (IMAGE, "b")),
+        EarlierMessage("assistant", ("c",)),
+    )
+    assert checked_observation(Observation(("d",), earlier=earlier)) == Observation(("d",), earlier=earlier)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "reason"),
+    [
+        ("text", "environment_error"),
+        ([{"role": "user", "content": "a"}], "environment_error"),
+        ([EarlierMessage("tool", ("a",))], "environment_error"),  # type: ignore[arg-type]
+        ([EarlierMessage(None, ("a",))], "environment_error"),  # type: ignore[arg-type]
+        ([EarlierMessage("user", "text")], "environment_error"),  # type: ignore[arg-type]
+        ([EarlierMessage("assistant", (IMAGE,))], "environment_error"),
+        ([EarlierMessage("user", ("\ud800",))], "bad_text"),
+        ([EarlierMessage("user", ("x" * 2**22,)), EarlierMessage("user", ("x",))], "environment_error"),
+    ],
+)
+def test_other_messages_fail_the_rollout(earlier: Any, reason: str) -> None:
+    with pytest.raises(RolloutFailed) as failed:
+        checked_observation(Observation(("a",), earlier=earlier))
+    assert failed.value.reason == reason

@@ -1,0 +1,145 @@
+"""Tables in the documentation say what the code has: names, defaults, sources, messages, sizes, what is reused."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+
+from components.batches import advantages
+from components.batches.settings import Advantage
+from components.configuration import load_recipe
+from components.models.families import FAMILIES
+from components.models.settings import LoraSettings
+from components.stages import STAGES
+from components.vlm import objectives
+from components.vlm.objectives import OBJECTIVES
+from components.vlm.settings import Aggregation, Objective
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def table(page: str, heading: str, number: int = 0) -> list[list[str]]:
+    """The cells of a table below a heading, without its first two rows."""
+    section = re.split(r"^#+ ", (ROOT / "docs" / page).read_text(), flags=re.M)
+    (text,) = (part for part in section if part.partition("\n")[0] == heading)
+    found = re.findall(r"(?:^\|.*\|\n)+", text, re.M)[number]
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in found.splitlines()]
+    return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+def names(rows: Sequence[Sequence[str]]) -> list[str]:
+    return [row[0].strip("`") for row in rows]
+
+
+def settings_classes(union: Any) -> dict[str, type[BaseModel]]:
+    return {get_args(one.model_fields["name"].annotation)[0]: one for one in get_args(get_args(union)[0])}
+
+
+@pytest.mark.parametrize(
+    ("heading", "union", "known", "module"),
+    [
+        ("Objectives", Objective, set(OBJECTIVES), objectives),
+        ("Advantages", Advantage, set(advantages.ESTIMATORS), advantages),
+    ],
+)
+def test_objectives_and_advantages(heading: str, union: Any, known: set[str], module: Any) -> None:
+    """Every one is there, with the options and defaults of its settings, and the papers that the code names."""
+    rows, classes = table("algorithms.md", heading), settings_classes(union)
+    assert set(names(rows)) == known == set(classes)
+    for name, (_, _, source, options) in zip(names(rows), rows, strict=True):
+        fields = {key: field for key, field in classes[name].model_fields.items() if key != "name"}
+        said = dict(re.findall(r"`(\w+)(?: = ([^`]+))?`", options))
+        assert said.keys() == fields.keys()
+        for key, value in said.items():
+            if value:
+                assert fields[key].default == eval(value), f"{name}.{key}"
+        function = getattr(module, name)
+        text = f"{function.__doc__} {ROOT.joinpath(*function.__module__.split('.')).with_suffix('.py').read_text()}"
+        assert all(paper in text for paper in re.findall(r"\d{4}\.\d{5}", source)), name
+
+
+def test_aggregations() -> None:
+    assert set(names(table("algorithms.md", "Aggregation"))) == set(get_args(Aggregation))
+
+
+def test_published_methods_are_settings_that_are_taken() -> None:
+    for method, cells in table("algorithms.md", "Published methods as recipes"):
+        overrides = []
+        for key, value in re.findall(r"`([\w.]+) = ([^`]+)`", cells):
+            section = "" if "." in key else "batches." if key == "advantage" else "trainer."
+            overrides.append(f"{section}{key}={value}")
+        if "dr_grpo" in cells:
+            overrides.append("trainer.dr_grpo_length=4")
+        assert overrides, method
+        load_recipe("train-vlm/colors", overrides)
+
+
+def test_families() -> None:
+    rows = table("models.md", "Families")
+    assert names(rows) == list(FAMILIES)
+    for family, row in zip(FAMILIES.values(), rows, strict=True):
+        assert f"`{family.model_type}`" in row[1] and ("bidirectional" in row[3]) == family.image_attention
+
+
+def test_lora() -> None:
+    rows = table("models.md", "LoRA")
+    said = {name for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+    assert said == LoraSettings.model_fields.keys()
+    scopes = {value.strip("`") for (_, value, _), scope in zip(rows, ("scope", ""), strict=False) if value}
+    assert scopes == set(get_args(LoraSettings.model_fields["scope"].annotation))
+    defaults = LoraSettings()
+    (ranks,) = (row for row in rows if "rank" in row[0])
+    assert ranks[1] == f"{defaults.rank}, {defaults.alpha:g}"
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-VL-3B"])
+def test_memory_is_what_the_estimate_of_check_says(name: str) -> None:
+    sizes = runpy.run_path(str(ROOT / "docs/model_sizes.py"))
+    page = (ROOT / "docs/models.md").read_text()
+    assert sizes["row"](name) in page
+    assert set(names(table("models.md", "Memory"))) == sizes["MODELS"].keys()
+
+
+@cache
+def code() -> str:
+    """The product's text, with adjacent string literals joined."""
+    files = [path for folder in ("armature", "components", "flows", "tasks") for path in (ROOT / folder).rglob("*.py")]
+    return re.sub(r"\"\s*\n\s*[rf]?\"", "", "\n".join(path.read_text() for path in files))
+
+
+def messages() -> list[str]:
+    headings = ("Before a run starts", "Servers", "Training")
+    return [message for heading in headings for message in names(table("troubleshooting.md", heading))]
+
+
+@pytest.mark.parametrize("message", messages())
+def test_messages_of_the_troubleshooting_page_are_those_of_the_code(message: str) -> None:
+    parts = [part.strip(" ,") for part in message.replace("'policy'", "…").split("…") if len(part.strip(" ,")) > 3]
+    missing = [part for part in parts if part not in code()]
+    assert parts and not missing
+
+
+def test_there_are_some_twenty_of_them() -> None:
+    assert len(messages()) >= 20
+
+
+def test_what_is_made_again_is_what_the_page_says() -> None:
+    """A stage is made again if its settings change, or an input of it is."""
+    inputs = {"tasks": (), "model": (), "train-vlm": ("tasks", "model"), "evaluate": ("tasks", "train-vlm")}
+    before = load_recipe("train-vlm/colors")
+    for change, *cells in table("concepts/artifacts.md", "What is made again"):
+        override = re.search(r"`([\w.]+=[^`]+)`", change)
+        if override is None:
+            continue
+        after, again = load_recipe("train-vlm/colors", [override[1]]), {}
+        for stage, needs in inputs.items():
+            settings = [recipe.settings_for(STAGES[stage].settings) for recipe in (before, after)]
+            again[stage] = settings[0] != settings[1] or any(again[need] for need in needs)
+        assert dict(zip(inputs, cells, strict=True)) == {stage: "again" if again[stage] else "" for stage in inputs}

@@ -1,0 +1,363 @@
+"""Every form of one table gives the same tasks, and shows and grades the same."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.configuration import load_recipe
+from components.contracts.episodes import Task
+from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.images import EncodedImage
+from components.contracts.machine import Machine
+from components.environments.dataset.environment import DatasetEnvironment
+from components.environments.settings import EnvironmentSettings
+from components.environments.sources import environment_sources
+from components.environments.stage import load_environment, load_tasks
+from components.rl.settings import TrainVLMSettings
+from components.stages import STAGES, run_stage
+from tests.hub_server import HubServer
+
+from .tables import (
+    ANSWERS,
+    FORMS,
+    args_of,
+    bars,
+    data_url,
+    environment_of,
+    rows_of,
+    write_csv,
+    write_images,
+    write_jsonl,
+)
+
+COUNT = 40
+EMBEDDED = ("parquet with images", "saved by datasets")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
+
+
+def written(folder: Path, form: str, count: int = COUNT) -> dict[str, Any]:
+    rows = rows_of(count)
+    write_images(folder, rows)
+    return FORMS[form](folder, rows)
+
+
+def shown(environment: DatasetEnvironment, task: Task) -> tuple[str | bytes, ...]:
+    episode = environment.episode(task)
+    content = asyncio.run(episode.reset()).content
+    return tuple(part if isinstance(part, str) else part.data for part in content)
+
+
+def worth(environment: DatasetEnvironment, task: Task, answer: str) -> float:
+    outcome = asyncio.run(environment.episode(task).step(answer))
+    assert outcome.done
+    return sum(environment.reward_weights[name] * value for name, value in outcome.reward_parts.items())
+
+
+def number_of(content: tuple[str | bytes, ...]) -> int:
+    return int(str(content[1]).split("chart ")[1].split(" ")[0])
+
+
+@pytest.mark.parametrize("form", sorted(FORMS))
+def test_every_form_gives_the_same_tasks_and_observations(form: str, tmp_path: Path) -> None:
+    if form == "saved by datasets":
+        pytest.importorskip("datasets")
+    embedded = form in EMBEDDED  # such images count by their content, files by their paths
+    plain = environment_of(written(tmp_path / "plain", "parquet with images" if embedded else "jsonl"), seed=3)
+    other = environment_of(written(tmp_path / "other", form), seed=3)
+    for split in ("train", "heldout"):
+        expected, found = list(plain.tasks(split)), list(other.tasks(split))  # type: ignore[arg-type]
+        essence = [
+            [(task.task_id, task.split, task.payload["digest"], task.payload["kind"]) for task in tasks]
+            for tasks in (expected, found)
+        ]
+        assert essence[0] == essence[1] and 0 < len(found) < COUNT
+        for task, same in zip(found, expected, strict=True):
+            content = shown(other, task)
+            number = number_of(content)
+            row = rows_of(COUNT)[number]
+            assert content == (bars(number), row["question"]) == shown(plain, same)
+            assert task.payload["kind"] == row["kind"]
+            assert other.demonstration(task) == [row["answer"]]
+            assert worth(other, task, row["answer"]) == 1.0 and worth(other, task, "none of them") == 0.0
+
+
+def test_a_folder_of_classes(tmp_path: Path) -> None:
+    for number in range(20):
+        folder = tmp_path / f"{'train' if number % 4 else 'test'}/{['cat', 'dog'][number % 2]}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{number}.png").write_bytes(bars(number))
+    split = {"by": "name", "train": "train", "heldout": ["test"]}
+    environment = environment_of(
+        {"source": str(tmp_path)}, prompt="Which animal?", answer="label", kind="label", split=split
+    )
+    train, heldout = list(environment.tasks("train")), list(environment.tasks("heldout"))
+    assert (len(train), len(heldout)) == (15, 5)
+    for task in train + heldout:
+        image, text = shown(environment, task)
+        number = next(each for each in range(20) if bars(each) == image)
+        assert text == "Which animal?" and environment.demonstration(task) == [["cat", "dog"][number % 2]]
+        assert task.split == ("train" if number % 4 else "heldout")
+
+
+def test_images_of_a_folder_that_its_metadata_does_not_name_are_said(tmp_path: Path) -> None:
+    where = written(tmp_path, "folder of images with metadata")
+    (tmp_path / "images/extra.png").write_bytes(bars(1))
+    with pytest.raises(DataError, match="1 of 41 rows cannot be used: 1 no_metadata"):
+        list(environment_of(where).tasks("train"))
+
+
+@pytest.mark.parametrize("form", ["bytes", "base64", "data URL", "struct of base64", "list"])
+def test_images_in_other_forms(form: str, tmp_path: Path) -> None:
+    import base64
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    data = [bars(number) for number in range(COUNT)]
+    text = [base64.b64encode(each).decode() for each in data]
+    forms: dict[str, list[Any]] = {
+        "bytes": list(data),
+        "base64": list(text),
+        "data URL": [data_url(each) for each in data],
+        "struct of base64": [{"bytes": each} for each in text],
+        "list": [[{"bytes": each, "path": None}] for each in data],
+    }
+    rows = [{**row, "image": image} for row, image in zip(rows_of(COUNT), forms[form], strict=True)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    environment = environment_of({"source": str(tmp_path / "rows.parquet")})
+    for task in environment.tasks("train"):
+        content = shown(environment, task)
+        assert content[0] == bars(number_of(content))
+
+
+def test_class_labels_of_datasets_are_their_names(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    labels = datasets.ClassLabel(names=["left", "middle", "right"])
+    features = datasets.Features({"image": datasets.Image(), "label": labels})
+    rows = [{"image": {"bytes": bars(n), "path": None}, "label": n % 3} for n in range(12)]
+    dataset = datasets.DatasetDict(
+        {name: datasets.Dataset.from_list(rows[start::2], features=features) for start, name in enumerate("ab")}
+    )
+    dataset.save_to_disk(str(tmp_path / "saved"))
+    where, columns = {"source": str(tmp_path / "saved")}, {"prompt": "Which?", "answer": "label", "kind": ""}
+    with pytest.raises(ConfigurationError, match="has the splits a, b"):
+        list(environment_of(where, **columns).tasks("train"))
+    split = {"by": "name", "train": "a", "heldout": "b"}
+    environment = environment_of(where, split=split, **columns)
+    for name, start in (("train", 0), ("heldout", 1)):
+        found = {
+            (shown(environment, task)[0], *environment.demonstration(task))
+            for task in environment.tasks(name)  # type: ignore[arg-type]
+        }
+        assert found == {(bars(n), ["left", "middle", "right"][n % 3]) for n in range(start, 12, 2)}
+
+
+def test_a_dataset_as_the_hub_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parquet files by split, several images in a row, and a text that stands for each: by the library and without."""
+    datasets = pytest.importorskip("datasets")
+    from components.environments.dataset.huggingface import hub_shards
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "library")
+    features = datasets.Features(
+        {
+            "images": datasets.Sequence(datasets.Image()),
+            "problem": datasets.Value("string"),
+            "answer": datasets.Value("string"),
+        }
+    )
+    for name, count in (("train", 5), ("test", 3)):
+        rows = [
+            {
+                "images": [{"bytes": bars(number + each), "path": None} for each in range(2)],
+                "problem": f"<image>or <image>is {number}?",
+                "answer": ANSWERS[number % 3],
+            }
+            for number in range(count)
+        ]
+        dataset = datasets.Dataset.from_list(rows, features=features)
+        dataset.to_parquet(str(tmp_path / f"hub/data/{name}-00000-of-00001.parquet"))
+    loaded = {shard.name: shard for shard in hub_shards(str(tmp_path / "hub"), "0" * 40, "")}
+    environment = environment_of(
+        {"source": str(tmp_path / "hub/data")},
+        prompt="{problem}",
+        images="images",
+        image_token="<image>",
+        kind="",
+        split={"by": "name", "train": "train-*", "heldout": "test-*"},
+    )
+    for split, name in (("train", "train"), ("heldout", "test")):
+        tasks = list(environment.tasks(split))  # type: ignore[arg-type]
+        assert len(tasks) == len(list(loaded[name].scan({"problem"}))) == (5 if name == "train" else 3)
+        for task in tasks:
+            number = task.payload["row"]
+            assert shown(environment, task) == (bars(number), "or ", bars(number + 1), f"is {number}?")
+            assert loaded[name].row(number) == environment._shards[task.payload["file"]].row(number)
+            assert environment.demonstration(task) == [ANSWERS[number % 3]]
+
+
+def test_the_stage_writes_the_tasks_and_a_preview_and_counts_what_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = rows_of(COUNT)
+    write_images(tmp_path, rows)
+    rows[3]["answer"] = None
+    (tmp_path / rows[5]["image"]).unlink()
+    (tmp_path / rows[7]["image"]).write_bytes(bars(7)[:40])
+    filters = [{"column": "id", "operator": ">=", "value": 2}]
+    where = {**FORMS["jsonl"](tmp_path, rows), "on_bad_row": "skip", "filters": filters}
+    settings = EnvironmentSettings(name="dataset", args=args_of(where))
+    artifact = run_stage("tasks", settings, {}, Machine(store=str(tmp_path / "store")))
+    assert "tasks: rows that are left out: 1 bad_image, 2 filtered, 1 no_answer, 1 no_image" in capsys.readouterr().out
+    manifest = json.loads((artifact.path / "manifest.json").read_text())
+    assert manifest["drops"] == {"no_answer": 1, "no_image": 1, "bad_image": 1, "filtered": 2}
+    listed = [*load_tasks(artifact.path, "train"), *load_tasks(artifact.path, "heldout")]
+    assert len(listed) == COUNT - 5 == sum(manifest["rows"].values())
+    assert {task.payload["row"] for task in listed} == set(range(2, COUNT)) - {3, 5, 7}
+    environment = load_environment(artifact.path)
+    assert isinstance(environment, DatasetEnvironment)
+    assert all(number_of(shown(environment, task)) == task.payload["row"] for task in listed)
+    assert (artifact.path / "preview.png").is_file()
+
+
+def test_tasks_of_at_most_so_many_rows(tmp_path: Path) -> None:
+    where = written(tmp_path, "csv")
+    every = environment_of(where, seed=1)
+    few = environment_of(where, seed=1, train_tasks=5, heldout_tasks=10**6)
+    assert list(few.tasks("train")) == list(every.tasks("train"))[:5]
+    assert list(few.tasks("heldout")) == list(every.tasks("heldout"))
+
+
+def test_a_row_that_changed_after_the_tasks_were_made_is_refused(tmp_path: Path) -> None:
+    where = written(tmp_path, "jsonl")
+    (task, *_) = environment_of(where).tasks("train")
+    path = tmp_path / "rows.jsonl"
+    path.write_text(path.read_text().replace("the highest", "the lowest "))
+    with pytest.raises(DataError, match="is not the one that the task was made from"):
+        environment_of(where).episode(task)
+
+
+def test_the_fingerprint_follows_the_data_and_its_images_and_not_their_place(tmp_path: Path) -> None:
+    def sources(folder: Path, form: str = "jsonl") -> dict[str, str]:
+        args = args_of({"source": str(folder / f"rows.{form}")})
+        return environment_sources(EnvironmentSettings(name="dataset", args=args))
+
+    written(tmp_path / "one", "jsonl")
+    first = sources(tmp_path / "one")
+    written(tmp_path / "copy", "jsonl")
+    (tmp_path / "copy/unrelated.png").write_bytes(bars(0))
+    assert sources(tmp_path / "copy") == first
+    for change in (
+        lambda: (tmp_path / "copy/images/007.png").write_bytes(bars(8)),
+        lambda: (tmp_path / "copy/images/007.png").unlink(),
+        lambda: write_jsonl(tmp_path / "copy/rows.jsonl", rows_of(COUNT - 1)),
+    ):
+        change()
+        found = sources(tmp_path / "copy")
+        assert found != first
+        first = found
+
+
+def test_a_table_may_be_a_link_out_of_its_folder_and_is_in_the_fingerprint_too(tmp_path: Path) -> None:
+    """As in a folder that a cache of files has made."""
+    written(tmp_path / "data", "jsonl")
+    (tmp_path / "blob").write_bytes((tmp_path / "data/rows.jsonl").read_bytes())
+    (tmp_path / "data/rows.jsonl").unlink()
+    (tmp_path / "data/rows.jsonl").symlink_to(tmp_path / "blob")
+    where = {"source": str(tmp_path / "data/rows.jsonl")}
+    assert len(list(environment_of(where).tasks("train"))) > 0
+    settings = EnvironmentSettings(name="dataset", args=args_of(where))
+    first = environment_sources(settings)
+    write_jsonl(tmp_path / "blob", rows_of(COUNT - 1))
+    assert environment_sources(settings) != first
+
+
+def test_an_image_added_to_a_folder_of_classes_is_in_the_fingerprint(tmp_path: Path) -> None:
+    (tmp_path / "cat").mkdir()
+    args = args_of({"source": str(tmp_path)}, prompt="Which?", answer="label", kind="")
+    found = []
+    for number in range(2):
+        (tmp_path / f"cat/{number}.png").write_bytes(bars(number))
+        found.append(environment_sources(EnvironmentSettings(name="dataset", args=args)))
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        pytest.param({"source": "nowhere/rows.jsonl"}, "no such folder|no file", id="absent"),
+        pytest.param({"source": "owner/name"}, "a hub name needs a revision", id="hub name"),
+        pytest.param({"answer": "anwser"}, "did you mean 'answer'", id="column"),
+        pytest.param({"prompt": "{image}{qestion}"}, "did you mean 'question'", id="column of the prompt"),
+        pytest.param({"source": "s3://bucket/rows.jsonl"}, "s3|cannot be", id="S3 without its package"),
+        pytest.param({"revision": "main"}, "only a dataset of the hub", id="revision of a file"),
+    ],
+)
+def test_what_cannot_be_is_said_before_the_start(
+    changes: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    where = written(tmp_path, "jsonl") | changes
+    with pytest.raises((ConfigurationError, DataError), match=said):
+        list(environment_of(where, **changes).tasks("train"))
+
+
+def test_numbers_of_a_csv_file_are_what_is_written(tmp_path: Path) -> None:
+    rows = [{"a": "007", "b": "7", "c": "0.5", "d": "1.50", "e": "" if n else "3", "answer": f"{n}"} for n in range(30)]
+    write_csv(tmp_path / "rows.csv", rows)
+    split = {"by": "hash", "heldout": 0.3, "group": "answer"}
+    environment = environment_of(
+        {"source": str(tmp_path / "rows.csv")}, prompt="{a} {b} {c} {d}", images=[], kind="", split=split
+    )
+    (task, *_) = environment.tasks("train")
+    assert shown(environment, task) == ("007 7 0.5 1.50",)
+    with pytest.raises(DataError, match="29 no_text"):
+        list(environment_of({"source": str(tmp_path / "rows.csv")}, prompt="{e}", images=[], kind="").tasks("train"))
+
+
+def test_images_are_of_the_types_that_servers_take(tmp_path: Path) -> None:
+    environment = environment_of(written(tmp_path, "jsonl"))
+    (task, *_) = environment.tasks("train")
+    image = asyncio.run(environment.episode(task).reset()).content[0]
+    assert isinstance(image, EncodedImage) and image.media_type == "image/png"
+
+
+def test_a_branch_of_the_hub_is_resolved_once(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tasks, training and evaluation play what the branch stood for when the tasks were listed."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "library")
+    first = hub.add("dataset", "someone/bars", {"train.jsonl": lines(12), "test.jsonl": lines(4)})
+    values = args_of({"source": "someone/bars"}, revision="main", images=[], kind="", prompt="{question}")
+    values["split"] = {"by": "name"}
+    settings, machine = EnvironmentSettings(name="dataset", args=values), Machine(store=str(tmp_path / "store"))
+    tasks = run_stage("tasks", settings, {}, machine)
+    assert f"someone/bars: main is commit {first}\n" in capsys.readouterr().out
+    assert len([request for request in hub.asked if request.endswith("bars/revision/main")]) == 1
+    assert len(load_tasks(tasks.path, "train")) == 12
+    second = hub.add("dataset", "someone/bars", {"train.jsonl": lines(15), "test.jsonl": lines(4)})
+    assert len(list(load_environment(tasks.path).tasks("train"))) == 12
+    training = (
+        load_recipe("train-vlm/colors").settings_for(TrainVLMSettings).model_copy(update={"environment": settings})
+    )
+    played = STAGES["train-vlm"].resolve(training, {"tasks": tasks}, print)
+    assert played.environment.args["revision"] == first != second
+    moved = run_stage("tasks", settings, {}, machine)
+    assert moved != tasks and len(load_tasks(moved.path, "train")) == 15
+
+
+def lines(count: int) -> bytes:
+    return "".join(
+        json.dumps({key: row[key] for key in ("question", "answer")}) + "\n" for row in rows_of(count)
+    ).encode()

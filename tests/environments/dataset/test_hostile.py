@@ -1,0 +1,285 @@
+"""Tables that nobody meant to give: a clear error of ours before the start, or a row that is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import strategies as st
+
+from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.failures import RolloutFailed
+from components.environments.dataset.bad_rows import BadRow
+from tests.images import raw_png
+
+from .tables import args_of, bars, environment_of, rows_of, write_csv, write_images, write_jsonl
+
+REASONS = {line.split()[0] for line in str(BadRow.__doc__).splitlines()[2:] if line.strip()}
+REASONS |= {"no_kind", "no_split", "no_group"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache() -> Any:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ARMATURE_CACHE", folder)
+        yield
+
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(st.characters(), max_size=8),
+    st.sampled_from(["", " ", "\ud800", "\0", "x" * 10**5, "images/000.png", "../out.png", "/etc/passwd", "images"]),
+    st.sampled_from(
+        ["https://example.org/a.png", "data:image/png;base64,!!", "iVBORw0KGgo", "[", "[]", "a\0b", "~/a.png"]
+    ),
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=4,
+)
+ROWS = st.lists(
+    st.fixed_dictionaries(
+        {}, optional=dict.fromkeys(("question", "image", "answer", "kind", "split", "id", "chat"), VALUES)
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def outcome(where: dict[str, Any], **changes: Any) -> int:
+    """The number of tasks that can be played; whatever else happens is an error or a count of ours."""
+    try:
+        environment = environment_of(where, **{"on_bad_row": "skip", **changes})
+        tasks = [*environment.tasks("train"), *environment.tasks("heldout")]
+    except (ConfigurationError, DataError) as error:
+        assert error.what and len(str(error)) < 20000
+        return 0
+    assert set(environment.drops) <= REASONS, environment.drops
+    for task in tasks:
+        json.dumps(task.payload, allow_nan=False)
+        try:
+            asyncio.run(environment.episode(task).reset())
+            asyncio.run(environment.episode(task).step("x"))
+        except RolloutFailed as failed:
+            assert failed.reason in ("bad_image", "bad_answer")
+    return len(tasks)
+
+
+GOOD = rows_of(4)
+
+
+@settings(max_examples=60, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@given(rows=ROWS, chat=st.booleans(), column=st.booleans())
+def test_rows_of_any_values(rows: list[dict[str, Any]], chat: bool, column: bool) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_images(folder, GOOD)
+        lines = [json.dumps(row) for row in [*rows, *GOOD]]
+        (folder / "rows.jsonl").write_text("\n".join(lines))
+        how = {"prompt": "", "conversation": "chat"} if chat else {"prompt": "{image}{question}"}
+        split = {"by": "column", "heldout": ["test"]} if column else {"by": "hash", "heldout": 0.5}
+        found = outcome({"source": str(folder / "rows.jsonl")}, split=split, **how)
+        assert found <= len(lines) and (chat or not column or found >= 4)
+
+
+@settings(
+    max_examples=25, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
+)
+@given(
+    suffix=st.sampled_from(["jsonl", "json", "csv", "parquet", "tsv"]),
+    cut=st.floats(0, 1),
+    noise=st.binary(max_size=30),
+)
+@example(suffix="parquet", cut=0.29045759941157995, noise=b"\xfd\xc9")
+def test_files_that_are_cut_or_damaged(suffix: str, cut: float, noise: bytes) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_images(folder, GOOD)
+        path = folder / f"rows.{suffix}"
+        if suffix == "parquet":
+            pq.write_table(pa.Table.from_pylist(GOOD), path)
+        elif suffix in ("csv", "tsv"):
+            write_csv(path, GOOD)
+        else:
+            path.write_text(json.dumps(GOOD) if suffix == "json" else "\n".join(map(json.dumps, GOOD)))
+        whole = path.read_bytes()
+        path.write_bytes(whole[: int(cut * len(whole))] + noise + whole[int(cut * len(whole)) + len(noise) :])
+        assert outcome({"source": str(path)}, split={"by": "column"}) <= 4
+        path.write_bytes(whole[: int(cut * (len(whole) - 1))])
+        assert outcome({"source": str(path)}, split={"by": "column"}) <= 4
+
+
+def bomb() -> bytes:
+    """A PNG of 60,000 x 60,000 pixels in a few bytes."""
+    small = raw_png(8, 8, 8, 0, b"\0" * 64).data
+    import struct
+    import zlib
+
+    head = struct.pack(">IIBBBBB", 60000, 60000, 8, 0, 0, 0, 0)
+    crc = struct.pack(">I", zlib.crc32(b"IHDR" + head))
+    return small[:16] + head + crc + small[16 + len(head) + 4 :]
+
+
+@pytest.mark.parametrize(
+    ("image", "reason"),
+    [
+        ("../secret.png", "bad_path"),
+        ("images/../../secret.png", "bad_path"),
+        ("/etc/hostname", "bad_path"),
+        ("C:\\secret.png", "bad_path"),
+        ("..\\secret.png", "bad_path"),
+        ("link.png", "bad_path"),
+        ("linked/secret.png", "bad_path"),
+        ("https://example.org/1.png", "bad_path"),
+        ("file:///etc/hostname", "bad_path"),
+        ("images/a\0b.png", "bad_path"),
+        ("x" * 5000, "bad_path"),
+        ("x" * 300, "no_image"),
+        ("images", "no_image"),
+        ("images/absent.png", "no_image"),
+        ("", "no_image"),
+        (None, "no_image"),
+        ({"bytes": None, "path": "../secret.png"}, "bad_path"),
+        ({"bytes": None, "path": None}, "no_image"),
+        ([None], "no_image"),
+        (7, "wrong_type"),
+        ({"bytes": 7, "path": None}, "wrong_type"),
+        ("[1", "wrong_type"),
+        ("bomb.png", "bad_image"),
+        ("text.png", "bad_image"),
+        ("empty.png", "bad_image"),
+        ("cut.png", "bad_image"),
+        ("data:image/png;base64,AAAA", "bad_image"),
+        ("data:image/png;base64,%%%", "bad_image"),
+    ],
+)
+def test_images_that_cannot_be_shown(image: Any, reason: str, tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    write_images(root, GOOD)
+    (tmp_path / "secret.png").write_bytes(bars(1))
+    (root / "link.png").symlink_to(tmp_path / "secret.png")
+    (root / "linked").symlink_to(tmp_path)
+    (root / "bomb.png").write_bytes(bomb())
+    (root / "text.png").write_text("not an image")
+    (root / "empty.png").touch()
+    (root / "cut.png").write_bytes(bars(1)[:30])
+    rows = [*GOOD, {**GOOD[1], "image": image}]
+    write_jsonl(root / "rows.jsonl", rows)
+    where = {"source": str(root / "rows.jsonl"), "split": {"by": "column"}}
+    with pytest.raises(DataError, match=f"1 of 5 rows cannot be used: 1 {reason}") as refused:
+        list(environment_of(where).tasks("train"))
+    assert "rows.jsonl, row 4" in str(refused.value) and 'on_bad_row = "skip"' in refused.value.remedy
+    environment = environment_of(where, on_bad_row="skip")
+    tasks = [*environment.tasks("train"), *environment.tasks("heldout")]
+    assert sorted(task.payload["row"] for task in tasks) == [0, 1, 2, 3] and environment.drops == {reason: 1}
+
+
+@pytest.mark.parametrize("changes", [{"check_images": False}, {"check_images": False, "form": "parquet"}])
+def test_images_are_not_opened_where_that_is_not_asked_for(changes: dict[str, Any], tmp_path: Path) -> None:
+    """A damaged one costs its own rollout."""
+    rows = rows_of(20)
+    write_images(tmp_path, rows)
+    (tmp_path / rows[3]["image"]).write_bytes(b"not an image")
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    where = {"source": str(tmp_path / "rows.jsonl"), "split": {"by": "column"}}
+    if changes.pop("form", None):
+        full = [{**row, "image": {"bytes": (tmp_path / row["image"]).read_bytes(), "path": None}} for row in rows]
+        pq.write_table(pa.Table.from_pylist(full), tmp_path / "rows.parquet")
+        where["source"] = str(tmp_path / "rows.parquet")
+    environment = environment_of(where, **changes)
+    tasks = [*environment.tasks("train"), *environment.tasks("heldout")]
+    assert len(tasks) == 20 and environment.drops == {}
+    for task in tasks:
+        if task.payload["row"] == 3:
+            with pytest.raises(RolloutFailed, match="neither PNG, JPEG nor WebP"):
+                asyncio.run(environment.episode(task).reset())
+        else:
+            asyncio.run(environment.episode(task).reset())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"\xff\xfe\0\0", "1 unreadable"),
+        (b'"text"\n[1]\n3\n', "3 unreadable"),
+        (b"{" * 100000, "1 unreadable"),
+        (b'{"question": ' + b"9" * 5000 + b"}", "1 unreadable"),
+        (b'\xef\xbb\xbf{"question": "a"}', "no column is called 'image'"),
+        (b"", "no row is left"),
+    ],
+)
+def test_lines_that_are_no_rows(text: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(text)
+    with pytest.raises((ConfigurationError, DataError), match=said):
+        list(environment_of({"source": str(tmp_path / "rows.jsonl")}).tasks("train"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("rows.csv", b"question,image,answer,kind\na,b\n", "cannot be read as CSV"),
+        ("rows.csv", b"question,question\na,b\n", "does not name each column once"),
+        ("rows.csv", "question,image,answer,kind\né,b,c,d\n".encode("latin-1"), "cannot be read as CSV"),
+        ("rows.csv", b"", "does not name each column once"),
+        ("rows.parquet", b"PAR1", "cannot be read as Parquet"),
+        ("rows.json", b'{"a": [', "unreadable|no column"),
+        ("rows.json", b"[1, 2", "cannot be read as JSON"),
+        ("rows.json", b"3", "no list of objects"),
+        ("rows.json", b"[1, 2]", "unreadable"),
+        ("notes.txt", b"hello", "has no JSONL, JSON, CSV or Parquet files, nor images"),
+    ],
+)
+def test_files_that_are_no_tables(name: str, content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    source = tmp_path / name if name != "notes.txt" else tmp_path
+    with pytest.raises((ConfigurationError, DataError), match=said):
+        list(environment_of({"source": str(source)}).tasks("train"))
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").mkdir()
+    with pytest.raises((ConfigurationError, DataError), match=r"has no JSONL|cannot be read"):
+        list(environment_of({"source": str(tmp_path / "rows.jsonl")}).tasks("train"))
+
+
+def test_formats_that_are_mixed_have_to_be_told_apart(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", rows_of(3))
+    write_csv(tmp_path / "b.csv", rows_of(3))
+    with pytest.raises(ConfigurationError, match=r"files of the formats csv, jsonl"):
+        list(environment_of({"source": str(tmp_path)}).tasks("train"))
+
+
+def test_an_answer_of_a_million_characters(tmp_path: Path) -> None:
+    rows = [*rows_of(3), {**rows_of(4)[3], "answer": "x" * 10**6}]
+    write_images(tmp_path, rows)
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(DataError, match="1 of 4 rows cannot be used: 1 too_long"):
+        list(environment_of({"source": str(tmp_path / "rows.jsonl")}).tasks("train"))
+
+
+def test_a_hub_dataset_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    from components.environments.dataset import huggingface
+
+    monkeypatch.setattr(huggingface, "find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match="needs the package datasets") as refused:
+        environment_of(args_of({"source": "owner/name", "revision": "0" * 40}))
+    assert "armature-vla[huggingface]" in refused.value.remedy
+
+
+def test_a_folder_that_cannot_be_seen_from_here(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    write_jsonl(tmp_path / "rows.jsonl", [{**GOOD[0], "image": "pipe.png"}])
+    with pytest.raises(DataError, match="no_image"):
+        list(environment_of({"source": str(tmp_path / "rows.jsonl")}).tasks("train"))

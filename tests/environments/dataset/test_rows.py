@@ -1,0 +1,222 @@
+"""What a row shows: templates, several images, system texts, conversations."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from components.artifacts.images import ImageStore
+from components.contracts.episodes import EarlierMessage, Observation
+from components.contracts.errors import DataError
+from components.contracts.images import EncodedImage
+from components.environments.dataset.environment import DatasetEnvironment
+from components.environments.dataset.template import Place, parse_template
+from components.rollouts.conversation import Conversation, SharedImages
+
+from .tables import bars, data_url, environment_of, write_jsonl
+
+SPLIT = {"by": "column", "column": "s", "train": "a", "heldout": "b"}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
+
+
+def made(folder: Path, row: dict[str, Any], **changes: Any) -> tuple[DatasetEnvironment, Observation]:
+    """The environment and what the row shows; images 1.png to 3.png are in the folder."""
+    for number in (1, 2, 3):
+        (folder / f"{number}.png").write_bytes(bars(number))
+    write_jsonl(folder / "rows.jsonl", [{**row, "s": split} for split in "ab"])
+    args = {"prompt": "", "images": [], "answer": "a" if "a" in row else "", "kind": "", "split": SPLIT, **changes}
+    environment = environment_of({"source": str(folder / "rows.jsonl")}, **args)
+    (task,) = environment.tasks("train")
+    return environment, asyncio.run(environment.episode(task).reset())
+
+
+def readable(content: tuple[Any, ...]) -> list[str]:
+    names = {bars(number): f"[{number}]" for number in (1, 2, 3)}
+    return [names[part.data] if isinstance(part, EncodedImage) else part for part in content]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "shown"),
+    [
+        ("{q}", ["[1]", "[2]", "[3]", "Which?"]),
+        ("{q}{images}", ["Which?", "[1]", "[2]", "[3]"]),
+        (
+            "{image}first, {images}then {q} {{not a column}}",
+            ["[1]", "first, ", "[2]", "[3]", "then Which? {not a column}"],
+        ),
+        ("{image}{image}{image}{n}, {share}, {yes}", ["[1]", "[2]", "[3]", "3, 0.5, true"]),
+        ("{images}{choices}", ["[1]", "[2]", "[3]", "A. cat\nB. 7"]),
+        ("{images}{choices[1]}, not {choices[0]}", ["[1]", "[2]", "[3]", "7, not cat"]),
+    ],
+)
+def test_templates(prompt: str, shown: list[str], tmp_path: Path) -> None:
+    values = {"q": "Which?", "n": 3, "share": 0.5, "yes": True, "choices": ["cat", 7], "a": "x"}
+    row = {**values, "i": "1.png", "more": ["2.png", "3.png"]}
+    _, observation = made(tmp_path, row, prompt=prompt, images=["i", "more"])
+    assert readable(observation.content) == shown
+
+
+def test_a_token_in_a_column_stands_for_an_image_and_braces_in_a_column_are_text(tmp_path: Path) -> None:
+    row = {"q": "<image>Is {image} like <image>?", "i": ["1.png", "2.png"], "a": "x"}
+    _, observation = made(tmp_path, row, prompt="Say: {q}", images="i", image_token="<image>")
+    assert readable(observation.content) == ["Say: ", "[1]", "Is {image} like ", "[2]", "?"]
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "reason"),
+    [
+        ({"q": "x", "i": ["1.png"]}, "{image}{image}{q}", "image_count"),
+        ({"q": "x", "i": ["1.png", "2.png"]}, "{image}{q}", "image_count"),
+        ({"q": "", "i": []}, "{images}{q}", "no_text"),
+        ({"q": {"a": 1}, "i": ["1.png"]}, "{q}", "wrong_type"),
+        ({"q": "\ud800", "i": ["1.png"]}, "{q}", "bad_text"),
+        ({"q": "x" * 40000, "i": ["1.png"]}, "{q}", "too_long"),
+    ],
+)
+def test_rows_that_do_not_fit_the_prompt(row: dict[str, Any], prompt: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    with pytest.raises(DataError, match=f"2 of 2 rows cannot be used: 2 {reason}"):
+        row = json.loads(json.dumps(row))
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps({**row, "s": s}) + "\n" for s in "ab"))
+        for number in (1, 2):
+            (tmp_path / f"{number}.png").write_bytes(bars(number))
+        args = {"images": "i", "answer": "", "kind": "", "split": SPLIT, "prompt": prompt}
+        list(environment_of({"source": str(tmp_path / "rows.jsonl")}, **args).tasks("train"))
+
+
+@pytest.mark.parametrize("text", ["{", "}", "{}", "a {b} }", "{a{b}}"])
+def test_templates_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match="names no column"):
+        parse_template(text)
+
+
+def test_a_template_s_parts() -> None:
+    assert parse_template("a{{b}}{c}{image}d").parts == (("text", "a{b}"), ("column", "c"), Place.IMAGE, ("text", "d"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "either prompt, a template, or conversation"),
+        ({"prompt": "a", "conversation": "b"}, "either prompt, a template, or conversation"),
+        ({"prompt": "{image}"}, "name the column with the images"),
+        ({"prompt": "a", "system": "{image}"}, "only the prompt shows images"),
+        ({"prompt": "{"}, "names no column"),
+        ({"conversation": "c", "system": "a"}, "its own system message"),
+        ({"prompt": "a", "rewards": []}, "at least 1 item"),
+        ({"prompt": "a", "split": {"by": "hash", "heldout": 1.0}}, "less than 1"),
+    ],
+)
+def test_settings_that_contradict_themselves(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match=said):
+        made(tmp_path, {"q": "x"}, **changes)
+
+
+CHAT = [
+    {"role": "system", "content": "You count."},
+    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "One bar?"}]},
+    {"role": "assistant", "content": "no"},
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "Two?"}, {"type": "image_url", "image_url": {"url": "2.png"}}],
+    },
+    {"role": "assistant", "content": [{"type": "text", "text": "yes"}]},
+]
+
+
+USER = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_the_model_writes_the_last_message_of_a_conversation(as_text: bool, tmp_path: Path) -> None:
+    row = {"chat": json.dumps(CHAT) if as_text else CHAT, "i": "1.png"}
+    environment, observation = made(tmp_path, row, conversation="chat", images="i")
+    (task,) = environment.tasks("train")
+    assert [(message.role, readable(message.content)) for message in observation.earlier] == [
+        ("system", ["You count."]),
+        ("user", ["[1]", "One bar?"]),
+        ("assistant", ["no"]),
+    ]
+    assert readable(observation.content) == ["Two?", "[2]"]
+    assert environment.demonstration(task) == ["yes"]
+    assert asyncio.run(environment.episode(task).step("yes")).reward_parts == {"exact_match": 1.0}
+
+
+def test_a_conversation_reaches_the_server_message_by_message(tmp_path: Path) -> None:
+    async def sent() -> Conversation:
+        _, observation = await asyncio.to_thread(
+            made, tmp_path, {"chat": CHAT, "i": "1.png"}, conversation="chat", images="i"
+        )
+        conversation = Conversation(None, SharedImages(ImageStore(tmp_path / "images")), True)
+        await conversation.observe(observation)
+        return conversation
+
+    conversation = asyncio.run(sent())
+    expected = json.loads(json.dumps(CHAT[:4]).replace('"2.png"', json.dumps(data_url(bars(2)))))
+    expected[1]["content"][0] = {"type": "image_url", "image_url": {"url": data_url(bars(1))}}
+    assert conversation.messages == expected and len(conversation.images) == 2
+    assert [message["role"] for message in json.loads(conversation.unread())] == ["system", "user", "assistant", "user"]
+
+
+@pytest.mark.parametrize(
+    ("chat", "reason"),
+    [
+        ([], "bad_conversation"),
+        ("not JSON", "bad_conversation"),
+        ([{"role": "assistant", "content": "yes"}], "bad_conversation"),
+        ([{"role": "robot", "content": "yes"}], "bad_conversation"),
+        ([USER, {"role": "system", "content": "b"}, USER], "bad_conversation"),
+        ([{"role": "user", "content": [{"type": "audio"}]}], "bad_conversation"),
+        ([{"role": "user", "content": None}], "bad_conversation"),
+        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}], "no_answer"),
+        ([{"role": "system", "content": [{"type": "image"}]}, {"role": "user", "content": "a"}], "bad_conversation"),
+    ],
+)
+def test_conversations_that_cannot_be_continued(chat: Any, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f": 2 {reason}"):
+        made(tmp_path, {"chat": chat}, conversation="chat", rewards=[{"name": "exact_match"}])
+
+
+def test_a_system_text_of_the_row(tmp_path: Path) -> None:
+    row = {"q": "Which?", "who": "a judge", "a": "x", "why": "since"}
+    environment, observation = made(
+        tmp_path, row, prompt="{q}", system="You are {who}.", answer="a", demonstration="<t>{why}</t>{a}"
+    )
+    assert observation == Observation(("Which?",), earlier=(EarlierMessage("system", ("You are a judge.",)),))
+    (task,) = environment.tasks("train")
+    assert environment.demonstration(task) == ["<t>since</t>x"]
+
+
+def test_the_answer_may_be_a_part_of_its_column(tmp_path: Path) -> None:
+    environment, _ = made(tmp_path, {"q": "How many?", "a": "Two and one: <answer> 3 </answer>"}, **PART)
+    (task,) = environment.tasks("train")
+    assert environment.demonstration(task) == ["3"]
+    for value, reason in (("3", "no_answer"), ("<answer> </answer>", "no_answer"), (3, "wrong_type")):
+        with pytest.raises(DataError, match=f"2 of 2 rows cannot be used: 2 {reason}"):
+            made(tmp_path, {"q": "How many?", "a": value}, **PART)
+
+
+PART = {"prompt": "{q}", "answer_extract": "<answer>"}
+
+
+@pytest.mark.parametrize("choices", [["cat"], "cat", None])
+def test_an_item_that_is_not_there_is_no_text(choices: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="2 of 2 rows cannot be used: 2 no_text"):
+        made(tmp_path, {"c": choices, "a": "x"}, prompt="{c[1]}")
+
+
+def test_rewards_see_the_row_without_its_images(tmp_path: Path) -> None:
+    from components.environments.dataset.rows import row_for_rewards
+
+    environment, _ = made(tmp_path, {"q": "x", "i": "1.png", "a": "x"}, prompt="{q}", images="i")
+    row = {"i": b"1", "q": "x", "raw": b"2", "nested": {"data": b"3", "n": float("nan")}, "list": [b"4", 5]}
+    assert row_for_rewards(row, environment.settings) == {"q": "x", "nested": {"n": None}, "list": [5]}

@@ -1,0 +1,159 @@
+"""Which rows are held out, in which order tasks come, and which rows filters let pass."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from components.contracts.errors import ConfigurationError
+from components.environments.dataset.environment import DatasetEnvironment
+
+from .tables import environment_of, write_jsonl
+
+Row = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
+
+
+def table(path: Path, rows: list[Row], **changes: Any) -> DatasetEnvironment:
+    write_jsonl(path, rows)
+    return environment_of(
+        {"source": str(path)}, **{"prompt": "{q}", "images": [], "answer": "a", "kind": "", **changes}
+    )
+
+
+def questions(environment: DatasetEnvironment, split: Any, path: Path) -> list[str]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [rows[task.payload["row"]]["q"] for task in environment.tasks(split)]
+
+
+def rows_of(count: int) -> list[Row]:
+    return [{"q": f"question {n}", "a": "yes", "group": f"g{n % 40}", "n": n} for n in range(count)]
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3])
+def test_a_hash_holds_its_share_and_no_row_is_in_both_splits(share: float, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    environment = table(path, rows_of(2000), split={"by": "hash", "heldout": share})
+    train, heldout = (questions(environment, split, path) for split in ("train", "heldout"))
+    assert abs(len(heldout) - 2000 * share) < 4 * math.sqrt(2000 * share * (1 - share))  # four standard deviations
+    assert sorted(train + heldout) == sorted(row["q"] for row in rows_of(2000))
+
+
+def test_splits_and_order_do_not_depend_on_the_order_of_rows_nor_the_split_on_the_seed(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    shuffled = rows_of(300)
+    random.Random(1).shuffle(shuffled)
+    found = []
+    for rows, seed in ((rows_of(300), 0), (shuffled, 0), (rows_of(300), 1), ([*rows_of(300), *rows_of(310)[300:]], 0)):
+        environment = table(path, rows, seed=seed)
+        found.append([questions(environment, split, path) for split in ("train", "heldout")])
+    first, reordered, seeded, longer = found
+    assert reordered == first
+    assert seeded[0] != first[0] and [sorted(each) for each in seeded] == [sorted(each) for each in first]
+    assert set(first[0]) <= set(longer[0]) and set(first[1]) <= set(longer[1])
+    assert table(path, rows_of(300), shuffle=False)
+    in_file_order = questions(table(path, rows_of(300), shuffle=False), "train", path)
+    assert in_file_order == sorted(in_file_order, key=lambda q: int(q.split()[1]))
+
+
+def test_a_changed_answer_leaves_its_row_in_its_split(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    first = sorted(questions(table(path, rows_of(300)), "heldout", path))
+    assert sorted(questions(table(path, [{**row, "a": "no"} for row in rows_of(300)]), "heldout", path)) == first
+
+
+def test_a_group_stays_together(tmp_path: Path) -> None:
+    path, rows = tmp_path / "rows.jsonl", rows_of(800)
+    environment = table(path, rows, split={"by": "hash", "heldout": 0.25, "group": "group"})
+    groups = {
+        split: {int(q.split()[1]) % 40 for q in questions(environment, split, path)} for split in ("train", "heldout")
+    }
+    assert groups["train"].isdisjoint(groups["heldout"]) and len(groups["train"] | groups["heldout"]) == 40
+
+
+def test_a_column_says_the_split_and_other_values_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{**row, "split": ["train", "train", "validation", "odd"][row["n"] % 4]} for row in rows_of(40)]
+    environment = table(path, rows, split={"by": "column", "heldout": ["validation", "test"]})
+    assert {int(q.split()[1]) % 4 for q in questions(environment, "heldout", path)} == {2}
+    assert {int(q.split()[1]) % 4 for q in questions(environment, "train", path)} == {0, 1}
+    assert environment.drops == {"other_split": 10}
+
+
+def test_splits_have_files_of_their_own(tmp_path: Path) -> None:
+    for name, start in (("train-0", 0), ("train-1", 10), ("test", 20)):
+        write_jsonl(tmp_path / f"{name}.jsonl", rows_of(30)[start : start + 10])
+    write_jsonl(tmp_path / "notes.jsonl", rows_of(50)[30:])
+
+    def of(split: Row) -> DatasetEnvironment:
+        where = {"source": str(tmp_path)}
+        return environment_of(where, prompt="{q}", images=[], answer="a", kind="", split={"by": "name", **split})
+
+    environment = of({"train": "train-*.jsonl", "heldout": "test.jsonl"})
+    assert {task.payload["file"] for task in environment.tasks("train")} == {"train-0.jsonl", "train-1.jsonl"}
+    assert {task.payload["file"] for task in environment.tasks("heldout")} == {"test.jsonl"}
+    assert environment.drops == {}
+    with pytest.raises(ConfigurationError, match=r"nothing in the source is called 'tets.jsonl'"):
+        list(of({"train": "train-*.jsonl", "heldout": "tets.jsonl"}).tasks("train"))
+    with pytest.raises(ConfigurationError, match="named for training and as held out"):
+        list(of({"train": "*.jsonl", "heldout": "test.jsonl"}).tasks("train"))
+
+
+def test_a_hash_may_take_some_of_the_files(tmp_path: Path) -> None:
+    for name, rows in (("a", rows_of(60)[:30]), ("b", rows_of(60)[30:]), ("c", rows_of(90)[60:])):
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
+    values: dict[str, Any] = {"prompt": "{q}", "images": [], "answer": "a", "kind": ""}
+    split = {"by": "hash", "heldout": 0.3, "of": ["a.jsonl", "b*"], "group": "group"}
+    environment = environment_of({"source": str(tmp_path)}, **values, split=split)
+    tasks = [*environment.tasks("train"), *environment.tasks("heldout")]
+    assert {task.payload["file"] for task in tasks} == {"a.jsonl", "b.jsonl"} and len(tasks) == 60
+    with pytest.raises(ConfigurationError, match="nothing in the source is called 'd'"):
+        list(environment_of({"source": str(tmp_path)}, **values, split={**split, "of": "d"}).tasks("train"))
+
+
+@pytest.mark.parametrize(
+    ("each", "passes"),
+    [
+        (("n", ">=", 7), lambda n: n >= 7),
+        (("n", "<", 7.5), lambda n: n < 7.5),
+        (("n", "!=", 3), lambda n: n != 3),
+        (("n", "in", [1, 2, 3]), lambda n: n in (1, 2, 3)),
+        (("text", "not in", ["t1", "t2"]), lambda n: n not in (1, 2)),
+        (("text", "==", "t4"), lambda n: n == 4),
+        (("number as text", ">", 7), lambda n: n > 7),
+        (("even", "==", True), lambda n: n % 2 == 0),
+        (("nothing", "!=", 1), lambda n: False),
+    ],
+)
+def test_filters(each: tuple[str, str, Any], passes: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [
+        {**row, "text": f"t{n}", "number as text": f"{n}", "even": n % 2 == 0, "nothing": None, "split": s}
+        for n, row in enumerate(rows_of(12))
+        for s in ("train", "test")
+    ]
+    filters = [dict(zip(("column", "operator", "value"), each, strict=True))]
+    environment = table(path, rows, filters=filters, split={"by": "column"})
+    expected = {f"question {n}" for n in range(12) if passes(n)}
+    if not expected:
+        with pytest.raises(ConfigurationError, match=r"no row is left.*'filtered': 24"):
+            list(environment.tasks("train"))
+        return
+    assert set(questions(environment, "train", path)) == expected == set(questions(environment, "heldout", path))
+    assert environment.drops == {"filtered": 24 - 2 * len(expected)}
+
+
+def test_a_filter_takes_a_list_where_it_needs_one(tmp_path: Path) -> None:
+    for operator, value in (("in", 3), ("==", [3])):
+        with pytest.raises(ValidationError, match="takes"):
+            table(tmp_path / "r.jsonl", rows_of(3), filters=[{"column": "n", "operator": operator, "value": value}])

@@ -1,0 +1,199 @@
+"""The environment `openenv` and servers that answer wrongly; against OpenEnv itself: tests/interop/openenv."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from pydantic import ValidationError
+
+from components.configuration import load_recipe
+from components.contracts.episodes import Outcome
+from components.contracts.failures import RolloutFailed
+from components.contracts.settings import InvalidTable
+from components.environments.make import make_environment
+from components.environments.openenv.messages import NoAction, last_object, shown
+from components.environments.openenv.settings import OpenEnvSettings
+from components.environments.settings import EnvironmentSettings
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/openenv.md"
+GOOD = {"type": "observation", "data": {"observation": {"board": "..."}, "done": False, "reward": None}}
+
+
+def said(**data: Any) -> dict[str, Any]:
+    return {"type": "observation", "data": {"observation": {"board": "x"}, "done": False, "reward": 0.5, **data}}
+
+
+@asynccontextmanager
+async def answering(*answers: Any) -> Any:
+    """The address of a server that gives these answers in turn, whatever it is asked; None: it closes."""
+    left = iter(answers)
+    requests: list[dict[str, Any]] = []
+
+    async def session(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        requests.append({"authorization": request.headers.get("Authorization")})
+        async for message in socket:
+            requests.append(json.loads(message.data))
+            answer = next(left, None)
+            if answer is None:
+                break
+            if isinstance(answer, bytes):
+                await socket.send_bytes(answer)
+            else:
+                await socket.send_str(answer if isinstance(answer, str) else json.dumps(answer))
+        await socket.close()
+        return socket
+
+    app = web.Application()
+    app.router.add_get("/games/ws", session)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/games/", requests
+    finally:
+        await runner.cleanup()
+
+
+def play(*answers: Any, **args: Any) -> tuple[Outcome, list[dict[str, Any]]]:
+    """The outcome of one step against these answers to reset and step, and what the server was asked."""
+
+    async def one() -> tuple[Outcome, list[dict[str, Any]]]:
+        async with answering(*answers) as (url, requests):
+            given = {"base_url": url, "action": {"move": "{completion}"}, "max_turns": 3} | args
+            environment = make_environment(
+                EnvironmentSettings(name="openenv", args=given, train_tasks=2, heldout_tasks=2)
+            )
+            episode = environment.episode(next(iter(environment.tasks("train"))))
+            try:
+                await episode.reset()
+                return await episode.step("left"), requests
+            finally:
+                await episode.close()
+
+    return asyncio.run(one())
+
+
+def test_the_messages_are_those_of_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GAMES", "abc")
+    outcome, requests = play(GOOD, said(done=True), reset={"level": 3}, api_key={"env": "GAMES"})
+    assert outcome.done and outcome.reward_parts == {"reward": 0.5}
+    assert requests == [
+        {"authorization": "Bearer abc"},
+        {"type": "reset", "data": {"level": 3, "seed": 0}},
+        {"type": "step", "data": {"move": "left"}},
+        {"type": "close"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answers", "failure"),
+    [
+        ([None], "environment_error.*CLOSE"),
+        ([b"bytes"], "environment_error.*BINARY"),
+        (["{"], "environment_error.*not JSON"),
+        (["[" * 100_000], "environment_error.*not JSON"),
+        (["[]"], "environment_error.*no message"),
+        ([{"type": "state", "data": {}}], "environment_error.*no observation"),
+        ([said(observation="text")], "environment_error.*no observation"),
+        ([said(done="no")], "environment_error.*no observation"),
+        ([said(done=True)], "environment_error.*over before it began"),
+        ([{"type": "error", "data": {"code": "FACTORY_ERROR", "message": "no game"}}], "FACTORY_ERROR: no game"),
+        ([GOOD, said(reward="1")], "bad_reward"),
+        ([GOOD, said(reward=float("nan"))], "bad_reward"),
+        ([GOOD, said(done=True, reward=None)], "bad_reward.*no reward"),
+        ([GOOD, None], "environment_error.*CLOSE"),
+    ],
+)
+def test_a_bad_answer_costs_the_rollout(answers: list[Any], failure: str) -> None:
+    with pytest.raises(RolloutFailed, match=failure):
+        play(*answers)
+
+
+def test_a_server_that_is_not_there_costs_the_rollout() -> None:
+    with pytest.raises(RolloutFailed, match=r"environment_error.*cannot be reached"):
+        play(base_url="http://127.0.0.1:9/")
+
+
+def test_a_full_server_is_asked_again() -> None:
+    full = {"type": "error", "data": {"code": "CAPACITY_REACHED", "message": "1 of 1"}}
+    outcome, requests = play(full, full, GOOD, said(done=True))
+    assert outcome.done and [each.get("type") for each in requests].count("reset") == 3
+
+
+def test_splits_never_share_a_seed() -> None:
+    args = {"base_url": "http://127.0.0.1:9", "max_turns": 1}
+    seen: set[int] = set()
+    for seed in (0, 1, 2**31 - 1):
+        settings = EnvironmentSettings(name="openenv", args=args, train_tasks=50, heldout_tasks=50, seed=seed)
+        environment = make_environment(settings)
+        for split in ("train", "heldout"):
+            seen |= {task.payload["seed"] for task in environment.tasks(split)}  # type: ignore[arg-type]
+    assert len(seen) == 300 and max(seen) < 2**31
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ('{"a": {"b": 1}}', {"a": {"b": 1}}),
+        ('first {"a": 1}, then {"a": 2}.', {"a": 2}),
+        ('{wrong {"a": "}"} ', {"a": "}"}),
+        ('```json\n{"a": 1}\n```', {"a": 1}),
+        ("[1]", None),
+        ('{"a": NaN}', None),
+        ("{" * 100_000 + "}", None),
+        ("", None),
+    ],
+)
+def test_the_last_object_of_a_text(text: str, action: dict[str, Any] | None) -> None:
+    if action is not None:
+        assert last_object(text) == action
+        return
+    with pytest.raises(NoAction):
+        last_object(text)
+
+
+@pytest.mark.parametrize("screen", ["iVBORw0KGgo=@", "http://169.254.169.254/x.png", [[300]], [[1.5]], [], 7, {}])
+def test_what_is_no_image_costs_the_rollout(screen: Any) -> None:
+    settings = OpenEnvSettings(base_url="http://127.0.0.1:9", images=("screen",), max_turns=1)
+    with pytest.raises(RolloutFailed, match="bad_image"):
+        shown({"screen": screen}, settings)
+    assert shown({"screen": None, "text": "é"}, settings).content == ('{"text": "é"}',)
+
+
+@pytest.mark.parametrize(
+    ("args", "what"),
+    [
+        ({}, "exactly one of base_url and command"),
+        ({"base_url": "http://h:1", "command": ["serve", "{port}"]}, "exactly one of base_url and command"),
+        ({"command": ["serve"]}, "{port}"),
+        ({"base_url": "ftp://h"}, "base_url"),
+        ({"base_url": "http://me:secret@h"}, "password"),
+        ({"base_url": "http://h", "api_key": "sk-secret"}, "a key is not written here"),
+        ({"base_url": "http://h", "action": {"move": "left"}}, "{completion}"),
+        ({"base_url": "http://h", "reset": {"seed": 1}}, "environment.seed"),
+        ({"base_url": "http://h", "images": ["screen"], "prompt": "{text}"}, "belong together"),
+        ({"base_url": "http://h", "prompt": "{text"}, "brace"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(args: dict[str, Any], what: str) -> None:
+    with pytest.raises((ValidationError, InvalidTable)) as error:
+        OpenEnvSettings(max_turns=1, **args)
+    assert what in str(error.value)
+
+
+def test_the_recipe_of_the_page_is_complete(tmp_path: Path) -> None:
+    (text,) = re.findall(r"^```toml\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(text.splitlines()) <= 20
+    (tmp_path / "own.toml").write_text(text)
+    settings: Any = load_recipe(str(tmp_path / "own.toml")).sections["environment"]
+    assert settings.args["command"][0] == "openenv/bin/python" and settings.args["reset"] == {}

@@ -1,0 +1,197 @@
+"""`armature submit` on a real Prefect API: what is started, what is refused, and how it ends."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import ArtifactCreate, LogCreate, WorkPoolCreate
+from prefect.settings import get_current_settings
+from prefect.states import Completed, Failed, Running
+from prefect.types._datetime import now
+
+from armature import deployments, submit
+from armature.cli import main
+from armature.init import write_project
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int | str | None
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def armature(monkeypatch, tmp_path, capsys) -> Callable[..., Done]:
+    """The command in this process, with the address of Prefect's API."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PREFECT_API_URL", str(get_current_settings().api.url))
+    monkeypatch.setattr(submit, "POLL_SECONDS", 0.1)
+
+    def run(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["armature", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Done(ended.value.code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def client() -> Iterator[SyncPrefectClient]:
+    with get_client(sync_client=True) as opened:
+        yield opened
+
+
+@pytest.fixture
+def deployed(client, armature) -> Callable[[str], str]:
+    """Registers a recipe's deployment with a pool of this test's own; gives the pool."""
+
+    def deploy(name: str) -> str:
+        (described,) = deployments.document([name])["deployments"]
+        pool = f"pool-{time.time_ns()}"
+        client.create_work_pool(WorkPoolCreate(name=pool, type="process"))
+        flow = deployments.flow_of(
+            next(key for key, path in deployments.FLOWS.items() if path == described["entrypoint"])
+        )
+        client.create_deployment(
+            flow_id=client.create_flow(flow),
+            name=described["name"],
+            entrypoint=described["entrypoint"],
+            parameters=described["parameters"],
+            parameter_openapi_schema=flow.parameters.model_dump(),
+            enforce_parameter_schema=True,
+            pull_steps=described.get("pull"),
+            work_pool_name=pool,
+        )
+        return pool
+
+    return deploy
+
+
+def runs(client: SyncPrefectClient, name: str) -> list[Any]:
+    deployment = client.read_deployment_by_name(name)
+    return [run for run in client.read_flow_runs() if run.deployment_id == deployment.id]
+
+
+def test_one_value_is_changed_and_all_others_are_those_of_the_deployment(armature, client, deployed):
+    pool = deployed("train-vlm/colors")
+    refused = armature("submit", "train-vlm/colors")
+    assert refused.code == 1 and f"no worker serves the work pool {pool!r}" in refused.stderr
+    assert f"armature up --pool {pool}" in refused.stderr and runs(client, "train-vlm/colors") == []
+
+    client.send_worker_heartbeat(pool, "a worker")
+    done = armature("submit", "train-vlm/colors", "--set", "trainer.max_steps=20", "--machine", "servers=2")
+    assert done.code == 0, done.stderr
+    (run,) = runs(client, "train-vlm/colors")
+    name, page = done.stdout.split()
+    assert name == run.name and page.endswith(f"/runs/flow-run/{run.id}")
+    stored = client.read_deployment_by_name("train-vlm/colors").parameters
+    assert run.parameters["trainer"] == stored["trainer"] | {"max_steps": 20}
+    assert stored["trainer"]["max_steps"] == 60 and run.parameters["machine"]["servers"] == 2
+    others = {"trainer", "machine"}
+    assert {key: value for key, value in run.parameters.items() if key not in others} == {
+        key: value for key, value in stored.items() if key not in others
+    }
+
+
+def test_what_run_refuses_is_refused_with_the_same_words(armature, client, deployed):
+    client.send_worker_heartbeat(deployed("train-vlm/colors"), "a worker")
+    before = len(runs(client, "train-vlm/colors"))
+    for given in (
+        ["--set", "trainer.max_stepz=3"],
+        ["--set", "trainer.max_steps=0"],
+        ["--set", "environment.args.image_sise=3"],
+        ["--set", "trainr.max_steps=3"],
+        ["--set", "trainer"],
+        ["--machine", "servers=none"],
+    ):
+        submitted, run = (armature(command, "train-vlm/colors", *given) for command in ("submit", "run"))
+        said = [[line for line in done.stderr.splitlines() if "where:" not in line] for done in (submitted, run)]
+        assert submitted.code == run.code == 2 and said[0] == said[1] != []
+    assert len(runs(client, "train-vlm/colors")) == before
+
+
+def test_a_recipe_outside_the_installation_is_submitted_by_its_file(armature, client, deployed, tmp_path):
+    write_project(tmp_path / "demo")
+    client.send_worker_heartbeat(deployed("demo/recipe.toml"), "a worker")
+    done = armature("submit", "demo/recipe.toml", "--set", "environment.heldout_tasks=8")
+    assert done.code == 0, done.stderr
+    assert runs(client, "train-vlm/recipe")[0].parameters["environment"]["heldout_tasks"] == 8
+
+
+@pytest.mark.parametrize(("end", "code"), [(Completed(), 0), (Failed(message="out of memory"), 1)])
+def test_whoever_watches_sees_the_log_and_the_outcome(end, code, armature, client, deployed):
+    client.send_worker_heartbeat(deployed("train-vlm/colors"), "a worker")
+    known = {run.id for run in runs(client, "train-vlm/colors")}
+
+    def work() -> None:
+        with get_client(sync_client=True) as worker:
+            while not (new := [run for run in runs(worker, "train-vlm/colors") if run.id not in known]):
+                time.sleep(0.1)
+            worker.set_flow_run_state(new[0].id, Running(), force=True)
+            lines = [f"line {number}" for number in range(450)]  # more than one answer of the API
+            for start in range(0, len(lines), 150):
+                worker.create_logs(
+                    [
+                        LogCreate(name="flow", level=20, message=line, timestamp=now("UTC"), flow_run_id=new[0].id)
+                        for line in lines[start : start + 150]
+                    ]
+                )
+            text = "[The run](http://127.0.0.1)\n\n- `after training  accuracy=0.5`\n"
+            worker.create_artifact(ArtifactCreate(key="summary", type="markdown", data=text, flow_run_id=new[0].id))
+            worker.set_flow_run_state(new[0].id, end, force=True)
+
+    working = Thread(target=work)
+    working.start()
+    done = armature("submit", "train-vlm/colors", "--watch")
+    working.join()
+    assert done.code == code, done.stderr
+    *lines, summary = done.stdout.splitlines()
+    assert summary == "after training  accuracy=0.5"
+    said = [line.partition("  ")[2] for line in lines]
+    assert [line for line in said if line.startswith("line ")] == [f"line {number}" for number in range(450)]
+    assert said[-1] == ("Failed: out of memory" if code else "Completed")
+
+
+def test_no_deployment_no_api_and_no_platform_are_said(armature, monkeypatch, deployed):
+    deployed("train-vlm/colors")
+    for name in ("train-vlm/colrs", "colors", "a/b/c"):
+        unknown = armature("submit", name)
+        assert unknown.code == 2 and f"no deployment is called {name!r}" in unknown.stderr
+    assert "train-vlm/colors" in armature("submit", "train-vlm/colrs").stderr
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    away = armature("submit", "train-vlm/colors")
+    assert away.code == 1 and "Prefect's API does not answer" in away.stderr
+    monkeypatch.delenv("PREFECT_API_URL")
+    none = armature("submit", "train-vlm/colors")
+    assert none.code == 1 and "no platform is running here" in none.stderr
+
+
+def test_a_flow_of_another_project_is_not_ours(armature, client):
+    from prefect import flow
+
+    @flow(name="theirs")
+    def theirs() -> None:
+        """Not ours."""
+
+    client.create_deployment(flow_id=client.create_flow(theirs), name="deployment", entrypoint="theirs.py:theirs")
+    done = armature("submit", "theirs/deployment")
+    assert done.code == 2 and "not of a flow of ours" in done.stderr
+
+
+def test_pools_without_a_worker_are_counted(tmp_path: Path) -> None:
+    file = tmp_path / "prefect.yaml"
+    deployments.write(file, ["train-vlm/colors", "train-vlm/qwen3-vl", "train-vla/molmoact2"])
+    assert deployments.without_worker(["cpu"], file) == {"train-gpu": 2}
+    assert deployments.without_worker(["cpu", "train-gpu"], file) == {}

@@ -1,0 +1,106 @@
+"""The image `standalone`, as `make images` has built it, does what this checkout does, with far less around it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from components.installation import installed_commit
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGE = "armature-standalone"
+ANYBODY = "12345:0"
+"""A user without a name or files, as OpenShift gives."""
+TRAINING = ("armature", "run", "train-vlm/colors", "--set", "trainer.max_steps=5")
+STORE = Path("/opt/armature/.armature")
+
+pytestmark = pytest.mark.timeout(1800)
+
+Inside = Callable[..., str]
+"""Runs a command in a container without a network and returns what it printed; `store` is the folder of its runs."""
+
+
+def output(*command: str | Path, cwd: Path | None = None) -> str:
+    done = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def inside() -> Iterator[Inside]:
+    tool = os.environ.get("TOOL") or "buildah"
+    image = f"{IMAGE}:{os.environ.get('TAG') or 'latest'}"
+
+    def in_docker(*command: str, store: Path) -> str:
+        options = ["--network", "none", "--user", ANYBODY, "--shm-size", "2g", "--volume", f"{store}:{STORE}"]
+        return output(tool, "run", "--rm", *options, image, *command)
+
+    if tool == "docker":
+        yield in_docker
+        return
+
+    container = output(tool, "from", "--pull-never", image).strip()
+
+    def in_buildah(*command: str, store: Path) -> str:
+        run = [tool, "run", "--user", ANYBODY, "--volume", f"{store}:{STORE}", container, "--", *command]
+        return output("unshare", "--net", "sh", "-c", f"ip link set lo up && exec {shlex.join(run)}")
+
+    yield in_buildah
+    output(tool, "rm", container)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A folder that anybody may write to."""
+    folder = tmp_path / "inside"
+    folder.mkdir()
+    folder.chmod(0o777)
+    return folder
+
+
+def weights(folder: Path) -> str:
+    (checkpoint,) = folder.glob("store/train-vlm/*/checkpoint/model.safetensors")
+    return hashlib.sha256(checkpoint.read_bytes()).hexdigest()
+
+
+def test_it_trains_to_the_weights_that_a_checkout_trains_to(inside, store, tmp_path):
+    inside(*TRAINING, store=store)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/.venv-vllm").symlink_to(ROOT / ".venv-vllm")
+    output(ROOT / ".venv/bin/armature", *TRAINING[1:], cwd=tmp_path / "outside")
+    assert weights(store) == weights(tmp_path / "outside/.armature")
+
+
+def stage(name: str, recipe: str, *words: str) -> tuple[str, ...]:
+    """One stage of an installed recipe."""
+    configs = "$(python -c 'from components.installation import CONFIGS; print(CONFIGS)')"
+    return ("sh", "-c", f"armature stage {name} --config {configs}/{recipe}.toml {shlex.join(words)}")
+
+
+def test_libero_is_simulated_and_rendered_without_a_gpu(inside, store):
+    few = ("--set", "demonstrations.episodes_per_task=1", "--machine", "environment_processes=1")
+    inside(*stage("demonstrations", "train-vla/tiny", *few), store=store)
+    assert list(store.glob("store/demonstrations/*/**/*.parquet"))
+
+
+def test_alfworld_s_games_begin(inside, store):
+    inside(*stage("tasks", "train-vlm/molmo2-tiny"), store=store)
+    assert list(store.glob("store/tasks/*/manifest.json"))
+
+
+def test_it_knows_its_commit_and_has_no_tools_for_development(inside, store):
+    script = "from components.installation import installed_commit; print(installed_commit())"
+    assert inside("python", "-c", script, store=store).strip() == installed_commit()
+    programs = inside("sh", "-c", "id -u; ls .venv/bin; command -v gcc make git || true", store=store).split()
+    assert programs[0] == ANYBODY.partition(":")[0] and {"armature", "prefect", "mlflow"} <= set(programs)
+    assert not {"pytest", "ruff", "mypy", "playwright", "sphinx-build", "/usr/bin/gcc"} & set(programs)
+
+
+def test_its_user_cannot_change_what_is_installed(inside, store):
+    assert inside("find", "/opt/armature", "-writable", "-not", "-type", "l", store=store).split() == [str(STORE)]

@@ -1,0 +1,214 @@
+"""The remote store behind the real protocol of S3, spoken by moto's server."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+import boto3
+import pyarrow as pa
+import pytest
+from PIL import Image
+from s3fs import S3FileSystem
+
+from armature.garbage import collect
+from components.artifacts import leases, remote_folder
+from components.artifacts.garbage import delete_garbage, find_garbage
+from components.artifacts.images import ImageStore, encode_png
+from components.artifacts.manifest import write_manifest
+from components.artifacts.remote_folder import RemoteFolder
+from components.artifacts.store import ArtifactStore
+from components.artifacts.tables import IMAGE_REF, TableSchema, write_table
+from components.contracts.errors import StoreError
+from components.contracts.machine import Machine
+from tests.interop.cluster.s3_server import Server, running
+
+IMAGE_REF_COLUMN = pa.schema([("images", pa.list_(IMAGE_REF))])
+URL = "s3://bucket/prefix"
+FILES = 60
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+def table(images: ImageStore, count: int) -> Callable[[Path], None]:
+    """Fills an artifact of a table that shows `count` images, beside `FILES` small files."""
+    schema = TableSchema("shown", 1, IMAGE_REF_COLUMN)
+
+    def fill(folder: Path) -> None:
+        refs = [images.put(encode_png(Image.new("RGB", (8, 8), (number, 0, 0)))) for number in range(count)]
+        rows = [{name: getattr(ref, name) for name in ("sha256", "media_type", "width", "height")} for ref in refs]
+        write_table(folder / "shown.parquet", [{"images": rows}], schema)
+        for number in range(FILES):
+            (folder / f"{number}").write_bytes(os.urandom(100))
+        write_manifest(folder, kind="stage", kind_version=1, rows={}, drops={}, inputs={}, settings={})
+
+    return fill
+
+
+def test_an_artifact_travels_with_its_images_for_one_request_a_file(tmp_path, server):
+    one, two = ArtifactStore(tmp_path / "one", URL), ArtifactStore(tmp_path / "two", URL)
+    made = one.write("stage", "f1", table(ImageStore(one.images), 50))
+    one.settle()
+    time.sleep(0.2)
+    # its files and the manifest, a pack, the list of packs, the digest; and the bucket
+    assert server.requests("PUT") == FILES + 2 + 3 + 1
+    found = two.find_digest(made.digest)
+    assert found is not None and found.digest == made.digest
+    assert {path.name for path in one.images.glob("??/*")} == {path.name for path in two.images.glob("??/*")}
+
+
+def test_a_checkpoint_moves_and_goes_when_the_stage_is_made(tmp_path, server):
+    one, two = ArtifactStore(tmp_path / "one", URL), ArtifactStore(tmp_path / "two", URL)
+    for step in (2, 4):
+        checkpoint = one.workspace("stage", "f2") / f"trainer/checkpoints/step-{step:06d}"
+        (checkpoint / "tensors").mkdir(parents=True)
+        (checkpoint / "tensors/0").write_bytes(bytes([step]) * 2**24)  # in parts
+        one.send_checkpoint("stage", "f2", checkpoint)
+        one.settle()
+    two.fetch_checkpoint("stage", "f2")
+    found = two.workspace("stage", "f2") / "trainer/checkpoints"
+    assert [path.name for path in found.iterdir()] == ["step-000004"]
+    assert (found / "step-000004/tensors/0").read_bytes() == bytes([4]) * 2**24
+    assert not [name for name in server.names() if "step-000002" in name]
+    one.finish("stage", "f2")
+    assert not [name for name in server.names() if "/workspaces/" in name]
+
+
+def test_set_aside_is_gone_from_the_remote(tmp_path, server):
+    store = ArtifactStore(tmp_path, URL)
+    for fingerprint in ("f3", "f3-00001", "f30"):
+        store.write("stage", fingerprint, table(ImageStore(store.images), 1))
+    store.settle()
+    with store.lock("stage", "f3"):
+        store.set_aside("stage", "f3")
+    left = {name.split("/")[2] for name in server.names() if name.startswith("prefix/stage/f3")}
+    assert left == {"f30"}
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from components.artifacts.store import ArtifactStore
+
+with ArtifactStore(Path(sys.argv[1]), sys.argv[2]).lease("stage", "f5"):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_machine_that_dies_is_replaced(tmp_path, server, monkeypatch):
+    monkeypatch.setattr(leases, "LEASE", 3.0)
+    monkeypatch.setattr(leases, "POLL", 0.2)
+    said: list[str] = []
+    two = ArtifactStore(tmp_path / "two", URL, say=said.append)
+    one = subprocess.Popen([sys.executable, "-c", HOLDS, tmp_path / "one", URL], stdout=subprocess.PIPE)
+    assert one.stdout is not None and one.stdout.readline() == b"held\n"
+    one.kill()
+    one.wait()
+    with two.lease("stage", "f5"):
+        waited, gone = said
+    assert f"waits for process {one.pid} on {socket.gethostname()}" in waited and "is gone, taken over" in gone
+
+
+def test_a_collection_ends_uploads_that_were_never_completed(tmp_path, server, capsys):
+    for key in ("prefix/stage/f6/large", "other/large"):
+        server.client.create_multipart_upload(Bucket="bucket", Key=key)
+    server.client.put_object(Bucket="bucket", Key="prefix/stage/f6/x", Body=b"1")
+    collect(Machine(remote_store=URL), days=1, dry_run=True)
+    assert "prefix/stage/f6/large: upload that was begun" in capsys.readouterr().out
+    collect(Machine(remote_store=URL), days=1, dry_run=False)
+    uploads = server.client.list_multipart_uploads(Bucket="bucket")["Uploads"]
+    assert [each["Key"] for each in uploads] == ["other/large"]
+    delete_garbage(RemoteFolder(URL, print), find_garbage(RemoteFolder(URL, print), timedelta(0)))
+    assert "prefix/stage/f6/x" not in server.names()
+
+
+def test_a_bucket_that_is_not_there_is_refused_and_not_made(tmp_path, server):
+    with pytest.raises(StoreError, match="there is no bucket 'buckte'"):
+        ArtifactStore(tmp_path, "s3://buckte/prefix").find("stage", "f1")
+    assert [each["Name"] for each in server.client.list_buckets()["Buckets"]] == ["bucket"]
+
+
+def test_missing_credentials_are_said_without_waiting(tmp_path, server, monkeypatch):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    S3FileSystem.clear_instance_cache()
+    with pytest.raises(StoreError, match="these credentials do not allow it"):
+        ArtifactStore(tmp_path, URL).find("stage", "f1")
+    S3FileSystem.clear_instance_cache()
+
+
+ACCOUNTS = {
+    "reader": (("s3:GetObject", "s3:ListBucket"), "AccessDenied.* PutObject"),
+    "blind": (("s3:GetObject", "s3:PutObject"), "AccessDenied.* ListObjectsV2"),
+    "stranger": (("s3:*",), "SignatureDoesNotMatch.* ListObjectsV2"),
+}
+"""Rights, and what is said; the stranger has another secret key than it gives."""
+
+
+def test_the_request_that_an_account_may_not_make_is_named(tmp_path, monkeypatch):
+    with running(tmp_path) as server:
+        users, keys = boto3.client("iam", endpoint_url=server.url), {}
+        for name, (rights, _) in ACCOUNTS.items():
+            users.create_user(UserName=name)
+            statement = [{"Effect": "Allow", "Action": rights, "Resource": "*"}]
+            policy = json.dumps({"Version": "2012-10-17", "Statement": statement})
+            users.put_user_policy(UserName=name, PolicyName="rights", PolicyDocument=policy)
+            keys[name] = users.create_access_key(UserName=name)["AccessKey"]
+        keys["stranger"]["SecretAccessKey"] = "another"
+        # From here on, the server looks at rights.
+        headers = {"Content-Type": "text/plain"}
+        urlopen(Request(f"{server.url}/moto-api/reset-auth", data=b"0", headers=headers, method="POST"))
+        for name, (_, said) in ACCOUNTS.items():
+            monkeypatch.setenv("AWS_ACCESS_KEY_ID", keys[name]["AccessKeyId"])
+            monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", keys[name]["SecretAccessKey"])
+            S3FileSystem.clear_instance_cache()
+            with pytest.raises(StoreError, match=f"these credentials do not allow it.*{said}"):
+                ArtifactStore(tmp_path / name, URL).lease("stage", "f1").__enter__()
+    S3FileSystem.clear_instance_cache()
+
+
+@pytest.mark.parametrize(
+    ("url", "endpoint", "said"),
+    [
+        ("s3://bucket/prefix", "http://127.0.0.1:9", "does not answer.*Could not connect to the endpoint"),
+        ("s3://bucket/prefix", "127.0.0.1:9", "Invalid endpoint(?s:.*)AWS_ENDPOINT_URL"),
+        ("s3://Bucket!/prefix", None, "Invalid bucket name"),
+    ],
+)
+def test_what_is_wrong_with_an_address_is_said(tmp_path, server, monkeypatch, url, endpoint, said):
+    monkeypatch.setattr(remote_folder, "WAITS", ())
+    if endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    S3FileSystem.clear_instance_cache()
+    with pytest.raises(StoreError, match=said):
+        ArtifactStore(tmp_path, url).find("stage", "f1")
+    S3FileSystem.clear_instance_cache()
+
+
+def test_s3_that_is_away_for_a_while_gets_what_was_made_meanwhile(tmp_path, server, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(remote_folder, "WAITS", (0.1,))
+    server.stop()
+    store = ArtifactStore(tmp_path / "one", URL, say=said.append)
+    made = store.write("stage", "f4", table(ImageStore(store.images), 3))
+    with pytest.raises(StoreError, match="does not answer"):
+        store.settle()
+    server.start()
+    later = ArtifactStore(tmp_path / "one", URL)
+    later.settle()
+    found = ArtifactStore(tmp_path / "two", URL).find("stage", "f4")
+    assert found is not None and found.digest == made.digest

@@ -1,0 +1,79 @@
+"""Datasets go both ways between this package and LeRobot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from components.artifacts.cache import DownloadCache
+from components.contracts.machine import Machine
+from components.datasets.lerobot.frames import FrameReader
+from components.datasets.lerobot.reader import open_dataset
+from components.datasets.settings import DatasetSettings, QuantileStatsSettings
+from components.datasets.source import pinned
+from components.stages import run_stage
+from tests.datasets.conftest import LENGTHS
+
+from .conftest import Side
+
+
+def channels_last(images: np.ndarray) -> np.ndarray:
+    """lerobot gives floats in [0, 1] (..., 3, height, width)."""
+    return np.rint(np.moveaxis(images, -3, -1) * 255).astype(np.uint8)
+
+
+def test_lerobot_reads_what_we_write(written: Any, datasets_side: Side, tmp_path: Path) -> None:
+    datasets_side("read", written[0], tmp_path / "read.npz")
+    found = np.load(tmp_path / "read.npz")
+    windows = {"action": [0.0, 0.1, 0.2], "observation.state": [-0.1, 0.0], "observation.images.wrist": [-0.1, 0.0]}
+    frames = FrameReader(open_dataset(written[0]), DownloadCache.standard())
+    items = [frames.item(index, windows) for index in range(sum(LENGTHS))]
+    assert found["episodes"].tolist() == list(LENGTHS)
+    assert found["task"].tolist() == [item["task"] for item in items]
+    for name in set(items[0]) - {"task"}:
+        ours = np.stack([item[name] for item in items])
+        if ".images." in name and not name.endswith("_is_pad"):
+            np.testing.assert_array_equal(channels_last(found[name]), ours)
+        else:
+            np.testing.assert_array_equal(found[name].reshape(ours.shape), ours)
+    assert set(found.files) - set(items[0]) == {"episodes"}
+
+
+def test_we_read_what_lerobot_writes(datasets_side: Side, tmp_path: Path) -> None:
+    root = tmp_path / "theirs"
+    datasets_side("write", root, tmp_path / "written.npz")
+    kept = np.load(tmp_path / "written.npz")
+    dataset = open_dataset(root)
+    assert [episode.length for episode in dataset.episodes] == [6, 9] and dataset.tasks == ("task 0", "task 1")
+    frames = FrameReader(dataset, DownloadCache.standard())
+    for index in range(15):
+        item = frames.item(index, {})
+        for name in ("observation.state", "action", "observation.images.front"):
+            np.testing.assert_array_equal(item[name], kept[name][index])
+        wrist = item["observation.images.wrist"].astype(int)
+        assert np.abs(wrist - kept["observation.images.wrist"][index]).max() <= 6  # a step of time is 15
+        assert item["task"] == f"task {int(index >= 6)}" and item["index"] == index
+
+
+def test_our_statistics_are_near_theirs_where_theirs_are_right(
+    written: Any, datasets_side: Side, tmp_path: Path
+) -> None:
+    """Theirs average the episodes' quantiles, and are right for what does not depend on the episode."""
+    facts = Machine(store=str(tmp_path))
+    source = run_stage("dataset", pinned(DatasetSettings(path=str(written[0]))), {}, facts)
+    settings = QuantileStatsSettings(features=(), images="all")
+    ours = json.loads(
+        (run_stage("quantile-stats", settings, {"dataset": source}, facts).path / "stats.json").read_text()
+    )
+    datasets_side("statistics", written[0], tmp_path / "stats.json")
+    stats = json.loads((tmp_path / "stats.json").read_text())["stats"]
+    assert set(stats) == set(ours)
+    for name, entry in stats.items():
+        assert set(entry) == set(ours[name])
+        for stat, value in entry.items():
+            assert np.shape(value) == np.shape(ours[name][stat]), (name, stat)
+            if stat in ("min", "max", "mean", "std", "count"):
+                np.testing.assert_allclose(value, ours[name][stat], rtol=2e-4, atol=2e-4)

@@ -1,0 +1,167 @@
+"""The bridge against verifiers 0.3, the last release with `load_environment`."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from components.contracts.episodes import Observation
+from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.failures import RolloutFailed
+from components.contracts.images import EncodedImage
+from components.environments.verifiers import VerifiersEnvironment
+
+from .bridge import color_of, environment, play, run
+
+
+def test_a_single_turn_environment_is_played_and_scored_by_its_rubric() -> None:
+    bridge = environment("sample-colors")
+    assert bridge.max_turns == 1 and bridge.system_prompt == "One word."
+    for task in bridge.tasks("train"):
+        observations, parts, done = run(bridge, task, lambda turn, observation: color_of(observation))
+        (shown,) = observations
+        assert isinstance(shown.content[0], EncodedImage) and str(shown.content[1]).startswith("What colour is")
+        assert done and parts["correct"] == 1.0 and parts["length"] == len(color_of(shown))
+        assert parts["reward"] == pytest.approx(1.0 + 0.1 * parts["length"])
+        assert bridge.reward_weights["reward"] == 1.0
+        assert {name: bridge.reward_weights[name] for name in parts if name != "reward"} == dict.fromkeys(
+            set(parts) - {"reward"}, 0.0
+        )
+        assert run(bridge, task, lambda *_: "mauve")[1]["correct"] == 0.0
+
+
+def test_splits_of_one_data_set_are_disjoint_and_repeat() -> None:
+    bridge = environment("sample-colors")
+    rows = [task.payload["row"] for split in ("train", "heldout") for task in bridge.tasks(split)]  # type: ignore[arg-type]
+    assert len(rows) == 9 == len(set(rows))
+    assert [list(bridge.tasks("train"))] == [list(environment("sample-colors").tasks("train"))]
+    assert list(bridge.tasks("train")) != list(environment("sample-colors", seed=6).tasks("train"))
+
+
+def test_an_environment_with_a_data_set_for_evaluation_keeps_it_for_that() -> None:
+    bridge = environment("sample-colors", args={"heldout": 3})
+    identities = {split: {task.payload["identity"] for task in bridge.tasks(split)} for split in ("train", "heldout")}  # type: ignore[arg-type]
+    assert len(identities["heldout"]) == 3 and not identities["train"] & identities["heldout"]
+    with pytest.raises(ConfigurationError, match="10 rows are requested and the environment has 3"):
+        list(environment("sample-colors", args={"heldout": 3}, heldout_tasks=10).tasks("heldout"))
+    with pytest.raises(ConfigurationError, match="13 rows are requested and the environment has 12"):
+        list(environment("sample-colors", train_tasks=10).tasks("train"))
+
+
+def test_rows_that_changed_are_noticed() -> None:
+    task = next(iter(environment("sample-colors").tasks("train")))
+    with pytest.raises(DataError, match="not the one that the task was made from"):
+        environment("sample-colors", args={"size": 20}).episode(task)
+
+
+def test_a_multi_turn_environment_is_played_turn_by_turn() -> None:
+    bridge = environment("sample-guess", max_turns=8)
+    task = next(iter(bridge.tasks("train")))
+    low, high = [0], [7]
+
+    def bisect(turn: int, observation: Observation) -> str:
+        guess = (low[-1] + high[-1]) // 2
+        if turn:
+            assert color_of(observation) == {"more": "red", "less": "blue"}[str(observation.content[0])]
+            if observation.content[0] == "more":
+                low.append(previous[-1] + 1)
+            else:
+                high.append(previous[-1] - 1)
+            guess = (low[-1] + high[-1]) // 2
+        previous.append(guess)
+        return str(guess)
+
+    previous: list[int] = []
+    observations, parts, done = run(bridge, task, bisect)
+    assert done and parts["right"] == 1.0 and parts["reward"] == 1.0
+    assert len(observations) == len(previous) <= 4 and parts["num_turns"] == len(previous)
+
+
+def test_the_turn_limit_ends_and_scores_the_episode() -> None:
+    for bridge in (environment("sample-guess", max_turns=3), environment("sample-guess", args={"max_turns": 3})):
+        assert bridge.max_turns == 3
+        task = next(task for task in bridge.tasks("train"))
+        wrong = [n for n in "01234567" if run(bridge, task, lambda turn, o, n=n: n)[1]["reward"] == 0.0]
+        assert len(wrong) == 7
+        observations, parts, done = run(bridge, task, lambda turn, o, n=wrong[0]: n)
+        assert done and len(observations) == 3 and parts["reward"] == 0.0
+
+
+def test_many_episodes_at_once_do_not_mix() -> None:
+    bridge = environment("sample-colors")
+
+    async def all_at_once() -> list[Any]:
+        tasks = [task for task in bridge.tasks("train") for _ in range(8)]
+        return await asyncio.gather(*(play(bridge, task, lambda turn, o: color_of(o)) for task in tasks))
+
+    assert all(parts["correct"] == 1.0 for _, parts, _ in asyncio.run(all_at_once()))
+
+
+def test_an_environment_can_be_made_in_any_thread_and_leaves_signals_alone() -> None:
+    import signal
+
+    before = (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+    made: list[VerifiersEnvironment] = []
+    thread = threading.Thread(target=lambda: made.append(environment("sample-colors")))
+    thread.start()
+    thread.join()
+    assert made and (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_what_the_environment_gets_wrong_ends_its_episode() -> None:
+    bridge = environment("sample-guess", args={"fail": True})
+    task = next(iter(bridge.tasks("train")))
+    with pytest.raises(RolloutFailed, match="the game has crashed"):
+        run(bridge, task, lambda *_: "9")
+    bridge = environment("sample-guess", args={"rewrite": True})
+    with pytest.raises(RolloutFailed, match="rewrote earlier messages"):
+        run(bridge, task, lambda *_: "9")
+
+
+@pytest.mark.parametrize("silence", ["", " ", "\n"])
+def test_to_say_nothing_is_an_answer_that_the_environment_scores(silence: str) -> None:
+    bridge = environment("sample-colors")
+    task = next(iter(bridge.tasks("train")))
+    _, parts, done = run(bridge, task, lambda *_: silence)
+    assert done and parts["correct"] == 0.0 and parts["length"] == 0.0 and parts["reward"] == 0.0
+    bridge = environment("sample-guess", args={"lenient": True}, max_turns=3)
+    observations, parts, done = run(bridge, next(iter(bridge.tasks("train"))), lambda *_: silence)
+    assert done and len(observations) == 3 and parts["right"] == 0.0 and parts["reward"] == 0.0
+
+
+def test_an_episode_given_up_leaves_nothing_running() -> None:
+    async def give_up() -> set[Any]:
+        bridge = environment("sample-guess")
+        episode = bridge.episode(next(iter(bridge.tasks("train"))))
+        await episode.reset()
+        await episode.close()
+        await asyncio.sleep(0.1)
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert asyncio.run(give_up()) == set()
+
+
+def test_contents_that_can_be_read_once_are_made_lists() -> None:
+    from collections.abc import Iterable
+
+    from components.environments.verifiers.legacy import materialized
+
+    class Message(BaseModel):
+        content: Iterable[dict[str, str]]
+
+    once = Message(content=[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]).content
+    assert not isinstance(once, list)
+    kept = materialized({"prompt": [{"content": once}]})
+    assert [list(kept["prompt"][0]["content"]) for _ in range(2)] == [
+        [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    ] * 2
+    assert materialized({"a": "text", "b": b"bytes", "c": (1, 2)}) == {"a": "text", "b": b"bytes", "c": [1, 2]}
+
+
+def test_v1_asks_for_a_later_release() -> None:
+    with pytest.raises(ConfigurationError, match='interface = "legacy"'):
+        environment("sample-colors", "v1")

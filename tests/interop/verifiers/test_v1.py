@@ -1,0 +1,43 @@
+"""The bridge against verifiers 0.4, which has tasksets, harnesses and traces."""
+
+from __future__ import annotations
+
+import pytest
+
+from components.contracts.episodes import Observation
+from components.contracts.errors import ConfigurationError
+
+from .bridge import color_of, environment, run
+
+
+def test_a_taskset_is_played_through_its_harness() -> None:
+    bridge = environment("sample-taskset", "v1", args={"agent": {"harness": {"id": "sample-taskset"}}})
+    assert bridge.system_prompt == "One word."
+    for task in list(bridge.tasks("train"))[:3]:
+        shown: list[Observation] = []
+
+        def look(turn: int, observation: Observation, shown: list[Observation] = shown) -> str:
+            shown.append(observation)
+            return color_of(shown[0])
+
+        observations, parts, done = run(bridge, task, look)
+        assert done and [observation.content[-1] for observation in observations][1:] == ["Sure? 0"]
+        assert parts == {"reward": 2.0, "correct": 1.0, "turns": 2.0}
+        assert run(bridge, task, lambda *_: "mauve")[1] == {"reward": 0.0, "correct": 0.0, "turns": 2.0}
+
+
+def test_to_say_nothing_is_an_answer_to_a_taskset() -> None:
+    bridge = environment("sample-taskset", "v1", args={"agent": {"harness": {"id": "sample-taskset"}}})
+    _, parts, done = run(bridge, next(iter(bridge.tasks("train"))), lambda *_: "")
+    assert done and parts == {"reward": 0.0, "correct": 0.0, "turns": 2.0}
+
+
+def test_a_tasksets_tasks_are_split() -> None:
+    bridge = environment("sample-taskset", "v1", args={"agent": {"harness": {"id": "sample-taskset"}}})
+    rows = [task.payload["row"] for split in ("train", "heldout") for task in bridge.tasks(split)]  # type: ignore[arg-type]
+    assert len(rows) == 9 == len(set(rows))
+
+
+def test_the_legacy_interface_asks_for_an_earlier_release() -> None:
+    with pytest.raises(ConfigurationError, match='interface = "v1"'):
+        environment("sample-colors")

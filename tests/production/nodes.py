@@ -1,0 +1,139 @@
+"""Nodes of a cluster on one machine: namespaces of network, mounts, processes and host name, with a disk of their own.
+
+The machine's own network is not touched, and nothing is left when the program ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Self
+
+from components.process import Program
+
+DISK = Path("/srv")
+"""Where every node has its own disk: the working folder of its programs."""
+
+_START = (
+    "mount --bind $0 /srv && mount --bind $1 /etc/hosts && mount -t tmpfs tmpfs /dev/shm && hostname $2"
+    " && ip link set lo up && cd /srv || exit; touch .up; sleep infinity & while :; do wait; done"
+)
+"""The first process of a node: it stays, and reaps what loses its parent."""
+
+
+def wait_for(condition: Callable[[], bool], while_running: Program, seconds: float = 300) -> None:
+    """Return when the condition holds. Raises AssertionError if the program ended before, or after `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert while_running.returncode is None, f"ended too early:\n{while_running.tail(60)}"
+        assert time.monotonic() < end, f"not after {seconds:.0f} s:\n{while_running.tail(60)}"
+        time.sleep(0.2)
+
+
+class Node:
+    """A machine that runs. It sees `folder` as `DISK`."""
+
+    def __init__(self, name: str, address: str, folder: Path, hosts: Path) -> None:
+        self.name, self.address, self.folder = name, address, folder
+        for each in ("home", "tmp"):
+            (folder / each).mkdir(parents=True)
+        namespaces = ("--net", "--mount", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc")
+        start = ("unshare", *namespaces, "bash", "-c", _START, folder, hosts, name)
+        self._init = Program(start, log=folder / "init.log", grace=0.0)
+        wait_for((folder / ".up").exists, self._init)
+        (unshare, *_) = self._init.family()
+        (self.pid,) = (child.pid for child in unshare.children())
+
+    def kill(self) -> None:
+        """End every process of it at once, as when its power is cut. Its disk keeps what was written."""
+        os.kill(self.pid, signal.SIGKILL)
+        self._init.wait()
+
+    def stop(self) -> None:
+        self._init.stop()
+
+    @property
+    def running(self) -> bool:
+        return self._init.returncode is None
+
+    def start(self, command: Sequence[str | Path], environment: Mapping[str, str] = {}, log: str = "log") -> Program:
+        """A program of this node, with these variables alone; its output goes to `folder / log`."""
+        return Program(self._within(command, environment), log=self.folder / log)
+
+    def run(self, command: Sequence[str | Path], environment: Mapping[str, str] = {}, seconds: float = 300) -> str:
+        """Run a program to its end; what it wrote. Raises AssertionError if it failed."""
+        done = subprocess.run(
+            self._within(command, environment), capture_output=True, text=True, timeout=seconds, check=False
+        )
+        assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    def _within(self, command: Sequence[str | Path], environment: Mapping[str, str]) -> list[str]:
+        variables = {
+            "PATH": os.pathsep.join((str(Path(sys.executable).parent), "/usr/sbin", "/usr/bin", "/sbin", "/bin")),
+            "HOME": str(DISK / "home"),
+            "LANG": "C.UTF-8",
+            **environment,
+        }
+        enter = ["nsenter", f"--target={self.pid}", "--net", "--mount", "--pid", "--uts", f"--wdns={DISK}"]
+        return [*enter, "env", "-i", *(f"{key}={value}" for key, value in variables.items()), *map(str, command)]
+
+
+class Network:
+    """Nodes on one switch, which know each other by name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._count = folder, 0
+        self._hosts = folder / "hosts"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._hosts.write_text("127.0.0.1 localhost\n")
+        self._nodes = ExitStack()
+
+    def __enter__(self) -> Self:
+        missing = [name for name in ("unshare", "nsenter", "ip", "bash") if shutil.which(name) is None]
+        if sys.platform != "linux" or os.geteuid() != 0 or missing:
+            raise RuntimeError(f"nodes need Linux, root, and util-linux and iproute2; not here: {missing}")
+        self._switch = self._add("switch")
+        self._ip("link", "add", "bridge", "type", "bridge")
+        self._ip("link", "set", "bridge", "up")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._nodes.close()
+
+    def add(self, name: str, *aliases: str) -> Node:
+        """A new node with an empty disk, on the network as `eth0`, under its name and `aliases`."""
+        node = self._add(name)
+        with self._hosts.open("a") as hosts:
+            hosts.write(f"{node.address} {' '.join((name, *aliases))}\n")
+        self._ip("link", "add", "name", name, "type", "veth", "peer", "name", "eth0", "netns", str(node.pid))
+        self._ip("link", "set", "dev", name, "master", "bridge", "up")
+        node.run(["ip", "addr", "add", f"{node.address}/24", "dev", "eth0"])
+        node.run(["ip", "link", "set", "eth0", "up"])
+        return node
+
+    @contextmanager
+    def unplugged(self, node: Node) -> Iterator[None]:
+        """The node's cable is pulled: nothing that is sent to it or by it arrives, and nobody is told."""
+        self._ip("link", "set", "dev", node.name, "nomaster")
+        try:
+            yield
+        finally:
+            self._ip("link", "set", "dev", node.name, "master", "bridge")
+
+    def _add(self, name: str) -> Node:
+        self._count += 1
+        node = Node(name, f"10.77.0.{self._count}", self.folder / f"{self._count}-{name}", self._hosts)
+        self._nodes.callback(node.stop)
+        return node
+
+    def _ip(self, *words: str) -> None:
+        """In the network of the switch, but seeing the processes of this machine, by which nodes are named."""
+        subprocess.run(["nsenter", f"--target={self._switch.pid}", "--net", "ip", *words], check=True)

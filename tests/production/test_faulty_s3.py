@@ -1,0 +1,87 @@
+"""A store behind a bad network: one request in five fails, answers are late or lost, and it is away for a while.
+
+Between the client and moto's server is a stand-in for the network, `faulty_network`, that does this on purpose.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from threading import Timer
+
+import pytest
+
+from components.artifacts.manifest import write_manifest
+from components.artifacts.record import read_record
+from components.artifacts.remote import NO_STAGES
+from components.artifacts.store import NO_ARTIFACTS, ArtifactStore
+from tests.chaos.training import Training, make_inputs
+from tests.interop.cluster.s3_server import Server, client_of, running
+from tests.production.faulty_network import Faults, faulty
+
+URL = "s3://bucket/prefix"
+AWAY = 15.0
+"""Seconds, more than the waits within the client of S3."""
+FAULTS = {"refused": 0.14, "unanswered": 0.04, "truncated": 0.02, "delay": 0.2}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with running(tmp_path) as server:
+        yield server
+
+
+def held(server: Server) -> dict[str, str]:
+    """What the server has of artifacts: relpath to sha256."""
+    names = (name.removeprefix("prefix/") for name in server.names())
+    ours = (name for name in names if name.split("/")[0] not in NO_STAGES)
+    return {name: server.sha256(f"prefix/{name}") for name in ours if not name.endswith(".images.json")}
+
+
+def made(store: Path) -> dict[str, str]:
+    """What the artifacts of a store are made of."""
+    homes = [home for home in store.glob("*/*") if home.parent.name not in NO_ARTIFACTS and read_record(home)]
+    files = (path for home in homes for path in home.rglob("*") if path.is_file())
+    return {path.relative_to(store).as_posix(): sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_every_file_arrives_once_and_whole(tmp_path, server):
+    def fill(folder: Path) -> None:
+        for number in range(60):
+            (folder / f"{number}").write_bytes(os.urandom(100))
+        (folder / "large").write_bytes(os.urandom(2**20))
+        write_manifest(folder, kind="stage", kind_version=1, rows={}, drops={}, inputs={}, settings={})
+
+    one, faults = tmp_path / "one", Faults(**FAULTS)
+    with faulty(server.url, faults) as url, client_of(url):
+        store = ArtifactStore(one, URL)
+        store.write("stage", "f1", fill)
+        store.settle()
+        faults.away.set()
+        Timer(AWAY, faults.away.clear).start()
+        store.write("stage", "f2", fill)
+        store.settle()
+        found = ArtifactStore(tmp_path / "two", URL).find("stage", "f1")
+    assert held(server) == made(one) and len(held(server)) == 2 * (60 + 2)
+    assert found is not None and read_record(found.path).digest == read_record(one / "stage/f1").digest
+    assert {"passed", "refused", "unanswered", "truncated", "away"} <= faults.counts.keys()
+
+
+def test_a_training_ends_with_the_weights_of_an_undisturbed_one(tmp_path, server):
+    inputs, faults = make_inputs(tmp_path / "inputs"), Faults(**FAULTS)
+    undisturbed = Training(tmp_path / "undisturbed", inputs)
+    assert undisturbed.start().wait() == 0, undisturbed.log.read_text()[-4000:]
+    with faulty(server.url, faults) as url, client_of(url):
+        disturbed = Training(tmp_path / "disturbed", inputs, machine=(f"remote_store={URL}",))
+        run = disturbed.start()
+        while disturbed.steps_done() < 3:
+            assert run.poll() is None, disturbed.log.read_text()[-4000:]
+        faults.away.set()
+        Timer(AWAY, faults.away.clear).start()
+        assert run.wait() == 0, disturbed.log.read_text()[-4000:]
+    assert disturbed.weights_digest() == undisturbed.weights_digest()
+    assert held(server) == made(disturbed.store)
+    assert not [name for name in server.names() if "/workspaces/" in name]
+    assert {"passed", "refused", "unanswered", "truncated", "away"} <= faults.counts.keys()

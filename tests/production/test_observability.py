@@ -1,0 +1,125 @@
+"""A real Prometheus reads a training, and every panel of the Grafana dashboard has something to show."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from components.process import Program
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed"),
+]
+
+ROOT = Path(__file__).parents[2]
+DASHBOARD = json.loads((ROOT / "infra/grafana/armature.json").read_text())
+
+ONLY_OF_FAULTS = {"increase(armature_pool_failures_total[10m])"}
+"""Without data in a run in which nothing fails."""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+def expressions() -> dict[str, str]:
+    """The panel's title by PromQL expression, of all flow runs."""
+    return {
+        target["expr"].replace("$run", ".*"): panel["title"]
+        for panel in DASHBOARD["panels"]
+        for target in panel["targets"]
+    }
+
+
+class Prometheus:
+    """What it scraped, by its HTTP API."""
+
+    def __init__(self, folder: Path, target: str) -> None:
+        port = free_port()
+        self._url = f"http://127.0.0.1:{port}/api/v1"
+        settings = {
+            "global": {"scrape_interval": "1s"},
+            "scrape_configs": [{"job_name": "armature", "static_configs": [{"targets": [target]}]}],
+        }
+        folder.mkdir()
+        (folder / "prometheus.yml").write_text(json.dumps(settings))  # JSON is YAML
+        self._program = Program(
+            [
+                "prometheus",
+                f"--config.file={folder / 'prometheus.yml'}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address=127.0.0.1:{port}",
+            ],
+            log=folder / "log",
+        )
+
+    def ask(self, path: str, **parameters: Any) -> list[dict[str, Any]]:
+        """The result of a query, which is refused where PromQL is wrong."""
+        answer = httpx.get(f"{self._url}/{path}", params=parameters, trust_env=False, timeout=60)
+        assert answer.status_code == 200, answer.text
+        found: list[dict[str, Any]] = answer.json()["data"]["result"]
+        return found
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + 120
+        while True:
+            assert self._program.returncode is None and time.monotonic() < deadline, self._program.tail(20)
+            try:
+                self.ask("query", query="up")
+                return
+            except httpx.TransportError:
+                time.sleep(0.5)
+
+    def stop(self) -> None:
+        self._program.stop()
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometheus, float, float]]:
+    """Prometheus after a training of a few steps, and when that began and ended."""
+    folder = tmp_path_factory.mktemp("watched")
+    address = f"127.0.0.1:{free_port()}"
+    prometheus = Prometheus(folder / "prometheus", address)
+    prometheus.wait_until_ready()
+    values = ("trainer.max_steps=4", "environment.train_tasks=256", "environment.heldout_tasks=32")
+    settings = [f"--set={value}" for value in values]
+    began = time.time()
+    command = [
+        sys.executable,
+        "-m",
+        "armature",
+        "run",
+        "train-vlm/colors",
+        *settings,
+        "--machine",
+        f"metrics={address}",
+    ]
+    (folder / ".venv-vllm").symlink_to(ROOT / ".venv-vllm")
+    json_logs = {"PREFECT_LOGGING_HANDLERS_CONSOLE_FORMATTER": "json"}
+    training = Program(command, env=json_logs, log=folder / "run.log", cwd=folder)
+    assert training.wait(800) == 0, training.tail(60)
+    try:
+        yield prometheus, began, time.time()
+    finally:
+        prometheus.stop()
+
+
+def test_every_panel_shows_the_training(watched: tuple[Prometheus, float, float]) -> None:
+    prometheus, began, ended = watched
+    empty = [
+        (title, expression)
+        for expression, title in expressions().items()
+        if not prometheus.ask("query_range", query=expression, start=began, end=ended, step="1s")
+    ]
+    assert {expression for _, expression in empty} <= ONLY_OF_FAULTS

@@ -1,0 +1,183 @@
+"""A user's function: whatever it does costs its own rollout, and the next one is graded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from components.contracts.errors import ConfigurationError
+from components.contracts.failures import RolloutFailed
+from components.project import project
+from components.rewards.make import Rewards, reward_sources
+from components.rewards.settings import RewardSettings
+
+from .grading import grade, made
+
+MODULE = """
+import asyncio, os, sys, threading, time
+import numpy as np
+from my_words import ACCEPTED
+
+class Odd:
+    def __str__(self): raise RuntimeError
+    __repr__ = __str__
+
+class OddError(Exception):
+    def __str__(self): raise RuntimeError
+
+def reward(completion, answer, row):
+    match completion:
+        case "right": return 1.0 if answer in ACCEPTED and row["kind"] == "test" else 0.25
+        case "true": return True
+        case "numpy": return np.float32(0.5)
+        case "print":
+            print("whatever", flush=True)
+            os.write(1, b"more")
+            return 0.5
+        case "threads":
+            threading.Thread(target=time.sleep, args=(600,)).start()
+            return 0.5
+        case "nan": return float("nan")
+        case "inf": return -np.inf
+        case "huge": return 10**400
+        case "text": return "1.0"
+        case "none": return None
+        case "list": return [1.0]
+        case "object": return Odd()
+        case "complex": return 1j
+        case "raise": raise ValueError("not this")
+        case "odd error": raise OddError
+        case "recursion": return reward(completion, answer, row)
+        case "exit": sys.exit(3)
+        case "os exit": os._exit(0)
+        case "kill": os.kill(os.getpid(), 9)
+        case "sockets":
+            os.closerange(3, 65536)
+            return 1.0
+        case "hang": time.sleep(600)
+        case "spin":
+            while True: pass
+
+async def awaited(completion, *, answer):
+    await asyncio.sleep(0.01)
+    return 1.0
+
+def keywords(completion, **others): return float(sorted(others) == ["answer", "row"])
+def unknown(completion, prompts): return 1.0
+def nothing(): return 1.0
+def optional(completion, strict=True): return float(strict)
+number = 3
+"""
+
+FAILURES = {
+    "nan": "reward_invalid: function: the reward is nan",
+    "inf": "reward_invalid: function: the reward is -inf",
+    "huge": "reward_invalid: function: the reward is inf",
+    "text": "reward_invalid: function: a number was expected, not str '1.0'",
+    "none": "reward_invalid: function: a number was expected, not NoneType",
+    "list": "reward_invalid: function: a number was expected, not list",
+    "object": "reward_invalid: function: a number was expected, not Odd",
+    "complex": "reward_invalid: function: a number was expected, not complex",
+    "raise": "reward_error: function: ValueError: not this",
+    "odd error": "reward_error: function: OddError, whose message cannot be read",
+    "recursion": "reward_error: function: RecursionError",
+    "exit": "reward_died: function: the process ended with code",
+    "os exit": "reward_died: function: the process ended with code 0",
+    "kill": "reward_died: function: the process ended with code -9",
+    "sockets": "reward_died: function: ",
+    "hang": "reward_timeout: function: no grade within 2 s",
+    "spin": "reward_timeout: function: no grade within 2 s",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("recipe")
+    (root / "my_rewards.py").write_text(MODULE)
+    (root / "my_words.py").write_text('ACCEPTED = ["yes"]\n')
+    return root
+
+
+@pytest.fixture(scope="module")
+def function(folder: Path) -> Iterator[Rewards]:
+    with closing(made("function", folder, function="my_rewards:reward", timeout=2.0)) as rewards:
+        yield rewards
+
+
+def test_a_function_beside_the_recipe_grades(function: Rewards) -> None:
+    row = {"kind": "test"}
+    assert grade(function, "right", "yes", row) == 1.0
+    assert grade(function, "right", "no", row) == 0.25
+    for completion, expected in {"true": 1.0, "numpy": 0.5, "print": 0.5, "threads": 0.5}.items():
+        assert grade(function, completion, "yes", row) == expected
+
+
+@pytest.mark.parametrize("completion", FAILURES)
+def test_what_it_does_wrong_costs_its_own_rollout(function: Rewards, completion: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(RolloutFailed) as failed:
+        grade(function, completion, "yes", {"kind": "test"})
+    assert str(failed.value).startswith(FAILURES[completion])
+    assert time.monotonic() - start < 60
+    assert grade(function, "right", "yes", {"kind": "test"}) == 1.0
+
+
+@pytest.mark.parametrize("name", ["awaited", "keywords", "optional"])
+def test_it_may_be_async_and_take_what_it_uses(folder: Path, name: str) -> None:
+    with closing(made("function", folder, function=f"my_rewards:{name}")) as rewards:
+        assert grade(rewards, "anything", "yes") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("my_reward:reward", "there is no module 'my_reward'"),
+        ("my_rewards:color", "has no 'color'"),
+        ("my_rewards:unknown", "takes 'prompts', which a reward is not given"),
+        ("my_rewards:nothing", "does not take the completion"),
+        ("my_rewards:number", "is not a function"),
+        ("my_broken:reward", "cannot be loaded: SyntaxError"),
+        ("my_leaving:reward", "cannot be loaded: SystemExit"),
+    ],
+)
+def test_one_that_cannot_be_called_is_refused_at_the_start(folder: Path, function: str, said: str) -> None:
+    (folder / "my_broken.py").write_text("def reward(")
+    (folder / "my_leaving.py").write_text("raise SystemExit(3)")
+    with pytest.raises(ConfigurationError, match=said):
+        made("function", folder, function=function)
+
+
+def test_its_code_and_what_it_imports_are_in_the_fingerprint(tmp_path: Path) -> None:
+    settings = [RewardSettings.model_validate({"name": "function", "function": "my_rewards:reward"})]
+
+    def sources() -> dict[str, str]:
+        with project(tmp_path):
+            return reward_sources(settings)
+
+    (tmp_path / "my_rewards.py").write_text(MODULE)
+    (tmp_path / "my_words.py").write_text("ACCEPTED = []\n")
+    (tmp_path / "unrelated.py").write_text("")
+    first = sources()
+    (tmp_path / "unrelated.py").write_text("VALUE = 1\n")
+    assert sources() == first
+    (tmp_path / "my_words.py").write_text("ACCEPTED = [1]\n")
+    second = sources()
+    assert second != first
+    (tmp_path / "my_rewards.py").write_text(MODULE + "\n")
+    assert sources() not in (first, second)
+
+
+def test_code_that_changes_during_a_run_grades_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "my_rewards.py"
+    file.write_text("import os\ndef reward(completion):\n    return 1.0 if completion else os._exit(1)\n")
+    with closing(made("function", tmp_path, function="my_rewards:reward")) as rewards:
+        file.write_text("def reward(completion):\n    return 0.5\n")
+        assert grade(rewards, "x", None) == 1.0
+        with pytest.raises(RolloutFailed, match=r"^reward_died"):
+            grade(rewards, "", None)
+        with pytest.raises(RolloutFailed, match=r"^reward_error: function: the code of the reward has changed"):
+            grade(rewards, "x", None)

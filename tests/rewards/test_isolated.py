@@ -1,0 +1,244 @@
+"""Rewards in processes: what hangs, dies or lies costs its own rollout, and the next one is graded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from pydantic import ValidationError
+
+from components.contracts.errors import ConfigurationError
+from components.contracts.failures import RolloutFailed
+from components.rewards.command import Command, CommandSettings
+from components.rewards.json_schema import JsonSchema, JsonSchemaSettings
+from components.rewards.make import Rewards
+from components.rewards.reward import RewardInput
+
+from .grading import grade, made
+
+
+def children() -> set[int]:
+    return {each.pid for each in psutil.Process().children(recursive=True)}
+
+
+@pytest.fixture(scope="module")
+def math() -> Iterator[Rewards]:
+    pytest.importorskip("math_verify")
+    with closing(made("math", timeout=60.0)) as rewards:
+        yield rewards
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        (r"\frac{1}{2}", "0.5", 1.0),
+        (r"The answer is $\frac{2}{4}$.", r"\frac{1}{2}", 1.0),
+        (r"so \boxed{x^2 + 2x + 1}", "(x+1)^2", 1.0),
+        ("x^2 + 2x + 1", "(x+1)^2", 1.0),
+        (r"$\{2, 1\}$", r"\{1, 2\}", 1.0),
+        (r"$\sqrt{8}$", r"2\sqrt{2}", 1.0),
+        ("3", 3, 1.0),
+        ("4", ["3", "4"], 1.0),
+        ("x^2 + 1", "(x+1)^2", 0.0),
+        (r"\boxed{3}, not $4$", "4", 0.0),
+        ("", "3", 0.0),
+        ("no idea", "3", 0.0),
+        (r"\boxed{", "3", 0.0),
+        ("9" * 30_000, "3", 0.0),
+    ],
+)
+def test_mathematical_equivalence(math: Rewards, completion: str, answer: Any, expected: float) -> None:
+    assert grade(math, completion, answer) == expected
+
+
+def test_an_answer_without_mathematics_is_a_fault_of_the_data(math: Rewards) -> None:
+    math.check("3")
+    for answer in ("...", None, ["3", "??"]):
+        with pytest.raises(RolloutFailed, match=r"^bad_answer: math: "):
+            math.check(answer)
+        with pytest.raises(RolloutFailed, match=r"^bad_answer: math: "):
+            grade(math, "3", answer)
+
+
+def test_mathematics_that_never_ends_costs_its_rollout() -> None:
+    pytest.importorskip("math_verify")
+    with closing(made("math", timeout=3.0)) as rewards:
+        start = time.monotonic()
+        try:
+            assert grade(rewards, r"\boxed{" + "9^{" * 6 + "9" + "}" * 7, "3") == 0.0
+        except RolloutFailed as failed:
+            assert failed.reason in ("reward_timeout", "reward_died")
+        assert time.monotonic() - start < 60
+        assert grade(rewards, "3", "3") == 1.0
+
+
+def test_regular_expressions() -> None:
+    found = {"it is red": 1.0, "it is reddish": 0.0, "": 0.0}
+    grouped = {"color=blue color=Red": 1.0, "color=red color=blue": 0.0, "red": 0.0, "color=": 0.0}
+    for arguments, grades in [
+        ({"pattern": r"\bred\b"}, found),
+        ({"pattern": r"color=(\w+)?", "group": 1}, grouped),
+        ({"pattern": r"color=(?P<color>\w+)", "group": "color"}, grouped),
+    ]:
+        with closing(made("regex", **arguments)) as rewards:
+            for completion, expected in grades.items():
+                assert grade(rewards, completion, "red") == expected, (arguments, completion)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"pattern": "("}, {"pattern": "a", "group": 1}, {"pattern": "(?P<a>b)", "group": "b"}, {}]
+)
+def test_a_pattern_that_is_none_is_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=r"pattern|group"):
+        made("regex", **arguments)
+
+
+def test_catastrophic_backtracking_ends_and_the_next_rollout_is_graded() -> None:
+    with closing(made("regex", pattern="^(a+)+$", timeout=1.0)) as rewards:
+        assert grade(rewards, "aaa", None) == 1.0
+        start = time.monotonic()
+        with pytest.raises(RolloutFailed, match=r"^reward_timeout: regex: no grade within 1 s"):
+            grade(rewards, "a" * 40 + "b", None)
+        assert time.monotonic() - start < 30
+        assert grade(rewards, "aaa", None) == 1.0
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"color": {"$ref": "#/$defs/color"}},
+    "required": ["color"],
+    "$defs": {"color": {"enum": ["red", "blue"]}},
+}
+
+
+def test_json_by_a_schema(tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    for arguments in ({"json_schema": SCHEMA}, {"file": "schema.json"}):
+        with closing(made("json_schema", tmp_path, **arguments)) as rewards:
+            for completion, expected in {
+                '{"color": "red"}': 1.0,
+                '```json\n{"color": "red"}\n```': 1.0,
+                '{"color": "green"}': 0.0,
+                "{}": 0.0,
+                '"red"': 0.0,
+                'It is {"color": "red"}': 0.0,
+                '{"color": NaN}': 0.0,
+                "{" * 100_000: 0.0,
+                "[" * 100_000: 0.0,
+                "9" * 10_000: 0.0,
+                "": 0.0,
+            }.items():
+                assert grade(rewards, completion, None) == expected, completion[:100]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"json_schema": {"type": "colour-less"}}, "not a JSON schema"),
+        ({"json_schema": {"$ref": "https://example.org/schema.json"}}, "leads nowhere"),
+        ({"json_schema": {"$ref": "#/$defs/color"}}, "leads nowhere"),
+        ({"file": "absent.json"}, "cannot be read"),
+        ({"file": "../schema.json"}, "does not stay in its folder"),
+    ],
+)
+def test_a_schema_that_is_none_is_refused_at_the_start(arguments: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        JsonSchema(JsonSchemaSettings(name="json_schema", **arguments), tmp_path)
+
+
+VERIFIER = """#!{python}
+import json, os, sys, time
+given = json.load(sys.stdin)
+match given["completion"]:
+    case "right": print(1.0 if given["answer"] == "yes" and given["row"]["kind"] == "test" else 0.0)
+    case "where": print(len(os.getcwd()))
+    case "text": print("one")
+    case "nan": print("nan")
+    case "nothing": pass
+    case "fail": sys.exit("cannot say")
+    case "hang": time.sleep(600)
+    case "flood":
+        while True: print("1" * 10**6)
+    case "deaf": sys.stdin.close(); print(0.5)
+"""
+
+
+def test_a_program_grades(tmp_path: Path) -> None:
+    program = tmp_path / "verify"
+    program.write_text(VERIFIER.format(python=sys.executable))
+    with pytest.raises(ConfigurationError, match="chmod"):
+        made("command", tmp_path, command=["./verify"])
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    row = {"kind": "test"}
+    with closing(made("command", tmp_path, command=["./verify"], timeout=5.0)) as rewards:
+        assert grade(rewards, "right", "yes", row) == 1.0
+        assert grade(rewards, "right", "no", row) == 0.0
+        assert grade(rewards, "where", "", row) == len(str(tmp_path.resolve()))
+        assert grade(rewards, "deaf", "x" * 10**6, row) == 0.5
+        for completion, reason in {
+            "text": "reward_invalid: command: a number was expected, not 'one",
+            "nan": "reward_invalid: command: the reward is nan",
+            "nothing": "reward_invalid: command: a number was expected, not ''",
+            "fail": "reward_error: command: .* ended with code 1: cannot say",
+            "flood": "reward_invalid: command: a number was expected",
+            "hang": "reward_timeout: command: no grade within 5 s",
+        }.items():
+            with pytest.raises(RolloutFailed, match=f"^{reason}"):
+                grade(rewards, completion, "", row)
+        assert grade(rewards, "right", "yes", row) == 1.0
+
+
+@pytest.mark.parametrize("command", [["./absent"], ["no-such-program-anywhere"]])
+def test_a_program_that_is_not_there_is_refused_at_the_start(command: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="there is no program"):
+        Command(CommandSettings(name="command", command=command), tmp_path)
+
+
+def test_many_threads_share_the_processes_and_none_is_left() -> None:
+    before = children()
+    with closing(made("regex", pattern="x")) as rewards, ThreadPoolExecutor(16) as threads:
+        values = threads.map(lambda index: grade(rewards, "x" * (index % 2), None), range(64))
+        assert list(values) == [0.0, 1.0] * 32
+        assert children() > before
+    assert children() <= before
+
+
+def test_closing_ends_a_grade_in_flight_and_those_that_wait() -> None:
+    rewards = made("regex", pattern="^(a+)+$", timeout=600.0)
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(grade, rewards, "a" * 40 + "b", None) for _ in range(2)]
+        time.sleep(0.5)
+        rewards.close()
+        for each in waiting:
+            with pytest.raises(RolloutFailed, match=r"^reward_died"):
+                each.result(20)
+    with pytest.raises(RolloutFailed, match="closed"):
+        grade(rewards, "a", None)
+
+
+def test_a_grade_that_nobody_waits_for_is_not_begun() -> None:
+    with closing(made("regex", pattern="^(a+)+$", timeout=1.0)) as rewards:
+
+        async def given_up() -> None:
+            slow = asyncio.ensure_future(rewards.grade(RewardInput("a" * 40 + "b", None, {})))
+            await asyncio.sleep(0.1)
+            for _ in range(20):
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(rewards.grade(RewardInput("a" * 40 + "b", None, {})), 0.01)
+            with pytest.raises(RolloutFailed, match=r"^reward_timeout"):
+                await slow
+
+        start = time.monotonic()
+        asyncio.run(given_up())
+        assert grade(rewards, "a", None) == 1.0
+        assert time.monotonic() - start < 30

@@ -1,0 +1,322 @@
+"""A judge behind a real HTTP server: each rollout is right, or failed by reason, and nothing is asked twice."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from components.configuration import explain
+from components.contracts.errors import ConfigurationError
+from components.contracts.failures import RolloutFailed
+from components.rewards.judge.grades import grade_in, question
+from components.rewards.judge.settings import JudgeSettings
+from components.rewards.make import Rewards
+from components.rewards.reward import RewardInput
+
+from .grading import made
+from .judge_server import JudgeServer, judge_server
+
+SETTINGS: dict[str, Any] = {
+    "model": "judge-1",
+    "template": "Is {completion} the same as {answer}? mood: {mood}",
+    "timeout": 30.0,
+    "attempts": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[JudgeServer]:
+    with judge_server() as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def a_cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("components.rewards.judge.asking.FIRST_WAIT", 0.01)
+
+
+@pytest.fixture(autouse=True)
+def a_new_count(server: JudgeServer) -> None:
+    server.asked.clear()
+    server.bodies.clear()
+    server.times.clear()
+    server.most_at_once = 0
+
+
+def judge(server: JudgeServer, **settings: Any) -> Rewards:
+    return made("judge", **{**SETTINGS, "base_url": server.url, **settings})
+
+
+def asked(rewards: Rewards, mood: str, completion: str = "red", answer: Any = "RED") -> dict[str, float]:
+    return asyncio.run(rewards.grade(RewardInput(completion, answer, {"mood": mood})))
+
+
+def test_a_completion_is_graded_with_its_cost(server: JudgeServer) -> None:
+    with closing(judge(server, weight=2.0, system="You grade.", extra_body={"top_p": 0.5})) as rewards:
+        assert rewards.weights == {"judge": 2.0, "judge tokens": 0.0}
+        assert asked(rewards, "right") == {"judge": 1.0, "judge tokens": 12.0}
+        assert asked(rewards, "half") == {"judge": 0.5, "judge tokens": 12.0}
+    assert server.bodies[0] == {
+        "model": "judge-1",
+        "messages": [
+            {"role": "system", "content": "You grade."},
+            {"role": "user", "content": "Is red the same as RED? mood: right"},
+        ],
+        "temperature": 0.0,
+        "max_completion_tokens": 512,
+        "top_p": 0.5,
+    }
+
+
+FAILURES = {
+    "wordless": ("judge_unreadable", 1),
+    "silent": ("judge_unreadable", 1),
+    "beyond": ("judge_unreadable", 1),
+    "garbage": ("judge_unavailable", 2),
+    "brackets": ("judge_unavailable", 2),
+    "odd": ("judge_unavailable", 2),
+    "list": ("judge_unavailable", 2),
+    "flood": ("judge_unavailable", 2),
+    "redirect": ("judge_refused", 1),
+    "bad": ("judge_refused", 1),
+    "busy": ("judge_unavailable", 2),
+    "broken": ("judge_unavailable", 2),
+    "gone": ("judge_unavailable", 2),
+    "cut": ("judge_unavailable", 2),
+    "patient": ("judge_unavailable", 1),
+}
+RECOVERS = ("busy-once", "dated-once", "broken-once", "gone-once", "garbage-once")
+
+
+def test_each_is_right_or_failed_by_reason_and_a_second_run_asks_only_what_failed(server: JudgeServer) -> None:
+    """All at the same time, as the rollouts of a step are."""
+    moods = [*FAILURES, *RECOVERS, "right", "half", "late"]
+
+    def play() -> dict[str, Any]:
+        with closing(judge(server)) as rewards, ThreadPoolExecutor(len(moods)) as threads:
+            futures = {mood: threads.submit(asked, rewards, mood) for mood in moods}
+        return {mood: future.exception() or future.result() for mood, future in futures.items()}
+
+    first = play()
+    counts = {text.rpartition(" ")[2]: count for text, count in server.asked.items()}
+    for mood, (reason, attempts) in FAILURES.items():
+        failed = first.pop(mood)
+        assert isinstance(failed, RolloutFailed), (mood, failed)
+        assert (failed.reason, counts[mood]) == (reason, attempts), failed
+        assert failed.detail.startswith("judge: ")
+    expected = {mood: 0.5 if mood == "half" else 1.0 for mood in moods if mood not in FAILURES}
+    assert {mood: graded["judge"] for mood, graded in first.items()} == expected
+    assert all(counts[mood] == 2 for mood in RECOVERS)
+
+    server.asked.clear()
+    second = play()
+    assert {mood: second[mood] for mood in expected} == {
+        mood: {"judge": value, "judge tokens": 0.0} for mood, value in expected.items()
+    }
+    assert {text.rpartition(" ")[2] for text in server.asked} == set(FAILURES)
+
+
+def test_who_does_not_answer_in_time_is_asked_again(server: JudgeServer) -> None:
+    with closing(judge(server, timeout=2.0)) as rewards:
+        assert asked(rewards, "hung-once")["judge"] == 1.0
+    with (
+        closing(judge(server, timeout=0.3)) as rewards,
+        pytest.raises(RolloutFailed, match=r"^judge_timeout: judge: no answer within 0.3 s; attempt 2"),
+    ):
+        asked(rewards, "hung")
+
+
+def test_who_is_told_to_wait_waits(server: JudgeServer) -> None:
+    for mood in ("busy-once", "dated-once"):
+        server.times.clear()
+        with closing(judge(server)) as rewards:
+            assert asked(rewards, mood, completion="wait")["judge"] == 1.0
+        first, second = server.times
+        assert 0.9 - (mood == "dated-once") <= second - first < 10  # a date has whole seconds
+
+
+def test_equal_questions_at_the_same_time_are_one(server: JudgeServer) -> None:
+    with closing(judge(server)) as rewards, ThreadPoolExecutor(8) as threads:
+        graded = list(threads.map(lambda _: asked(rewards, "late"), range(8)))
+    assert all(each["judge"] == 1.0 for each in graded)
+    assert sum(each["judge tokens"] for each in graded) == 12.0
+    assert sum(server.asked.values()) == 1
+
+
+def test_a_server_that_has_too_much_to_do_is_asked_less(server: JudgeServer) -> None:
+    """It takes three requests at a time, and refuses what is more."""
+    with closing(judge(server, attempts=6)) as rewards, ThreadPoolExecutor(24) as threads:
+        graded = threads.map(lambda index: asked(rewards, "narrow", completion=str(index)), range(24))
+        assert [each["judge"] for each in graded] == [1.0] * 24
+    assert server.most_at_once > 3
+    assert len(server.bodies) < 4 * 24
+
+
+def test_who_gives_up_does_not_take_back_the_question(server: JudgeServer) -> None:
+    async def give_up() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(rewards.grade(RewardInput("red", "RED", {"mood": "late"})), 0.05)
+
+    with closing(judge(server)) as rewards:
+        asyncio.run(give_up())
+        time.sleep(0.6)
+        assert asked(rewards, "late") == {"judge": 1.0, "judge tokens": 0.0}
+    assert sum(server.asked.values()) == 1
+
+
+def test_another_model_template_or_address_is_asked_again(server: JudgeServer) -> None:
+    for settings in ({}, {"model": "judge-2"}, {"temperature": 0.5}, {"template": "{completion}? mood: {mood}"}, {}):
+        with closing(judge(server, **settings)) as rewards:
+            asked(rewards, "right")
+    assert len(server.bodies) == 4
+
+
+def test_a_reply_that_is_read_in_another_way_is_not_asked_for_again(server: JudgeServer) -> None:
+    for settings, expected in (({}, 0.5), ({"best": 2.0}, 0.25), ({"after": "", "verdicts": {"grade": 1.0}}, 1.0)):
+        with closing(judge(server, **settings)) as rewards:
+            assert asked(rewards, "half")["judge"] == expected
+    assert len(server.bodies) == 1
+
+
+def test_a_kept_reply_that_is_damaged_is_asked_for_again(server: JudgeServer, tmp_path: Path) -> None:
+    with closing(judge(server)) as rewards:
+        asked(rewards, "right")
+        (kept,) = (tmp_path / "cache/judge").rglob("*.json")
+        for damage in (b"", b"[]", b'{"reply": 3}', b"\xff"):
+            kept.write_bytes(damage)
+            assert asked(rewards, "right") == {"judge": 1.0, "judge tokens": 12.0}
+    assert len(server.bodies) == 5
+
+
+def test_keys_and_addresses_are_named_and_never_shown(server: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"api_key": {"env": "JUDGE_KEY"}, "base_url": {"env": "JUDGE_URL"}}
+    with pytest.raises(ConfigurationError, match="no variable JUDGE_KEY"):
+        judge(server, **settings)
+    monkeypatch.setenv("JUDGE_KEY", "sekrit-key")
+    monkeypatch.setenv("JUDGE_URL", "not an address")
+    with pytest.raises(ConfigurationError, match="variable JUDGE_URL"):
+        judge(server, **settings)
+    monkeypatch.setenv("JUDGE_URL", server.url)
+    with closing(judge(server, **settings)) as rewards:
+        assert asked(rewards, "right")["judge"] == 1.0
+        with pytest.raises(RolloutFailed, match=r"judge_refused: .*\*\*\*") as failed:
+            asked(rewards, "bad")
+    assert "sekrit" not in str(failed.value)
+    assert "Bearer sekrit-key" in server.keys
+    with pytest.raises(ValidationError) as refused:
+        JudgeSettings(name="judge", **{**SETTINGS, "base_url": server.url, "api_key": "sekrit-key"})
+    said = explain(refused.value, "section", JudgeSettings)
+    assert "section.api_key: a key is not written here" in said and "sekrit" not in said
+
+
+def test_proxies_of_the_surroundings_are_not_asked_for_loopback(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.delitem(os.environ, "no_proxy", raising=False)
+    with closing(judge(server)) as rewards:
+        assert asked(rewards, "right")["judge"] == 1.0
+
+
+def test_closing_ends_what_is_in_flight(server: JudgeServer) -> None:
+    rewards = judge(server)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(asked, rewards, "hung")
+        time.sleep(0.3)
+        start = time.monotonic()
+        rewards.close()
+        with pytest.raises(RolloutFailed, match=r"^judge_unavailable: judge: the rewards are closed"):
+            waiting.result(10)
+        assert time.monotonic() - start < 5
+    with pytest.raises(RolloutFailed, match="closed"):
+        asked(rewards, "right")
+
+
+def test_a_server_that_is_not_there_costs_rollouts() -> None:
+    with (
+        closing(made("judge", **SETTINGS, base_url="http://127.0.0.1:1/v1")) as rewards,
+        pytest.raises(RolloutFailed, match=r"^judge_unavailable: judge: ClientConnectorError"),
+    ):
+        asked(rewards, "right")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"base_url": "ftp://host/v1"},
+        {"base_url": "localhost:8000"},
+        {"base_url": "http://user:password@host/v1"},
+        {"template": "What is {answer}?"},
+        {"worst": 1.0},
+        {"verdicts": {"yes": 2.0}},
+        {"extra_body": {"api_key": "sekrit-key"}},
+        {"attempts": 0},
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        JudgeSettings(name="judge", **{**SETTINGS, "base_url": "http://host/v1", **settings})
+
+
+@pytest.mark.parametrize(
+    ("reply", "settings", "expected"),
+    [
+        ("Grade: 0.7", {}, 0.7),
+        ("Grade: 7/10", {"best": 10.0}, 0.7),
+        ("Grade: **7** / 10.", {"best": 10.0}, 0.7),
+        ("Grade: **7**", {"best": 10.0}, 0.7),
+        ("[[3]]", {"after": "[[", "worst": 1.0, "best": 5.0}, 0.5),
+        ("0.25", {"after": ""}, 0.25),
+        ("Verdict: yes.", {"after": "Verdict:", "verdicts": {"Yes": 1.0, "no": 0.0}}, 1.0),
+        ("**NO**, because", {"after": "", "verdicts": {"yes": 1.0, "no": 0.0}}, 0.0),
+        ('So {"grade": 0.5}', {"json_key": "grade"}, 0.5),
+        ('{"grade": {"of": 1}} {"grade": 0.25, "why": "{"}', {"json_key": "grade"}, 0.25),
+        ('{"ok": true}', {"json_key": "ok", "verdicts": {"true": 1.0, "false": 0.0}}, 1.0),
+        ("Grade: 2", {"worst": 10.0, "best": 0.0}, 0.8),
+    ],
+)
+def test_grades_are_read(reply: str, settings: dict[str, Any], expected: float) -> None:
+    made = JudgeSettings(name="judge", **{**SETTINGS, "base_url": "http://host/v1", **settings})
+    assert grade_in(reply, made) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("reply", "settings"),
+    [
+        ("", {}),
+        ("Grade:", {}),
+        ("Grade: none", {}),
+        ("Grade: -1", {}),
+        ("Grade: nan", {}),
+        ("perhaps", {"after": "", "verdicts": {"yes": 1.0}}),
+        ("{" * 100_000, {"json_key": "grade"}),
+        ('{"grade": null}', {"json_key": "grade"}),
+        ('{"grade": 1e400}', {"json_key": "grade"}),
+        ('{"grade": NaN}', {"json_key": "grade"}),
+        ('{"other": 1}', {"json_key": "grade"}),
+        ("[1]", {"json_key": "grade"}),
+    ],
+)
+def test_a_reply_without_a_grade_is_unreadable(reply: str, settings: dict[str, Any]) -> None:
+    made = JudgeSettings(name="judge", **{**SETTINGS, "base_url": "http://host/v1", **settings})
+    with pytest.raises(RolloutFailed, match=r"^judge_unreadable: "):
+        grade_in(reply, made)
+
+
+def test_places_of_a_template_are_filled_once() -> None:
+    given = RewardInput("ignored", ["a", "b"], {"kind": "{answer}", "size": 3})
+    text = question(given, "{answer} {kind}", '{completion}, {answer}, {kind}, {size}: reply {"grade": 1}')
+    assert text == '{answer} {kind}, ["a", "b"], {answer}, 3: reply {"grade": 1}'
+    with pytest.raises(RolloutFailed, match=r"^bad_answer: the template names 'colour', which the row lacks"):
+        question(given, "", "{completion} {colour}")

@@ -1,0 +1,225 @@
+"""The rewards that run in our own process, against values by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from components.contracts.failures import RolloutFailed
+
+from .grading import graded
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ("B", 1.0),
+        ("b", 1.0),
+        (" (B) ", 1.0),
+        ("B.", 1.0),
+        ("**B**", 1.0),
+        ("B) because the sky is blue, not C", 1.0),
+        ("Answer: B", 1.0),
+        ("The answer is (B).", 1.0),
+        ("I first thought the answer is A. No: the answer is B", 1.0),
+        (r"so \boxed{B}", 1.0),
+        (r"\boxed{\text{B}}", 1.0),
+        (r"A or C? \boxed{B. a cat}", 1.0),
+        ("It must be B", 1.0),
+        ("(B) fits, A cat would not", 1.0),
+        ("A", 0.0),
+        ("B or C", 0.0),
+        ("(B) or (C)", 0.0),
+        ("The answer is C, not B", 0.0),
+        ("E", 0.0),
+        ("A dog", 0.0),
+        ("Big", 0.0),
+        ("", 0.0),
+        ("BB", 0.0),
+    ],
+)
+def test_a_letter_is_chosen(completion: str, expected: float) -> None:
+    for answer in ("B", "(b)", 1):
+        assert graded("choice", completion, answer) == expected
+
+
+@pytest.mark.parametrize("answer", ["E", 4, -1, True, None, 1.0, ["B"], "cat", ""])
+def test_an_answer_that_is_no_choice_is_a_fault_of_the_data(answer: Any) -> None:
+    with pytest.raises(RolloutFailed, match=r"^bad_answer: choice: "):
+        graded("choice", "B", answer)
+    assert graded("choice", "E", "E", choices=5) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "number"),
+    [
+        ("1,234.5", 1234.5),
+        ("1,234,567", 1234567.0),
+        ("12%", 0.12),
+        (r"12\%", 0.12),
+        ("3/4", 0.75),
+        ("-3 / 4", -0.75),
+        ("1 1/2", 1.5),
+        (r"\frac{3}{4}", 0.75),
+        (r"-\dfrac{3}{4}", -0.75),
+        ("6.02e23", 6.02e23),
+        ("6.02 x 10^23", 6.02e23),
+        (r"6.02 \times 10^{-3}", 6.02e-3),
+        ("\N{MINUS SIGN}7", -7.0),
+        ("- 7", -7.0),
+        (".5", 0.5),
+        ("5.", 5.0),
+        ("$42", 42.0),
+        ("5cm", 5.0),
+        ("3 cats and 4 dogs are 7.", 7.0),
+        ("10-12", 12.0),
+        ("x2 is 3", 3.0),
+    ],
+)
+def test_a_number_is_read(completion: str, number: float) -> None:
+    assert graded("number", completion, number) == 1.0
+    assert graded("number", completion, -number) == 0.0
+    assert graded("number", completion, [17.25, str(number)]) == 1.0
+
+
+@pytest.mark.parametrize("completion", ["", "cat", "1/0", "9" * 400, "1e999", "H2O", r"\frac{1}{0}", "NaN", "inf"])
+def test_what_is_no_number_is_worth_nothing(completion: str) -> None:
+    assert graded("number", completion, 1) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "arguments", "expected"),
+    [
+        ("10.5", {"absolute": 0.5}, 1.0),
+        ("10.51", {"absolute": 0.5}, 0.0),
+        ("9", {"relative": 0.1}, 1.0),
+        ("8.9", {"relative": 0.1}, 0.0),
+        ("8.9", {"relative": 0.1, "absolute": 2.0}, 1.0),
+        ("10 of 12", {"take": "first"}, 1.0),
+        ("10 of 12", {}, 0.0),
+        ("10 apples", {"take": "only"}, 0.0),
+        (" 10. ", {"take": "only"}, 1.0),
+        ("10%", {}, 0.0),
+        ("10%", {"percent": "ignored"}, 1.0),
+        ("<answer>10</answer> 11", {"extract": "<answer>"}, 1.0),
+    ],
+)
+def test_tolerances_and_which_number_counts(completion: str, arguments: dict[str, Any], expected: float) -> None:
+    assert graded("number", completion, 10, **arguments) == expected
+
+
+@pytest.mark.parametrize("answer", [None, "ten", True, [], {}, [1, None], "1 and 2", float("nan"), 10**400])
+def test_an_answer_that_is_no_number_is_a_fault_of_the_data(answer: Any) -> None:
+    with pytest.raises(RolloutFailed, match=r"^bad_answer: number: "):
+        graded("number", "1", answer)
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ("[0, 0, 10, 10]", 1.0),
+        ("(0,0),(10,10)", 1.0),
+        ("<|box_start|>(0,0),(10,10)<|box_end|>", 1.0),
+        ('```json\n[{"bbox_2d": [0, 0, 10, 10], "label": "cat"}]\n```', 1.0),
+        ("no [0,0,1,1], rather [0.0, 0.0, 10.0, 10.0]", 1.0),
+        ("[5, 0, 15, 10]", 50 / 150),
+        ("[0, 0, 10, 5]", 0.5),
+        ("[10, 0, 20, 10]", 0.0),
+        ("[10, 10, 0, 0]", 0.0),
+        ("[0, 0, 10]", 0.0),
+        ("somewhere", 0.0),
+    ],
+)
+def test_boxes_by_their_overlap(completion: str, expected: float) -> None:
+    assert graded("box_iou", completion, [0, 0, 10, 10]) == pytest.approx(expected)
+    assert graded("box_iou", completion, [[90, 90, 91, 91], [0, 0, 10, 10]]) == pytest.approx(expected)
+    assert graded("box_iou", completion, [0, 0, 10, 10], threshold=0.5) == float(expected >= 0.5)
+
+
+def test_units_and_the_form_of_the_answer() -> None:
+    row = {"width": 200, "height": 100}
+    arguments: dict[str, Any] = {"answer_form": "xywh"}
+    for units, completion in [
+        ("fraction", "[0.25, 0.25, 0.5, 0.75]"),
+        ("percent", "[25, 25, 50, 75]"),
+        ("thousandths", "(250,250),(500,750)"),
+        ("answer", "[50, 25, 100, 75]"),
+    ]:
+        assert graded("box_iou", completion, [50, 25, 50, 50], row, units=units, **arguments) == pytest.approx(1.0)
+    with pytest.raises(RolloutFailed, match=r"^bad_answer: box_iou: column 'width' is None"):
+        graded("box_iou", "[0, 0, 1, 1]", [0, 0, 1, 1], units="percent")
+
+
+@pytest.mark.parametrize(
+    ("completion", "units", "expected"),
+    [
+        ("(50, 20)", "answer", 1.0),
+        ("[50, 20]", "answer", 1.0),
+        ('{"point_2d": [50.5, 20]}', "answer", 1.0),
+        ("(40, 10)", "answer", 1.0),
+        ("(39.9, 10)", "answer", 0.0),
+        ("(50, 20), no: (0, 0)", "answer", 0.0),
+        ('<point x="25.0" y="20.0" alt="the cat">the cat</point>', "percent", 1.0),
+        ('<point x="50.0" y="20.0" alt="the cat">the cat</point>', "percent", 0.0),
+        ("there", "answer", 0.0),
+    ],
+)
+def test_points_in_boxes(completion: str, units: str, expected: float) -> None:
+    row = {"width": 200, "height": 100}
+    assert graded("point_in_box", completion, [40, 10, 60, 30], row, units=units) == expected
+    assert graded("point_in_box", completion, [[0, 90, 1, 91], [40, 10, 60, 30]], row, units=units) == expected
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [None, [], [1, 2, 3], [0, 0, 0, 5], "0,0,1,1", [[0, 0, 1, 1], None], [0, 0, float("nan"), 1], [0, 0, True, 1]],
+)
+@pytest.mark.parametrize("name", ["box_iou", "point_in_box"])
+def test_an_answer_that_is_no_box_is_a_fault_of_the_data(name: str, answer: Any) -> None:
+    with pytest.raises(RolloutFailed, match=rf"^bad_answer: {name}: "):
+        graded(name, "[0, 0, 1, 1]", answer)
+
+
+@pytest.mark.parametrize(
+    ("completion", "arguments", "expected"),
+    [
+        ("abcde", {"at_most": 5}, 1.0),
+        ("abcdef", {"at_most": 5}, 0.0),
+        ("a b c", {"at_most": 3, "unit": "words"}, 1.0),
+        ("abcdef", {"at_most": 5, "slope": 4}, 0.75),
+        ("a" * 9, {"at_most": 5, "slope": 4}, 0.0),
+        ("a" * 99, {"at_most": 5, "slope": 4}, 0.0),
+        ("a", {"at_least": 3, "slope": 4}, 0.5),
+        ("", {"at_least": 1}, 0.0),
+        ("<answer>ab</answer>", {"at_most": 2, "extract": "<answer>"}, 1.0),
+        ("ab", {"at_least": 1, "extract": "<answer>"}, 0.0),
+    ],
+)
+def test_length(completion: str, arguments: dict[str, Any], expected: float) -> None:
+    assert graded("length", completion, None, **arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ("<think>so</think><answer>red</answer>", 1.0),
+        (" <think>so</think>\n\n<answer>red</answer>\n", 1.0),
+        ("<think>so</think><answer>red</answer> indeed", 0.0),
+        ("well <think>so</think><answer>red</answer>", 0.0),
+        ("<answer>red</answer><think>so</think>", 0.0),
+        ("<think>so<answer>red</answer></think>", 0.0),
+        ("<think>so</think><answer> </answer>", 0.0),
+        ("<think>so</think><answer>red</answer><answer>red</answer>", 0.0),
+        ("<think>so</think><answer>red", 0.0),
+        ("red", 0.0),
+    ],
+)
+def test_tags(completion: str, expected: float) -> None:
+    assert graded("format_tags", completion, None) == expected
+
+
+def test_the_first_tag_may_stand_in_the_prompt() -> None:
+    completion = "so</think><answer>red</answer>"
+    assert graded("format_tags", completion, None, first_is_open=True) == 1.0
+    assert graded("format_tags", completion, None) == 0.0

@@ -1,0 +1,87 @@
+"""Tasks that gave no signal are played less often, and a sampler that starts again continues as it would have."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from components.contracts.episodes import Task
+from components.rollouts.difficulty import PlayedGroup
+from components.rollouts.sampler import SignalSampler
+from components.rollouts.schedule import tasks_of_step
+from components.rollouts.settings import RolloutSettings
+
+
+def plan(**values: object) -> RolloutSettings:
+    return RolloutSettings.model_validate({"groups_per_step": 5, "sampling": {"max_tokens": 4}, "seed": 3} | values)
+
+
+def some_tasks(count: int) -> list[Task]:
+    return [Task(str(number), "train", {}) for number in range(count)]
+
+
+class Played:
+    """A run that plays what it is told; groups of even tasks differ."""
+
+    def __init__(self, tasks: list[Task], settings: RolloutSettings) -> None:
+        self.sampler = SignalSampler(tasks, settings)
+        self.steps: dict[int, list[list[Task]]] = {}
+
+    def groups(self, step: int) -> list[PlayedGroup]:
+        tasks = [task for each in self.steps[step] for task in each]
+        return [PlayedGroup(step, one.task_id, 0.0, float(int(one.task_id) % 2 == 0)) for one in tasks]
+
+    def until(self, last: int) -> Played:
+        for step in range(len(self.steps) + 1, last + 1):
+            self.steps[step] = self.sampler.tasks_of_step(step, self.groups)
+        return self
+
+
+@given(count=st.integers(1, 20), groups=st.integers(1, 15), rounds=st.integers(1, 3), seed=st.integers(0, 2**31))
+@settings(max_examples=25)
+def test_where_every_task_is_repeated_it_is_the_plain_order(count: int, groups: int, rounds: int, seed: int) -> None:
+    tasks = some_tasks(count)
+    played = Played(tasks, plan(groups_per_step=groups, max_rounds=rounds, seed=seed, repeat_no_signal=1.0)).until(6)
+    for step, chosen in played.steps.items():
+        assert chosen == [tasks_of_step(tasks, groups, step, seed, number) for number in range(rounds)]
+
+
+def test_tasks_with_signal_are_in_every_epoch_and_others_as_often_as_they_should() -> None:
+    tasks = some_tasks(200)
+    played = Played(tasks, plan(groups_per_step=40, repeat_no_signal=0.25)).until(200)
+    times = Counter(task.task_id for step in range(1, 201) for task in played.steps[step][0])
+    telling = [times[task.task_id] for task in tasks if int(task.task_id) % 2 == 0]
+    silent = [times[task.task_id] for task in tasks if int(task.task_id) % 2]
+    assert max(telling) - min(telling) <= 2  # the first epoch and the last are not whole
+    # 8,000 draws over epochs of 100 + 25; the share of 100 silent tasks over 64 epochs has a standard error of 0.0054
+    assert sum(silent) / 100 / (sum(telling) / 100) == pytest.approx(0.25, abs=0.025)
+
+
+def test_a_task_that_tells_again_is_played_as_often_as_others() -> None:
+    sampler, tasks = SignalSampler(some_tasks(4), plan(groups_per_step=4, repeat_no_signal=0.01)), ["0", "1", "2", "3"]
+    (first,) = sampler.tasks_of_step(1, lambda step: [])
+    assert sorted(task.task_id for task in first) == tasks
+    (second,) = sampler.tasks_of_step(2, lambda step: [PlayedGroup(1, name, 0, name != "2") for name in tasks])
+    assert "2" not in {task.task_id for task in second}
+    (third,) = sampler.tasks_of_step(3, lambda step: [PlayedGroup(2, "2", 0, 1)])
+    (fourth,) = sampler.tasks_of_step(4, lambda step: [])
+    assert "2" in {task.task_id for task in (*third, *fourth)}
+
+
+def test_nothing_but_silent_tasks_is_still_a_step() -> None:
+    sampler = SignalSampler(some_tasks(3), plan(repeat_no_signal=0.01))
+    sampler.tasks_of_step(1, lambda step: [])
+    (chosen,) = sampler.tasks_of_step(2, lambda step: [PlayedGroup(1, str(number), 1, 1) for number in range(3)])
+    assert len(chosen) == 5
+
+
+@pytest.mark.parametrize("stopped", [1, 4, 9])
+def test_a_sampler_that_starts_again_continues_as_it_would_have(stopped: int) -> None:
+    settings = plan(max_rounds=2, repeat_no_signal=0.2)
+    whole = Played(some_tasks(12), settings).until(10)
+    again = SignalSampler(some_tasks(12), settings)
+    assert again.tasks_of_step(stopped + 1, whole.groups) == whole.steps[stopped + 1]
+    assert again.tasks_of_step(10, whole.groups) == whole.steps[10]

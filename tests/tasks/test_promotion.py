@@ -1,0 +1,81 @@
+"""What is behind `models:/NAME@candidate`: files that other programs load, and an artifact that runs find."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from components.artifacts.manifest import write_manifest
+from components.artifacts.store import ArtifactStore
+from components.contracts.errors import DataError
+from components.contracts.machine import Machine
+from components.contracts.stages import Artifact
+from components.models.tiny import SMALL, make_tiny_checkpoint
+from tests.vlm.conftest import model_settings
+
+FINGERPRINT = "0" * 20
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Artifact:
+    """A checkpoint as a training leaves it, also in a remote store."""
+
+    def fill(folder: Path) -> None:
+        make_tiny_checkpoint("qwen2-vl", folder / "checkpoint", 0, SMALL)
+        write_manifest(folder, kind="train-vlm", kind_version=1, rows={}, drops={}, inputs={}, settings={})
+
+    store = ArtifactStore(tmp_path / "store", str(tmp_path / "remote"))
+    return store.write("train-vlm", FINGERPRINT, fill)
+
+
+def fill_with_another(folder: Path) -> None:
+    """What another machine has under the same path."""
+    (folder / "weights").write_text("others")
+    write_manifest(folder, kind="train-vlm", kind_version=1, rows={}, drops={}, inputs={}, settings={})
+
+
+def log_probs(folder: Path) -> torch.Tensor:
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.arange(5, 37)[None]
+    with torch.no_grad():
+        scores = model(input_ids=ids).logits.log_softmax(-1)
+    return scores[:, :-1].gather(-1, ids[:, 1:, None])
+
+
+def test_the_candidate_s_files_load_elsewhere_and_take_no_disk(trained, tracking, tmp_path):
+    import mlflow
+
+    from tasks.checkpoints import checkpoint_artifact
+    from tasks.promotion import promote
+    from tasks.tracking import open_run
+
+    run = open_run("train-vlm", "a run", {})
+    name = promote(run.log_model("train-vlm", trained, "output"), "train-vlm.tiny", trained)
+    assert name == "models:/train-vlm.tiny@candidate"
+    assert promote(run.log_model("train-vlm", trained, "output"), "train-vlm.tiny", trained) == name
+    folder = Path(mlflow.artifacts.download_artifacts(name))
+    weights = trained.path / "checkpoint/model.safetensors"
+    assert (folder / weights.name).samefile(weights)
+    assert {each.name for each in weights.parent.iterdir()} < {each.name for each in folder.iterdir()}
+    assert torch.equal(log_probs(folder), log_probs(weights.parent))
+    copied = Path(mlflow.artifacts.download_artifacts(name, dst_path=str(tmp_path / "elsewhere")))
+    assert (copied / weights.name).read_bytes() == weights.read_bytes()
+
+    here = Machine(store=str(tmp_path / "store"))
+    assert checkpoint_artifact(name, model_settings(), here).path == trained.path
+    shutil.move(tmp_path / "store", tmp_path / "gone")
+    with pytest.raises(DataError, match="not on this machine, or gone") as told:
+        checkpoint_artifact(name, model_settings(), here)
+    assert f"mlflow artifacts download -u {name}" in told.value.remedy and str(trained.path) in told.value.where
+    other = ArtifactStore(tmp_path / "store").write("train-vlm", FINGERPRINT, fill_with_another)
+    assert other.path == trained.path and other.digest != trained.digest
+    with pytest.raises(DataError, match="not on this machine, or gone"):
+        checkpoint_artifact(name, model_settings(), here)
+    another = Machine(store=str(tmp_path / "another"), remote_store=str(tmp_path / "remote"))
+    found = checkpoint_artifact(name, model_settings(), another)
+    assert found.digest == trained.digest and found.path.is_relative_to(tmp_path / "another")

@@ -1,0 +1,82 @@
+"""What a run keeps lies in one folder, also when DVC has it run in a copy of the repository."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from armature.init import write_project
+from components.contracts.machine import Machine
+from components.home import home_folder, original
+from components.project import project, project_path
+from components.stages import open_store
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """With a copy of it, as `dvc exp run --temp` makes them; the stages of both are in the folder `demo`."""
+    folder = (tmp_path / "repository").resolve()
+    for root in (folder, folder / ".dvc/tmp/exps/standalone/tmp1"):
+        (root / "demo").mkdir(parents=True)
+        (root / ".git").mkdir()
+    return folder
+
+
+@pytest.fixture
+def copy(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the stages in the copy, as the working folder of a stage's command."""
+    found = repository / ".dvc/tmp/exps/standalone/tmp1/demo"
+    monkeypatch.setenv("DVC_ROOT", str(repository))
+    monkeypatch.chdir(found)
+    return found
+
+
+def test_in_a_copy_store_and_servers_are_those_of_the_repository(repository, copy):
+    assert home_folder() == repository / "demo"
+    assert open_store(Machine()).root == repository / "demo/.armature/store"
+    assert open_store(Machine(store=str(copy / "own"))).root == copy / "own"
+    python = repository / "demo/.venv-vllm/bin/python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert Machine().server_interpreter == python
+
+
+def test_in_a_copy_a_path_is_the_copy_s_and_else_the_repository_s(repository, copy):
+    for folder, names in ((repository / "demo", ("both", "ignored")), (copy, ("both",))):
+        for name in names:
+            (folder / name).mkdir()
+    with project(Path()):
+        assert project_path("both") == copy / "both"
+        assert project_path("ignored") == repository / "demo/ignored"
+        assert project_path("ignored/deep") == repository / "demo/ignored/deep"
+        assert project_path("/elsewhere") == Path("/elsewhere")
+        assert project_path("../../beside") == repository.parent / "beside"
+
+
+@pytest.mark.parametrize("root", [None, "", ".", "elsewhere"])
+def test_outside_of_a_copy_a_path_is_what_it_is(root, repository, monkeypatch):
+    monkeypatch.chdir(repository / "demo")
+    monkeypatch.delenv("DVC_ROOT", raising=False)
+    if root is not None:
+        monkeypatch.setenv("DVC_ROOT", str(repository / root) if root else "")
+    assert home_folder() == Path() and original(Path("/a")) == Path("/a") and original(Path("a")) == Path("a")
+
+
+def test_a_stage_in_a_copied_project_finds_everything_and_leaves_nothing_there(repository):
+    """The command of `armature init`'s `dvc.yaml`; what git ignores is not in the copy."""
+    copy = repository / ".dvc/tmp/exps/standalone/tmp1/demo"
+    for folder in (repository / "demo", copy):
+        write_project(folder)
+    (copy / "data/shapes.jsonl").unlink()
+    command = [sys.executable, "-m", "armature", "stage", "tasks", "--config", "recipe.toml", "--out", "results/tasks"]
+    environment = {**os.environ, "DVC_ROOT": str(repository), "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not (copy / ".armature").exists()
+    (made,) = (repository / "demo/.armature/store/tasks").glob("*/manifest.json")
+    assert json.loads(made.read_text()) == json.loads((copy / "results/tasks/manifest.json").read_text())

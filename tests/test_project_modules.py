@@ -1,0 +1,134 @@
+"""Modules beside a recipe: found without being installed, and never in place of another module."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from components.contracts.errors import ConfigurationError
+from components.project import project, project_folder, project_path, project_source
+from components.project_modules import load_object
+from components.sources.code import code_digest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Iterator[Path]:
+    """The folder of a recipe with a reward, what it imports, and something else."""
+    files = {
+        "own_reward.py": "from own_helper import size\n\n\ndef short(answer):\n    from own_rules.words import MOST\n"
+        "    return float(size(answer) < MOST)\n",
+        "own_helper.py": "def size(text):\n    return len(text)\n",
+        "own_rules/__init__.py": "",
+        "own_rules/words.py": "from . import number\nMOST = number.MOST\n",
+        "own_rules/number.py": "MOST = 4\n",
+        "own_other.py": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    with project(tmp_path):
+        yield tmp_path
+
+
+def test_a_function_beside_the_recipe_is_found_with_what_it_imports_and_nothing_else_is(beside):
+    short = load_object("own_reward:short", "reward")
+    assert (short("red"), short("purple")) == (1.0, 0.0)
+    assert str(beside) not in sys.path
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("own_other")
+
+
+def test_a_child_process_finds_it_too(beside):
+    code = "from components.project_modules import load_object; print(load_object('own_reward:short', 'reward')('red'))"
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd="/", capture_output=True, text=True)
+    assert done.stdout == "1.0\n", done.stderr
+    assert not list(beside.rglob("__pycache__/own_r*"))
+
+
+@pytest.mark.parametrize("name", ["json", "tomllib", "yaml", "components", "armature", "google"])
+def test_a_module_with_the_name_of_another_is_refused_and_the_other_one_stays(beside, name):
+    before = sys.modules.get(name)
+    (beside / f"{name}.py").write_text("raise AssertionError('imported')\n")
+    with pytest.raises(ConfigurationError, match=f"module '{name}' beside the recipe has the name of another") as said:
+        load_object(f"{name}:short", "reward")
+    assert f"my_{name}.py" in said.value.remedy and sys.modules.get(name) is before
+    (beside / "own_helper.py").write_text(f"import {name}\n")
+    with pytest.raises(ConfigurationError, match=f"module '{name}' beside the recipe"):
+        load_object("own_reward:short", "reward")
+
+
+def test_each_recipe_has_its_own_module_of_a_name(tmp_path):
+    found = []
+    for number in (1, 2, 1):
+        folder = tmp_path / str(number)
+        folder.mkdir(exist_ok=True)
+        (folder / "own_scores.py").write_text(f"def score():\n    return {number}\n")
+        with project(folder):
+            found.append(load_object("own_scores:score", "reward")())
+    assert found == [1, 2, 1]
+
+
+def test_an_edit_that_keeps_size_and_time_of_a_file_is_seen(tmp_path):
+    """Python itself takes the old bytecode then."""
+    file = tmp_path / "mine/own_scores.py"
+    for folder in ("mine", "other"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "own_scores.py").write_text("SCORE = 1\n")
+    for expected in (1, 2):
+        file.write_text(f"SCORE = {expected}\n")
+        os.utime(file, (1, 1))
+        with project(tmp_path / "mine"):
+            assert load_object("own_scores:SCORE", "reward") == expected
+        with project(tmp_path / "other"):
+            load_object("own_scores:SCORE", "reward")
+
+
+@pytest.mark.parametrize("name", ["own_reward.py", "own_helper.py", "own_rules/number.py"])
+def test_an_edit_counts_from_the_next_time_that_the_recipe_is_loaded(beside, name):
+    """As in a notebook: for what is run, and for the digest of the code."""
+    before, digest = load_object("own_reward:short", "reward"), code_digest("own_reward")
+    assert load_object("own_reward:short", "reward") is before and code_digest("own_reward") == digest
+    assert before("purple") == 0.0
+    text = (beside / name).read_text()
+    (beside / name).write_text(text.replace("4", "9").replace("len(text)", "0").replace("float(", "float(0 * "))
+    after = load_object("own_reward:short", "reward")
+    assert after("red") + after("purple") != 1.0 and code_digest("own_reward") != digest
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("own_missing:short", "", "there is no module 'own_missing'"),
+        ("own_folder.words:short", "", "own_folder/__init__.py"),
+        ("own_bad:short", "def short(:\n", r"SyntaxError.*own_bad.py, line 1"),
+        ("own_bad:short", "import sys\nsys.exit(3)\n", r"SystemExit: 3.*own_bad.py, line 2"),
+        ("own_bad:short", "import own_missing\n", "No module named 'own_missing'"),
+        ("own_bad:short", "\nlong = 1\n", "has no 'short'"),
+        ("own_bad:", "", "has no 'name after the colon'"),
+        ("os.path:nothing", "", "has no 'nothing'"),
+        ("..:a", "", "cannot be loaded"),
+    ],
+)
+def test_what_cannot_be_loaded_is_said(beside, name, text, said):
+    (beside / "own_folder").mkdir()
+    (beside / "own_bad.py").write_text(text)
+    with pytest.raises(ConfigurationError, match=f"(?s){said}"):
+        load_object(name, "reward")
+
+
+def test_relative_paths_begin_at_the_recipe_s_folder(beside, tmp_path_factory, monkeypatch):
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert project_path("own_rules/words.py").is_file() and project_path("/etc") == Path("/etc")
+    assert project_source("own_rules") == str(beside / "own_rules") and project_source("org/model") == "org/model"
+    with project(None):
+        assert project_folder() == Path() and project_path("a") == Path("a")
+    assert project_folder() == beside

@@ -1,0 +1,77 @@
+"""A program that trains the cases of test_sharding on any number of ranks, as often as it is asked.
+
+Ranks are forked from it: importing torch and transformers in each would cost more than the steps. It reads
+[processes, rendezvous, cases] as a line of JSON, and answers with the exit code of the first rank that fails, or 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from components.ports import loopback
+from components.training.launch import joined
+from components.training.processes import RENDEZVOUS
+from components.training.service_settings import ServiceSettings
+from components.vlm.worker import TrainerWorker
+
+
+def train(file: str) -> None:
+    read = json.loads(Path(file).read_text())
+    cases = [(ServiceSettings.model_validate(settings), batches) for settings, batches in read]
+    with joined(cases[0][0].processes, cases[0][0].seed) as ranks:
+        for settings, batches in cases:
+            torch.manual_seed(settings.seed)
+            worker = TrainerWorker(settings, ranks)
+            done = worker.run({"name": "resume"}, [])
+            results = []
+            for step, batch in enumerate(batches, 1):
+                command = {"name": "step", "step": step, "batch": batch}
+                if step > done:
+                    results.append(worker.run(command, worker.check(command)))
+            score = {"name": "score", "batch": batches[0]}
+            scores = worker.run(score, worker.check(score))
+            worker.run({"name": "save"}, [])
+            worker.run({"name": "settle"}, [])
+            worker.run({"name": "publish", "folder": str(settings.workspace / "out"), "version": 0}, [])
+            if ranks.first:
+                (settings.workspace / "results.json").write_text(json.dumps([results, scores]))
+
+
+def fork(rank: int, processes: int, rendezvous: str, cases: str) -> int:
+    """The id of a process that is this rank."""
+    if child := os.fork():
+        return child
+    try:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
+        os.environ.update({RENDEZVOUS: f"{rendezvous}/store", "GLOO_SOCKET_IFNAME": loopback()})
+        train(cases)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def run(processes: int, rendezvous: str, cases: str) -> int:
+    ranks = {fork(rank, processes, rendezvous, cases) for rank in range(processes)}
+    failed = 0
+    while ranks:
+        ended, status = os.wait()
+        ranks.discard(ended)
+        code = os.waitstatus_to_exitcode(status)
+        if code and not failed:  # the others would wait for it
+            failed = code
+            for rank in ranks:
+                os.kill(rank, signal.SIGKILL)
+    return failed
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        print(run(*json.loads(line)), flush=True)

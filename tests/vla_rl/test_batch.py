@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from components.contracts.errors import MismatchError
+from components.contracts.images import ImageRef
+from components.vla_rl.batch import build_batch
+from components.vla_rl.run import refuse_ratios
+from components.vla_rl.table import Answer, read_batch, write_batch
+
+REF = ImageRef("a" * 64, "image/png", 4, 4)
+
+
+def answers(group: str, *episodes: tuple[int, float]) -> list[Answer]:
+    """Of episodes with so many answers, the last of which earns the reward."""
+    found = []
+    for number, (count, reward) in enumerate(episodes):
+        for chunk in range(count):
+            last = chunk == count - 1
+            numbers = np.full(6, number + chunk / 8, np.float32)
+            found.append(
+                Answer(
+                    group_id=group,
+                    episode_id=f"{group}-{number}",
+                    suite="libero_spatial",
+                    task=0,
+                    language="reach",
+                    initial_state=3,
+                    chunk=chunk,
+                    policy_version=2,
+                    cameras=("observation.images.front",),
+                    images=(REF,),
+                    state=numbers[:2],
+                    before=numbers,
+                    after=numbers + 1,
+                    flow_step=1,
+                    logprobs=numbers[:2].astype(np.float64),
+                    actions=numbers[:2],
+                    executed=1,
+                    reward=reward if last else 0.0,
+                    done=last,
+                    truncated=last and not reward,
+                )
+            )
+    return found
+
+
+def test_advantages_are_those_of_a_hand_computation_and_agreeing_groups_are_counted() -> None:
+    built = build_batch([*answers("a", (2, 1.0), (3, 0.0), (3, 0.0), (3, 0.0)), *answers("b", (1, 1.0), (2, 1.0))])
+    mean, std = 0.25, (0.25 * 0.75) ** 0.5
+    expected = [(1 - mean) / (std + 1e-4)] * 2 + [-mean / (std + 1e-4)] * 9
+    assert [each.advantage for each in built.samples] == pytest.approx(expected, rel=1e-12)
+    assert built.drops == {"group_agrees": 3}
+    assert built.metrics["groups/zero_advantage_fraction"] == 0.5
+    assert built.metrics["reward"] == pytest.approx(0.5)
+    assert (built.metrics["rollouts/planned"], built.metrics["answers/trained"]) == (6, 11)
+
+
+def test_a_batch_is_read_as_it_was_written(tmp_path: Path) -> None:
+    samples = build_batch(answers("a", (2, 1.0), (1, 0.0))).samples
+    write_batch(tmp_path, samples)
+    for found, given in zip(read_batch(tmp_path), samples, strict=True):
+        for name, value in vars(given).items():
+            read = getattr(found, name)
+            if isinstance(value, np.ndarray):
+                assert read.dtype == value.dtype and read.tobytes() == value.tobytes()
+            else:
+                assert read == value
+
+
+@pytest.mark.parametrize("errors", [[0.0, 2e-5], [float("nan")]])
+def test_a_ratio_that_is_not_one_is_refused(errors: list[float]) -> None:
+    with pytest.raises(MismatchError, match="away from 1"):
+        refuse_ratios(errors, 1e-5)
+    refuse_ratios([0.0, 9e-6], 1e-5)

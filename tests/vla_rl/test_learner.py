@@ -1,0 +1,142 @@
+"""Rollouts of a policy and their training: the same bytes however they are played, ratios of 1, and better odds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from components.artifacts.images import ImageStore
+from components.contracts.errors import DataError
+from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy
+from components.policies.molmoact2.policy import MolmoAct2Policy
+from components.policies.molmoact2.sampling import InferencePlan
+from components.vla.groups import prepare
+from components.vla_rl.collect import Collector
+from components.vla_rl.learner import RobotRLLearner
+from components.vla_rl.loader import AnswerLoader
+from components.vla_rl.schedule import plan_step
+from components.vla_rl.settings import RobotRLTrainerSettings
+from components.vla_rl.table import Answer, AnswerSample, with_advantage, write_rollouts
+from components.workers.errors import WorkerError
+from tests.evaluation.libero.playground import TASKS
+from tests.vla_rl.kitchen import Kitchen, calm_policy, rollout_settings
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedPolicy:
+    return calm_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> ImageStore:
+    return ImageStore(tmp_path_factory.mktemp("images"))
+
+
+def play(
+    loaded: LoadedPolicy, images: ImageStore, arenas: Sequence[Kitchen], step: int = 1, **changes: Any
+) -> list[Answer]:
+    settings = rollout_settings(**changes)
+    policy = MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows=1)
+    collector = Collector(settings, policy, arenas, images, lambda done, total: None)
+    return collector.collect(plan_step(settings, TASKS, step), step, version=step - 1)
+
+
+@pytest.fixture(scope="module")
+def answers(loaded: LoadedPolicy, images: ImageStore) -> list[Answer]:
+    return play(loaded, images, [Kitchen()])
+
+
+def learner(loaded: LoadedPolicy, images: ImageStore, **changes: Any) -> RobotRLLearner:
+    model = copy.deepcopy(loaded.model)
+    values = {"max_steps": 3, "micro_batch_size": 7, "learning_rates": {"action_expert": 1e-3}}
+    settings = RobotRLTrainerSettings.model_validate(values | changes)
+    prepare(model, settings, loaded.settings.semantics)
+    plan = InferencePlan.of(loaded.settings, loaded.config)
+    return RobotRLLearner(model, settings, plan, 0.5, AnswerLoader(loaded.processor(), images))
+
+
+def judged(answers: Sequence[Answer]) -> list[AnswerSample]:
+    """Every other answer was good."""
+    return [with_advantage(answer, 1.0 - 2.0 * (number % 2)) for number, answer in enumerate(answers)]
+
+
+def test_rollouts_depend_on_neither_batch_nor_processes_nor_deaths(
+    loaded: LoadedPolicy, images: ImageStore, answers: list[Answer], tmp_path: Path
+) -> None:
+    others = [(8, [Kitchen()]), (4, [Kitchen(), Kitchen((5,)), Kitchen((3, 4)), Kitchen()])]
+    tables = []
+    for number, played in enumerate([answers, *(play(loaded, images, arenas, batch=n) for n, arenas in others)]):
+        (tmp_path / str(number)).mkdir()
+        write_rollouts(tmp_path / str(number), played)
+        tables.append((tmp_path / str(number) / "rollouts.parquet").read_bytes())
+    assert tables[0] == tables[1] == tables[2]
+    with pytest.raises(WorkerError, match="could not be played in 3 attempts"):
+        play(loaded, images, [Kitchen(range(1, 100))])
+
+
+def test_an_answer_says_what_was_carried_out_and_how_its_episode_ended(answers: list[Answer]) -> None:
+    by_episode: dict[str, list[Answer]] = {}
+    for answer in answers:
+        by_episode.setdefault(answer.episode_id, []).append(answer)
+    assert len(by_episode) == 8
+    for episode in by_episode.values():
+        steps = sum(each.executed for each in episode)
+        assert [each.chunk for each in episode] == list(range(len(episode)))
+        assert [each.done for each in episode] == [False] * (len(episode) - 1) + [True]
+        assert all(each.executed == 3 for each in episode[:-1])
+        assert episode[-1].truncated == (episode[-1].reward == 0.0)
+        assert steps == 8 or not episode[-1].truncated
+        assert all(len(each.logprobs) == len(each.actions) == 7 * each.executed for each in episode)
+    assert {each.flow_step for each in answers} == {0, 1, 2, 3}
+    assert len({each.images[0].sha256 for each in answers}) > 1
+    assert {episode[-1].reward for episode in by_episode.values()} == {0.0, 1.0}
+
+
+@pytest.mark.parametrize("ratio", ["chunk", "dimension"])
+def test_ratios_are_one_before_the_first_update_and_then_follow_the_advantages(
+    ratio: str, loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+) -> None:
+    samples = judged(answers)
+    trainer = learner(loaded, images, ratio=ratio)
+    sampled = np.array([each.logprobs.sum() for each in samples])
+    before = np.array(trainer.score(samples))
+    assert np.abs(np.expm1(before - sampled)).max() < 1e-5
+    alone = learner(loaded, images, micro_batch_size=1)  # as rows are sampled on a CPU
+    assert np.abs(np.array(alone.score(samples)) - sampled).max() < 1e-12
+    report = trainer.step(samples)
+    assert report["importance_ratio"] == pytest.approx(1.0, abs=1e-5) and report["kl"] < 1e-9
+    weights = np.ones(len(samples)) if ratio == "chunk" else np.array([len(each.logprobs) for each in samples])
+    advantages = np.array([each.advantage for each in samples])
+    assert report["loss"] == pytest.approx(-float(weights @ advantages / weights.sum()), abs=1e-5)
+    change = np.array(trainer.score(samples)) - before
+    assert float(advantages @ change) > 0
+
+
+def test_micro_batches_and_epochs_are_sums_of_the_same_answers(
+    loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+) -> None:
+    samples = judged(answers)
+    reports = [learner(loaded, images, micro_batch_size=width).step(samples) for width in (3, 100)]
+    assert reports[0]["grad_norm"] == pytest.approx(reports[1]["grad_norm"], rel=1e-4)
+    several = learner(loaded, images, samples_per_update=5, epochs=2)
+    assert several.step(samples)["updates"] == 2 * -(-len(samples) // 5)
+    assert several.step([])["updates"] == 0 and several.steps_done == 2
+
+
+def test_an_answer_of_another_policy_is_refused(
+    loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+) -> None:
+    load = AnswerLoader(loaded.processor(), images)
+    samples = judged(answers)
+    load.refuse(samples, "here")
+    vars(samples[2])["before"] = samples[2].before[:-1]
+    with pytest.raises(DataError, match="sizes"):
+        load.refuse(samples, "here")
+    vars(samples[2])["before"] = np.full_like(samples[2].after, np.nan)
+    with pytest.raises(DataError, match="not finite"):
+        load.refuse(samples, "here")

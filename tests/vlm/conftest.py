@@ -1,0 +1,144 @@
+"""A tiny checkpoint, its processor and adapter, and samples with images for it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from components.adapters import FamilyAdapter, SampleCollator, get_adapter
+from components.artifacts.images import ImageStore
+from components.contracts.batches import Sample
+from components.contracts.images import EncodedImage, ImageRef
+from components.models.load import load_model, load_processor
+from components.models.settings import LoraSettings, ModelSettings
+from components.models.tiny import SMALL, make_tiny_checkpoint
+from components.vlm.settings import TrainerSettings
+
+VALUES: dict[str, Any] = {
+    "objective": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.28},
+    "aggregation": "token",
+    "kl_coefficient": 0.0,
+    "entropy_coefficient": 0.0,
+    "learning_rate": 1e-3,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-8,
+    "weight_decay": 0.01,
+    "max_grad_norm": 1.0,
+    "lr_scheduler": "constant",
+    "warmup_steps": 0,
+    "max_steps": 10,
+    "samples_per_update": 0,
+    "max_tokens_per_micro_batch": 256,
+    "max_rows_per_micro_batch": 4,
+    "logprobs": {"name": "torch", "chunk_tokens": 16},
+    "autocast": "none",
+    "save_every": 2,
+    "keep_checkpoints": 2,
+    "seed": 0,
+}
+
+
+def trainer_settings(**changes: Any) -> TrainerSettings:
+    """Settings for tests, with changes."""
+    length = {"dr_grpo_length": 8} if changes.get("aggregation") == "dr_grpo" else {}
+    return TrainerSettings.model_validate(VALUES | length | changes)
+
+
+def model_settings(**changes: Any) -> ModelSettings:
+    values: dict[str, Any] = {
+        "source": "tiny",
+        "dtype": "float32",
+        "attn_implementation": "sdpa",
+        "trust_remote_code": False,
+        "freeze": (),
+        "gradient_checkpointing": False,
+    }
+    return ModelSettings.model_validate(values | changes)
+
+
+LORA = LoraSettings(rank=4, alpha=8, dropout=0.0, targets=("q_proj", "v_proj"), scope="language")
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A checkpoint folder with what reads it."""
+
+    folder: Path
+    processor: Any
+    adapter: FamilyAdapter
+    images: ImageStore
+
+    @property
+    def collator(self) -> SampleCollator:
+        return self.adapter.collator
+
+    def model(self, **changes: Any) -> Any:
+        return load_model(self.folder, model_settings(**changes))
+
+    def samples(self, n: int, seed: int, n_images: tuple[int, ...] = (1, 0, 2)) -> list[Sample]:
+        """`n` samples in groups of two; members share images; completions of 3 to 9 random tokens."""
+        return [self._sample(i, seed, n_images[(i // 2) % len(n_images)]) for i in range(n)]
+
+    def _sample(self, index: int, seed: int, n_images: int) -> Sample:
+        group = index // 2
+        refs = [self._image(np.random.default_rng([seed, group, k]), k) for k in range(n_images)]
+        content = [{"type": "image"} for _ in refs] + [{"type": "text", "text": "What colour?" * (1 + group % 3)}]
+        text = self.processor.apply_chat_template(
+            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+        )
+        images = [self.images.open(ref) for ref in refs] or None
+        prompt = self.processor(text=[text], images=images)["input_ids"][0]
+        rng = np.random.default_rng([seed, index])
+        allowed = sorted(set(range(self.adapter.tokenizer.vocab_size)) - self.collator.forbidden_token_ids)
+        completion = rng.choice(allowed, size=rng.integers(3, 10))
+        ids = np.concatenate([prompt, completion]).astype(np.int32)
+        mask = np.arange(len(ids)) >= len(prompt)
+        reward = float(rng.random())
+        return Sample(
+            sample_id=f"s{index}",
+            group_id=f"g{group}",
+            trajectory_id=f"t{index}",
+            input_ids=ids,
+            loss_mask=mask,
+            behavior_logprobs=np.where(mask, rng.normal(-6.0, 0.3, len(ids)), 0.0).astype(np.float32),
+            policy_versions=np.where(mask, 0, -1).astype(np.int32),
+            advantages=np.where(mask, rng.normal(), 0.0).astype(np.float32),
+            reward=reward,
+            images=tuple(refs),
+        )
+
+    def _image(self, rng: np.random.Generator, index: int) -> ImageRef:
+        side = (56, 84, 112)[int(rng.integers(3))]
+        buffer = io.BytesIO()
+        Image.fromarray(rng.integers(0, 255, (side, 56, 3), dtype=np.uint8)).save(buffer, "PNG")
+        return self.images.put(EncodedImage(buffer.getvalue(), "image/png"))
+
+
+@pytest.fixture(scope="session")
+def make_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tiny]:
+    """Tiny checkpoints by family name, tied or untied, each made once."""
+    made: dict[tuple[str, bool], Tiny] = {}
+
+    def make(family: str, tied: bool = False) -> Tiny:
+        if (family, tied) not in made:
+            root = tmp_path_factory.mktemp(family)
+            folder = make_tiny_checkpoint(family, root / "model", 0, SMALL.model_copy(update={"tie_embeddings": tied}))
+            processor = load_processor(folder, model_settings())
+            images = ImageStore(root / "images")
+            made[family, tied] = Tiny(folder, processor, get_adapter(folder, processor), images)
+        return made[family, tied]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny(make_tiny: Callable[[str], Tiny]) -> Tiny:
+    return make_tiny("qwen2-vl")

@@ -1,0 +1,262 @@
+"""A training step: the update it makes, and what must not change it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from components.adapters import model_inputs
+from components.contracts.batches import MultimodalBatch, Sample
+from components.contracts.errors import ConfigurationError, DataError, DivergedError
+from components.training.skipped import MOST_IN_A_ROW
+from components.vlm.learner import Learner
+from components.vlm.loader import MicroBatchLoader
+
+from .conftest import LORA, Tiny, trainer_settings
+
+
+def learner_of(tiny: Tiny, model: Any = None, **changes: Any) -> Learner:
+    return Learner(
+        model if model is not None else tiny.model(),
+        trainer_settings(**changes),
+        temperature=1.0,
+        forbidden_token_ids=sorted(tiny.collator.forbidden_token_ids),
+    )
+
+
+def step(learner: Learner, tiny: Tiny, samples: list[Sample]) -> dict[str, float]:
+    load = MicroBatchLoader(tiny.collator, tiny.images, 0)
+    with load.batch():
+        return learner.step(samples, load)
+
+
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in learner.model.named_parameters()}
+
+
+def on_policy(tiny: Tiny, learner: Learner, samples: list[Sample]) -> list[Sample]:
+    """The same samples with the trainer's own log-probs as the sampler's."""
+    load = MicroBatchLoader(tiny.collator, tiny.images, 0)
+    with load.batch():
+        scores = learner.score(samples, load)
+    return [replace(sample, behavior_logprobs=score) for sample, score in zip(samples, scores, strict=True)]
+
+
+@pytest.mark.parametrize("aggregation", ["sum", "token", "sequence", "dr_grpo"])
+def test_the_update_does_not_depend_on_how_micro_batches_are_cut(tiny: Tiny, aggregation: str) -> None:
+    samples = tiny.samples(8, seed=0)
+    results = []
+    for max_tokens, max_rows in ((10_000, 8), (120, 3), (1, 1)):
+        learner = learner_of(
+            tiny,
+            aggregation=aggregation,
+            max_tokens_per_micro_batch=max_tokens,
+            max_rows_per_micro_batch=max_rows,
+            adam_epsilon=1e-3,
+        )
+        results.append((step(learner, tiny, samples), weights(learner)))
+    for metrics, values in results[1:]:
+        for name in ("loss", "grad_norm", "entropy", "importance_ratio", "masked_fraction", "ratio/p50"):
+            assert metrics[name] == pytest.approx(results[0][0][name], rel=1e-4, abs=1e-6), name
+        for name, value in values.items():
+            torch.testing.assert_close(value, results[0][1][name], atol=1e-5, rtol=1e-4)
+
+
+def with_advantages(samples: list[Sample]) -> list[Sample]:
+    """Each token's advantage is its sample's reward less the mean of all."""
+    mean = np.mean([one.reward for one in samples])
+    values = [np.where(one.loss_mask, one.reward - mean, 0).astype(np.float32) for one in samples]
+    return [replace(one, advantages=value) for one, value in zip(samples, values, strict=True)]
+
+
+def test_the_loss_is_that_of_the_published_trainer(tiny: Tiny) -> None:
+    """loss = -sum over kept tokens of r (R - mean R)."""
+    samples = with_advantages(tiny.samples(4, seed=2))
+    objective = {"name": "mask_ratio", "mask_ratio_low": 0.8, "mask_ratio_high": 1.25}
+    learner = learner_of(tiny, objective=objective, aggregation="sum")
+    batch = tiny.collator.collate(samples, tiny.images.open)
+    with torch.no_grad():
+        logits = learner.model(**model_inputs(batch)).logits[:, :-1].double()
+        logits[..., sorted(tiny.collator.forbidden_token_ids)] = float("-inf")
+        lp = logits.log_softmax(-1).gather(-1, batch.input_ids[:, 1:, None]).squeeze(-1)
+    ratio = (lp - batch.behavior_logprobs[:, 1:].double()).exp()
+    kept = batch.loss_mask[:, 1:] & (ratio >= 0.8) & (ratio <= 1.25)
+    advantages = batch.rewards.double() - batch.rewards.double().mean()
+    expected = -(ratio * advantages[:, None])[kept].sum().item()
+    masked = 1 - kept.sum().item() / batch.loss_mask[:, 1:].sum().item()
+    assert 0 < masked < 1
+    metrics = step(learner, tiny, samples)
+    assert metrics["loss"] == pytest.approx(expected, rel=1e-4)
+    assert metrics["masked_fraction"] == pytest.approx(masked)
+
+
+@pytest.mark.parametrize("rewards", [[0.5, 0.5], [0.3]])
+def test_equal_rewards_give_no_gradient(tiny: Tiny, rewards: list[float]) -> None:
+    samples = tiny.samples(len(rewards), seed=3)
+    scored = [replace(sample, reward=reward) for sample, reward in zip(samples, rewards, strict=True)]
+    metrics = step(learner_of(tiny), tiny, with_advantages(scored))
+    assert metrics["loss"] == pytest.approx(0.0, abs=1e-7)
+    assert metrics["grad_norm"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_on_policy_the_ratio_is_one_and_the_mismatch_zero(tiny: Tiny) -> None:
+    learner = learner_of(tiny)
+    metrics = step(learner, tiny, on_policy(tiny, learner, tiny.samples(6, seed=4)))
+    assert metrics["importance_ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["mismatch_kl"] == pytest.approx(0.0, abs=1e-7)
+    assert metrics["masked_fraction"] == 0.0
+
+
+def test_the_first_update_tells_the_engines_apart_from_what_later_updates_have_changed(tiny: Tiny) -> None:
+    learner = learner_of(tiny, samples_per_update=2, learning_rate=1e-2)
+    metrics = step(learner, tiny, on_policy(tiny, learner, tiny.samples(6, seed=4)))
+    assert metrics["mismatch_kl/first_update"] == pytest.approx(0.0, abs=1e-7)
+    assert metrics["mismatch_kl"] > 1e-5
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["frozen copy", "adapters off"])
+def test_the_kl_to_the_reference_begins_at_zero_and_grows(tiny: Tiny, lora: Any) -> None:
+    learner = learner_of(tiny, tiny.model(lora=lora), kl_coefficient=0.1, learning_rate=1e-2)
+    samples = tiny.samples(4, seed=5)
+    first, second = step(learner, tiny, samples), step(learner, tiny, samples)
+    assert first["kl_reference"] == pytest.approx(0.0, abs=1e-9)
+    assert second["kl_reference"] > 1e-6
+
+
+def test_the_ratios_of_all_tokens_are_those_of_the_weights_that_their_update_began_with(tiny: Tiny) -> None:
+    samples = tiny.samples(8, seed=4)
+    cut = {"max_tokens_per_micro_batch": 120, "max_rows_per_micro_batch": 3, "learning_rate": 1e-2}
+    learner, first_half = learner_of(tiny, samples_per_update=4, **cut), learner_of(tiny, **cut)
+    load = MicroBatchLoader(tiny.collator, tiny.images, 0)
+    with load.batch():
+        before = first_half.score(samples[:4], load)
+    step(first_half, tiny, samples[:4])
+    with load.batch():
+        before += first_half.score(samples[4:], load)
+    step(learner, tiny, samples)
+    assert sorted(learner.log_ratios) == list(range(8))
+    for row, (sample, scores) in enumerate(zip(samples, before, strict=True)):
+        expected = (scores - sample.behavior_logprobs)[sample.loss_mask]
+        np.testing.assert_allclose(learner.log_ratios[row], expected, atol=2e-5)
+
+
+def test_several_updates_use_the_log_probs_of_the_start(tiny: Tiny) -> None:
+    """In the second update the correction's weights must still be those of the first policy."""
+    correction = {"level": "token", "mode": "truncate", "cap": 1e9}
+    samples = tiny.samples(8, seed=6)
+    learner = learner_of(tiny, correction=correction, samples_per_update=4, learning_rate=1e-2)
+    load = MicroBatchLoader(tiny.collator, tiny.images, 0)
+    with load.batch():
+        at_start = np.concatenate(
+            [s[sample.loss_mask] for s, sample in zip(learner.score(samples, load), samples, strict=True)]
+        )
+    behavior = np.concatenate([sample.behavior_logprobs[sample.loss_mask] for sample in samples])
+    metrics = step(learner, tiny, samples)
+    assert metrics["updates"] == 2
+    assert metrics["correction/mean_weight"] == pytest.approx(np.exp(at_start - behavior).mean(), rel=1e-5)
+    assert metrics["importance_ratio"] != pytest.approx(np.exp(at_start - behavior).mean(), rel=1e-4)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(tiny: Tiny) -> None:
+    learner = learner_of(tiny)
+    before = weights(learner)
+    next(learner.model.parameters()).register_hook(lambda gradient: gradient * float("nan"))
+    metrics = step(learner, tiny, tiny.samples(4, seed=7))
+    assert metrics["updates_skipped"] == 1
+    assert all(torch.equal(value, before[name]) for name, value in weights(learner).items())
+    assert learner.steps_done == 1
+
+
+def test_many_gradients_in_a_row_that_are_not_finite_end_the_training(tiny: Tiny) -> None:
+    learner = learner_of(tiny)
+    first = next(learner.model.parameters())
+    bad = first.register_hook(lambda gradient: gradient * float("inf"))
+    for _ in range(MOST_IN_A_ROW - 1):
+        step(learner, tiny, tiny.samples(2, seed=7))
+    bad.remove()
+    assert step(learner, tiny, tiny.samples(2, seed=7))["updates_skipped"] == 0
+    first.register_hook(lambda gradient: gradient * float("nan"))
+    for _ in range(MOST_IN_A_ROW - 1):
+        step(learner, tiny, tiny.samples(2, seed=7))
+    with pytest.raises(DivergedError, match=f"{MOST_IN_A_ROW} updates in a row are not finite"):
+        step(learner, tiny, tiny.samples(2, seed=7))
+
+
+@pytest.mark.parametrize("shared", [0, 2], ids=["one update", "one update of three"])
+def test_a_step_without_a_trained_token_changes_nothing(tiny: Tiny, shared: int) -> None:
+    """Of AdamW's own, that is: after a step that has moved the moments, decay and momentum would go on."""
+    learner = learner_of(tiny, samples_per_update=shared, weight_decay=0.1)
+    step(learner, tiny, tiny.samples(4, seed=7))
+    before, counts = weights(learner), [s["step"].item() for s in learner.optimizer.state.values()]
+    untrained = [replace(s, loss_mask=np.zeros_like(s.loss_mask)) for s in tiny.samples(4, seed=8)]
+    metrics = step(learner, tiny, untrained)
+    assert [metrics[name] for name in ("loss", "importance_ratio", "entropy", "grad_norm", "updates")] == [0.0] * 5
+    assert metrics["sequences"] == 4 and metrics["tokens/trained"] == 0
+    assert all(torch.equal(value, before[name]) for name, value in weights(learner).items())
+    assert [s["step"].item() for s in learner.optimizer.state.values()] == counts
+    assert learner.steps_done == 2
+    mixed = step(learner, tiny, [*untrained[:2], *tiny.samples(4, seed=9)])
+    assert mixed["updates"] == (1 if shared == 0 else 2)
+    assert mixed["loss"] != 0.0
+
+
+def test_a_batch_without_signal_is_a_step_without_an_update(tiny: Tiny) -> None:
+    learner = learner_of(tiny)
+    before = weights(learner)
+    metrics = step(learner, tiny, [])
+    assert (metrics["updates"], metrics["sequences"]) == (0, 0)
+    assert all(torch.equal(value, before[name]) for name, value in weights(learner).items())
+
+
+def test_log_probs_that_are_missing_are_refused(tiny: Tiny) -> None:
+    samples = tiny.samples(2, seed=0)
+    samples[1].behavior_logprobs[-1] = np.nan
+    with pytest.raises(DataError, match=r"behavior_logprobs of 1 trained tokens are not finite(?s:.*)row 1, sample s1"):
+        step(learner_of(tiny), tiny, samples)
+
+
+def test_bf16_weights_are_trained_in_fp32(tiny: Tiny) -> None:
+    with pytest.raises(ConfigurationError, match="autocast"):
+        learner_of(tiny, tiny.model(dtype="bfloat16", freeze=("vision",)))
+    learner = learner_of(tiny, tiny.model(dtype="bfloat16", freeze=("vision",)), autocast="bf16", learning_rate=1e-6)
+    before = weights(learner)
+    metrics = step(learner, tiny, tiny.samples(4, seed=8))
+    assert np.isfinite(metrics["loss"])
+    for name, value in weights(learner).items():
+        frozen = name.startswith("model.visual") and "merger" not in name
+        assert value.dtype == (torch.bfloat16 if frozen else torch.float32)
+        assert torch.equal(value, before[name]) == frozen, name
+
+
+def test_it_learns(tiny: Tiny) -> None:
+    """Tokens with a positive advantage become likelier, those with a negative one less so."""
+    learner = learner_of(tiny, learning_rate=3e-3, adam_epsilon=1e-8)
+    samples = on_policy(tiny, learner, tiny.samples(6, seed=9))
+    for _ in range(3):
+        step(learner, tiny, samples)
+    after = on_policy(tiny, learner, samples)
+    change = [(b.behavior_logprobs - a.behavior_logprobs).sum() for a, b in zip(samples, after, strict=True)]
+    signs = [sample.advantages.sum() for sample in samples]
+    assert np.corrcoef(change, signs)[0, 1] > 0.5
+
+
+def test_text_only_batches_train_too(tiny: Tiny) -> None:
+    metrics = step(learner_of(tiny), tiny, tiny.samples(4, seed=0, n_images=(0,)))
+    assert metrics["images"] == 0
+    assert metrics["grad_norm"] > 0
+
+
+def test_a_batch_holds_what_it_is_given() -> None:
+    """Nothing is checked when a batch is made; shapes of pixels are the family's own."""
+    ids = torch.zeros(2, 4, dtype=torch.int64)
+    for shape in ((2, 3, 224, 224), (2, 3, 3, 336, 336), (2, 1, 64, 64), (7, 1176)):
+        batch = MultimodalBatch(ids, ids, ids, ids.float(), torch.zeros(2), pixel_values=torch.zeros(shape))
+        assert model_inputs(batch)["pixel_values"].shape == shape
+    extra = {"image_sizes": torch.tensor([[3, 4]])}
+    assert "pixel_values" not in model_inputs(MultimodalBatch(ids, ids, ids, ids.float(), torch.zeros(2)))
+    batch = MultimodalBatch(ids, ids, ids, ids.float(), torch.zeros(2), extra_model_kwargs=extra)
+    assert model_inputs(batch)["image_sizes"] is extra["image_sizes"]

@@ -1,0 +1,97 @@
+"""Planning and loading micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from components.contracts.batches import Sample
+from components.contracts.errors import DataError
+from components.contracts.images import ImageRef
+from components.vlm.loader import MicroBatchLoader
+from components.vlm.plan import micro_batches, share, updates
+
+from .conftest import Tiny
+
+REF = ImageRef("0" * 64, "image/png", 4, 4)
+
+
+def bare(length: int, images: int = 0) -> Sample:
+    mask = np.arange(length) >= length // 2
+    zeros = np.zeros(length, dtype=np.float32)
+    ids = np.arange(length, dtype=np.int32)
+    return Sample("s", "g", "t", ids, mask, zeros, ids, zeros, 0.0, (REF,) * images)
+
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 2)), min_size=1, max_size=30)
+
+
+@given(LENGTHS, st.integers(1, 200), st.integers(1, 5), st.integers(1, 4))
+@example([(1, 1), (1, 0), (1, 0)], 1, 1, 2)  # the last round has no images: neither may what fills it up
+@settings(max_examples=200)
+def test_plans_lose_nothing_and_keep_to_the_budget(
+    lengths: list[tuple[int, int]], max_tokens: int, max_rows: int, ranks: int
+) -> None:
+    samples = [bare(length, images) for length, images in lengths]
+    plan = micro_batches(samples, range(len(samples)), max_tokens, max_rows)
+    assert sorted(row for micro in plan for row in micro.rows) == list(range(len(samples)))
+    for micro in plan:
+        padded = max(len(s.input_ids) for s in micro.samples) * len(micro.samples)
+        assert len(micro.samples) == 1 or (padded <= max_tokens and len(micro.samples) <= max_rows)
+    shares = [share(plan, rank, ranks) for rank in range(ranks)]
+    assert len({len(mine) for mine in shares}) == 1
+    rows = [row for mine in shares for micro in mine for row in micro.rows]
+    assert sorted(row for row in rows if row >= 0) == list(range(len(samples)))
+    for one_round in zip(*shares, strict=True):
+        assert len({any(s.images for s in micro.samples) for micro in one_round}) == 1
+        for micro in one_round:
+            dummies = [s for s, row in zip(micro.samples, micro.rows, strict=True) if row < 0]
+            assert not any(s.loss_mask.any() for s in dummies)
+
+
+def test_updates_cover_the_batch() -> None:
+    assert [list(rows) for rows in updates(5, 2)] == [[0, 1], [2, 3], [4]]
+    assert [list(rows) for rows in updates(5, 0)] == [[0, 1, 2, 3, 4]]
+    assert list(updates(0, 0)) == []
+
+
+def test_workers_change_nothing_and_an_image_is_processed_once(
+    tiny: Tiny, tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = tiny.samples(12, seed=0)
+    plan = micro_batches(samples, range(12), 150, 3)
+    assert len(plan) > 3
+    processed: list[int] = []
+    original = tiny.collator.process_image
+    monkeypatch.setattr(tiny.collator, "process_image", lambda image: processed.append(1) or original(image))
+    here = MicroBatchLoader(tiny.collator, tiny.images, 0)
+    with here.batch():
+        expected = list(here(plan)) + list(here(plan))
+    assert len(processed) == len({ref.sha256 for sample in samples for ref in sample.images})
+    monkeypatch.undo()
+    direct = [tiny.collator.collate(micro.samples, tiny.images.open) for micro in plan]
+    workers = MicroBatchLoader(tiny.collator, tiny.images, 2)
+    with workers.batch():
+        loaded = list(workers(plan)) + list(workers(plan))
+    for (micro, batch), (micro_here, here_batch), straight in zip(loaded, expected, direct * 2, strict=True):
+        assert micro.rows == micro_here.rows
+        for other in (here_batch, straight):
+            torch.testing.assert_close(batch.input_ids, other.input_ids, rtol=0, atol=0)
+            torch.testing.assert_close(batch.pixel_values, other.pixel_values, rtol=0, atol=0)
+            for name, value in batch.extra_model_kwargs.items():
+                torch.testing.assert_close(value, other.extra_model_kwargs[name], rtol=0, atol=0)
+
+
+def test_a_missing_image_is_named_also_from_a_worker(tiny: Tiny) -> None:
+    sample = next(s for s in tiny.samples(4, seed=0) if s.images)
+    lost = replace(sample, images=(replace(sample.images[0], sha256="f" * 64),))
+    plan = micro_batches([lost], [0], 1000, 4)
+    for workers in (0, 1):
+        loader = MicroBatchLoader(tiny.collator, tiny.images, workers)
+        with loader.batch(), pytest.raises(DataError, match="ffff"):
+            list(loader(plan))

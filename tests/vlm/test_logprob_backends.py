@@ -1,0 +1,158 @@
+"""Every log-prob backend against log-softmax and entropy written out in float64, values and gradients."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+
+from components.adapters import model_inputs
+from components.contracts.errors import ConfigurationError
+from components.models.settings import LoraSettings
+from components.vlm.heads import HEADS, HeadSettings, fused
+from components.vlm.logprobs import Policy
+from components.vlm.settings import Logprobs
+
+from .conftest import Tiny
+from .logprob_cases import CASES, CPU, GPU, ODD, Case, check_unused, compare
+
+
+@pytest.mark.parametrize("backend", ["normal", "torch"])
+@settings(max_examples=60)
+@given(case=CASES)
+def test_any_size_equals_float64(backend: str, case: Case) -> None:
+    compare(backend, case, torch.float64, values=1e-11, gradients=1e-11)
+    compare(backend, case, torch.float32, values=3e-5, gradients=3e-5)
+
+
+@pytest.mark.parametrize("backend", ["normal", "torch"])
+@pytest.mark.parametrize("case", ODD, ids=["no-token", "one-token", "odd-sizes"])
+def test_odd_sizes_equal_float64(backend: str, case: Case) -> None:
+    compare(backend, case, torch.float32, values=3e-5, gradients=3e-5)
+
+
+@pytest.mark.parametrize("backend", ["normal", "torch"])
+def test_an_unused_entropy_or_logprob_has_no_part_in_the_gradient(backend: str) -> None:
+    check_unused(backend)
+
+
+def test_interpreted_kernels() -> None:
+    """In a process of its own: Triton decides when it is imported whether kernels are compiled or interpreted."""
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed: pip install triton")
+    tests = Path(__file__).with_name("interpreted_kernels.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", str(tests)],
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_each_name_of_the_setting_stands_for_a_backend_that_imports() -> None:
+    assert set(get_args(Logprobs)) == set(HEADS)
+    for name in HEADS:
+        assert callable(HEADS[name]), name
+
+
+def test_autocast_multiplies_in_bf16_and_gives_fp32_weights_fp32_gradients() -> None:
+    head, hidden, targets, forbidden = Case(40, 200, 64).make(CPU, torch.float32)
+    results = []
+    for autocast in (False, True):
+        head.zero_grad()
+        made = HEADS["torch"](HeadSettings(1.0, None, 8), head, CPU)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logprobs, entropy = made(head, hidden, targets, forbidden)
+        assert logprobs.dtype == entropy.dtype == torch.float32
+        logprobs.masked_fill(logprobs.isinf(), 0.0).sum().backward()
+        assert head.weight.grad is not None
+        assert head.weight.grad.dtype == torch.float32
+        results.append((logprobs.detach(), head.weight.grad.clone()))
+    (exact, gradient), (ours, ours_gradient) = results
+    assert 1e-4 < (ours - exact)[exact.isfinite()].abs().max() < 0.1
+    assert (ours_gradient - gradient).norm() < 2e-2 * gradient.norm()
+
+
+@pytest.mark.parametrize("backend", ["normal", "torch"])
+def test_ids_beyond_the_heads_rows_are_scored_as_one_by_one(backend: str, make_tiny: Callable[[str], Tiny]) -> None:
+    """Molmo2's image tokens have embeddings and no logits; they fill the prompt, and could be a padded target."""
+    tiny = make_tiny("molmo2")
+    model = tiny.model().double()
+    batch = tiny.collator.collate(tiny.samples(6, seed=0), tiny.images.open)
+    assert batch.pixel_values is not None
+    batch.pixel_values = batch.pixel_values.double()
+    rows = len(model.get_output_embeddings().weight)
+    assert (batch.input_ids >= rows).any()
+    assert max(tiny.collator.forbidden_token_ids) >= rows
+    forbidden = tuple(tiny.collator.forbidden_token_ids)
+    policy = Policy(model, logprobs=backend, temperature=0.7, chunk_tokens=5, forbidden_token_ids=forbidden)
+    with torch.no_grad():
+        logprobs, entropy = policy(model_inputs(batch), batch.loss_mask)
+        known = tuple(token for token in forbidden if token < rows)
+        expected, expected_entropy = _one_by_one(tiny, model, known)
+    torch.testing.assert_close(logprobs, expected, atol=1e-10, rtol=0)
+    torch.testing.assert_close(entropy, expected_entropy, atol=1e-10, rtol=0)
+
+
+def _one_by_one(tiny: Tiny, model: Any, forbidden: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    parts = []
+    for sample in tiny.samples(6, seed=0):
+        batch = tiny.collator.collate([sample], tiny.images.open)
+        if batch.pixel_values is not None:
+            batch.pixel_values = batch.pixel_values.double()
+        mask = batch.loss_mask[:, 1:]
+        logits = model(**model_inputs(batch)).logits[:, :-1][mask] / 0.7
+        logits[:, list(forbidden)] = float("-inf")
+        log_p = logits.log_softmax(-1)
+        chosen = log_p.gather(-1, batch.input_ids[:, 1:][mask][:, None]).squeeze(-1)
+        parts.append((chosen, -(log_p.exp() * log_p.clamp(min=-1e9)).sum(-1)))
+    return torch.cat([a for a, _ in parts]), torch.cat([b for _, b in parts])
+
+
+def test_adapters_on_the_head_count_and_can_be_switched_off(tiny: Tiny) -> None:
+    lora = LoraSettings(rank=4, alpha=8, dropout=0.0, targets=("q_proj", "lm_head"), scope="all")
+    model = tiny.model(lora=lora).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    batch = tiny.collator.collate(tiny.samples(2, seed=0, n_images=(0,)), tiny.images.open)
+    policies = [Policy(model, logprobs=name, temperature=1.0, chunk_tokens=3) for name in ("normal", "torch")]
+    results = []
+    for policy in policies:
+        model.zero_grad()
+        logprobs, _ = policy(model_inputs(batch), batch.loss_mask)
+        logprobs.sum().backward()
+        with torch.no_grad(), model.disable_adapter():
+            without, _ = policy(model_inputs(batch), batch.loss_mask)
+        assert (without - logprobs).abs().max() > 1e-2
+        results.append((logprobs, without, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+    assert any("lm_head" in name for name in results[0][2])
+    torch.testing.assert_close(results[0], results[1], atol=1e-10, rtol=1e-8)
+
+
+def test_what_a_backend_cannot_do_is_refused_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, linear = HeadSettings(1.0, None, 4), nn.Linear(4, 8)
+    for backend in ("torch", "triton"):
+        with pytest.raises(ConfigurationError, match=r"Identity(.|\n)*logprobs = 'normal'"):
+            HEADS[backend](plain, nn.Identity(), CPU)
+    with pytest.raises(ConfigurationError, match="no log-prob backend is called 'trition'"):
+        HEADS["trition"]
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(fused, "find_spec", lambda name: object())
+    with pytest.raises(ConfigurationError, match=r"need a CUDA device(.|\n)*logprobs = 'torch'"):
+        HEADS["triton"](plain, linear, CPU)
+    monkeypatch.setattr(fused, "find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match=r"triton is not installed(.|\n)*pip install triton"):
+        HEADS["triton"](plain, linear, GPU)

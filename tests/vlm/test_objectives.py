@@ -1,0 +1,272 @@
+"""Every objective against its formula written out in float64 numpy, token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from components.contracts.errors import ConfigurationError
+from components.vlm.objectives import OBJECTIVES, Loss, Tokens, importance_weights, k3, loss_of, normalizer
+from components.vlm.settings import TrainerSettings
+
+from .conftest import trainer_settings
+
+MASK = {"name": "mask_ratio", "mask_ratio_low": 0.5, "mask_ratio_high": 2.0}
+PPO = {"name": "ppo", "clip_low": 0.2, "clip_high": 0.28}
+GSPO = {"name": "gspo", "clip_low": 0.1, "clip_high": 0.15}
+CISPO = {"name": "cispo", "clip_high": 0.5}
+ALL = [MASK, PPO, GSPO, CISPO]
+ROWS = np.array([0, 0, 0, 1, 1, 3, 3, 3, 3])  # row 2 has nothing to train on
+LENGTHS = {0: 3, 1: 2, 3: 4}
+
+
+def make_tokens(logprobs: Any, behavior: Any, advantages: Any, rows: Any = ROWS) -> Tokens:
+    behavior = torch.as_tensor(behavior, dtype=torch.float64)
+    return Tokens(
+        logprobs=torch.as_tensor(logprobs, dtype=torch.float64).requires_grad_(),
+        denominator=behavior,
+        behavior=behavior,
+        advantages=torch.as_tensor(advantages, dtype=torch.float64),
+        rows=torch.as_tensor(rows),
+        n_rows=int(max(rows)) + 1 if len(rows) else 1,
+    )
+
+
+def random_tokens(seed: int, spread: float = 0.6) -> Tokens:
+    rng = np.random.default_rng(seed)
+    behavior = rng.normal(-2, 1, len(ROWS))
+    advantages = rng.normal(size=4)[ROWS]
+    return make_tokens(behavior + rng.normal(0, spread, len(ROWS)), behavior, advantages)
+
+
+def run(tokens: Tokens, values: TrainerSettings, reference: torch.Tensor | None = None) -> Loss:
+    entropy = torch.ones_like(tokens.logprobs.detach())
+    return loss_of(tokens, entropy, reference, tokens.logprobs.detach(), values)
+
+
+def numpy_loss(objective: dict[str, Any], lp: Any, b: Any, adv: Any, aggregation: str) -> tuple[float, Any]:
+    """Loss and its gradient with respect to lp, by hand."""
+    loss, grad = np.zeros(len(lp)), np.zeros((len(lp), len(lp)))
+    for t, row in enumerate(ROWS):
+        same = row == ROWS
+        r, a = np.exp(lp[t] - b[t]), adv[t]
+        if objective["name"] == "mask_ratio":
+            if objective["mask_ratio_low"] <= r <= objective["mask_ratio_high"]:
+                loss[t], grad[t, t] = -r * a, -r * a
+            continue
+        if objective["name"] == "cispo":
+            w = min(r, 1 + objective["clip_high"])
+            loss[t], grad[t, t] = -w * a * lp[t], -w * a
+            continue
+        low, high = 1 - objective["clip_low"], 1 + objective["clip_high"]
+        if objective["name"] == "gspo":
+            r = np.exp((lp - b)[same].mean())
+        clipped = min(max(r, low), high)
+        loss[t] = -min(r * a, clipped * a)
+        if r * a <= clipped * a:
+            grad[t, same if objective["name"] == "gspo" else t] = (
+                -r * a / (same.sum() if objective["name"] == "gspo" else 1)
+            )
+    weights = np.array([1 / LENGTHS[row] for row in ROWS]) if aggregation == "sequence" else np.ones(len(lp))
+    return float((weights * loss).sum()), weights @ grad
+
+
+@pytest.mark.parametrize("aggregation", ["sum", "token", "sequence", "dr_grpo"])
+@pytest.mark.parametrize("objective", ALL, ids=lambda o: o["name"])
+def test_loss_and_gradient_are_the_formula(objective: dict[str, Any], aggregation: str) -> None:
+    for seed in range(20):
+        tokens = random_tokens(seed)
+        loss = run(tokens, trainer_settings(objective=objective, aggregation=aggregation))
+        arrays = [tokens.logprobs.detach().numpy(), tokens.behavior.numpy(), tokens.advantages.numpy()]
+        expected, gradient = numpy_loss(objective, *arrays, aggregation)
+        assert loss.total.item() == pytest.approx(expected, abs=1e-12)
+        loss.total.backward()
+        np.testing.assert_allclose(tokens.logprobs.grad, gradient, atol=1e-12)
+
+
+@pytest.mark.parametrize("objective", ALL, ids=lambda o: o["name"])
+def test_on_policy_the_gradient_is_the_policy_gradient(objective: dict[str, Any]) -> None:
+    behavior = np.linspace(-3, -0.1, len(ROWS))
+    advantages = np.array([0.5, -1.0, 0.0, 2.0])[ROWS]
+    tokens = make_tokens(behavior, behavior, advantages)
+    run(tokens, trainer_settings(objective=objective)).total.backward()
+    np.testing.assert_allclose(tokens.logprobs.grad, -advantages, atol=1e-12)
+
+
+def test_normalizers() -> None:
+    counts = {"sum": 1, "token": 9, "sequence": 3, "dr_grpo": 3 * 8}
+    assert {name: normalizer(trainer_settings(aggregation=name), 9, 3) for name in counts} == counts
+    assert normalizer(trainer_settings(aggregation="token"), 0, 0) == 1.0
+
+
+@given(st.integers(0, 1000), st.lists(st.booleans(), min_size=4, max_size=4), st.sampled_from(ALL))
+@settings(max_examples=60)
+def test_micro_batches_add_up_to_the_batch(seed: int, side: list[bool], objective: dict[str, Any]) -> None:
+    for aggregation in ("sum", "token", "sequence", "dr_grpo"):
+        values = trainer_settings(objective=objective, aggregation=aggregation)
+        full = random_tokens(seed)
+        run(full, values).total.backward()
+        gradient, total = np.zeros(len(ROWS)), 0.0
+        for chosen in (np.array(side)[ROWS], ~np.array(side)[ROWS]):
+            if not chosen.any():
+                continue
+            arrays = (full.logprobs.detach().numpy(), full.behavior.numpy(), full.advantages.numpy(), ROWS)
+            part = make_tokens(*(array[chosen] for array in arrays))
+            loss = run(part, values)
+            loss.total.backward()
+            gradient[chosen] = part.logprobs.grad
+            total += loss.total.item()
+        np.testing.assert_allclose(gradient, full.logprobs.grad, atol=1e-12)
+        assert total == pytest.approx(run(full, values).total.item(), abs=1e-12)
+
+
+# The published trainer's cases, with batches in which the baseline does not make everything zero.
+
+
+def band(low: float, high: float) -> TrainerSettings:
+    objective = {"name": "mask_ratio", "mask_ratio_low": low, "mask_ratio_high": high}
+    return trainer_settings(objective=objective, aggregation="sum")
+
+
+def two_rows(ratios: Any, advantages: Any) -> Tokens:
+    return make_tokens(np.log(ratios), np.zeros(len(ratios)), advantages, rows=np.arange(len(ratios)))
+
+
+def test_ratios_outside_the_band_are_dropped_and_the_boundary_is_kept() -> None:
+    tokens = two_rows([0.11, 0.5, 1.0, 5.0, 9.0], [1.0, 1.0, 1.0, 1.0, 1.0])
+    tokens.behavior.zero_()
+    loss = run(tokens, band(tokens.logprobs[1].exp().item(), tokens.logprobs[3].exp().item()))
+    assert loss.total.item() == pytest.approx(-(0.5 + 1.0 + 5.0))
+    assert (loss.sums["masked_low"].item(), loss.sums["masked_high"].item()) == (1, 1)
+    loss.total.backward()
+    np.testing.assert_allclose(tokens.logprobs.grad, [0, -0.5, -1.0, -5.0, 0], atol=1e-12)
+
+
+@pytest.mark.parametrize("ratio", [0.11, 9.0])
+def test_all_tokens_masked_out_is_zero_although_advantages_are_not(ratio: float) -> None:
+    tokens = two_rows([ratio, ratio], [1.0, -1.0])
+    loss = run(tokens, band(0.5, 5.0))
+    loss.total.backward()
+    assert loss.total.item() == 0.0
+    assert tokens.logprobs.grad is not None
+    assert not tokens.logprobs.grad.any()
+    assert loss.sums["importance_ratio"].item() / 2 == pytest.approx(ratio)
+
+
+def test_an_empty_mask_gives_zero_with_a_gradient() -> None:
+    tokens = make_tokens([], [], [], rows=np.array([], dtype=np.int64))
+    for objective in ALL:
+        loss = run(tokens, trainer_settings(objective=objective))
+        loss.total.backward()
+        assert loss.total.item() == 0.0
+        assert loss.sums["importance_ratio"].item() == 0.0
+        assert loss.sums["entropy"].item() == 0.0
+
+
+def test_negative_rewards_push_the_worse_answer_down() -> None:
+    tokens = two_rows([1.0, 1.0], [-1.0 + 2.0, -3.0 + 2.0])
+    run(tokens, band(0.1, 10.0)).total.backward()
+    np.testing.assert_allclose(tokens.logprobs.grad, [-1.0, 1.0])
+
+
+@pytest.mark.parametrize("objective", ALL, ids=lambda o: o["name"])
+@pytest.mark.parametrize("gap", [200.0, -200.0, float("-inf")])
+def test_extreme_ratios_poison_nothing(objective: dict[str, Any], gap: float) -> None:
+    tokens = make_tokens([-1.0, -1.0 + gap, -1.0], [-1.0, -1.0, -1.0], [1.0, -1.0, 1.0], rows=np.array([0, 1, 2]))
+    loss = run(tokens, trainer_settings(objective=objective))
+    loss.total.backward()
+    assert tokens.logprobs.grad is not None
+    assert torch.isfinite(tokens.logprobs.grad).all()
+    assert all(torch.isfinite(value) for value in loss.sums.values())
+    assert loss.sums["ratio_out_of_range"].item() == 1
+    np.testing.assert_allclose(tokens.logprobs.grad[[0, 2]], [-1.0, -1.0])
+
+
+def test_mismatch_kl_and_ratio_are_those_of_the_published_trainer() -> None:
+    tokens = random_tokens(3)
+    sums = run(tokens, trainer_settings()).sums
+    ratio = np.exp((tokens.logprobs - tokens.behavior).detach().numpy())
+    assert sums["importance_ratio"].item() == pytest.approx(ratio.sum())
+    assert sums["mismatch_kl"].item() == pytest.approx((ratio - np.log(ratio) - 1).sum())
+
+
+# Importance correction and the KL term.
+
+
+def test_importance_weights() -> None:
+    tokens = random_tokens(1)
+    start = tokens.behavior + torch.tensor([0.1, 0.2, 1.0, -0.5, -0.5, 0.3, 0.3, 0.3, 0.3])
+    gaps = (start - tokens.behavior).numpy()
+    per_token = np.exp(gaps)
+    per_sequence = np.exp([gaps[row == ROWS].sum() for row in ROWS])
+    for level, weights in (("token", per_token), ("sequence", per_sequence)):
+        for mode, expected in (
+            ("truncate", np.minimum(weights, 1.5)),
+            ("mask", np.where(weights <= 1.5, weights, 0)),
+        ):
+            correction = trainer_settings(correction={"level": level, "mode": mode, "cap": 1.5}).correction
+            np.testing.assert_allclose(importance_weights(tokens, start, correction), expected)
+
+
+def test_the_seeds_objective_refuses_a_second_correction() -> None:
+    with pytest.raises(ValueError, match="already weighs"):
+        trainer_settings(objective=MASK, correction={"level": "token", "mode": "truncate", "cap": 2.0})
+
+
+def test_k3_is_not_negative_and_zero_at_the_reference() -> None:
+    lp = torch.linspace(-5, 0, 50, dtype=torch.float64)
+    assert (k3(lp, lp.flip(0)) >= 0).all()
+    assert not k3(lp, lp).any()
+
+
+def test_the_kl_term_pulls_toward_the_reference() -> None:
+    tokens = make_tokens([-1.0, -2.0], [-1.0, -2.0], [0.0, 0.0], rows=np.array([0, 1]))
+    reference = torch.tensor([-0.5, -2.5], dtype=torch.float64)
+    loss = run(tokens, trainer_settings(kl_coefficient=0.1), reference)
+    loss.total.backward()
+    np.testing.assert_allclose(tokens.logprobs.grad, 0.1 * (1 - np.exp([0.5, -0.5])))
+
+
+def test_an_unknown_objective_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="did you mean 'ppo'"):
+        OBJECTIVES["pppo"]
+
+
+def test_likelihood_is_cross_entropy_and_ignores_advantages_and_the_sampler():
+    logits = torch.from_numpy(np.random.default_rng(3).normal(size=(len(ROWS), 11))).requires_grad_()
+    targets = torch.arange(len(ROWS)) % 11
+    logprobs = logits.log_softmax(-1)[torch.arange(len(ROWS)), targets]
+    behavior = torch.zeros(len(ROWS), dtype=torch.float64)
+    tokens = Tokens(logprobs, behavior, behavior, torch.zeros_like(behavior), torch.as_tensor(ROWS), 4)
+    values = trainer_settings(objective={"name": "likelihood"}, aggregation="token")
+    loss = run(tokens, values).total / normalizer(values, len(ROWS), 3)
+    expected = torch.nn.functional.cross_entropy(logits, targets)
+    assert loss.item() == pytest.approx(expected.item())
+    (ours,), (theirs,) = torch.autograd.grad(loss, logits, retain_graph=True), torch.autograd.grad(expected, logits)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_dual_clip_bounds_the_loss_of_bad_tokens_alone() -> None:
+    """Ratios 5, 5, 2 and 0.5 with advantages -1, 1, -1 and -1, and a bound of 3."""
+    tokens = make_tokens(np.log([5.0, 5.0, 2.0, 0.5]), np.zeros(4), [-1.0, 1.0, -1.0, -1.0], np.arange(4))
+    values = trainer_settings(objective={**PPO, "dual_clip": 3.0}, aggregation="sum")
+    loss = run(tokens, values)
+    assert loss.total.item() == pytest.approx(3.0 - 1.28 + 2.0 + 0.8)
+    loss.total.backward()
+    np.testing.assert_allclose(tokens.logprobs.grad, [0.0, 0.0, 2.0, 0.0], atol=1e-12)
+
+
+def test_the_entropy_term_makes_entropy_larger() -> None:
+    tokens = random_tokens(0)
+    values = trainer_settings(objective=PPO, entropy_coefficient=0.5, aggregation="sum")
+    entropy = torch.full_like(tokens.logprobs.detach(), 2.0).requires_grad_()
+    loss = loss_of(tokens, entropy, None, tokens.logprobs.detach(), values)
+    plain = run(tokens, trainer_settings(objective=PPO, aggregation="sum"))
+    assert loss.total.item() == pytest.approx(plain.total.item() - 0.5 * 2.0 * len(ROWS))
+    loss.total.backward()
+    assert entropy.grad is not None and torch.equal(entropy.grad, torch.full_like(entropy, -0.5))

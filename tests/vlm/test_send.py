@@ -1,0 +1,141 @@
+"""The command that sends weights to servers: what is sent, in which order, over which connections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from components.batches.table import write_batch
+from components.contracts.errors import ConfigurationError, WeightSyncError
+from components.contracts.machine import Machine
+from components.inference.endpoint import Endpoint
+from components.models.molmo2 import to_hub
+from components.training.ranks import Ranks
+from components.training.service_settings import service_settings
+from components.vlm import worker as worker_module
+from components.vlm.client import TrainerPolicySettings
+from components.vlm.worker import TrainerWorker
+
+from .conftest import LORA, Tiny, model_settings, trainer_settings
+
+SERVERS = [Endpoint("http://127.0.0.1:1", "key"), Endpoint("http://127.0.0.1:2", "key")]
+
+
+class Recorder:
+    """A sender that keeps what it is given, as any other package may register one."""
+
+    made: list[Recorder]
+    fails = False
+
+    def __init__(self, endpoints: Sequence[Endpoint], timeout: float) -> None:
+        self.endpoints, self.sent = endpoints, []
+        Recorder.made.append(self)
+
+    def send(self, parameters: dict[str, torch.Tensor]) -> None:
+        if Recorder.fails:
+            raise WeightSyncError("refused")
+        self.sent.append({name: tensor.clone() for name, tensor in parameters.items()})
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    Recorder.made, Recorder.fails = [], False
+    monkeypatch.setattr(worker_module, "WEIGHT_SENDERS", {"ipc": Recorder})
+    yield
+
+
+def make_worker(tiny: Tiny, folder: Path, way: str = "ipc", **model: Any) -> TrainerWorker:
+    policy = TrainerPolicySettings(
+        model_path=tiny.folder,
+        model=model_settings(**model),
+        trainer=trainer_settings(learning_rate=0.01, autocast="none" if model.get("dtype") is None else "bf16"),
+        temperature=1.0,
+        images=tiny.images.root,
+    )
+    folder.mkdir()
+    return TrainerWorker(service_settings(policy, Machine(loader_workers=0, weight_transfer=way), folder), Ranks())
+
+
+def ask(worker: TrainerWorker, **command: Any) -> Any:
+    return worker.run(command, worker.check(command))
+
+
+def send(worker: TrainerWorker, version: int, servers: list[Endpoint] = SERVERS) -> None:
+    ask(worker, name="send", version=version, endpoints=[asdict(server) for server in servers])
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen2-vl", {}),
+        ("qwen3-vl tied", {}),
+        ("gemma3 tied", {"lora": LORA}),
+        ("qwen2-vl", {"lora": LORA}),
+        ("qwen2-vl", {"dtype": "bfloat16"}),
+        ("llava", {}),
+        ("gemma3", {}),
+        ("internvl", {}),
+        ("molmo2", {}),
+        ("molmo2", {"lora": LORA}),
+    ],
+    ids=["full", "tied", "tied-lora", "lora", "bf16", "llava", "gemma3", "internvl", "molmo2", "molmo2-lora"],
+)
+def test_what_is_sent_is_what_would_be_published(
+    make_tiny: Callable[..., Tiny], tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
+    tiny = make_tiny(family.removesuffix(" tied"), tied=family.endswith("tied"))
+    worker = make_worker(tiny, tmp_path / "work", **changes)
+    with torch.no_grad():
+        for parameter in worker.learner.model.parameters():
+            parameter.add_(0.01 * torch.randn_like(parameter))
+    send(worker, 0)
+    ask(worker, name="publish", version=0, folder=str(tmp_path / "out"))
+    published = load_file(tmp_path / "out" / "model.safetensors")
+    (sent,) = Recorder.made[0].sent
+    if family == "molmo2":  # sent under the model's names, which vLLM's plug-in knows as well as those in the files
+        assert not any(name.startswith(("model.transformer.", "model.vision_backbone.")) for name in sent)
+        sent = to_hub(sent, worker.learner.model.config)
+    assert sent.keys() == published.keys()
+    assert any(name.endswith("lm_head.weight") for name in sent) != family.endswith("tied")
+    for name, tensor in published.items():
+        assert tensor.dtype == sent[name].dtype
+        torch.testing.assert_close(sent[name], tensor, rtol=0, atol=0)
+
+
+def test_versions_are_sent_in_order_over_connections_that_last(tiny: Tiny, tmp_path: Path) -> None:
+    worker = make_worker(tiny, tmp_path / "work")
+    send(worker, 0)
+    batch = tmp_path / "batch"
+    batch.mkdir()
+    write_batch(batch, tiny.samples(4, seed=1))
+    with pytest.raises(ConfigurationError, match="version 1 was requested"):
+        send(worker, 1)
+    ask(worker, name="step", step=1, batch=str(batch))
+    with pytest.raises(ConfigurationError, match="weights are of 1 steps"):
+        send(worker, 0)
+    send(worker, 1)
+    send(worker, 1)
+    (only,) = Recorder.made
+    before, after, again = only.sent
+    assert all(torch.equal(after[name], again[name]) for name in after)
+    assert any(not torch.equal(before[name], after[name]) for name in after)
+
+    send(worker, 1, SERVERS[:1])
+    assert [sender.endpoints for sender in Recorder.made] == [SERVERS, SERVERS[:1]]
+    Recorder.fails = True
+    with pytest.raises(WeightSyncError):
+        send(worker, 1, SERVERS[:1])
+    Recorder.fails = False
+    send(worker, 1, SERVERS[:1])
+    assert len(Recorder.made) == 3
+
+
+def test_a_folder_needs_no_sender(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"'file' needs no sender"):
+        send(make_worker(tiny, tmp_path / "work", way="file"), 0)
