@@ -38,6 +38,18 @@ TAKEN_AWAY = object()
 """In place of a value in overrides: the setting, or the section, is left out."""
 
 
+class _Written:
+    """A number of an override, and how it was written: a setting that is a string takes that (a digest like 12e456)."""
+
+    text: str
+
+
+class _Int(_Written, int): ...
+
+
+class _Float(_Written, float): ...
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A flow with every value that it needs. An optional section that is left out is not in `sections`."""
@@ -169,6 +181,9 @@ def parse_override(text: str) -> dict[str, Any]:
             parsed = value
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, or too deeply nested
             raise ConfigurationError(f"invalid override: {_SHORT.repr(text)}: {error}", where=key) from error
+    if type(parsed) in (int, float):
+        parsed = _Int(parsed) if isinstance(parsed, int) else _Float(parsed)
+        parsed.text = value.strip()
     for part in reversed(parts):
         parsed = {part: parsed}
     return dict(parsed)
@@ -260,10 +275,31 @@ def _sections(kind: type[Sections], values: Mapping[str, Any], where: str) -> di
             continue
         (model,) = settings_in(known[section].annotation)
         try:
-            sections[section] = model.model_validate(values.get(section, {}))
+            sections[section] = _validate(model, values.get(section, {}))
         except ValidationError as error:
             raise ConfigurationError(explain(error, section, model), where=where) from error
     return fitting(kind, sections, where).given()
+
+
+def _validate(model: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
+    """The settings, in which the numbers of overrides stand as they were written where a string is asked for.
+
+    Raises:
+        ValidationError: an unknown key, or a value out of bounds.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        strings = [each for each in error.errors() if each["type"] == "string_type"]
+        numbers = [each for each in strings if isinstance(each["input"], _Written)]
+        if not numbers:
+            raise
+    for problem in numbers:
+        written: Any = problem["input"].text
+        for part in reversed(_place(model, problem["loc"])[0]):
+            written = {part: written}
+        values = merge(values, written)
+    return model.model_validate(values)
 
 
 def section_of(
@@ -277,7 +313,7 @@ def section_of(
     for override in overrides:
         values = merge(values, parse_override(override))
     try:
-        return model.model_validate(values)
+        return _validate(model, values)
     except ValidationError as error:
         raise ConfigurationError(
             explain(error, model.__name__.removesuffix("Settings").lower(), model), where=where

@@ -175,12 +175,10 @@ class TrainVlaRl(Sections):
     rollouts: RobotRolloutSettings = Field(description="How much is played per step, and how actions are sampled.")
     trainer: RobotRLTrainerSettings = Field(description="Objective, optimizer and number of steps.")
     preflight: RobotPreflightSettings = Field(
-        RobotPreflightSettings(), description="What sampler and trainer must agree on before the first step."
+        description="What sampler and trainer must agree on before the first step."
     )
     evaluation: LiberoEvaluationSection
-    comparison: CompareLiberoSettings = Field(
-        CompareLiberoSettings(), description="How the policies before and after are compared."
-    )
+    comparison: CompareLiberoSettings = Field(description="How the policies before and after are compared.")
     machine: MachineSection = Machine()
     demonstrations: DemonstrationSettings | None = Field(None, description="What the expert demonstrates first.")
     layout: LayoutSettings | None = Field(None, description="How the demonstrations are stored.")

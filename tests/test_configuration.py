@@ -54,6 +54,13 @@ def test_overrides_are_toml_values_or_bare_strings(text, expected):
     assert parse_override(text) == expected
 
 
+@pytest.mark.parametrize("digest", ["7e91234567", "0123456789", "1234567890", "12e45", "1_000", "-1", "inf"])
+def test_a_number_is_taken_as_it_is_written_where_a_string_is_asked_for(digest):
+    recipe = load_recipe("evaluate/vlm", [f"subject.checkpoint={digest}", "inference.max_model_len=1_024"])
+    assert recipe.sections["subject"].checkpoint == digest
+    assert recipe.sections["inference"].max_model_len == 1024
+
+
 def test_an_override_without_an_equals_sign_is_refused():
     with pytest.raises(ConfigurationError, match="write --set"):
         parse_override("trainer.max_steps")
