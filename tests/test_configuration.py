@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 
@@ -17,6 +18,8 @@ from components.configuration import (
     recipe_path,
 )
 from components.contracts.errors import ConfigurationError
+from components.datasets.settings import SourceSettings
+from components.environments.openenv.settings import OpenEnvSettings
 
 
 def test_files_extend_each_other_table_by_table(tmp_path):
@@ -59,6 +62,18 @@ def test_a_number_is_taken_as_it_is_written_where_a_string_is_asked_for(digest):
     recipe = load_recipe("evaluate/vlm", [f"subject.checkpoint={digest}", "inference.max_model_len=1_024"])
     assert recipe.sections["subject"].checkpoint == digest
     assert recipe.sections["inference"].max_model_len == 1024
+
+
+def test_the_order_of_keys_in_a_table_changes_no_settings():
+    """A fingerprint does not see it, so no result may: here the order of a policy's images."""
+    cameras = {"front": "a", "wrist": "b", "above": "c"}
+    orders = [dict(each) for each in itertools.permutations(cameras.items())]
+    sources = [SourceSettings(path="x", tag="x", cameras=each) for each in orders]
+    assert {tuple(each.cameras.items()) for each in sources} == {(("above", "c"), ("front", "a"), ("wrist", "b"))}
+    played = [
+        OpenEnvSettings(base_url="http://127.0.0.1:1", max_turns=1, reset={"deep": [{"one": each}]}) for each in orders
+    ]
+    assert len({each.model_dump_json() for each in played}) == 1
 
 
 def test_an_override_without_an_equals_sign_is_refused():

@@ -47,6 +47,12 @@ def _odd(value: Any, where: str) -> str:
     return ""
 
 
+def _sorted_tables(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _sorted_tables(value[key]) for key in sorted(value, key=str)}
+    return [_sorted_tables(item) for item in value] if isinstance(value, list) else value
+
+
 class InvalidTable(ValueError):
     """A table does not fit `model`, the settings class that a value beside it names."""
 
@@ -95,6 +101,12 @@ class Settings(BaseModel):
             if isinstance(tag, str) and isinstance(default, BaseModel) and isinstance(table, Mapping):
                 complete[name] = {tag: getattr(default, tag), **table}
         return complete
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tables_have_no_order(cls, values: Any) -> Any:
+        """By key: fingerprints do not see the order of keys, PostgreSQL does not keep it for Prefect's parameters."""
+        return _sorted_tables(values)
 
     @model_validator(mode="after")
     def _values_of_any_type_are_json(self) -> Self:
