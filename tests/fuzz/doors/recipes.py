@@ -62,7 +62,8 @@ def door(folder: Path) -> Iterator[Attempt]:
         value = rng.choice([each for each in HOSTILE if isinstance(each, bool | int | float)])
         text = str(value).lower() if isinstance(value, bool) else repr(value)
         dump = load_recipe(name, [f"{section}.{key}={text}"]).dump()
-        expect(contains(dump[section], value), f"{section}.{key}={text} became another value")
+        as_written = not isinstance(value, bool) and contains(dump[section], text)  # where a string is asked for
+        expect(as_written or contains(dump[section], value), f"{section}.{key}={text} became another value")
         return check(dump)
 
     yield lambda rng: rng.choice((from_file, from_form, from_override))(rng)
