@@ -22,6 +22,7 @@ from components.contracts.numbers import write_json
 from components.contracts.stages import Artifact, Events, ResultT, Stage, StageContext, Units
 from components.home import home_folder
 from components.registry import Registry, suggestion
+from components.workers.worker import workers_on
 
 STAGES = Registry(
     "stage",
@@ -166,6 +167,7 @@ def run_stage(
     store = open_store(machine, events.message)
     key, sources = _fingerprint_and_sources(stage, settings, inputs)
     with ExitStack() as held:
+        held.enter_context(workers_on(machine.cluster))
         held.enter_context(store.lock(name, key))
         made = None if again else store.find(name, key)
         if made is None:

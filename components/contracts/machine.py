@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
+from components.contracts.cluster import ClusterSettings
 from components.contracts.secrets import Environment, refuse_plain_arguments, refuse_plain_url, resolve
 from components.contracts.settings import Settings
 from components.installation import server_python
@@ -75,6 +76,9 @@ class Machine(Settings):
     environment_processes: int = Field(
         0, ge=0, description="Processes that play episodes of environments that need some; 0: half of the cores."
     )
+    cluster: ClusterSettings | None = Field(
+        None, description="The Ray cluster that has those processes, in place of this machine."
+    )
     task_runner: Literal["threads", "dask"] = Field(
         "threads", description="What computes statistics of datasets: threads of this process, or a Dask cluster."
     )
@@ -127,6 +131,8 @@ class Machine(Settings):
             )
         if self.trainer_rendezvous and self.trainer_nodes == 1:
             raise ValueError("trainer_rendezvous has no effect with trainer_nodes = 1")
+        if self.cluster and not self.environment_processes:
+            raise ValueError("cluster needs environment_processes, how many workers it is to have")
         if self.dask_scheduler and self.task_runner != "dask":
             raise ValueError('dask_scheduler has no effect with task_runner = "threads": set task_runner = "dask"')
         return self

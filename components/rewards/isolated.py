@@ -17,14 +17,14 @@ from components.contracts.failures import RolloutFailed
 from components.project import VARIABLE as PROJECT
 from components.rewards.reward import IsolatedSettings, RewardInput
 from components.workers.errors import WorkerError
-from components.workers.process import WorkerProcess
+from components.workers.worker import Worker, make_worker
 
 WORKER = "components.rewards.worker"
 START_SECONDS = 120.0
 """For a process to start and import what it needs, before its first grade."""
 
 ResultT = TypeVar("ResultT")
-Job = tuple[Future[Any], Callable[[WorkerProcess], Any]]
+Job = tuple[Future[Any], Callable[[Worker], Any]]
 
 
 class IsolatedReward:
@@ -39,7 +39,7 @@ class IsolatedReward:
         self.weights = {settings.part: settings.weight}
         place = str(folder.resolve())
         described, env = {"settings": settings.model_dump(mode="json"), "folder": place}, {PROJECT: place}
-        workers = [WorkerProcess(WORKER, described, timeout=settings.timeout, env=env) for _ in range(processes)]
+        workers = [make_worker(WORKER, described, timeout=settings.timeout, env=env) for _ in range(processes)]
         self._beginning = Lock()
         self._sources: dict[str, str] = {}
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
@@ -62,7 +62,7 @@ class IsolatedReward:
         asked = (given.completion, given.answer, dict(given.row))
         return {self._part: await asyncio.wrap_future(self._submit(lambda each: self._ask(each, "grade", *asked)))}
 
-    def _ask(self, worker: WorkerProcess, method: str, *arguments: Any) -> float:
+    def _ask(self, worker: Worker, method: str, *arguments: Any) -> float:
         try:
             self._begin(worker)
             kind, value = worker.call(method, *arguments)
@@ -76,7 +76,7 @@ class IsolatedReward:
             raise RolloutFailed(*value)
         return float(value)
 
-    def _begin(self, worker: WorkerProcess) -> None:
+    def _begin(self, worker: Worker) -> None:
         """
         Raises:
             ConfigurationError: the reward cannot be made, or not any more as it was first.
@@ -93,7 +93,7 @@ class IsolatedReward:
                 remedy="start the run again to use the new one",
             )
 
-    def _submit(self, work: Callable[[WorkerProcess], ResultT]) -> Future[ResultT]:
+    def _submit(self, work: Callable[[Worker], ResultT]) -> Future[ResultT]:
         future: Future[ResultT] = Future()
         if not self.close.alive:
             future.set_exception(_closed())
@@ -102,7 +102,7 @@ class IsolatedReward:
         return future
 
 
-def _work(worker: WorkerProcess, jobs: SimpleQueue[Job | None]) -> None:
+def _work(worker: Worker, jobs: SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
         future, work = job
         if future.set_running_or_notify_cancel():
@@ -113,7 +113,7 @@ def _work(worker: WorkerProcess, jobs: SimpleQueue[Job | None]) -> None:
     worker.close()
 
 
-def _end(workers: list[WorkerProcess], jobs: SimpleQueue[Job | None]) -> None:
+def _end(workers: list[Worker], jobs: SimpleQueue[Job | None]) -> None:
     with suppress(Empty):
         while job := jobs.get_nowait():
             if job[0].set_running_or_notify_cancel():

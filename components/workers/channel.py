@@ -8,6 +8,7 @@ import re
 import socket
 import struct
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,25 @@ def encoded(value: Any) -> bytes:
     return b"".join([_LENGTH.pack(len(document)), document, *arrays])
 
 
+def decoded(data: bytes) -> Any:
+    """What `encoded` was given.
+
+    Raises:
+        EOFError: it is cut off.
+        ValueError, TypeError: it is not what `encoded` gives.
+    """
+    rest = memoryview(data)
+
+    def exactly(count: int) -> bytearray:
+        nonlocal rest
+        if count > len(rest):
+            raise EOFError
+        part, rest = bytearray(rest[:count]), rest[count:]
+        return part
+
+    return _value(exactly)
+
+
 class Channel:
     """Sends and receives what `encoded` gives. The other side is not trusted."""
 
@@ -58,25 +78,10 @@ class Channel:
             ValueError, TypeError: it is not what `encoded` gives.
         """
         self._until = None if timeout is None else time.monotonic() + timeout
-        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
-        document = self._exactly(length)
-        try:
-            return json.loads(document, object_hook=self._filled)
-        except RecursionError as error:
-            raise ValueError("a document of too many levels") from error
+        return _value(self._exactly)
 
     def close(self) -> None:
         self._stream.close()
-
-    def _filled(self, document: dict[str, Any]) -> Any:
-        """Called in the order of the document, which is that of the arrays behind it."""
-        if _ARRAY not in document:
-            return document
-        name, shape = document[_ARRAY]
-        if not _NUMBERS.fullmatch(name) or not all(type(side) is int and side >= 0 for side in shape):
-            raise ValueError(f"an array of {name!r:.40} and shape {shape!r:.100}")
-        dtype = np.dtype(name)
-        return np.ndarray(tuple(shape), dtype, self._exactly(math.prod(shape) * dtype.itemsize))
 
     def _exactly(self, count: int) -> bytearray:
         if count > MOST_BYTES:
@@ -93,3 +98,23 @@ class Channel:
                 raise EOFError
             rest = rest[size:]
         return received
+
+
+def _value(exactly: Callable[[int], bytearray]) -> Any:
+    """Read by `exactly`, which gives so many of the next bytes."""
+
+    def filled(document: dict[str, Any]) -> Any:
+        """Called in the order of the document, which is that of the arrays behind it."""
+        if _ARRAY not in document:
+            return document
+        name, shape = document[_ARRAY]
+        if not _NUMBERS.fullmatch(name) or not all(type(side) is int and side >= 0 for side in shape):
+            raise ValueError(f"an array of {name!r:.40} and shape {shape!r:.100}")
+        dtype = np.dtype(name)
+        return np.ndarray(tuple(shape), dtype, exactly(math.prod(shape) * dtype.itemsize))
+
+    (length,) = _LENGTH.unpack(exactly(_LENGTH.size))
+    try:
+        return json.loads(exactly(length), object_hook=filled)
+    except RecursionError as error:
+        raise ValueError("a document of too many levels") from error

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from components.process import Program
 from components.workers.channel import Channel, encoded
@@ -21,27 +21,6 @@ GRACE = 3.0
 """Seconds that an idle worker has to leave by itself."""
 
 _ROOT = Path(__file__).parents[2]
-
-
-class Worker(Protocol):
-    """What answers requests elsewhere: a `WorkerProcess` here; an actor of a cluster may stand in its place."""
-
-    @property
-    def alive(self) -> bool:
-        """Whether it has begun and was not lost since; a call makes it so."""
-
-    def call(self, method: str, *arguments: Any, timeout: float | None = None) -> Any:
-        """What the handler's method returns, or the list of what it yields. Arguments and answer are data.
-
-        `timeout`: another one for this call.
-
-        Raises:
-            WorkerError: the worker was lost.
-            ArmatureError: what the handler raised; the worker stays as it is.
-        """
-
-    def close(self) -> None:
-        """End it and its state; a call in flight fails, the next one starts it again."""
 
 
 class WorkerProcess:

@@ -15,7 +15,7 @@ from components.environments.alfworld.games.folders import games_digest, write_g
 from components.environments.alfworld.games.game import SOURCES, Game, GamesSettings, GeneratedGames
 from components.environments.alfworld.games.load import load_games
 from components.environments.alfworld.text.host import EngineHost
-from components.workers.process import Worker
+from components.workers.worker import Worker
 
 
 class GamesStageSettings(Settings):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from components.contracts.robots import RobotObservation
 from components.environments.libero.scripted.demonstrate import DemonstrationOutcome
 from components.environments.libero.settings import SimulatorSettings
 from components.environments.libero.tasks import LiberoTask
-from components.workers.process import WorkerProcess
+from components.workers.worker import make_worker
 
 WORKER = "components.environments.libero.worker"
 
@@ -40,7 +41,7 @@ class Demonstration:
     outcome: DemonstrationOutcome
 
 
-class SimulatorProcess(WorkerProcess):
+class SimulatorProcess:
     """A worker with simulators by slot. They are gone when it was lost: then a slot is reset before it is stepped."""
 
     def __init__(self, settings: SimulatorSettings, timeout: float) -> None:
@@ -48,7 +49,21 @@ class SimulatorProcess(WorkerProcess):
         Args:
             timeout: Seconds for one reset, one step of a demonstration or one chunk's action.
         """
-        super().__init__(WORKER, settings.model_dump(mode="json"), timeout=timeout)
+        self.worker = make_worker(WORKER, settings.model_dump(mode="json"), timeout=timeout)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its simulators are there; a reset makes it so."""
+        return self.worker.alive
+
+    def close(self) -> None:
+        self.worker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def reset(self, task: LiberoTask, initial_state: int, seed: int, slot: int = 0) -> RobotObservation:
         """As `LiberoSimulator.reset`; builds the simulator where the slot has another task.
@@ -56,7 +71,7 @@ class SimulatorProcess(WorkerProcess):
         Raises:
             WorkerError: it failed.
         """
-        return RobotObservation(**self.call("reset", slot, task.suite, task.index, initial_state, seed))
+        return RobotObservation(**self.worker.call("reset", slot, task.suite, task.index, initial_state, seed))
 
     def step(self, actions: NDArray[np.float32], slot: int = 0, film: bool = False) -> ChunkResult:
         """Carry out actions (n, 7) until one succeeds; `film` keeps all images.
@@ -64,7 +79,7 @@ class SimulatorProcess(WorkerProcess):
         Raises:
             WorkerError: it failed, or the slot has had no reset since its process started.
         """
-        *frames, (observation, success, steps) = self.call("step", slot, actions, film)
+        *frames, (observation, success, steps) = self.worker.call("step", slot, actions, film)
         return ChunkResult(RobotObservation(**observation), success, steps, frames if film else [])
 
     def demonstrate(self, task: LiberoTask, initial_state: int, seed: int, noise: float, limit: int) -> Demonstration:
@@ -73,6 +88,6 @@ class SimulatorProcess(WorkerProcess):
         Raises:
             WorkerError: it failed.
         """
-        *steps, outcome = self.call("demonstrate", task.suite, task.index, initial_state, seed, noise, limit)
+        *steps, outcome = self.worker.call("demonstrate", task.suite, task.index, initial_state, seed, noise, limit)
         seen = [(RobotObservation(**observation), action) for observation, action in steps]
         return Demonstration(seen, DemonstrationOutcome(**outcome))

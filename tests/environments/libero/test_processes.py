@@ -44,20 +44,20 @@ def test_slots_are_alike_and_apart(process: SimulatorProcess) -> None:
 
 def test_what_is_refused_leaves_the_process_as_it_is(process: SimulatorProcess) -> None:
     process.reset(suite_tasks("libero_spatial")[0], 0, 1)
-    pid = process.pid
+    pid = process.worker.pid
     with pytest.raises(DataError, match="7 finite numbers"):
         process.step(np.full((1, 7), np.inf, np.float32))
     with pytest.raises(WorkerError, match="slot 5"):
         process.step(STILL, slot=5)
     with pytest.raises(ConfigurationError, match="cannot do"):
         process.demonstrate(suite_tasks("libero_goal")[0], 0, 0, 0.0, 10)
-    assert process.pid == pid and process.step(STILL).steps == 3
+    assert process.worker.pid == pid and process.step(STILL).steps == 3
 
 
 def test_a_killed_process_is_noticed_and_started_again(process: SimulatorProcess) -> None:
     task = suite_tasks("libero_spatial")[0]
     before = process.reset(task, 3, 1)
-    starts, pid = process.starts, process.pid
+    starts, pid = process.worker.starts, process.worker.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match="code -9"):
@@ -65,7 +65,7 @@ def test_a_killed_process_is_noticed_and_started_again(process: SimulatorProcess
     with pytest.raises(WorkerError, match="reset comes first"):
         process.step(STILL)
     after = process.reset(task, 3, 1)
-    assert process.starts == starts + 1
+    assert process.worker.starts == starts + 1
     assert all(np.array_equal(image, after.images[name]) for name, image in before.images.items())
     assert np.array_equal(before.state, after.state)
 
@@ -76,5 +76,5 @@ def test_one_that_hangs_is_ended_in_time() -> None:
         began = time.monotonic()
         with pytest.raises(WorkerError, match=r"within 0.5 s.*"):
             process.reset(suite_tasks("libero_spatial")[0], 0, 1)  # importing alone takes longer
-        assert time.monotonic() - began < 10 and process.pid is None
+        assert time.monotonic() - began < 10 and process.worker.pid is None
         assert set(psutil.Process().children()) <= others

@@ -50,8 +50,8 @@ class Saboteur:
 
     def predict(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> NDArray[np.float32]:
         self._asked += 1
-        if self._asked == 3 and self._victim.pid is not None:
-            os.kill(self._victim.pid, signal.SIGKILL)
+        if self._asked == 3 and self._victim.worker.pid is not None:
+            os.kill(self._victim.worker.pid, signal.SIGKILL)
         return self._policy.predict(observations, seeds)
 
 

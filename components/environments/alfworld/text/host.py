@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary, finalize
 from components.environments.alfworld import packaged
 from components.workers.errors import WorkerError
 from components.workers.pool import WorkerPool
-from components.workers.process import Worker, WorkerProcess
+from components.workers.worker import Worker, current_cluster, make_worker
 
 ANSWER_SECONDS = 300.0
 """A process that is silent for longer hangs; its games are lost."""
@@ -40,7 +40,7 @@ class EngineHost(WorkerPool[Worker]):
             "PYTHONHASHSEED": "0",  # texts list what sets of facts hold
             "ALFWORLD_DATA": str(packaged.folder()),  # else importing alfworld makes a folder in the home
         }
-        super().__init__(lambda: WorkerProcess(WORKER, timeout=ANSWER_SECONDS, env=env), processes)
+        super().__init__(lambda: make_worker(WORKER, timeout=ANSWER_SECONDS, env=env), processes)
         self._games = itertools.count()
         finalize(self, _close, self.workers)
 
@@ -53,16 +53,17 @@ class EngineHost(WorkerPool[Worker]):
         return HostedGame(self, worker, next(self._games), problem, goal)
 
 
-_SHARED: WeakValueDictionary[int, EngineHost] = WeakValueDictionary()
+_SHARED: WeakValueDictionary[tuple[int, str], EngineHost] = WeakValueDictionary()
 _SHARING = threading.Lock()
 
 
 def shared_host(processes: int) -> EngineHost:
-    """The host of all that ask for `processes` at the same time."""
+    """The host of all that ask for `processes` at the same time, on the same cluster or on this machine."""
+    key = processes, repr(current_cluster())
     with _SHARING:
-        host = _SHARED.get(processes)
+        host = _SHARED.get(key)
         if host is None:
-            host = _SHARED[processes] = EngineHost(processes)
+            host = _SHARED[key] = EngineHost(processes)
         return host
 
 

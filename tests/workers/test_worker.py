@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,26 @@ import pytest
 from components.contracts.errors import ConfigurationError, DataError
 from components.workers.channel import encoded
 from components.workers.errors import WorkerError
-from components.workers.process import WorkerProcess
+from components.workers.worker import Worker, make_worker, workers_on
 
 MODULE = "tests.workers.misbehaving"
+MakeWorker = Callable[..., Worker]
 
 
-def misbehaving(timeout: float = 60.0, **settings: Any) -> WorkerProcess:
-    return WorkerProcess(MODULE, settings, timeout=timeout)
+@pytest.fixture(scope="module", params=["process", *(["actor"] if find_spec("ray") else [])])
+def misbehaving(request: pytest.FixtureRequest) -> MakeWorker:
+    """Makes workers in processes of this machine, and where Ray is installed on a node of a cluster."""
+    place = None if request.param == "process" else request.getfixturevalue("cluster")
+
+    def make(timeout: float = 60.0, module: str = MODULE, **settings: Any) -> Worker:
+        with workers_on(place):
+            return make_worker(module, settings, timeout=timeout)
+
+    return make
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[WorkerProcess]:
+def worker(misbehaving: MakeWorker) -> Iterator[Worker]:
     with misbehaving() as made:
         yield made
 
@@ -57,7 +67,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other) and type(one) is type(other)
 
 
-def test_data_arrives_as_it_was(worker: WorkerProcess) -> None:
+def test_data_arrives_as_it_was(worker: Worker) -> None:
     rng = np.random.default_rng(0)
     arrays = [
         rng.integers(0, 256, (2, 3, 3), dtype=np.uint8),
@@ -76,7 +86,7 @@ def test_data_arrives_as_it_was(worker: WorkerProcess) -> None:
     assert worker.starts == 1 and worker.alive
 
 
-def test_what_is_no_data_is_not_sent(worker: WorkerProcess) -> None:
+def test_what_is_no_data_is_not_sent(worker: Worker) -> None:
     worker.call("echo", 1)
     for value in (Path("a"), np.float32(1), {1, 2}, object()):
         with pytest.raises(TypeError, match="does not travel"):
@@ -86,7 +96,7 @@ def test_what_is_no_data_is_not_sent(worker: WorkerProcess) -> None:
     assert worker.starts == 1 and worker.call("echo", 2) == 2
 
 
-def test_state_stays_until_the_end_and_settings_come_again() -> None:
+def test_state_stays_until_the_end_and_settings_come_again(misbehaving: MakeWorker) -> None:
     with misbehaving(start=10) as worker:
         assert not worker.alive and worker.starts == 0
         assert [worker.call("add", 1) for _ in range(3)] == [11, 12, 13]
@@ -95,7 +105,9 @@ def test_state_stays_until_the_end_and_settings_come_again() -> None:
         assert worker.call("add", 1) == 11 and worker.starts == 2
 
 
-def test_one_that_is_closed_may_clean_up_and_one_that_is_killed_does_not(tmp_path: Path) -> None:
+def test_one_that_is_closed_may_clean_up_and_one_that_is_killed_does_not(
+    misbehaving: MakeWorker, tmp_path: Path
+) -> None:
     for killed in (True, False):
         with misbehaving(5.0, farewell=str(tmp_path / "closed")) as worker:
             worker.call("echo", 1)
@@ -105,7 +117,7 @@ def test_one_that_is_closed_may_clean_up_and_one_that_is_killed_does_not(tmp_pat
         assert (tmp_path / "closed").exists() is not killed
 
 
-def test_what_is_yielded_comes_as_a_list_and_each_part_in_time() -> None:
+def test_what_is_yielded_comes_as_a_list_and_each_part_in_time(misbehaving: MakeWorker) -> None:
     with misbehaving(timeout=6.0) as worker:
         began = time.monotonic()
         assert worker.call("spread", [1, None, [2]], 2.5) == [1, None, [2]]
@@ -113,7 +125,7 @@ def test_what_is_yielded_comes_as_a_list_and_each_part_in_time() -> None:
         assert worker.call("spread", [], 0.0) == []
 
 
-def test_an_error_of_ours_is_the_caller_s_and_changes_nothing(worker: WorkerProcess) -> None:
+def test_an_error_of_ours_is_the_caller_s_and_changes_nothing(worker: Worker) -> None:
     before, pid = worker.call("add", 5), worker.pid
     expected = {
         "ConfigurationError": ConfigurationError,
@@ -130,7 +142,7 @@ def test_an_error_of_ours_is_the_caller_s_and_changes_nothing(worker: WorkerProc
 
 
 @pytest.mark.parametrize("method", ["fail", "spread_and_fail"])
-def test_after_any_other_error_the_process_is_another(worker: WorkerProcess, method: str) -> None:
+def test_after_any_other_error_the_process_is_another(worker: Worker, method: str) -> None:
     worker.call("add", 5)
     starts = worker.starts
     with pytest.raises(WorkerError, match="LookupError: lost"):
@@ -139,7 +151,7 @@ def test_after_any_other_error_the_process_is_another(worker: WorkerProcess, met
     assert worker.call("add", 1) == 1 and worker.starts == starts + 1
 
 
-def test_a_death_is_told_with_its_reason(worker: WorkerProcess) -> None:
+def test_a_death_is_told_with_its_reason(worker: Worker) -> None:
     for request, code in [(("leave", 7), 7), (("leave", 0), 0), (("send_object",), 1)]:
         with pytest.raises(WorkerError, match=f"ended with code {code}") as raised:
             worker.call(*request)
@@ -152,7 +164,7 @@ def test_a_death_is_told_with_its_reason(worker: WorkerProcess) -> None:
     assert worker.call("add", 1) == 1
 
 
-def test_a_death_in_a_call_is_noticed_at_once(worker: WorkerProcess) -> None:
+def test_a_death_in_a_call_is_noticed_at_once(worker: Worker) -> None:
     worker.call("echo", 1)
     assert worker.pid is not None
     threading.Timer(0.5, os.kill, (worker.pid, signal.SIGKILL)).start()
@@ -162,7 +174,7 @@ def test_a_death_in_a_call_is_noticed_at_once(worker: WorkerProcess) -> None:
     assert time.monotonic() - began < 20
 
 
-def test_one_that_hangs_is_ended_in_time_with_all_that_it_started() -> None:
+def test_one_that_hangs_is_ended_in_time_with_all_that_it_started(misbehaving: MakeWorker) -> None:
     with misbehaving(timeout=5.0) as worker:
         child, pid = worker.call("start_a_child"), worker.pid
         assert pid is not None
@@ -174,11 +186,11 @@ def test_one_that_hangs_is_ended_in_time_with_all_that_it_started() -> None:
         assert worker.call("add", 1) == 1
 
 
-def test_one_that_never_comes_up_is_ended_in_time() -> None:
+def test_one_that_never_comes_up_is_ended_in_time(misbehaving: MakeWorker) -> None:
     with misbehaving(timeout=0.05) as worker, pytest.raises(WorkerError, match=r"within 0.05 s\n.*start of"):
         worker.call("echo", 1)
     with (
-        WorkerProcess("no.such.module", timeout=60.0) as missing,
+        misbehaving(module="no.such.module") as missing,
         pytest.raises(WorkerError, match="ended with code 1"),
     ):
         missing.call("echo", 1)
@@ -210,13 +222,13 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)
-def test_nonsense_ends_the_process(worker: WorkerProcess, data: bytes) -> None:
+def test_nonsense_ends_the_process(worker: Worker, data: bytes) -> None:
     with pytest.raises(WorkerError, match="cannot be read"):
         worker.call("write", data.hex(), "stay")
     assert not worker.alive and worker.call("add", 1) == 1
 
 
-def test_a_pickle_is_nonsense_and_is_not_run(worker: WorkerProcess, tmp_path: Path) -> None:
+def test_a_pickle_is_nonsense_and_is_not_run(misbehaving: MakeWorker, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
 
     class Evil:
@@ -226,12 +238,12 @@ def test_a_pickle_is_nonsense_and_is_not_run(worker: WorkerProcess, tmp_path: Pa
     pickled = pickle.dumps(Evil())
     for data in (document(pickled), struct.pack("!i", len(pickled)) + pickled):
         with pytest.raises(WorkerError):
-            WorkerProcess(MODULE, timeout=5.0).call("write", data.hex(), "stay")
+            misbehaving(timeout=5.0).call("write", data.hex(), "stay")
     assert not canary.exists()
 
 
 @pytest.mark.parametrize("data", [b"", b"\x05", document(b'["done", 1]')[:-1], array("<f4", [2]) + bytes(7)])
-def test_an_answer_that_is_cut_off_is_a_death_or_a_hang(data: bytes) -> None:
+def test_an_answer_that_is_cut_off_is_a_death_or_a_hang(misbehaving: MakeWorker, data: bytes) -> None:
     with misbehaving(timeout=5.0) as worker:
         worker.call("echo", 1)
         with pytest.raises(WorkerError, match="ended with code 0"):
@@ -243,7 +255,7 @@ def test_an_answer_that_is_cut_off_is_a_death_or_a_hang(data: bytes) -> None:
         assert time.monotonic() - began < 20
 
 
-def test_threads_that_share_it_each_get_their_answers(worker: WorkerProcess) -> None:
+def test_threads_that_share_it_each_get_their_answers(worker: Worker) -> None:
     def ask(number: int) -> bool:
         return all(worker.call("echo", [number, each]) == [number, each] for each in range(50))
 
@@ -251,7 +263,7 @@ def test_threads_that_share_it_each_get_their_answers(worker: WorkerProcess) -> 
         assert all(threads.map(ask, range(8)))
 
 
-def test_closing_it_fails_the_call_in_flight() -> None:
+def test_closing_it_fails_the_call_in_flight(misbehaving: MakeWorker) -> None:
     with misbehaving() as worker:
         worker.call("echo", 1)
         threading.Timer(0.5, worker.close).start()
@@ -260,7 +272,7 @@ def test_closing_it_fails_the_call_in_flight() -> None:
         assert worker.call("add", 1) == 1
 
 
-def test_an_interrupted_call_leaves_no_answer_for_the_next(worker: WorkerProcess) -> None:
+def test_an_interrupted_call_leaves_no_answer_for_the_next(worker: Worker) -> None:
     worker.call("echo", 1)
     signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     signal.setitimer(signal.ITIMER_REAL, 0.3)

@@ -1,0 +1,235 @@
+"""The caller's side of a worker on a node of a Ray cluster: an actor guards the process there.
+
+What travels is what travels to a process, as bytes; Ray itself unpickles what its cluster sends, so a cluster is as
+trusted as this machine.
+"""
+
+from __future__ import annotations
+
+import reprlib
+import signal
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any, Self
+
+from components.artifacts.digests import file_digest, listing_digest
+from components.contracts.cluster import ClusterSettings
+from components.contracts.errors import ArmatureError, ConfigurationError
+from components.installation import install_command
+from components.workers.channel import decoded, encoded
+from components.workers.errors import WorkerError, described, restored
+from components.workers.process import GRACE, WorkerProcess
+
+PING_SECONDS = 30.0
+"""For an actor to say that it is there, while a call takes its time."""
+
+_JOINING = threading.Lock()
+
+
+class WorkerActor:
+    """A `Worker` on the node that Ray chooses; after the loss of a node, on another one."""
+
+    def __init__(
+        self,
+        cluster: ClusterSettings,
+        module: str,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        timeout: float,
+        env: Mapping[str, str | None] | None = None,
+    ) -> None:
+        """
+        Args: see `make_worker`.
+        """
+        self._cluster, self._module, self._timeout = cluster, module, timeout
+        self._arguments = module, encoded(dict(settings or {})), timeout, encoded(dict(env or {}))
+        self._lock = threading.Lock()
+        self._actor: Any = None
+        self._before = 0  # processes of actors that are gone
+        self.node = ""
+        """The address of the node where it was last."""
+        self.pid: int | None = None
+        self.starts = 0
+
+    @property
+    def alive(self) -> bool:
+        """See `Worker.alive`."""
+        return self.pid is not None
+
+    def call(self, method: str, *arguments: Any, timeout: float | None = None) -> Any:
+        """See `Worker.call`.
+
+        Raises:
+            ConfigurationError: besides, that the cluster does not answer, has no room, or has another code.
+        """
+        timeout = self._timeout if timeout is None else timeout
+        request = encoded([method, arguments])
+        with self._lock:
+            ray = joined(self._cluster.address)
+            try:
+                actor = self._actor or self._start(ray)
+                answer = decoded(self._answer(ray, actor, request, timeout))
+            except BaseException as error:
+                where = f"{self._module} on node {self.node}, {method}{reprlib.repr(arguments)}"
+                self._end()
+                if not isinstance(error, ray.exceptions.RayError):
+                    raise
+                cause = None if isinstance(error, TimeoutError) else error
+                raise WorkerError("the worker's actor or its node is gone", where=where) from cause
+            self.pid = answer["pid"]
+            self.starts = self._before + answer["starts"]
+        if "value" in answer:
+            return answer["value"]
+        refused = restored(answer["error"])
+        raise refused from (TimeoutError() if answer["in_time"] is False else None)
+
+    def close(self) -> None:
+        """See `Worker.close`."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._end(GRACE)
+            finally:
+                self._lock.release()
+        elif actor := self._actor:  # who waits for its answer sees the end
+            actor.close.remote()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self, ray: Any) -> Any:
+        """
+        Raises:
+            ConfigurationError: no node has room for it, or the one that has does not have the same code.
+        """
+        # Calls of one actor wait for none of each other: one that asks whether it is there, one that ends it.
+        remote = ray.remote(_Host).options(**self._cluster.options(), max_restarts=0, max_concurrency=4)
+        self._actor = actor = remote.remote(*self._arguments)
+        try:
+            about = decoded(ray.get(actor.about.remote(), timeout=self._cluster.start_timeout))
+        except ray.exceptions.GetTimeoutError as error:
+            wanted = {key: value for key, value in self._cluster.options().items() if value}
+            free = {key: value for key, value in ray.available_resources().items() if "node:" not in key}
+            raise ConfigurationError(
+                f"no node of the cluster had room for a worker within {self._cluster.start_timeout:g} s: it takes "
+                f"{wanted}, free on all nodes together: {free}",
+                where="machine.cluster",
+                remedy="add nodes, or let fewer environment_processes take less",
+            ) from error
+        except ray.exceptions.RayTaskError as error:
+            raise ConfigurationError(
+                f"the cluster cannot start workers: {error.cause}",
+                where=f"machine.cluster.address = {self._cluster.address!r}",
+                remedy="install the same release of Armature on each node, or start them from the same image",
+            ) from error
+        self.node = about["node"]
+        _refuse_other(about)
+        return actor
+
+    def _answer(self, ray: Any, actor: Any, request: bytes, timeout: float) -> bytes:
+        """Waits as long as the actor does; its own time limits end the process, here only the node can be silent."""
+        answer = actor.call.remote(request, timeout)
+        while not ray.wait([answer], timeout=max(timeout, PING_SECONDS))[0]:
+            ray.get(actor.ping.remote(), timeout=PING_SECONDS)
+        found: bytes = ray.get(answer)
+        return found
+
+    def _end(self, patience: float = 0.0) -> None:
+        actor, self._actor, self.pid = self._actor, None, None
+        if actor is None:
+            return
+        self._before = self.starts
+        ray = joined(self._cluster.address)
+        with suppress(ray.exceptions.RayError):
+            if patience:
+                ray.get(actor.close.remote(), timeout=patience + GRACE)
+            ray.kill(actor)
+
+
+class _Host:
+    """On the node: a worker's process, which ends with the actor that has it."""
+
+    def __init__(self, module: str, settings: bytes, timeout: float, env: bytes) -> None:
+        self._worker = WorkerProcess(module, decoded(settings), timeout=timeout, env=decoded(env))
+
+    def about(self) -> bytes:
+        from ray.util import get_node_ip_address
+
+        return encoded({"node": get_node_ip_address(), **installed()})
+
+    def ping(self) -> None: ...
+
+    def call(self, request: bytes, timeout: float) -> bytes:
+        method, arguments = decoded(request)
+        try:
+            answer = {"value": self._worker.call(method, *arguments, timeout=timeout)}
+        except ArmatureError as error:
+            answer = {"error": described(error), "in_time": not isinstance(error.__cause__, TimeoutError)}
+        return encoded({**answer, "pid": self._worker.pid, "starts": self._worker.starts})
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+def joined(address: str) -> Any:
+    """The module `ray`, as a driver of the cluster.
+
+    Raises:
+        ConfigurationError: Ray is not installed, or the cluster does not answer.
+    """
+    with _JOINING:
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            import ray
+        except ImportError as error:
+            raise ConfigurationError(
+                "Ray is not installed", where="machine.cluster", remedy=install_command("cluster")
+            ) from error
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, before)  # importing Ray takes it
+        if not ray.is_initialized():
+            try:
+                ray.init(address=address, log_to_driver=False, configure_logging=False)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise ConfigurationError(
+                    f"the Ray cluster cannot be joined: {error}",
+                    where=f"machine.cluster.address = {address!r}",
+                    remedy="`ray status --address HOST:PORT` says whether it runs; `ray start --head` starts one here",
+                ) from error
+        return ray
+
+
+@cache
+def installed() -> dict[str, Any]:
+    """What results depend on: the digest of our code, and the version of every package."""
+    components = Path(__file__).parents[1]
+    code = {path.relative_to(components).as_posix(): file_digest(path) for path in components.rglob("*.py")}
+    return {"code": listing_digest(code), "packages": {each.name.lower(): each.version for each in distributions()}}
+
+
+def _refuse_other(about: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ConfigurationError: the node's results might be others than this machine's.
+    """
+    here, there = installed(), about
+    different = [
+        f"{name} {there['packages'][name]}, here {version}"
+        for name, version in here["packages"].items()
+        if there["packages"].get(name, version) != version
+    ]
+    if here["code"] != there["code"]:
+        different.insert(0, "another code of Armature")
+    if different:
+        raise ConfigurationError(
+            f"the node has {'; '.join(different[:3])}",
+            where=f"machine.cluster, node {about['node']}",
+            remedy="install the same on each node, or start them from the same image",
+        )
