@@ -124,9 +124,11 @@ class WorkerActor:
                 where="machine.cluster",
                 remedy="add nodes, or let fewer environment_processes take less",
             ) from error
-        except ray.exceptions.RayTaskError as error:
+        except ray.exceptions.RayActorError as error:
+            if not error.actor_init_failed:
+                raise
             raise ConfigurationError(
-                f"the cluster cannot start workers: {error.cause}",
+                f"the cluster cannot start workers: {error}",
                 where=f"machine.cluster.address = {self._cluster.address!r}",
                 remedy="install the same release of Armature on each node, or start them from the same image",
             ) from error
@@ -147,7 +149,10 @@ class WorkerActor:
         if actor is None:
             return
         self._before = self.starts
-        ray = joined(self._cluster.address)
+        import ray
+
+        if not ray.is_initialized():  # the process ends, and its actors with it
+            return
         with suppress(ray.exceptions.RayError):
             if patience:
                 ray.get(actor.close.remote(), timeout=patience + GRACE)

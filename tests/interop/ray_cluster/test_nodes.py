@@ -81,6 +81,14 @@ def test_no_room_is_said_with_what_is_free(ray_cluster: Any) -> None:
         WorkerActor(place, MODULE, timeout=5.0).call("echo", 1)
 
 
+def test_a_node_that_cannot_make_workers_is_said(cluster: ClusterSettings) -> None:
+    worker = WorkerActor(cluster, MODULE, timeout=5.0)
+    worker._arguments = (MODULE, b"cut off", 5.0, b"")
+    with pytest.raises(ConfigurationError, match=r"cannot start workers(.|\n)*EOFError(.|\n)*same release"):
+        worker.call("echo", 1)
+    assert not worker.alive
+
+
 def test_other_packages_and_other_code_are_refused() -> None:
     here = actor.installed()
     about = {"node": "10.0.0.2", "code": here["code"], "packages": dict(here["packages"])}
