@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import reprlib
 import signal
+import socket
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -26,6 +27,9 @@ from components.workers.process import GRACE, WorkerProcess
 
 PING_SECONDS = 30.0
 """For an actor to say that it is there, while a call takes its time."""
+
+REACH_SECONDS = 10.0
+"""For the head of a cluster to take a connection."""
 
 _JOINING = threading.Lock()
 _joined: list[str] = []
@@ -204,8 +208,9 @@ def joined(address: str) -> Any:
         if not ray.is_initialized():
             _joined.clear()
             try:
+                _reach(address)
                 ray.init(address=address, log_to_driver=False, configure_logging=False)
-            except (ConnectionError, RuntimeError, ValueError) as error:
+            except (OSError, RuntimeError, ValueError) as error:
                 raise ConfigurationError(
                     f"the Ray cluster cannot be joined: {error}",
                     where=f"machine.cluster.address = {address!r}",
@@ -218,6 +223,13 @@ def joined(address: str) -> Any:
                 where=f"machine.cluster.address = {address!r}",
             )
         return ray
+
+
+def _reach(address: str) -> None:
+    """Raises OSError where nothing listens: Ray itself takes minutes to say so."""
+    if address != "auto":
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
 
 
 def room(cluster: ClusterSettings) -> dict[str, int]:

@@ -23,8 +23,20 @@ from components.workers.errors import WorkerError
 from components.workers.worker import workers_on
 from tests.environments.alfworld.text.test_engine import games, said_by
 from tests.environments.libero.demonstrations.test_stage import files, settings
+from tests.workers.test_worker import gone
 
 MODULE = "tests.workers.misbehaving"
+
+
+def playing_on(nodes: list[Any]) -> list[int]:
+    """The processes of LIBERO's simulators on nodes of Ray."""
+    raylets = [psutil.Process(node.all_processes["raylet"][0].process.pid) for node in nodes]
+    return [
+        each.pid
+        for raylet in raylets
+        for each in raylet.children(recursive=True)
+        if each.status() != psutil.STATUS_ZOMBIE and "components.environments.libero.worker" in each.cmdline()
+    ]
 
 
 def node_of(ray_cluster: Any, pid: int) -> Any:
@@ -52,14 +64,25 @@ def test_a_lost_node_costs_what_was_there_and_the_next_call_finds_another(ray_cl
 
 
 def test_demonstrations_are_the_same_bytes_though_a_node_is_lost(ray_cluster: Any, tmp_path: Path) -> None:
-    nodes = [ray_cluster.add_node(num_cpus=1, resources={"drawing": 1}) for _ in range(2)]
+    nodes = [ray_cluster.add_node(num_cpus=2, resources={"drawing": 2}) for _ in range(2)]
     place = ClusterSettings(address=ray_cluster.address, resources={"drawing": 1}, start_timeout=60)
     chosen = settings()
     here = run_stage("demonstrations", chosen, {}, Machine(store=str(tmp_path / "here"), environment_timeout=300))
-    machine = Machine(store=str(tmp_path / "there"), environment_timeout=300, environment_processes=1, cluster=place)
-    threading.Timer(12.0, ray_cluster.remove_node, (nodes[0],), {"allow_graceful": False}).start()
+    machine = Machine(store=str(tmp_path / "there"), environment_timeout=300, environment_processes=2, cluster=place)
+    lost = []
+
+    def lose_one() -> None:
+        while not (playing := playing_on(nodes)):
+            time.sleep(0.5)
+        lost.append(node_of(ray_cluster, playing[0]))
+        time.sleep(8.0)
+        ray_cluster.remove_node(lost[0], allow_graceful=False)
+
+    thread = threading.Thread(target=lose_one)
+    thread.start()
     there = run_stage("demonstrations", chosen, {}, machine)
-    assert files(there.path) == files(here.path)
+    thread.join()
+    assert lost[0] in nodes and files(there.path) == files(here.path)
 
 
 def test_text_games_say_the_same(cluster: ClusterSettings) -> None:
@@ -117,15 +140,12 @@ def test_workers_end_with_a_run_that_is_killed(cluster: ClusterSettings) -> None
         "from components.workers.actor import WorkerActor\n"
         f"place = ClusterSettings.model_validate_json({cluster.model_dump_json()!r})\n"
         f"worker = WorkerActor(place, {MODULE!r}, timeout=60.0)\n"
-        "print(worker.call('start_a_child'), worker.pid, flush=True)\n"
+        "worker.call('echo', 1)\n"
+        "print(worker.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     out = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False).stdout
-    child, pid = map(int, out.split())
-    end = time.monotonic() + 30
-    while psutil.pid_exists(pid) or psutil.pid_exists(child):
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    assert gone(int(out), 30)
 
 
 def test_ray_is_not_imported_for_workers_of_this_machine() -> None:
