@@ -1,6 +1,6 @@
 """TRL's half of the trainer benchmark; runs in `.venv-trl` and knows nothing of this project.
 
-Usage: trl_side.py CHECKPOINT IMAGE ROWS TOKENS STEPS FILE. Prints one JSON line: seconds per optimizer step, lengths,
+Usage: trl_side.py CHECKPOINT IMAGE ROWS TOKENS STEPS FILE. Prints one JSON line: CPU seconds per optimizer step
 and the norm of the first gradient. Writes what it trains on to FILE: prompts, completions, advantages.
 
 With num_iterations = STEPS + 1 every generated batch is trained on that many times, so all steps but the first
@@ -78,10 +78,10 @@ def main() -> None:
 
         class Ends(TrainerCallback):
             def on_step_end(self, *arguments, **more):
-                ends.append(time.perf_counter())
+                ends.append(time.process_time())
 
         trainer.add_callback(Ends())
-        began = time.perf_counter()
+        began = time.process_time()
         trainer.train()
     whole = [later - earlier for earlier, later in zip([began, *ends], ends, strict=False)]
     np.savez(sys.argv[6], **trainer.batches[0])
