@@ -22,6 +22,7 @@ from components.contracts.images import EncodedImage, ImageRef
 from components.models.families import FAMILIES
 from components.models.packed import laid_out
 from components.models.settings import LoraSettings
+from components.training.ranks import Ranks
 from components.vlm.learner import Learner
 from components.vlm.loader import FeatureCache, MicroBatchLoader
 from components.vlm.logprobs import Policy
@@ -265,6 +266,20 @@ def test_a_step_on_packed_rows_is_the_step(tiny: Tiny, model: Any, changes: Any)
     for name, value in weights.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-6, atol=1e-6)
     assert all(np.allclose(our_ratios[row], value, atol=1e-5) for row, value in ratios.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("autocast", "tolerance"), [("none", 1e-4), ("bf16", 3e-2)])
+def test_on_a_gpu_packed_rows_are_trained_as_padded_ones(
+    family: str, autocast: str, tolerance: float, make_tiny: Callable[..., Tiny]
+) -> None:
+    tiny, norms = make_tiny(family), []
+    for packing in (False, True):
+        settings = trainer_settings(packing=packing, autocast=autocast)
+        learner = Learner(tiny.model(), settings, temperature=1.0, ranks=Ranks(device=torch.device("cuda")))
+        norms.append(step(learner, tiny, conversations(tiny))["grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=tolerance)
 
 
 def test_the_vision_tower_has_every_distinct_image_once(tiny: Tiny, tmp_path: Any) -> None:
