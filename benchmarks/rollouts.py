@@ -40,20 +40,16 @@ def make_rollouts(
     group_size: int,
     side: int,
     tokens: int,
-    prompt: int | None = None,
 ) -> GenerateOutputs:
-    """`groups` images of `side` pixels, each played `group_size` times with `tokens` sampled tokens.
-
-    `prompt`: tokens of the prompt, those of the image included; None: 24 besides the image's.
-    """
+    """`groups` images of `side` pixels, each played `group_size` times with `tokens` sampled tokens."""
     random = np.random.default_rng(0)
     trajectories = []
     for group in range(groups):
         image = Image.fromarray(random.integers(0, 255, (side, side, 3), dtype=np.uint8))
         ref = images.put(encode_png(image))
         runs = adapter.collator.process_image(image)["placeholder_runs"].tolist()
-        text = [7] * (24 if prompt is None else prompt - runs[0])
-        ids = np.array(text[:12] + [adapter.collator.image_token_id] * runs[0] + text[12:], np.int32)
+        text = [7] * 12
+        ids = np.array(text + [adapter.collator.image_token_id] * runs[0] + text, np.int32)
         for member in range(group_size):
             turn = Turn(
                 index=0,

@@ -104,8 +104,8 @@ BENCHMARKS = {
     "trl": Benchmark(
         "trl_step",
         "Trainer step",
-        "How long does an optimizer step take against TRL's GRPOTrainer: same tiny model, images of the same size, as "
-        "many sequences of as many tokens, fp32, generation not counted on either side?",
+        "How much CPU time does an optimizer step take against TRL's GRPOTrainer: same tiny model, image, tokens and "
+        "advantages, fp32, one thread, generation not counted on either side?",
     ),
 }
 

@@ -1,6 +1,7 @@
 """TRL's half of the trainer benchmark; runs in `.venv-trl` and knows nothing of this project.
 
-Usage: trl_side.py CHECKPOINT ROWS SIDE TOKENS STEPS. Prints one JSON line: seconds per optimizer step and lengths.
+Usage: trl_side.py CHECKPOINT IMAGE ROWS TOKENS STEPS FILE. Prints one JSON line: CPU seconds per optimizer step
+and the norm of the first gradient. Writes what it trains on to FILE: prompts, completions, advantages.
 
 With num_iterations = STEPS + 1 every generated batch is trained on that many times, so all steps but the first
 are optimizer steps without generation.
@@ -12,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 from datasets import Dataset
 from PIL import Image
@@ -20,19 +22,26 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Timed(GRPOTrainer):
-    """Notes the shape of every step."""
+    """Notes what every step trains on, and the norm of its gradient."""
 
-    shapes: list
+    batches: list
+    norms: list
 
     def _compute_loss(self, model, inputs):
-        self.shapes.append((inputs["prompt_ids"].shape, inputs["completion_ids"].shape))
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "advantages")
+        self.batches.append({name: inputs[name].numpy() for name in names})
         return super()._compute_loss(model, inputs)
+
+    def _clip_grad_norm(self, model):
+        norm = super()._clip_grad_norm(model)
+        self.norms.append(float(norm))
+        return norm
 
 
 def main() -> None:
-    checkpoint, rows, side, tokens, steps = Path(sys.argv[1]), *map(int, sys.argv[2:6])
+    checkpoint, (rows, tokens, steps) = Path(sys.argv[1]), map(int, sys.argv[3:6])
     torch.set_num_threads(1)
-    image = Image.new("RGB", (side, side), (200, 40, 40))
+    image = Image.open(sys.argv[2])
     prompt = [{"role": "user", "content": "What colour is this?"}]
     data = Dataset.from_list([{"prompt": prompt, "image": image} for _ in range(4)])
     with tempfile.TemporaryDirectory() as scratch:
@@ -64,19 +73,19 @@ def main() -> None:
             train_dataset=data,
             processing_class=AutoProcessor.from_pretrained(checkpoint),
         )
-        trainer.shapes = []
+        trainer.batches, trainer.norms = [], []
         ends = []
 
         class Ends(TrainerCallback):
             def on_step_end(self, *arguments, **more):
-                ends.append(time.perf_counter())
+                ends.append(time.process_time())
 
         trainer.add_callback(Ends())
-        began = time.perf_counter()
+        began = time.process_time()
         trainer.train()
     whole = [later - earlier for earlier, later in zip([began, *ends], ends, strict=False)]
-    prompt_shape, completion_shape = trainer.shapes[-1]
-    print(json.dumps({"seconds": whole[1:], "prompt": list(prompt_shape), "completion": list(completion_shape)}))
+    np.savez(sys.argv[6], **trainer.batches[0])
+    print(json.dumps({"seconds": whole[1:], "norm": trainer.norms[0]}))
 
 
 main()

@@ -1,4 +1,4 @@
-"""Seconds per optimizer step, ours and TRL's, on the same tiny model and equal shapes."""
+"""CPU seconds per optimizer step, ours and TRL's, on the same tiny model, tokens and advantages."""
 
 from __future__ import annotations
 
@@ -7,13 +7,27 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rollouts import FAMILY, adapter_of, make_rollouts, model_settings
-from benchmarks.table import Row, pair, seconds
+import numpy as np
+import torch
+from PIL import Image
 
-ROWS, SIDE, TOKENS, STEPS, ROUNDS = 8, 112, 32, 6, 2
+from benchmarks.rollouts import FAMILY, adapter_of, model_settings
+from benchmarks.table import Row, pair
+from components.artifacts.images import ImageStore, encode_png
+from components.contracts.batches import Sample
+from components.contracts.images import ImageRef
+from components.models.load import load_model
+from components.vlm.learner import Learner
+from components.vlm.loader import MicroBatchLoader
+from components.vlm.settings import PPO, TrainerSettings
+
+ROWS, SIDE, TOKENS, STEPS, ROUNDS = 8, 112, 32, 6, 4
 ROOT = Path(__file__).parents[1]
 PYTHON = ROOT / ".venv-trl/bin/python"
 
@@ -22,22 +36,35 @@ def measure() -> list[Row]:
     make_environment()
     from components.models.tiny import make_tiny_checkpoint
 
+    taken: dict[str, list[float]] = {"theirs": []}
     with tempfile.TemporaryDirectory() as scratch:
-        checkpoint = make_tiny_checkpoint(FAMILY, Path(scratch) / "model", 0)
-        ready: list[float] = []
-        loaded: list[float] = []
-        theirs: list[float] = []
+        checkpoint, images = (
+            make_tiny_checkpoint(FAMILY, Path(scratch) / "model", 0),
+            ImageStore(Path(scratch) / "images"),
+        )
+        image = images.put(encode_png(Image.new("RGB", (SIDE, SIDE), (200, 40, 40))))
+        norms: dict[str, float] = {}
         for _ in range(ROUNDS):
-            found = _theirs(checkpoint)
-            prompt, tokens = found["prompt"][1], found["completion"][1]
-            theirs += found["seconds"]
-            ours = _ours(checkpoint, Path(scratch), int(prompt), int(tokens))
-            ready += ours[0]
-            loaded += ours[1]
-    note = f"{ROWS} sequences of {prompt + tokens} tokens, {tokens} sampled, one image of {SIDE} x {SIDE} each"
+            found = _theirs(checkpoint, images.path(image), Path(scratch) / "batch.npz")
+            taken["theirs"] += found["seconds"]
+            norms["TRL"] = found["norm"]
+            samples = _samples(Path(scratch) / "batch.npz", image)
+            for name, packing in (("padded", False), ("packed", True)):
+                ours = _ours(checkpoint, images, samples, packing)
+                norms[name] = ours.norm
+                for kind, values in (("ready", ours.ready), ("loaded", ours.loaded)):
+                    taken.setdefault(f"{kind} {name}", []).extend(values)
+    print("  norm of the first gradient:", ", ".join(f"{name} {norm:.6f}" for name, norm in norms.items()))
+    length, sampled = len(samples[0].input_ids), int(samples[0].loss_mask.sum())
+    shape = f"{ROWS} sequences of {length} tokens, {sampled} sampled, one image of {SIDE} x {SIDE} for all"
+    packed = f"trainer.packing: {length - sampled + ROWS * sampled} tokens instead of {ROWS * length}, the image once"
     return [
-        _row("an optimizer step on ready tensors", ready, theirs, note),
-        _row("the same from a batch table, images processed", loaded, theirs, "TRL's has its tensors ready"),
+        _row("an optimizer step on ready tensors", taken["ready padded"], taken["theirs"], shape),
+        _row("the same, packed", taken["ready packed"], taken["theirs"], packed),
+        _row(
+            "from a batch table, images processed", taken["loaded padded"], taken["theirs"], "TRL has its tensors ready"
+        ),
+        _row("the same, packed", taken["loaded packed"], taken["theirs"], "TRL has its tensors ready"),
     ]
 
 
@@ -55,9 +82,9 @@ def make_environment() -> None:
     subprocess.run([python, "-m", "armature.setup", "trl"], cwd=ROOT, check=True)
 
 
-def _theirs(checkpoint: Path) -> dict[str, Any]:
+def _theirs(checkpoint: Path, image: Path, batch: Path) -> dict[str, Any]:
     script = Path(__file__).with_name("trl_side.py")
-    command = [str(PYTHON), str(script), str(checkpoint), *map(str, (ROWS, SIDE, TOKENS, STEPS))]
+    command = [str(PYTHON), str(script), str(checkpoint), str(image), *map(str, (ROWS, TOKENS, STEPS, batch))]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode != 0:
@@ -66,45 +93,69 @@ def _theirs(checkpoint: Path) -> dict[str, Any]:
     return result
 
 
-def _ours(checkpoint: Path, scratch: Path, prompt: int, tokens: int) -> tuple[list[float], list[float]]:
-    import torch
+def _samples(batch: Path, image: ImageRef) -> list[Sample]:
+    """What TRL trained on."""
+    found, samples = np.load(batch), []
+    for row, completion in enumerate(found["completion_ids"]):
+        prompt = found["prompt_ids"][row][found["prompt_mask"][row] == 1]
+        mask = np.arange(len(prompt) + len(completion)) >= len(prompt)
+        samples.append(
+            Sample(
+                sample_id=f"{row}",
+                group_id="0",
+                trajectory_id=f"{row}",
+                input_ids=np.concatenate([prompt, completion]).astype(np.int32),
+                loss_mask=mask,
+                behavior_logprobs=np.zeros(len(mask), np.float32),
+                policy_versions=np.where(mask, 0, -1).astype(np.int32),
+                advantages=np.where(mask, found["advantages"][row], 0).astype(np.float32),
+                reward=0.0,
+                images=(image,),
+            )
+        )
+    return samples
 
-    from components.artifacts.images import ImageStore
-    from components.batches.build import build_batch
-    from components.batches.settings import BatchSettings
-    from components.configuration import load_recipe
-    from components.models.load import load_model
-    from components.vlm.learner import Learner
-    from components.vlm.loader import MicroBatchLoader
-    from components.vlm.plan import MicroBatch
 
+@dataclass(frozen=True)
+class Ours:
+    """CPU seconds per step on tensors at hand, and with their making; the norm of the first gradient."""
+
+    ready: list[float]
+    loaded: list[float]
+    norm: float
+
+
+def _ours(checkpoint: Path, images: ImageStore, samples: list[Sample], packing: bool) -> Ours:
     torch.set_num_threads(1)
-    images = ImageStore(scratch / "images")
-    adapter = adapter_of(checkpoint, images)
-    outputs = make_rollouts(adapter, images, groups=1, group_size=ROWS, side=SIDE, tokens=tokens, prompt=prompt)
-    settings = BatchSettings.model_validate(
-        {
-            "advantage": {"name": "group_mean", "scale": "none"},
-            "penalty": {"format": 0.0, "inadmissible": 0.0},
-            "skip_zero_advantage": False,
-            "max_sequence_tokens": 4096,
-        }
+    trainer = TrainerSettings(
+        objective=PPO(name="ppo"),  # TRL's default: clipped at 0.2, the mean over tokens
+        aggregation="token",
+        learning_rate=1e-5,
+        max_steps=10 * STEPS,
+        packing=packing,
     )
-    samples = list(build_batch(outputs, adapter, settings).samples)
-    trainer = load_recipe("train-vlm/colors").sections["trainer"].model_copy(update={"samples_per_update": 0})
-    learner = Learner(load_model(checkpoint, model_settings(checkpoint)), trainer, temperature=1.0)  # type: ignore[arg-type]
-    loader = MicroBatchLoader(adapter.collator, images, workers=0)
+    learner = Learner(load_model(checkpoint, model_settings(checkpoint)), trainer, temperature=1.0)
+    loader = MicroBatchLoader(adapter_of(checkpoint, images).collator, images, workers=0)
+    with loader.batch():
+        scores = learner.score(samples, loader)
+        own = [replace(one, behavior_logprobs=values) for one, values in zip(samples, scores, strict=True)]
+        whole = list(loader(learner.plan(own, range(len(own)))))
 
     def step() -> None:
         with loader.batch():
-            learner.step(samples, loader)
+            learner.step(own, loader)
 
-    whole = MicroBatch(tuple(samples), tuple(range(len(samples)))), adapter.collator.collate(samples, images.open)
+    def ready_step() -> dict[str, float]:
+        return learner.step(own, lambda plan: iter(whole))
 
-    def ready_step() -> None:
-        learner.step(samples, lambda plan: iter([whole]))
-
-    ready_step()
+    norm = ready_step()["grad_norm"]
     step()
-    ready = [seconds(ready_step) for _ in range(STEPS)]
-    return ready, [seconds(step) for _ in range(STEPS)]
+    ready = [_seconds(ready_step) for _ in range(STEPS)]
+    return Ours(ready, [_seconds(step) for _ in range(STEPS)], norm)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """CPU seconds: both sides compute in one thread, and what else the machine does is not theirs."""
+    began = time.process_time()
+    work()
+    return time.process_time() - began

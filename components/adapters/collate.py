@@ -99,22 +99,39 @@ class SampleCollator:
         Raises:
             DataError: no samples, or a row's placeholders are not those that its images need.
         """
+        batch = self.rows(samples)
+        of_rows = [[features(ref) for ref in sample.images] for sample in samples]
+        for sample, of_row in zip(samples, of_rows, strict=True):
+            self.check_row(sample, of_row)
+        self.add_images(batch, [one for of_row in of_rows for one in of_row])
+        return batch
+
+    def rows(self, samples: Sequence[Sample]) -> MultimodalBatch:
+        """The right-padded batch without what comes from images.
+
+        Raises:
+            DataError: no samples.
+        """
         if not samples:
             raise DataError("a batch needs at least one sample")
         batch = text_batch(samples, self.pad_token_id)
-        of_rows = [[features(ref) for ref in sample.images] for sample in samples]
-        for sample, of_row in zip(samples, of_rows, strict=True):
-            self._check_row(sample, of_row)
-        joined = self.join([one for of_row in of_rows for one in of_row])
-        batch.pixel_values = joined.pop("pixel_values", None)
-        batch.extra_model_kwargs = joined
         if self.spec.type_ids is not None:
             batch.extra_model_kwargs[self.spec.type_ids] = token_type_ids(
                 batch.input_ids, batch.attention_mask, self.typed_token_ids
             )
         return batch
 
-    def _check_row(self, sample: Sample, features: Sequence[Features]) -> None:
+    def add_images(self, batch: MultimodalBatch, features: Sequence[Features]) -> None:
+        """Give a batch the model inputs of images, in order."""
+        joined = self.join(features)
+        batch.pixel_values = joined.pop("pixel_values", None)
+        batch.extra_model_kwargs |= joined
+
+    def check_row(self, sample: Sample, features: Sequence[Features]) -> None:
+        """
+        Raises:
+            DataError: the sample's placeholders are not those that its images need.
+        """
         runs = [run for one in features for run in one[PLACEHOLDER_RUNS].tolist()]
         if not runs_fit(sample.input_ids, self.image_token_id, runs):
             found = int((sample.input_ids == self.image_token_id).sum())

@@ -6,6 +6,7 @@ attribute, so a checkpoint says it to trainer and server alike.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Molmo2Model, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
+from transformers.models.gemma3.modeling_gemma3 import get_block_sequence_ids_for_mask
 
 from components.contracts.errors import ConfigurationError
 from components.models.families import FAMILIES, family_of
@@ -119,6 +121,19 @@ def _one_block_per_image(
         block_sequence_ids=image_blocks(ids, types, grids, module.config),
     )
     return args, kwargs | {"attention_mask": blocks}
+
+
+def blocks_of(config: PreTrainedConfig, inputs: Mapping[str, Tensor]) -> Tensor | None:
+    """(B, L) int64: the block within which a token attends in both directions, -1 for none; None: all is causal.
+
+    `inputs` are those of the model for B rows, by name.
+    """
+    types = next((inputs[name] for name in _TYPE_IDS if name in inputs), None)
+    if image_attention(config) != "bidirectional" or types is None or not types.any():
+        return None
+    if "image_grids" in inputs:
+        return image_blocks(inputs["input_ids"], types, inputs["image_grids"], config)
+    return get_block_sequence_ids_for_mask(types, types.device).long()
 
 
 def image_blocks(ids: Tensor, types: Tensor, grids: Tensor, config: Any) -> Tensor:

@@ -48,15 +48,15 @@ def attend_in_windows(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Attention in both directions within each image or window: (1, H, T, D) to (1, T, H, D)."""
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in _cast(query, key, value))
-    if _has_kernel(q):
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in under_autocast(query, key, value))
+    if has_kernel(q):
         out = _flash(q, k, v, cu_seq_lens_q, max_length_q, scaling)
     else:
         out = _by_length(q, k, v, cu_seq_lens_q.diff().tolist(), scaling)
     return out[None], None
 
 
-def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """To the dtype of autocast, which knows `scaled_dot_product_attention` but not these kernels."""
     kind = tensors[0].device.type
     if torch.is_autocast_enabled(kind):
@@ -64,7 +64,7 @@ def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors
 
 
-def _has_kernel(q: Tensor) -> bool:
+def has_kernel(q: Tensor) -> bool:
     if not q.is_cuda or "window_size" not in signature(varlen_attn).parameters:
         return False
     fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256

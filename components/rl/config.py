@@ -59,6 +59,11 @@ class MultimodalRLConfig(BaseModel):
     batch_size: PositiveInt = Field(512, description="Samples per optimizer update.")
     micro_batch_size: PositiveInt = Field(4, description="Most samples of one forward pass.")
     max_tokens_per_micro_batch: PositiveInt = Field(16384, description="Most padded tokens of one forward pass.")
+    packing: bool = Field(
+        False,
+        description="Compute what samples of a forward pass begin with once, each distinct image once, and no padding; "
+        "needs the adapter of the model's family.",
+    )
     mask_ratio_low: NonNegativeFloat = Field(0.1, description="Tokens with a smaller importance ratio are dropped.")
     mask_ratio_high: PositiveFloat = Field(10.0, description="Tokens with a larger importance ratio are dropped.")
     aggregation: Aggregation = Field("sum", description="How tokens make one loss; the published trainer sums.")

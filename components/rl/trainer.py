@@ -93,6 +93,12 @@ class MultimodalGRPOTrainer:
             self._samples: FamilyAdapter | UserAdapter = self.adapter
             load: Loader = MicroBatchLoader(self.adapter.collator, self.images, workers=0)
         else:
+            if config.packing:
+                raise ConfigurationError(
+                    f"{type(self.adapter).__name__} makes whole batches, whose rows cannot be packed",
+                    where="MultimodalRLConfig.packing",
+                    remedy="leave it out, or leave the adapter out where the model's family has one",
+                )
             self.forbidden = placeholder_token_ids(self._weights)
             self._samples = load = UserAdapter(self.adapter, config.micro_batch_size, self._rollouts)
         policy = TrainerPolicySettings(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -20,6 +20,9 @@ from components.adapters.validate import model_inputs
 from components.batches.check import check_samples
 from components.contracts.batches import MultimodalBatch, Sample
 from components.contracts.errors import ConfigurationError
+from components.models.families import family_of
+from components.models.lora import base_model
+from components.models.packed import laid_out
 from components.training.engine import ALL, ParameterGroup, TrainingEngine
 from components.training.memory import peak_memory_gib
 from components.training.ranks import Ranks
@@ -27,7 +30,8 @@ from components.training.schedule import learning_rate
 from components.vlm.logprobs import Policy, check_head
 from components.vlm.metrics import Meter, batch_report
 from components.vlm.objectives import Tokens, loss_of, normalizer
-from components.vlm.plan import MicroBatch, micro_batches, share, updates
+from components.vlm.packing import PackedBatch
+from components.vlm.plan import MicroBatch, micro_batches, packed_micro_batches, share, updates
 from components.vlm.settings import TrainerSettings
 
 Load = Callable[[Sequence[MicroBatch]], Iterator[tuple[MicroBatch, MultimodalBatch]]]
@@ -74,6 +78,7 @@ class Learner(TrainingEngine[Any]):
             forbidden_token_ids=forbidden_token_ids,
             autocast=torch.bfloat16 if settings.autocast == "bf16" else None,
             device=ranks.device,
+            packing=settings.packing,
         )
         needs_copy = settings.kl_coefficient > 0 and not isinstance(model, PeftModel)
         self.reference = self._make_policy(deepcopy(model).requires_grad_(False)) if needs_copy else None
@@ -115,7 +120,7 @@ class Learner(TrainingEngine[Any]):
         for rows in all_rows:
             n_tokens = sum(int(samples[row].loss_mask[1:].sum()) for row in rows)
             n_sequences = sum(bool(samples[row].loss_mask[1:].any()) for row in rows)
-            self._update(load(self._plan(samples, rows)), n_tokens, n_sequences, meter, start)
+            self._update(load(self.plan(samples, rows)), n_tokens, n_sequences, meter, start)
         return self._finish(meter, batch_report(samples), began)
 
     def score(self, samples: Sequence[Sample], load: Load) -> list[npt.NDArray[np.float32]]:
@@ -130,9 +135,16 @@ class Learner(TrainingEngine[Any]):
             arrays.append(array)
         return arrays
 
-    def _plan(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[MicroBatch]:
+    def plan(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[MicroBatch]:
+        """The micro-batches of this rank, for an update on `rows` of `samples`."""
         settings = self.settings
-        planned = micro_batches(samples, rows, settings.max_tokens_per_micro_batch, settings.max_rows_per_micro_batch)
+        most = settings.max_tokens_per_micro_batch, settings.max_rows_per_micro_batch
+        if settings.packing:
+            config = base_model(self.model).config
+            image_token = getattr(config, family_of(config).placeholder)
+            planned = packed_micro_batches(samples, rows, *most, image_token)
+        else:
+            planned = micro_batches(samples, rows, *most)
         return share(planned, self.ranks.rank, self.ranks.size)
 
     def _update(
@@ -148,13 +160,15 @@ class Learner(TrainingEngine[Any]):
             return
         scale = 1 / normalizer(self.settings, n_tokens, n_sequences)
         for micro, batch in batches:
-            batch = _to(batch, self.ranks.device)
-            logprobs, entropy = self.policy(model_inputs(batch), batch.loss_mask)
+            batch = self._ready(batch)
+            logprobs, entropy = _run(self.policy, batch)
             at_start = _at_start(micro, logprobs, start)
             tokens = _pack(batch, logprobs, at_start, corrected=self.settings.correction.mode != "none")
             loss = loss_of(tokens, entropy, self._reference_logprobs(batch), at_start, self.settings)
             self.backward(loss.total * scale)
             meter.add(micro, tokens, loss, scale)
+            if isinstance(batch, PackedBatch):
+                meter.add_packed(len(batch.packing.rows))
         done = self.update(self.steps_done + 1)
         meter.update(done.norms[ALL], done.finite)
 
@@ -173,9 +187,9 @@ class Learner(TrainingEngine[Any]):
     def _score(self, samples: Sequence[Sample], load: Load) -> dict[int, Tensor]:
         """Log-probs (T,) of the T trained tokens of this rank's samples, by the samples' position."""
         scored: dict[int, Tensor] = {}
-        for micro, batch in load(self._plan(samples, range(len(samples)))):
-            batch = _to(batch, self.ranks.device)
-            logprobs, _ = self.policy(model_inputs(batch), batch.loss_mask)
+        for micro, batch in load(self.plan(samples, range(len(samples)))):
+            batch = self._ready(batch)
+            logprobs, _ = _run(self.policy, batch)
             lengths = batch.loss_mask[:, 1:].sum(1).tolist()
             scored |= {r: part for r, part in zip(micro.rows, logprobs.split(lengths), strict=True) if r >= 0}
         return scored
@@ -191,8 +205,20 @@ class Learner(TrainingEngine[Any]):
         logprobs: Tensor
         with without:
             policy = self.policy if self.reference is None else self.reference
-            logprobs, _ = policy(model_inputs(batch), batch.loss_mask)
+            logprobs, _ = _run(policy, batch)
         return logprobs
+
+    def _ready(self, batch: MultimodalBatch) -> MultimodalBatch:
+        """The batch on the device of this rank; positions of packed rows are made before."""
+        if isinstance(batch, PackedBatch):
+            batch = replace(batch, packing=laid_out(base_model(self.model), model_inputs(batch), batch.packing))
+        return _to(batch, self.ranks.device)
+
+
+def _run(policy: Policy, batch: MultimodalBatch) -> tuple[Tensor, Tensor]:
+    packing = batch.packing if isinstance(batch, PackedBatch) else None
+    logprobs, entropy = policy(model_inputs(batch), batch.loss_mask, packing)
+    return logprobs, entropy
 
 
 def _pack(batch: MultimodalBatch, logprobs: Tensor, at_start: Tensor, corrected: bool) -> Tokens:
@@ -217,10 +243,12 @@ def _at_start(micro: MicroBatch, logprobs: Tensor, start: dict[int, Tensor] | No
 
 
 def _to(batch: MultimodalBatch, device: torch.device) -> MultimodalBatch:
-    moved = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    moved: dict[str, Any] = {f.name: getattr(batch, f.name) for f in fields(batch)}
     moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in moved.items()}
     moved["extra_model_kwargs"] = {k: v.to(device, non_blocking=True) for k, v in batch.extra_model_kwargs.items()}
-    return MultimodalBatch(**moved)
+    if isinstance(batch, PackedBatch):
+        moved["packing"] = batch.packing.to(device)
+    return type(batch)(**moved)
 
 
 def _master_weights(model: nn.Module, autocast: str) -> nn.Module:

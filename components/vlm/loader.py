@@ -18,6 +18,7 @@ from components.adapters.collate import SampleCollator
 from components.artifacts.images import ImageStore
 from components.contracts.batches import MultimodalBatch
 from components.contracts.images import ImageRef
+from components.vlm.packing import packed_batch
 from components.vlm.plan import MicroBatch
 
 Job = tuple[MicroBatch, str]
@@ -57,6 +58,8 @@ class BatchDataset(Dataset[tuple[MicroBatch, MultimodalBatch]]):
     def __getitem__(self, job: Job) -> tuple[MicroBatch, MultimodalBatch]:
         micro, folder = job
         features = FeatureCache(self.collator, self.images, Path(folder))
+        if micro.packed:
+            return micro, packed_batch(self.collator, micro.samples, features)
         return micro, self.collator.collate_features(micro.samples, features)
 
 

@@ -13,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from components.contracts.errors import ConfigurationError
 from components.models.lora import base_model
+from components.models.packed import Packing, attend_in_segments, packed_states
 from components.vlm.heads import HEADS, Backend, HeadSettings
 
 
@@ -32,9 +33,11 @@ class Policy(nn.Module):
             beyond the head's rows, as images and placeholders have in some families, have none anyway.
         autocast: dtype of matrix products, None for the dtype of the weights.
         device: where it will compute; None: where the model is.
+        packing: whether rows may come packed.
 
     Raises:
-        ConfigurationError: the backend does not work with this head, or on this device.
+        ConfigurationError: the backend does not work with this head, or on this device; or the model's rows cannot be
+            packed.
     """
 
     def __init__(
@@ -47,9 +50,12 @@ class Policy(nn.Module):
         forbidden_token_ids: Sequence[int] = (),
         autocast: torch.dtype | None = None,
         device: torch.device | None = None,
+        packing: bool = False,
     ) -> None:
         super().__init__()
         self.model = model.eval()
+        if packing:
+            attend_in_segments(base_model(model))
         for module in model.modules():
             # Such a layer checkpoints in training mode only; its children, where dropout is, stay as they are.
             if isinstance(module, GradientCheckpointingLayer):
@@ -65,15 +71,21 @@ class Policy(nn.Module):
         settings = HeadSettings(temperature, self.softcap, chunk_tokens)
         self.backend: Backend = HEADS[logprobs](settings, head, device or head.weight.device)
 
-    def forward(self, inputs: dict[str, Tensor], loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, inputs: dict[str, Tensor], loss_mask: Tensor, packing: Packing | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(N,) log-probs and (N,) entropies of the N tokens where `loss_mask` (B, L) is True, columns 1 on.
 
+        With `packing` the model computes what rows begin with once, and no padding; the result is the same.
         Without any token they are empty, and still depend on the head: under FSDP every rank has to use it, or its
         gradients are missing from a collective of the others.
         """
         mask = loss_mask[:, 1:].bool()
         with self.cast(loss_mask.device):
-            hidden = self._hidden(inputs)[:, :-1][mask]
+            if packing is None:
+                hidden = self._hidden(inputs)[:, :-1][mask]
+            else:
+                hidden = packed_states(base_model(self.model), inputs, packing)[packing.places[:, :-1][mask]]
             targets = inputs["input_ids"][:, 1:][mask]
             return self.backend(base_model(self.model).get_output_embeddings(), hidden, targets, self.forbidden)
 

@@ -59,6 +59,10 @@ class Meter:
         self.rows += zip(micro.rows, tokens.lengths.tolist(), strict=True)
         self.log_ratios.append((tokens.logprobs - tokens.behavior).detach().float().cpu())
 
+    def add_packed(self, tokens: int) -> None:
+        """What a packed micro-batch has computed: those of a prompt once."""
+        self.sums["computed"] += tokens
+
     def update(self, grad_norm: float, applied: bool) -> None:
         """One optimizer update."""
         self.grad_norms.append(grad_norm)
@@ -83,6 +87,8 @@ class Meter:
         first, mismatch = sums.pop("first_tokens"), sums.pop("first_mismatch_kl")
         if first:
             report["mismatch_kl/first_update"] = mismatch / first
+        if "computed" in sums:
+            report["tokens/computed"] = sums.pop("computed")
         report |= {PER_TOKEN[name]: value / tokens for name, value in sums.items()}
         report["masked_fraction"] = report["masked_low_fraction"] + report["masked_high_fraction"]
         report |= _quantiles(np.concatenate([*log_ratios, np.empty(0, np.float32)]))

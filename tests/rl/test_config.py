@@ -41,11 +41,17 @@ def test_published_names_and_defaults() -> None:
 
 def test_values_reach_the_trainer() -> None:
     config = MultimodalRLConfig(
-        batch_size=32, micro_batch_size=2, mask_ratio_high=8.0, save_steps=5, bf16=True, lr_scheduler_type="cosine"
+        batch_size=32,
+        micro_batch_size=2,
+        mask_ratio_high=8.0,
+        save_steps=5,
+        bf16=True,
+        lr_scheduler_type="cosine",
+        packing=True,
     )
     settings = config.settings().trainer
     assert (settings.samples_per_update, settings.max_rows_per_micro_batch, settings.save_every) == (32, 2, 5)
-    assert (settings.autocast, settings.lr_scheduler) == ("bf16", "cosine")
+    assert (settings.autocast, settings.lr_scheduler, settings.packing) == ("bf16", "cosine", True)
     assert settings.objective.name == "mask_ratio"
     assert settings.objective.mask_ratio_high == 8.0
 

@@ -293,6 +293,11 @@ def test_an_adapter_of_ones_own_trains_as_that_of_the_family(
         assert {name: one[name] for name in same} == pytest.approx(same, rel=1e-4, abs=1e-6, nan_ok=True)
 
 
+def test_batches_of_an_adapter_of_ones_own_cannot_be_packed(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"MinimalAdapter makes whole batches[\s\S]*leave it out"):
+        MultimodalGRPOTrainer(tiny.model(), tiny.processor, MinimalAdapter(tiny), config(tmp_path, packing=True))
+
+
 def test_rows_that_are_no_trajectories_are_compared_with_all_rows(
     tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:

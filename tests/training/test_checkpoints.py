@@ -60,14 +60,16 @@ def train(learner: Learner, tiny: Tiny, *seeds: int) -> list[float]:
         return [learner.step(tiny.samples(4, seed=seed), load)["loss"] for seed in seeds]
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-def test_a_resumed_run_is_bit_for_bit_the_run(tiny: Tiny, tmp_path: Path, lora: Any) -> None:
-    straight, who = make(tiny, lora)
+@pytest.mark.parametrize(
+    ("lora", "changes"), [(None, {}), (LORA, {}), (None, {"packing": True})], ids=["full", "lora", "packed"]
+)
+def test_a_resumed_run_is_bit_for_bit_the_run(tiny: Tiny, tmp_path: Path, lora: Any, changes: Any) -> None:
+    straight, who = make(tiny, lora, **changes)
     losses = train(straight, tiny, 1, 2, 3, 4)
-    first, _ = make(tiny, lora)
+    first, _ = make(tiny, lora, **changes)
     train(first, tiny, 1, 2)
     save(first, tmp_path, {"note": [1]}, who)
-    second, who_again = make(tiny, lora)
+    second, who_again = make(tiny, lora, **changes)
     newest = latest(tmp_path)
     assert newest is not None
     assert load(second, newest, who_again) == {"note": [1]}

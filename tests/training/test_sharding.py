@@ -44,6 +44,7 @@ CASES = {
     "full": Case(),
     "lora": Case(lora=LORA),
     "one micro-batch": Case(trainer={"max_tokens_per_micro_batch": 16384, "max_rows_per_micro_batch": 256}, batches=1),
+    "packed": Case(trainer={"packing": True}, batches=1),
 }
 RESUMED = ("full", "lora")
 
@@ -160,10 +161,12 @@ def test_sharded_steps_are_those_of_one_rank(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", ["one micro-batch", "packed"])
 def test_a_rank_without_a_token_to_train_on_takes_part(
-    one_rank: dict[str, Result], two_ranks: dict[str, Result]
+    case: str, one_rank: dict[str, Result], two_ranks: dict[str, Result]
 ) -> None:
-    one, two = one_rank["one micro-batch"], two_ranks["one micro-batch"]
+    """Of packed rows two micro-batches are left, one of them without images."""
+    one, two = one_rank[case], two_ranks[case]
     assert two.metrics[0]["loss"] == pytest.approx(one.metrics[0]["loss"], rel=1e-4)
     assert two.metrics[0]["grad_norm"] == pytest.approx(one.metrics[0]["grad_norm"], rel=1e-4)
     assert_same_weights(one, two)

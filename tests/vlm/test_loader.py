@@ -14,7 +14,7 @@ from components.contracts.batches import Sample
 from components.contracts.errors import DataError
 from components.contracts.images import ImageRef
 from components.vlm.loader import MicroBatchLoader
-from components.vlm.plan import micro_batches, share, updates
+from components.vlm.plan import micro_batches, packed_micro_batches, share, updates
 
 from .conftest import Tiny
 
@@ -65,6 +65,7 @@ def test_workers_change_nothing_and_an_image_is_processed_once(
 ) -> None:
     samples = tiny.samples(12, seed=0)
     plan = micro_batches(samples, range(12), 150, 3)
+    packed = packed_micro_batches(samples, range(12), 150, 3, tiny.collator.image_token_id)
     assert len(plan) > 3
     processed: list[int] = []
     original = tiny.collator.process_image
@@ -72,12 +73,17 @@ def test_workers_change_nothing_and_an_image_is_processed_once(
     here = MicroBatchLoader(tiny.collator, tiny.images, 0)
     with here.batch():
         expected = list(here(plan)) + list(here(plan))
+        packed_here = [batch for _, batch in here(packed)]
     assert len(processed) == len({ref.sha256 for sample in samples for ref in sample.images})
     monkeypatch.undo()
     direct = [tiny.collator.collate(micro.samples, tiny.images.open) for micro in plan]
     workers = MicroBatchLoader(tiny.collator, tiny.images, 2)
     with workers.batch():
         loaded = list(workers(plan)) + list(workers(plan))
+        packed_loaded = [batch for _, batch in workers(packed)]
+    for one, other in zip(packed_loaded, packed_here, strict=True):
+        assert torch.equal(one.packing.keys, other.packing.keys) and one.packing.images == other.packing.images
+        torch.testing.assert_close(one.pixel_values, other.pixel_values, rtol=0, atol=0)
     for (micro, batch), (micro_here, here_batch), straight in zip(loaded, expected, direct * 2, strict=True):
         assert micro.rows == micro_here.rows
         for other in (here_batch, straight):

@@ -1,0 +1,180 @@
+"""Attention in a sequence of several rows, in which what several of them begin with lies once.
+
+The sequence is cut into segments. A segment attends to those that its rows begin with, and within itself as it would in
+a row of its own. On a GPU in 16 bits that is PyTorch's FlashAttention for sequences of several lengths; elsewhere, and
+where images attend in both directions, segments of equal lengths are computed together by
+`scaled_dot_product_attention`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cached_property
+from inspect import signature
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+from components.contracts.errors import ConfigurationError
+from components.models.varlen import has_kernel, under_autocast
+
+PACKED = "packed"
+"""Its name in transformers. Without segments it is `sdpa`."""
+REMEDY = "leave trainer.packing out: padded rows train the same"
+_KNOWN_OPTIONS = {"position_ids", "use_cache", "is_causal", "output_attentions", "output_hidden_states", "return_dict"}
+
+
+class Segments:
+    """The segments of a packed sequence of T tokens, and what attention asks of them, made once for all layers.
+
+    Attributes:
+        lengths: the tokens of each of the S segments, in order.
+        keys: (K,) int64: segment after segment, the tokens that it may attend to; the last of them are its own.
+        key_lengths: how many of `keys` are each segment's.
+        blocks: (T,) int64: tokens of a segment with the same number attend in both directions, -1 does not; None:
+            none do.
+        layers: how many layers have attended.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], keys: Tensor, key_lengths: Sequence[int], blocks: Tensor | None = None
+    ) -> None:
+        self.lengths, self.keys, self.key_lengths, self.blocks = lengths, keys, key_lengths, blocks
+        self.layers = 0
+        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+
+    @cached_property
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """(S + 1,) int32 each: where the segments' queries and keys end."""
+        queries, keys = (torch.tensor([0, *accumulate(each)]) for each in (self.lengths, self.key_lengths))
+        return queries.int().to(self.keys.device), keys.int().to(self.keys.device)
+
+    @cached_property
+    def alike(self) -> list[tuple[Tensor, Tensor]]:
+        """Of segments of equal lengths: the packed tokens that ask (b, n), and those that they may attend to (b, m)."""
+        begins: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        query = key = 0
+        for n, m in zip(self.lengths, self.key_lengths, strict=True):
+            begins[n, m].append((query, key))
+            query, key = query + n, key + m
+        groups = []
+        for (n, m), first in begins.items():
+            at = torch.tensor(first, device=self.keys.device)
+            queries = at[:, :1] + torch.arange(n, device=at.device)
+            groups.append((queries, self.keys[at[:, 1:] + torch.arange(m, device=at.device)]))
+        return groups
+
+    @cached_property
+    def order(self) -> Tensor:
+        """(T,) int64: where each token is among the queries of all groups of `alike`, one after the other."""
+        return torch.cat([queries.flatten() for queries, _ in self.alike]).argsort()
+
+    def mask(self, group: int, window: int | None) -> Tensor | None:
+        """(n, m) or (b, 1, n, m) of a group of `alike`: who attends to whom; None: every token to all before it."""
+        if (group, window) not in self._masks:
+            queries, keys = self.alike[group]
+            self._masks[group, window] = self._mask(queries, keys.shape[1], window)
+        return self._masks[group, window]
+
+    def _mask(self, queries: Tensor, m: int, window: int | None) -> Tensor | None:
+        n = queries.shape[1]
+        if window is not None and window >= m:
+            window = None
+        own = None if self.blocks is None else self.blocks[queries]
+        if own is not None and not own.ge(0).any():
+            own = None
+        if n == m and window is None and own is None:
+            return None
+        behind = torch.arange(m - n, m, device=queries.device)[:, None] - torch.arange(m, device=queries.device)
+        allowed = behind >= 0
+        if own is not None:
+            allowed = allowed.repeat(len(own), 1, 1)
+            allowed[:, :, m - n :] |= (own[:, :, None] == own[:, None]) & (own >= 0)[:, :, None]
+            allowed = allowed[:, None]
+        return allowed if window is None else allowed & (behind < window)
+
+
+def attend_packed(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    segments: Segments | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Attention within the paths of `segments`: (1, H, T, D) to (1, T, H, D).
+
+    Raises:
+        ConfigurationError: the model asks for something that is not known here.
+    """
+    if segments is None:
+        options = more | {"scaling": scaling, "dropout": dropout}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    unknown = sorted(name for name, option in more.items() if option is not None and name not in _KNOWN_OPTIONS)
+    if unknown or dropout:
+        raise ConfigurationError(
+            f"{type(module).__name__} asks its attention for {', '.join(unknown) or 'dropout'}",
+            where="trainer.packing",
+            remedy=REMEDY,
+        )
+    segments.layers += 1
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in under_autocast(query, key, value))
+    if has_kernel(q) and segments.blocks is None:
+        out = _flash(q, k, v, segments, scaling, sliding_window)
+    else:
+        out = _by_shape(q, k, v, segments, scaling, sliding_window)
+    return out[None], None
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None, window: int | None) -> Tensor:
+    repeats = q.shape[1] // k.shape[1]
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+    k, v = (tensor.index_select(0, segments.keys) for tensor in (k, v))
+    if repeats > 1 and not grouped:
+        k, v = (tensor.repeat_interleave(repeats, 1) for tensor in (k, v))
+    out = varlen_attn(
+        q.contiguous(),
+        k,
+        v,
+        *segments.ends,
+        max(segments.lengths),
+        max(segments.key_lengths),
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        **grouped,
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _by_shape(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None, window: int | None) -> Tensor:
+    """As `_flash`, with any mask."""
+    repeats, outs = q.shape[1] // k.shape[1], []
+    for group, (queries, keys) in enumerate(segments.alike):
+        mask = segments.mask(group, window)
+        query, key, value = (tensor.transpose(1, 2) for tensor in (q[queries], k[keys], v[keys]))
+        grouped = repeats > 1 and mask is None
+        if repeats > 1 and not grouped:  # with a mask no kernel of a GPU knows groups
+            key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
+        out = scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        )
+        outs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outs)[segments.order]
+
+
+AttentionInterface.register(PACKED, attend_packed)
+AttentionMaskInterface.register(PACKED, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])

@@ -1,0 +1,201 @@
+"""Rows without padding in one sequence, in which what several of them begin with lies once.
+
+Rows that begin alike form a tree: its nodes are segments, and a row is the segments from the root to a leaf. Tokens are
+alike if they are equal and, where they stand for an image, if the image is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from components.adapters.collate import SampleCollator
+from components.adapters.images import PLACEHOLDER_RUNS
+from components.adapters.joins import Features
+from components.contracts.batches import MultimodalBatch, Sample
+from components.contracts.errors import DataError
+from components.contracts.images import ImageRef
+from components.models.packed import Packing
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(kw_only=True)
+class PackedBatch(MultimodalBatch):
+    """A batch whose rows share what they begin with: features of images are those of each distinct image, once."""
+
+    packing: Packing
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The tokens from `start` to `end` of `row`, and of all rows that have it in their path.
+
+    `path` are the segments that these rows begin with, in order; the last is this one.
+    """
+
+    row: int
+    start: int
+    end: int
+    path: tuple[int, ...]
+
+
+def content(sample: Sample, image_token: int, counts: Sequence[int]) -> Ints:
+    """(L,) what each token stands for: its id, or a negative number for each of the images; image k has `counts[k]`."""
+    values = sample.input_ids.astype(np.int64)
+    if not sample.images:
+        return values
+    names = [-1 - int(ref.sha256[:15], 16) for ref in sample.images]
+    values[values == image_token] = np.repeat(np.array(names, dtype=np.int64), counts)
+    return values
+
+
+def estimated_content(sample: Sample, image_token: int) -> Ints:
+    """`content` where nobody has processed the images yet: each of a row is taken to have as many tokens."""
+    total = int((sample.input_ids == image_token).sum())
+    ends = np.linspace(0, total, len(sample.images) + 1).round().astype(int)
+    return content(sample, image_token, np.diff(ends).tolist())
+
+
+def in_order(contents: Sequence[Ints]) -> list[int]:
+    """The rows in an order in which those that begin alike are neighbors; of equal ones the first comes first."""
+    return sorted(range(len(contents)), key=lambda row: (contents[row].astype(">i8").tobytes(), row))
+
+
+def alike(one: Ints, other: Ints) -> int:
+    """How many tokens both begin with."""
+    shorter = min(len(one), len(other))
+    different = one[:shorter] != other[:shorter]
+    return int(different.argmax()) if different.any() else shorter
+
+
+def tree(contents: Sequence[Ints], whole: Sequence[Bools]) -> tuple[list[Segment], list[tuple[int, ...]]]:
+    """The segments, those of a path in order, and the path of each row.
+
+    Args:
+        contents: see `content`.
+        whole: (L,) of each row; a run of True is not cut: within an image tokens may attend to later ones.
+    """
+    order = in_order(contents)
+    shared = [0, *(alike(contents[a], contents[b]) for a, b in pairwise(order))]
+    segments: list[Segment] = []
+    paths: list[tuple[int, ...]] = [()] * len(contents)
+    ahead: list[tuple[int, int, int, tuple[int, ...]]] = [(0, len(order), 0, ())] if order else []
+    while ahead:
+        first, last, start, path = ahead.pop()
+        row = order[first]
+        together = min(shared[first + 1 : last], default=len(contents[row]))
+        end = max(start, _uncut(together, [whole[one] for one in order[first:last]]))
+        if end > start:
+            path = (*path, len(segments))
+            segments.append(Segment(row, start, end, path))
+        if last - first == 1:
+            paths[row] = path
+            continue
+        cuts = [first, *(at for at in range(first + 1, last) if shared[at] == together), last]
+        ahead += [(a, b, end, path) for a, b in reversed(list(pairwise(cuts)))]
+    return segments, paths
+
+
+def _uncut(end: int, whole: Sequence[Bools]) -> int:
+    """`end`, or where the run begins that a cut there would split in one of the rows."""
+    if end == 0 or not whole[0][end - 1] or not any(len(row) > end and row[end] for row in whole):
+        return end
+    before = np.flatnonzero(~whole[0][:end])
+    return int(before[-1]) + 1 if len(before) else 0
+
+
+def packing_of(
+    contents: Sequence[Ints],
+    whole: Sequence[Bools],
+    images: Sequence[Sequence[int]] = (),
+    places: Sequence[Ints] = (),
+    image_tokens: Sequence[int] = (),
+) -> Packing:
+    """How the rows are packed.
+
+    Args:
+        contents, whole: see `tree`.
+        images: of each row, which of the distinct images it shows, in order.
+        places: of each row, the columns of its image tokens.
+        image_tokens: of each distinct image, how many tokens it has.
+
+    Raises:
+        DataError: rows that begin alike part within an image.
+    """
+    segments, paths = tree(contents, whole)
+    lengths = [segment.end - segment.start for segment in segments]
+    ends = np.cumsum(lengths)
+    spans = [np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    table = np.zeros((len(contents), max(map(len, contents), default=0)), dtype=np.int64)
+    for row, path in enumerate(paths):
+        table[row, : len(contents[row])] = np.concatenate([spans[one] for one in path])
+    keys = [np.concatenate([spans[one] for one in segment.path]) for segment in segments]
+    shown = [image for segment in segments for image in _images_of(segment, images, places, image_tokens)]
+    return Packing(
+        rows=torch.from_numpy(np.repeat([segment.row for segment in segments], lengths)),
+        columns=torch.from_numpy(np.concatenate([np.arange(one.start, one.end) for one in segments])),
+        places=torch.from_numpy(table),
+        lengths=tuple(lengths),
+        keys=torch.from_numpy(np.concatenate(keys)),
+        key_lengths=tuple(map(len, keys)),
+        images=tuple(shown),
+        row_images=tuple(image for row in images for image in row),
+        image_tokens=tuple(image_tokens),
+    )
+
+
+def _images_of(
+    segment: Segment, images: Sequence[Sequence[int]], places: Sequence[Ints], image_tokens: Sequence[int]
+) -> Iterator[int]:
+    """The images whose tokens the segment has."""
+    end = 0
+    for image in images[segment.row] if images else ():
+        begin, end = end, end + image_tokens[image]
+        first, last = places[segment.row][begin], places[segment.row][end - 1]
+        if first < segment.end and last >= segment.start:
+            if first < segment.start or last >= segment.end:
+                raise DataError(
+                    f"tokens {first} to {last} are an image, and rows that begin alike part at {segment.start} or "
+                    f"{segment.end}",
+                    where=f"row {segment.row} of a micro-batch",
+                    remedy="leave trainer.packing out",
+                )
+            yield image
+
+
+def packed_batch(
+    collator: SampleCollator, samples: Sequence[Sample], features: Callable[[ImageRef], Features]
+) -> PackedBatch:
+    """As `SampleCollator.collate_features`, with each distinct image once, and how the rows are packed.
+
+    Raises:
+        DataError: no samples, or a row's placeholders are not those that its images need.
+    """
+    batch = collator.rows(samples)
+    numbers = {ref: number for number, ref in enumerate(dict.fromkeys(ref for one in samples for ref in one.images))}
+    found = [features(ref) for ref in numbers]
+    tokens = [int(one[PLACEHOLDER_RUNS].sum()) for one in found]
+    images = [[numbers[ref] for ref in sample.images] for sample in samples]
+    for sample, shown in zip(samples, images, strict=True):
+        collator.check_row(sample, [found[image] for image in shown])
+    token = collator.image_token_id
+    packing = packing_of(
+        [content(one, token, [tokens[i] for i in shown]) for one, shown in zip(samples, images, strict=True)],
+        [_marked(sample, collator.typed_token_ids) for sample in samples],
+        images,
+        [np.flatnonzero(sample.input_ids == token) for sample in samples],
+        tokens,
+    )
+    collator.add_images(batch, found)
+    return PackedBatch(**vars(batch), packing=packing)
+
+
+def _marked(sample: Sample, tokens: Collection[int]) -> Bools:
+    return np.isin(sample.input_ids, sorted(tokens))

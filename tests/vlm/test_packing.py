@@ -1,0 +1,318 @@
+"""Packed rows: how they are laid out, and that log-probs, gradients and steps are those of separate rows."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from components.adapters import model_inputs
+from components.contracts.batches import Sample
+from components.contracts.errors import ConfigurationError
+from components.contracts.images import EncodedImage, ImageRef
+from components.models.families import FAMILIES
+from components.models.packed import laid_out
+from components.models.settings import LoraSettings
+from components.training.ranks import Ranks
+from components.vlm.learner import Learner
+from components.vlm.loader import FeatureCache, MicroBatchLoader
+from components.vlm.logprobs import Policy
+from components.vlm.packing import packed_batch, packing_of
+from components.vlm.plan import packed_micro_batches
+
+from .conftest import LORA, Tiny, trainer_settings
+
+IMAGE_TOKENS = (1, 2, 3)
+"""How many tokens an image of a drawn row has, by its number."""
+IMAGE, START = 9, 8
+"""A token of an image, and the one before it, which is not parted from it either."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of texts and images, in order."""
+
+    parts: tuple[tuple[int, ...] | int, ...]
+
+    @property
+    def images(self) -> list[int]:
+        return [part for part in self.parts if isinstance(part, int)]
+
+    @property
+    def ids(self) -> np.ndarray[Any, Any]:
+        parts = ((START, *[IMAGE] * IMAGE_TOKENS[p]) if isinstance(p, int) else p for p in self.parts)
+        return np.array([token for part in parts for token in part])
+
+    @property
+    def content(self) -> np.ndarray[Any, Any]:
+        ids = self.ids.copy()
+        ids[ids == IMAGE] = np.repeat([-1 - image for image in self.images], [IMAGE_TOKENS[i] for i in self.images])
+        return ids
+
+
+TEXT = st.lists(st.integers(0, 1), min_size=1, max_size=4).map(tuple)
+ROW = st.builds(
+    lambda first, more: Row((first, *more)), TEXT, st.lists(TEXT | st.integers(0, 2), max_size=4).map(tuple)
+)
+ROWS = st.lists(ROW, min_size=1, max_size=8)
+
+
+def packed(rows: Sequence[Row]) -> Any:
+    return packing_of(
+        [row.content for row in rows],
+        [row.ids >= START for row in rows],
+        [row.images for row in rows],
+        [np.flatnonzero(row.ids == IMAGE) for row in rows],
+        IMAGE_TOKENS,
+    )
+
+
+@given(ROWS)
+def test_every_token_of_every_row_has_a_place_and_attends_to_its_row_alone(rows: list[Row]) -> None:
+    packing = packed(rows)
+    ends = np.cumsum(packing.key_lengths)
+    keys = [packing.keys[end - size : end].tolist() for end, size in zip(ends, packing.key_lengths, strict=True)]
+    numbers = np.repeat(np.arange(len(packing.lengths)), packing.lengths)
+    firsts = np.cumsum([0, *packing.lengths])
+    contents = [rows[row].content[column] for row, column in zip(packing.rows, packing.columns, strict=True)]
+    for row, places in zip(rows, packing.places.tolist(), strict=True):
+        places = places[: len(row.ids)]
+        assert [contents[place] for place in places] == row.content.tolist()
+        assert packing.columns[places].tolist() == list(range(len(places)))
+        for column, place in enumerate(places):
+            segment = numbers[place]
+            seen = len(keys[segment]) - packing.lengths[segment] + place - firsts[segment] + 1
+            assert keys[segment][:seen] == places[: column + 1]
+        run = row.ids >= START
+        for before, after in pairwise(range(len(places))):
+            assert not (run[before] and run[after]) or numbers[places[before]] == numbers[places[after]]
+    shown = [-1 - image for image in packing.images for _ in range(IMAGE_TOKENS[image])]
+    assert [value for value in contents if value < 0] == shown
+
+
+@given(st.lists(TEXT, min_size=1, max_size=8))
+def test_what_rows_of_text_begin_with_is_there_once(rows: list[tuple[int, ...]]) -> None:
+    beginnings = {row[: end + 1] for row in rows for end in range(len(row))}
+    assert len(packed([Row((row,)) for row in rows]).rows) == len(beginnings)
+
+
+@given(st.lists(TEXT, min_size=1, max_size=12), st.integers(1, 12), st.integers(1, 4))
+def test_a_plan_has_every_row_once_and_counts_packed_tokens(
+    texts: list[tuple[int, ...]], max_tokens: int, max_rows: int
+) -> None:
+    samples = [_sample(np.array(text), (), f"{row}") for row, text in enumerate(texts)]
+    rows = range(len(samples))
+    plan = packed_micro_batches(samples, rows, max_tokens, max_rows, IMAGE)
+    assert sorted(row for micro in plan for row in micro.rows) == list(rows)
+    assert all(micro.samples == tuple(samples[row] for row in micro.rows) and micro.packed for micro in plan)
+    for micro in plan:
+        assert len(micro.rows) <= max_rows
+        tokens = len({texts[row][: end + 1] for row in micro.rows for end in range(len(texts[row]))})
+        assert tokens <= max_tokens or len(micro.rows) == 1
+    assert plan == packed_micro_batches(samples, rows, max_tokens, max_rows, IMAGE)
+
+
+def test_groups_stay_together_where_they_fit() -> None:
+    group = [[k, k, k, k, *end] for k in (1, 2, 3) for end in ((5,), (6,), (7,))]
+    samples = [_sample(np.array(ids), (), f"{row}") for row, ids in enumerate(group)]
+    plan = packed_micro_batches(samples, range(9), 20, 64, IMAGE)
+    assert [micro.rows for micro in plan] == [(0, 1, 2, 3, 4, 5), (6, 7, 8)]
+
+
+def _sample(ids: Any, images: tuple[ImageRef, ...], name: str, mask: Any = None, seed: int = 0) -> Sample:
+    rng = np.random.default_rng([seed, len(ids)])
+    mask = np.zeros(len(ids), dtype=bool) if mask is None else mask
+    values = [np.where(mask, rng.normal(mean, 0.3, len(ids)), 0).astype(np.float32) for mean in (-6.0, 0.0)]
+    versions = np.where(mask, 0, -1).astype(np.int32)
+    return Sample(name, "g", name, ids.astype(np.int32), mask, values[0], versions, values[1], 0.0, images)
+
+
+def _image(tiny: Tiny, seed: int, size: tuple[int, int]) -> ImageRef:
+    pixels, buffer = np.random.default_rng(seed).integers(0, 255, (*size, 3), dtype=np.uint8), io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return tiny.images.put(EncodedImage(buffer.getvalue(), "image/png"))
+
+
+def conversations(tiny: Tiny) -> list[Sample]:
+    """Two turns and one, with two images, one and none: some the same, some alike up to an image, some not at all."""
+    a, b, c = (_image(tiny, seed, size) for seed, size in enumerate([(84, 56), (56, 112), (56, 112)]))
+    told = {"type": "text", "text": "What colour?"}
+
+    def sample(name: str, turns: Sequence[tuple[tuple[ImageRef, ...], str]], last: str) -> Sample:
+        chat = []
+        for shown, answer in turns:
+            chat.append({"role": "user", "content": [*({"type": "image"} for _ in shown), told]})
+            chat.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
+        text = tiny.processor.apply_chat_template(chat[:-1], add_generation_prompt=True, tokenize=False)
+        refs = tuple(ref for shown, _ in turns for ref in shown)
+        images = [tiny.images.open(ref) for ref in refs] or None
+        prompt = np.asarray(list(tiny.processor(text=[text], images=images)["input_ids"][0]))
+        ids = np.concatenate([prompt, tiny.adapter.tokenizer(last, add_special_tokens=False)["input_ids"]])
+        mask = ~np.isin(ids, sorted(tiny.collator.forbidden_token_ids)) & (np.arange(len(ids)) % 5 != 0)
+        return _sample(ids, refs, name, mask, seed=len(name))
+
+    return [
+        sample("two turns", [((a,), "red"), ((b,), "")], "it is blue"),
+        sample("another answer", [((a,), "red"), ((b,), "")], "it may be green"),
+        sample("another image", [((a,), "red"), ((c,), "")], "it is blue"),
+        sample("the same", [((a,), "red"), ((b,), "")], "it is blue"),
+        sample("one turn", [((a,), "")], "red"),
+        sample("both images", [((b, a), "")], "red and blue"),
+        sample("text", [((), "")], "nothing"),
+    ]
+
+
+def results(policy: Policy, batches: Sequence[tuple[Any, Any]]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Log-probs and entropies of all rows, and the gradient of a weighted sum of them."""
+    policy.zero_grad()
+    found = []
+    for batch, packing in batches:
+        logprobs, entropy = policy(model_inputs(batch), batch.loss_mask, packing)
+        weight = batch.advantages[:, 1:][batch.loss_mask[:, 1:]]
+        (weight * logprobs + 0.1 * entropy).sum().backward()
+        found += [logprobs.detach(), entropy.detach()]
+    return found, {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
+
+
+def assert_rows_are_separate(tiny: Tiny, model: Any, samples: list[Sample], tmp_path: Any) -> None:
+    """Packed, all rows at once; plain, each alone: in fp32 both agree within 1e-6 of what there is."""
+    forbidden = sorted(tiny.collator.forbidden_token_ids)
+    policy = Policy(model, logprobs="torch", temperature=1.0, forbidden_token_ids=forbidden, packing=True)
+    features = FeatureCache(tiny.collator, tiny.images, tmp_path)
+    batch = packed_batch(tiny.collator, samples, features)
+    assert len(batch.packing.rows) < 0.7 * sum(len(sample.input_ids) for sample in samples)
+    packing = laid_out(policy.model, model_inputs(batch), batch.packing)
+    ours, our_gradient = results(policy, [(batch, packing)])
+    rows = [(tiny.collator.collate_features([sample], features), None) for sample in samples]
+    alone, gradient = results(policy, rows)
+    for one, other in ((ours[0], torch.cat(alone[::2])), (ours[1], torch.cat(alone[1::2]))):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    assert our_gradient.keys() == gradient.keys()
+    norm = torch.stack([value.norm() for value in gradient.values()]).norm()
+    gaps = {name: (our_gradient[name] - value).norm() for name, value in gradient.items()}
+    assert torch.stack([*gaps.values()]).norm() < 1e-6 * norm
+    for name, value in gradient.items():
+        assert gaps[name] < 5e-6 * value.norm() + 1e-8 * norm, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_have_the_log_probs_and_gradients_of_separate_rows(
+    family: str, make_tiny: Callable[..., Tiny], tmp_path: Any
+) -> None:
+    tiny = make_tiny(family)
+    assert_rows_are_separate(tiny, tiny.model(), conversations(tiny), tmp_path)
+
+
+@pytest.mark.parametrize("family", ["pixtral", "gemma3"])
+def test_windows_shorter_than_a_row_slide_over_what_it_shares(
+    family: str, make_tiny: Callable[..., Tiny], tmp_path: Any
+) -> None:
+    """In all layers, and in every second one beside images that attend in both directions."""
+    tiny = make_tiny(family)
+    model = tiny.model()
+    model.config.text_config.sliding_window = 12
+    for module in model.modules():
+        if getattr(module, "sliding_window", None) is not None:
+            module.sliding_window = 12
+    assert_rows_are_separate(tiny, model, conversations(tiny), tmp_path)
+
+
+def learner_of(tiny: Tiny, model: Any, **changes: Any) -> Learner:
+    forbidden = sorted(tiny.collator.forbidden_token_ids)
+    return Learner(model, trainer_settings(**changes), temperature=1.0, forbidden_token_ids=forbidden)
+
+
+def step(learner: Learner, tiny: Tiny, samples: list[Sample]) -> dict[str, float]:
+    load = MicroBatchLoader(tiny.collator, tiny.images, 0)
+    with load.batch():
+        return learner.step(samples, load)
+
+
+EVERYWHERE = LoraSettings(rank=4, alpha=8, targets=("q_proj", "v_proj", "qkv"), scope="all")
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ({}, {"max_tokens_per_micro_batch": 4096, "max_rows_per_micro_batch": 64}),
+        ({"gradient_checkpointing": True}, {"correction": {"mode": "truncate"}, "samples_per_update": 4}),
+        ({"freeze": ("vision", "projector")}, {"kl_coefficient": 0.1}),
+        ({"lora": LORA}, {"kl_coefficient": 0.1}),
+        ({"lora": EVERYWHERE}, {"entropy_coefficient": 0.01}),
+    ],
+    ids=["one micro-batch", "several updates", "frozen tower", "adapters", "adapters in the tower"],
+)
+def test_a_step_on_packed_rows_is_the_step(tiny: Tiny, model: Any, changes: Any) -> None:
+    samples, done = [*tiny.samples(6, seed=1), *conversations(tiny)], []
+    for packing in (False, True):
+        torch.manual_seed(0)  # of the adapters
+        learner = learner_of(tiny, tiny.model(**model), packing=packing, adam_epsilon=1e-3, **changes)
+        metrics = step(learner, tiny, samples)
+        done.append((metrics, {name: p.detach() for name, p in learner.model.named_parameters()}, learner.log_ratios))
+    (plain, weights, ratios), (packed, ours, our_ratios) = done
+    assert packed.keys() - plain.keys() == {"tokens/computed"} and not plain.keys() - packed.keys()
+    assert packed["tokens/computed"] < 0.8 * packed["tokens/total"]
+    for name in ("loss", "grad_norm", "entropy", "importance_ratio", "mismatch_kl", "updates"):
+        assert packed[name] == pytest.approx(plain[name], rel=1e-6, abs=1e-7), name
+    for name, value in weights.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-6, atol=1e-6)
+    assert all(np.allclose(our_ratios[row], value, atol=1e-5) for row, value in ratios.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("autocast", "tolerance"), [("none", 1e-4), ("bf16", 3e-2)])
+def test_on_a_gpu_packed_rows_are_trained_as_padded_ones(
+    family: str, autocast: str, tolerance: float, make_tiny: Callable[..., Tiny]
+) -> None:
+    tiny, norms = make_tiny(family), []
+    for packing in (False, True):
+        settings = trainer_settings(packing=packing, autocast=autocast)
+        learner = Learner(tiny.model(), settings, temperature=1.0, ranks=Ranks(device=torch.device("cuda")))
+        norms.append(step(learner, tiny, conversations(tiny))["grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=tolerance)
+
+
+def test_the_vision_tower_has_every_distinct_image_once(tiny: Tiny, tmp_path: Any) -> None:
+    samples = conversations(tiny)
+    learner = learner_of(tiny, tiny.model(), packing=True, max_tokens_per_micro_batch=4096, max_rows_per_micro_batch=64)
+    seen: list[int] = []
+    learner.model.model.visual.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(len(args[0])), with_kwargs=True
+    )
+    step(learner, tiny, samples)
+    features = FeatureCache(tiny.collator, tiny.images, tmp_path)
+    images = {ref for sample in samples for ref in sample.images}
+    assert len(images) == 3
+    assert seen == [sum(len(features(ref)["pixel_values"]) for ref in images)]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda model: setattr(model.config.text_config, "_attn_implementation", "eager"), "loaded with eager"),
+        (lambda model: model.config.text_config.layer_types.append("linear_attention"), "layers of linear_attention"),
+        (lambda model: setattr(model.model, "forward", lambda input_ids: None), "takes no features of images"),
+    ],
+)
+def test_models_whose_rows_cannot_be_packed_are_refused(tiny: Tiny, change: Any, reason: str) -> None:
+    model = tiny.model()
+    change(model)
+    with pytest.raises(ConfigurationError, match=reason):
+        learner_of(tiny, model, packing=True)
+
+
+def test_a_layer_that_does_not_attend_is_seen(tiny: Tiny) -> None:
+    model = tiny.model()
+    model.model.language_model.layers[1].self_attn.forward = lambda hidden_states, **more: (hidden_states, None)
+    with pytest.raises(ConfigurationError, match=r"qwen2-vl cannot be packed: 1 of its 2 layers attend"):
+        step(learner_of(tiny, model, packing=True), tiny, tiny.samples(2, seed=0))
