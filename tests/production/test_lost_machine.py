@@ -23,7 +23,7 @@ from tests.production.conftest import Platform
 from tests.production.nodes import Network, Node, wait_for
 from tests.production.services import OFFLINE, ONE_THREAD
 
-STEPS, SAVE_EVERY, GROUPS, MEMBERS, HELDOUT = 30, 10, 16, 8, 64
+STEPS, SAVE_EVERY, GROUPS, MEMBERS, HELDOUT = 18, 6, 16, 8, 64
 TASKS = ("environment.train_tasks=256", f"environment.heldout_tasks={HELDOUT}")
 VALUES = (
     *TASKS,
