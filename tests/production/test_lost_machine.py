@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,15 +114,17 @@ def weights(trained: Path) -> str:
     return sha256((trained / "checkpoint/model.safetensors").read_bytes()).hexdigest()
 
 
-def played(store: Path, trained: Path) -> list[tuple[int, str, str]]:
-    """Step, trajectory and task of each rollout that the training names."""
-    found = []
+def played(store: Path, trained: Path) -> list[tuple[Any, ...]]:
+    """Step, trajectory, task, reward and sampled tokens of each rollout that the training names."""
+    found: list[tuple[Any, ...]] = []
     for row in json.loads((trained / "lineage.json").read_text()):
         rollouts = ArtifactStore(store).find_digest(row["rollouts"])
         assert rollouts is not None
         outputs = read_rollouts(rollouts.path)
         assert not outputs.failures
-        found += [(row["step"], each.trajectory_id, each.task_id) for each in outputs.trajectories]
+        for each in outputs.trajectories:
+            sampled = [list(turn.completion_token_ids) for turn in each.turns]
+            found.append((row["step"], each.trajectory_id, each.task_id, each.reward, sampled))
     return found
 
 
@@ -171,7 +174,7 @@ def test_another_machine_resumes_from_the_checkpoint_that_has_arrived(taken_up: 
 
 def test_every_planned_rollout_is_there_once(taken_up: TakenUp, undisturbed: Node) -> None:
     found = played(taken_up.taker.store, taken_up.trained)
-    assert len({trajectory for _, trajectory, _ in found}) == len(found) == STEPS * GROUPS * MEMBERS
+    assert len({trajectory for _, trajectory, *_ in found}) == len(found) == STEPS * GROUPS * MEMBERS
     assert found == played(undisturbed.folder / ".armature/store", undisturbed.folder / "trained")
 
 
