@@ -23,8 +23,8 @@ interop: .venv/.made $(INTEROP:%=.venv-%/.made)  ## tests against what others wr
 	.venv-verifiers-v1/bin/python -m pytest tests/interop/verifiers/test_v1.py
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/interop/openenv tests/interop/lerobot
 
-production: environments .venv-cluster/.made  ## the platform on PostgreSQL and S3, jobs of SLURM, nodes that are lost; as root, on Linux
-	.venv-cluster/bin/python -m pytest -s -o timeout=900 tests/production
+production: environments .venv-cluster/.made  ## the platform on PostgreSQL and S3, jobs of SLURM, machines that are lost; as root, on Linux; choose with ARGS="-k lost_machine"
+	.venv-cluster/bin/python -m pytest -s -o timeout=900 tests/production $(ARGS)
 
 lint: .venv/.made  ## style, types and the layer rule
 	$(BIN)/ruff check .

@@ -119,10 +119,14 @@ class Network:
         node.run(["ip", "link", "set", "eth0", "up"])
         return node
 
+    def unplug(self, node: Node) -> None:
+        """Pull the node's cable: nothing that is sent to it or by it arrives, and nobody is told."""
+        self._ip("link", "set", "dev", node.name, "nomaster")
+
     @contextmanager
     def unplugged(self, node: Node) -> Iterator[None]:
-        """The node's cable is pulled: nothing that is sent to it or by it arrives, and nobody is told."""
-        self._ip("link", "set", "dev", node.name, "nomaster")
+        """Within, as after `unplug`."""
+        self.unplug(node)
         try:
             yield
         finally:

@@ -1,0 +1,215 @@
+"""The machine of a run is gone in mid-training, and another one, which shares nothing with it but the platform and the
+remote store, takes the run up: it ends with the weights of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.artifacts.manifest import read_manifest
+from components.artifacts.store import ArtifactStore
+from components.configuration import CONFIGS
+from components.contracts.stages import Artifact
+from components.process import Program
+from components.rollouts.table import read_rollouts
+from tests.production.conftest import Platform
+from tests.production.nodes import Network, Node, wait_for
+from tests.production.services import OFFLINE, ONE_THREAD
+
+STEPS, SAVE_EVERY, GROUPS, MEMBERS, HELDOUT = 18, 6, 16, 8, 64
+TASKS = ("environment.train_tasks=256", f"environment.heldout_tasks={HELDOUT}")
+VALUES = (
+    *TASKS,
+    f"trainer.max_steps={STEPS}",
+    f"trainer.save_every={SAVE_EVERY}",
+    f"rollouts.groups_per_step={GROUPS}",
+    f"rollouts.group_size={MEMBERS}",
+    "preflight.groups=2",
+)
+RECIPE, CANDIDATE = "train-vlm/colors", "models:/train-vlm.colors@candidate"
+CURVES = """
+from mlflow import MlflowClient
+
+client = MlflowClient()
+experiment = client.get_experiment_by_name("train-vlm").experiment_id
+runs = client.search_runs([experiment], "tags.`armature.stage` = 'train-vlm' and attributes.status = 'FINISHED'")
+print([[point.step for point in client.get_metric_history(run.info.run_id, "reward")] for run in runs])
+"""
+"""Prints the steps of the curves of trainings that have ended."""
+
+pytestmark = pytest.mark.timeout(1800)
+
+
+@dataclass(frozen=True)
+class WorkerNode:
+    """A node with a worker, and a store of its own that is empty at first."""
+
+    node: Node
+    worker: Program
+
+    @property
+    def store(self) -> Path:
+        return self.node.folder / ".armature/store"
+
+    def said(self) -> str:
+        assert self.worker.log is not None
+        return self.worker.log.read_text(errors="replace")
+
+    def steps_done(self) -> int:
+        histories = list(self.store.glob("workspaces/train-vlm-*/history.jsonl"))
+        lines = histories[0].read_text().splitlines() if histories else []
+        return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
+
+    def has_sent_a_checkpoint(self) -> bool:
+        """Whether the first one has arrived, and another step is done since."""
+        return self.steps_done() > SAVE_EVERY and not list(self.store.glob("remote/*/outbox/*.checkpoint.json"))
+
+    def made(self, stage: str) -> Artifact:
+        """The only artifact of `stage`."""
+        (found,) = [artifact for artifact in ArtifactStore(self.store) if artifact.kind == stage]
+        return found
+
+    def rollouts(self) -> dict[str, str]:
+        """The digests of the steps' rollouts, by fingerprint."""
+        return {each.path.name: each.digest for each in ArtifactStore(self.store) if each.kind == "rollouts"}
+
+
+@dataclass(frozen=True)
+class TakenUp:
+    """A run that was on `lost`, watched by `first`, and then on `taker`, watched by `second`."""
+
+    lost: WorkerNode
+    first: Program
+    taker: WorkerNode
+    second: Program
+
+    @property
+    def trained(self) -> Path:
+        return self.taker.made("train-vlm").path
+
+
+def add(network: Network, platform: Platform, name: str) -> WorkerNode:
+    node = network.add(name)
+    worker = platform.start_worker(node)
+    wait_for(lambda: "started!" in worker.tail(), worker)
+    return WorkerNode(node, worker)
+
+
+def submit(platform: Platform, name: str, *values: str, log: str) -> Program:
+    """Run a deployment; what is returned ends as the run does."""
+    sets = [f"--set={value}" for value in values]
+    command = ["python", "-m", "armature", "submit", name, *sets, "--machine=remote_store=s3://artifacts", "--watch"]
+    return platform.node.start(command, platform.environment, log)
+
+
+def weights(trained: Path) -> str:
+    return sha256((trained / "checkpoint/model.safetensors").read_bytes()).hexdigest()
+
+
+def played(store: Path, trained: Path) -> list[tuple[Any, ...]]:
+    """Step, trajectory, task, reward and sampled tokens of each rollout that the training names."""
+    found: list[tuple[Any, ...]] = []
+    for row in json.loads((trained / "lineage.json").read_text()):
+        rollouts = ArtifactStore(store).find_digest(row["rollouts"])
+        assert rollouts is not None
+        outputs = read_rollouts(rollouts.path)
+        assert not outputs.failures
+        for each in outputs.trajectories:
+            sampled = [list(turn.completion_token_ids) for turn in each.turns]
+            found.append((row["step"], each.trajectory_id, each.task_id, each.reward, sampled))
+    return found
+
+
+@pytest.fixture(scope="module")
+def taken_up(network: Network, platform: Platform) -> TakenUp:
+    lost = add(network, platform, "a")
+    first = submit(platform, RECIPE, *VALUES, log="first.log")
+    wait_for(lost.has_sent_a_checkpoint, first, 600)
+    network.unplug(lost.node)
+    lost.node.kill()
+    began = time.monotonic()
+    assert lost.steps_done() < STEPS, "it was not in mid-training"
+    taker = add(network, platform, "b")
+    second = submit(platform, RECIPE, *VALUES, log="second.log")
+    wait_for(lambda: "resuming after step" in taker.said(), second, 600)
+    print(f"lost after {lost.steps_done()} of {STEPS} steps; taken up {time.monotonic() - began:.0f} s later", end="")
+    assert second.wait(900) == 0, second.tail(100)
+    print(f", finished and evaluated {time.monotonic() - began:.0f} s later")
+    return TakenUp(lost, first, taker, second)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(network: Network, platform: Platform) -> Iterator[Node]:
+    """A node that made the same by stages alone, in `trained`, without the platform and without a remote store."""
+    node = network.add("undisturbed")
+    platform.add_servers(node)
+    command = ["python", "-m", "armature", "stage"]
+    more = [f"--config={CONFIGS / RECIPE}.toml", *(f"--set={value}" for value in VALUES)]
+    began = time.monotonic()
+    for name in ("tasks", "model"):
+        node.run([*command, name, *more, f"--out={name}"], {**ONE_THREAD, **OFFLINE})
+    given = ["--input=tasks=tasks", "--input=model=model", "--out=trained"]
+    node.run([*command, "train-vlm", *more, *given], {**ONE_THREAD, **OFFLINE}, 900)
+    print(f"trained undisturbed in {time.monotonic() - began:.0f} s")
+    yield node
+    node.stop()
+
+
+def test_another_machine_resumes_from_the_checkpoint_that_has_arrived(taken_up: TakenUp) -> None:
+    said, name = taken_up.taker.said(), f"train-vlm-{taken_up.trained.name}"
+    assert re.search(rf"waits for process \d+ on a since \S+, which makes the same artifact \({name}\)", said)
+    assert re.search(rf"process \d+ on a since \S+ is gone, taken over \({name}\)", said)
+    (fetched,) = re.findall(r"has a checkpoint of (\d+) steps, fetched", said)
+    (resumed,) = re.findall(r"resuming after step (\d+)", said)
+    assert fetched == resumed and int(resumed) in range(SAVE_EVERY, STEPS, SAVE_EVERY)
+
+
+def test_every_planned_rollout_is_there_once(taken_up: TakenUp, undisturbed: Node) -> None:
+    found = played(taken_up.taker.store, taken_up.trained)
+    assert len({trajectory for _, trajectory, *_ in found}) == len(found) == STEPS * GROUPS * MEMBERS
+    assert found == played(undisturbed.folder / ".armature/store", undisturbed.folder / "trained")
+
+
+def test_rollouts_that_have_arrived_are_not_played_again(taken_up: TakenUp) -> None:
+    """Their tables say how long each answer took: two that were played are never equal."""
+    before, after = taken_up.lost.rollouts(), taken_up.taker.rollouts()
+    assert len(before) > SAVE_EVERY and len(after) == STEPS
+    assert all(after[name] == before[name] for name in sorted(before)[:SAVE_EVERY])
+
+
+def test_its_weights_are_those_of_an_undisturbed_run(taken_up: TakenUp, undisturbed: Node) -> None:
+    assert weights(taken_up.trained) == weights(undisturbed.folder / "trained")
+
+
+def test_tracking_has_the_whole_curve(taken_up: TakenUp, platform: Platform) -> None:
+    (curve,) = json.loads(platform.node.run(["python", "-c", CURVES], platform.environment))
+    assert sorted(set(curve)) == list(range(1, STEPS + 1))
+
+
+def test_the_run_of_the_lost_machine_is_crashed(taken_up: TakenUp) -> None:
+    assert taken_up.first.wait(300) == 1
+    assert "No heartbeat for 120 s" in taken_up.first.tail()
+
+
+def test_a_third_machine_evaluates_the_candidate(taken_up: TakenUp, network: Network, platform: Platform) -> None:
+    """Its store is empty, and the machine that trained is off."""
+    trained = taken_up.taker.made("train-vlm")
+    assert CANDIDATE in taken_up.second.tail()
+    taken_up.taker.node.stop()
+    third = add(network, platform, "c")
+    began = time.monotonic()
+    evaluation = submit(platform, "evaluate/vlm", *TASKS, "evaluation.seed=1", log="evaluation.log")
+    assert evaluation.wait(600) == 0, evaluation.tail(100)
+    print(f"evaluated by its alias in {time.monotonic() - began:.0f} s")
+    manifest, fetched = read_manifest(third.made("evaluate").path), third.made("train-vlm")
+    assert manifest.inputs["model"] == fetched.digest == trained.digest
+    assert weights(fetched.path) == weights(trained.path)
+    assert manifest.rows["episodes"] == HELDOUT
