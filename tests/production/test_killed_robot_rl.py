@@ -1,0 +1,151 @@
+"""kill -9 of a robot policy's flow while it learns by trying, at random moments: its results are those of a flow that
+was left alone, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from tests.chaos.training import children, is_trainer
+
+ROOT = Path(__file__).parents[2]
+STEPS, GROUPS, MEMBERS, KILLS = 2, 2, 4, 3
+OVERRIDES = (
+    "demonstrations.episodes_per_task=2",
+    "training.max_steps=30",
+    "training.warmup_steps=0",
+    "training.save_every=30",
+    "simulator.reach_distance=0.3",
+    f"rollouts.groups_per_step={GROUPS}",
+    f"rollouts.group_size={MEMBERS}",
+    "rollouts.max_steps=10",
+    f"trainer.max_steps={STEPS}",
+    "trainer.samples_per_update=4",
+    "evaluation.episodes_per_task=2",
+    "evaluation.max_steps.libero_spatial=10",
+)
+LEARNED = ("robot-rollouts", "robot-batches", "train-vla-rl", "evaluate-libero", "compare-libero", "workspaces")
+"""Folders of the store that the flow fills from its learning by trying on."""
+
+TRAINED = ("train-vla", "train-vla-rl")
+
+pytestmark = pytest.mark.timeout(1800)
+
+
+class Flow:
+    """`armature run train-vla-rl/tiny`, shortened, in a folder of its own; it may be started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.log = folder, folder / "run.log"
+        self.store = folder / ".armature/store"
+        folder.mkdir(exist_ok=True)
+
+    def start(self) -> subprocess.Popen[bytes]:
+        sets = [f"--set={override}" for override in OVERRIDES]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "armature", "run", "train-vla-rl/tiny", *sets],
+                cwd=self.folder,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def finish(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.wait() == 0, self.log.read_text(errors="replace")[-4000:]
+
+    def files(self, pattern: str) -> dict[str, bytes]:
+        """Of the store, by path."""
+        found = sorted(self.store.glob(pattern))
+        return {str(path.relative_to(self.store)): path.read_bytes() for path in found}
+
+
+def is_simulator(command: str) -> bool:
+    return "components.environments.libero.worker" in command and "components/process.py" not in command
+
+
+@pytest.fixture(scope="module")
+def flows(tmp_path_factory: pytest.TempPathFactory) -> tuple[Flow, Flow]:
+    """One that was left alone; and one from the same demonstrations and imitation, killed as a whole again and again,
+    then without its trainer and a simulator."""
+    pytest.importorskip("robosuite", reason="needs the simulator: pip install 'armature-vla[libero]'")
+    seed = int(os.environ.get("ARMATURE_KILL_SEED", random.randrange(1000)))
+    print(f"ARMATURE_KILL_SEED={seed}")
+    folder, rng = tmp_path_factory.mktemp("flows"), random.Random(seed)
+    alone = Flow(folder / "alone")
+    alone.finish(alone.start())
+    killed = Flow(folder / "killed")
+    shutil.copytree(alone.store, killed.store, ignore=lambda at, names: LEARNED if Path(at) == alone.store else ())
+
+    begun = time.monotonic()
+    process = killed.start()
+    wait_for(killed, process, "train-vla-rl-*")
+    startup = time.monotonic() - begun
+    for _ in range(KILLS):
+        moment = rng.uniform(0, 20)
+        time.sleep(moment)
+        descendants = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        _, alive = psutil.wait_procs(descendants, timeout=30)
+        assert not alive, "child programs outlived the flow"
+        print(f"killed {moment:.1f} s after its learning began, with {len(killed.files('robot-*/*/*.parquet'))} tables")
+        process = killed.start()
+        time.sleep(startup)
+    for is_victim in (is_trainer, is_simulator):
+        time.sleep(rng.uniform(0, 5))
+        for victim in children(process, is_victim)[:1]:
+            victim.kill()
+    killed.finish(process)
+    return alone, killed
+
+
+def wait_for(flow: Flow, process: subprocess.Popen[bytes], workspace: str) -> None:
+    while not list((flow.store / "workspaces").glob(workspace)):
+        assert process.poll() is None, flow.log.read_text(errors="replace")[-4000:]
+        time.sleep(0.1)
+
+
+def test_it_learned_something(flows: tuple[Flow, Flow]) -> None:
+    alone, _ = flows
+    before, after = (load_file(*alone.store.glob(f"{stage}/*/checkpoint/model.safetensors")) for stage in TRAINED)
+    assert any(not after[name].equal(weights) for name, weights in before.items())
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "train-vla-rl/*/checkpoint/*",
+        "robot-rollouts/*/rollouts.parquet",
+        "robot-batches/*/batch.parquet",
+        "evaluate-libero/*/results.parquet",
+        "train-vla-rl/*/lineage.json",
+    ],
+)
+def test_the_files_are_those_of_a_flow_that_was_left_alone(flows: tuple[Flow, Flow], pattern: str) -> None:
+    alone, killed = (flow.files(pattern) for flow in flows)
+    assert alone == killed and alone
+
+
+def test_the_history_has_every_step_once(flows: tuple[Flow, Flow]) -> None:
+    histories = [json.loads(*flow.files("train-vla-rl/*/history.json").values()) for flow in flows]
+    for history in histories:
+        assert [row["step"] for row in history] == list(range(1, STEPS + 1))
+        assert all(row["rollouts/planned"] == GROUPS * MEMBERS for row in history)
+    same = ("reward", "loss", "kl", "grad_norm", "importance_ratio")
+    assert [[row[name] for name in same] for row in histories[0]] == [
+        [row[name] for name in same] for row in histories[1]
+    ]
