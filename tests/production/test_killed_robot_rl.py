@@ -20,24 +20,28 @@ from safetensors.torch import load_file
 from tests.chaos.training import children, is_trainer
 
 ROOT = Path(__file__).parents[2]
-STEPS, GROUPS, MEMBERS, KILLS = 2, 2, 4, 3
+STEPS, GROUPS, MEMBERS = 2, 2, 4
 OVERRIDES = (
-    "demonstrations.episodes_per_task=2",
-    "training.max_steps=30",
+    "demonstrations.episodes_per_task=4",
+    "training.max_steps=100",
     "training.warmup_steps=0",
-    "training.save_every=30",
-    "simulator.reach_distance=0.3",
+    "training.save_every=100",
+    "simulator.reach_distance=0.17",
     f"rollouts.groups_per_step={GROUPS}",
     f"rollouts.group_size={MEMBERS}",
-    "rollouts.max_steps=10",
+    "rollouts.max_steps=20",
     f"trainer.max_steps={STEPS}",
     "trainer.samples_per_update=4",
     "evaluation.episodes_per_task=2",
-    "evaluation.max_steps.libero_spatial=10",
+    "evaluation.max_steps.libero_spatial=20",
 )
 LEARNED = ("robot-rollouts", "robot-batches", "train-vla-rl", "evaluate-libero", "compare-libero", "workspaces")
 """Folders of the store that the flow fills from its learning by trying on."""
 
+TABLES = "robot-*/*/*.parquet"
+"""Rollouts and batch of each step, in this order."""
+
+FAULTS = ((0, "flow"), (0, "simulator"), (1, "trainer"), (2, "flow"), (3, "flow"))
 TRAINED = ("train-vla", "train-vla-rl")
 
 pytestmark = pytest.mark.timeout(1800)
@@ -77,46 +81,43 @@ def is_simulator(command: str) -> bool:
     return "components.environments.libero.worker" in command and "components/process.py" not in command
 
 
+VICTIMS = {"simulator": is_simulator, "trainer": is_trainer}
+
+
 @pytest.fixture(scope="module")
 def flows(tmp_path_factory: pytest.TempPathFactory) -> tuple[Flow, Flow]:
-    """One that was left alone; and one from the same demonstrations and imitation, killed as a whole again and again,
-    then without its trainer and a simulator."""
+    """One that was left alone, and one that was disturbed, from the same demonstrations and imitation."""
     pytest.importorskip("robosuite", reason="needs the simulator: pip install 'armature-vla[libero]'")
     seed = int(os.environ.get("ARMATURE_KILL_SEED", random.randrange(1000)))
     print(f"ARMATURE_KILL_SEED={seed}")
-    folder, rng = tmp_path_factory.mktemp("flows"), random.Random(seed)
-    alone = Flow(folder / "alone")
+    folder = tmp_path_factory.mktemp("flows")
+    alone, killed = Flow(folder / "alone"), Flow(folder / "killed")
     alone.finish(alone.start())
-    killed = Flow(folder / "killed")
     shutil.copytree(alone.store, killed.store, ignore=lambda at, names: LEARNED if Path(at) == alone.store else ())
+    disturb(killed, random.Random(seed))
+    return alone, killed
 
-    begun = time.monotonic()
-    process = killed.start()
-    wait_for(killed, process, "train-vla-rl-*")
-    startup = time.monotonic() - begun
-    for _ in range(KILLS):
-        moment = rng.uniform(0, 20)
+
+def disturb(flow: Flow, rng: random.Random) -> None:
+    """Kill what FAULTS names, up to 3 s after so many of its tables are there; a flow that was killed starts again."""
+    process = flow.start()
+    for tables, name in FAULTS:
+        while len(flow.files(TABLES)) < tables or not children(process, VICTIMS.get(name, is_simulator)):
+            assert process.poll() is None, flow.log.read_text(errors="replace")[-4000:]
+            time.sleep(0.1)
+        moment = rng.uniform(0, 3)
         time.sleep(moment)
+        print(f"the {name} is killed {moment:.1f} s after {len(flow.files(TABLES))} tables were there")
+        if name != "flow":
+            children(process, VICTIMS[name])[0].kill()
+            continue
         descendants = psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         _, alive = psutil.wait_procs(descendants, timeout=30)
         assert not alive, "child programs outlived the flow"
-        print(f"killed {moment:.1f} s after its learning began, with {len(killed.files('robot-*/*/*.parquet'))} tables")
-        process = killed.start()
-        time.sleep(startup)
-    for is_victim in (is_trainer, is_simulator):
-        time.sleep(rng.uniform(0, 5))
-        for victim in children(process, is_victim)[:1]:
-            victim.kill()
-    killed.finish(process)
-    return alone, killed
-
-
-def wait_for(flow: Flow, process: subprocess.Popen[bytes], workspace: str) -> None:
-    while not list((flow.store / "workspaces").glob(workspace)):
-        assert process.poll() is None, flow.log.read_text(errors="replace")[-4000:]
-        time.sleep(0.1)
+        process = flow.start()
+    flow.finish(process)
 
 
 def test_it_learned_something(flows: tuple[Flow, Flow]) -> None:
