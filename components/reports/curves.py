@@ -51,6 +51,7 @@ PANELS = (
         log=True,
     ),
     Panel("Importance ratio", ("importance_ratio", "ratio/p01", "ratio/p50", "ratio/p99"), reference=1.0),
+    Panel("KL of a step's updates, from the policy that played", ("kl",), unit="nats", log=True),
     Panel("Probability of a demonstrated token", ("probability",), limits=(0.0, 1.02)),
     Panel("Entropy", ("entropy",), unit="nats per token", limits=(0.0, None)),
     Panel("Loss", ("loss", "heldout/loss"), reference=0.0),
@@ -68,6 +69,8 @@ PANELS = (
         (
             "groups/zero_advantage_fraction",
             "masked_fraction",
+            "clipped_low_fraction",
+            "clipped_high_fraction",
             "truncated/length",
             "actions/format_defect",
             "actions/inadmissible",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import ceil, sqrt
 from time import perf_counter
 
 import numpy as np
@@ -128,12 +128,13 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
         return scores
 
     def _updates(self, count: int, number: int) -> list[list[int]]:
-        """The answers of each update."""
-        width = self.settings.samples_per_update or max(count, 1)
+        """The answers of each update, as many in each as evenness allows: AdamW's steps are of one size, and one made
+        of what is left over would be noise."""
+        parts = ceil(count / (self.settings.samples_per_update or max(count, 1)))
         found = []
         for epoch in range(self.settings.epochs):
             order = np.random.default_rng((self.settings.seed, number, epoch)).permutation(count).tolist()
-            found += [order[start : start + width] for start in range(0, count, width)]
+            found += [order[part::parts] for part in range(parts)]
         return found
 
     def _own(self, samples: Sequence[AnswerSample]) -> list[AnswerBatch]:

@@ -50,7 +50,9 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
         "chunk",
         description="What has a probability ratio of its own: a chunk of actions, or each of its numbers.",
     )
-    samples_per_update: NonNegativeInt = Field(0, description="Answers per optimizer update; 0: all of the step.")
+    samples_per_update: NonNegativeInt = Field(
+        0, description="Answers per optimizer update at most, spread evenly; 0: all of the step."
+    )
     epochs: PositiveInt = Field(1, description="How often a step's answers are trained on.")
     save_every: PositiveInt = Field(1, description="Steps between checkpoints to resume from.")
     seed: NonNegativeInt = Field(0, description="Seed of the order in which answers come to updates.")

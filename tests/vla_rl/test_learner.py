@@ -124,6 +124,9 @@ def test_micro_batches_and_epochs_are_sums_of_the_same_answers(
     reports = [learner(loaded, images, micro_batch_size=width).step(samples) for width in (3, 100)]
     assert reports[0]["grad_norm"] == pytest.approx(reports[1]["grad_norm"], rel=1e-4)
     several = learner(loaded, images, samples_per_update=5, epochs=2)
+    updates = several._updates(11, number=1)
+    assert sorted(map(len, updates)) == [3, 3, 4, 4, 4, 4]
+    assert sorted(row for rows in updates[:3] for row in rows) == [*range(11)] and updates[:3] != updates[3:]
     assert several.step(samples)["updates"] == 2 * -(-len(samples) // 5)
     assert several.step([])["updates"] == 0 and several.steps_done == 2
 

@@ -1,0 +1,152 @@
+"""kill -9 of a robot policy's flow while it learns by trying, at random moments: its results are those of a flow that
+was left alone, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from tests.chaos.training import children, is_trainer
+
+ROOT = Path(__file__).parents[2]
+STEPS, GROUPS, MEMBERS = 2, 2, 4
+OVERRIDES = (
+    "demonstrations.episodes_per_task=4",
+    "training.max_steps=100",
+    "training.warmup_steps=0",
+    "training.save_every=100",
+    "simulator.reach_distance=0.17",
+    f"rollouts.groups_per_step={GROUPS}",
+    f"rollouts.group_size={MEMBERS}",
+    "rollouts.max_steps=20",
+    f"trainer.max_steps={STEPS}",
+    "trainer.samples_per_update=4",
+    "evaluation.episodes_per_task=2",
+    "evaluation.max_steps.libero_spatial=20",
+)
+LEARNED = ("robot-rollouts", "robot-batches", "train-vla-rl", "evaluate-libero", "compare-libero", "workspaces")
+"""Folders of the store that the flow fills from its learning by trying on."""
+
+TABLES = "robot-*/*/*.parquet"
+"""Rollouts and batch of each step, in this order."""
+
+FAULTS = ((0, "flow"), (0, "simulator"), (1, "trainer"), (2, "flow"), (3, "flow"))
+TRAINED = ("train-vla", "train-vla-rl")
+
+pytestmark = pytest.mark.timeout(1800)
+
+
+class Flow:
+    """`armature run train-vla-rl/tiny`, shortened, in a folder of its own; it may be started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.log = folder, folder / "run.log"
+        self.store = folder / ".armature/store"
+        folder.mkdir(exist_ok=True)
+
+    def start(self) -> subprocess.Popen[bytes]:
+        sets = [f"--set={override}" for override in OVERRIDES]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "armature", "run", "train-vla-rl/tiny", *sets],
+                cwd=self.folder,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def finish(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.wait() == 0, self.log.read_text(errors="replace")[-4000:]
+
+    def files(self, pattern: str) -> dict[str, bytes]:
+        """Of the store, by path."""
+        found = sorted(path for path in self.store.glob(pattern) if path.is_file())
+        return {str(path.relative_to(self.store)): path.read_bytes() for path in found}
+
+
+def is_simulator(command: str) -> bool:
+    return "components.environments.libero.worker" in command and "components/process.py" not in command
+
+
+VICTIMS = {"simulator": is_simulator, "trainer": is_trainer}
+
+
+@pytest.fixture(scope="module")
+def flows(tmp_path_factory: pytest.TempPathFactory) -> tuple[Flow, Flow]:
+    """One that was left alone, and one that was disturbed, from the same demonstrations and imitation."""
+    pytest.importorskip("robosuite", reason="needs the simulator: pip install 'armature-vla[libero]'")
+    seed = int(os.environ.get("ARMATURE_KILL_SEED", random.randrange(1000)))
+    print(f"ARMATURE_KILL_SEED={seed}")
+    folder = tmp_path_factory.mktemp("flows")
+    alone, killed = Flow(folder / "alone"), Flow(folder / "killed")
+    alone.finish(alone.start())
+    shutil.copytree(alone.store, killed.store, ignore=lambda at, names: LEARNED if Path(at) == alone.store else ())
+    disturb(killed, random.Random(seed))
+    return alone, killed
+
+
+def disturb(flow: Flow, rng: random.Random) -> None:
+    """Kill what FAULTS names, up to 3 s after so many of its tables are there; a flow that was killed starts again."""
+    process = flow.start()
+    for tables, name in FAULTS:
+        while len(flow.files(TABLES)) < tables or not children(process, VICTIMS.get(name, is_simulator)):
+            assert process.poll() is None, flow.log.read_text(errors="replace")[-4000:]
+            time.sleep(0.1)
+        moment = rng.uniform(0, 3)
+        time.sleep(moment)
+        print(f"the {name} is killed {moment:.1f} s after {len(flow.files(TABLES))} tables were there")
+        if name != "flow":
+            children(process, VICTIMS[name])[0].kill()
+            continue
+        descendants = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        _, alive = psutil.wait_procs(descendants, timeout=30)
+        assert not alive, "child programs outlived the flow"
+        process = flow.start()
+    flow.finish(process)
+
+
+def test_it_learned_something(flows: tuple[Flow, Flow]) -> None:
+    alone, _ = flows
+    before, after = (load_file(*alone.store.glob(f"{stage}/*/checkpoint/model.safetensors")) for stage in TRAINED)
+    assert any(not after[name].equal(weights) for name, weights in before.items())
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "train-vla-rl/*/checkpoint/**/*",
+        "robot-rollouts/*/rollouts.parquet",
+        "robot-batches/*/batch.parquet",
+        "evaluate-libero/*/results.parquet",
+        "train-vla-rl/*/lineage.json",
+    ],
+)
+def test_the_files_are_those_of_a_flow_that_was_left_alone(flows: tuple[Flow, Flow], pattern: str) -> None:
+    """By name: what an evaluation is called hangs on the history of its policy, which has times in it."""
+    alone, killed = (sorted((Path(path).name, data) for path, data in flow.files(pattern).items()) for flow in flows)
+    assert alone == killed and alone
+
+
+def test_the_history_has_every_step_once(flows: tuple[Flow, Flow]) -> None:
+    histories = [json.loads(*flow.files("train-vla-rl/*/history.json").values()) for flow in flows]
+    for history in histories:
+        assert [row["step"] for row in history] == list(range(1, STEPS + 1))
+        assert all(row["rollouts/planned"] == GROUPS * MEMBERS for row in history)
+    names = ("reward", "loss", "updates", "grad_norm", "importance_ratio", "kl")
+    alone, killed = ([[row.get(name) for name in names] for row in history] for history in histories)
+    assert alone == killed
