@@ -141,6 +141,12 @@ class VideoReaders(threading.local):
         return reader
 
 
+_REPEATABLE = {"libx264": {"mbtree": "0"}}
+"""What a codec must be told to give the same bytes for the same frames: x264's macroblock tree in AVX-512 does not, on a
+busy machine.
+"""
+
+
 class VideoWriter:
     """One file that episodes are appended to; each begins with a frame that stands alone."""
 
@@ -156,7 +162,7 @@ class VideoWriter:
         self._tick = 1 / rate  # the container has a time base of its own once it is begun
         self._stream.codec_context.time_base = self._tick
         self._stream.codec_context.gop_size = settings.keyframe_every
-        self._stream.options = {"crf": str(settings.quality)}
+        self._stream.options = {"crf": str(settings.quality), **_REPEATABLE.get(settings.codec, {})}
 
     @property
     def seconds(self) -> float:
