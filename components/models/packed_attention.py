@@ -102,6 +102,7 @@ class Segments:
         return allowed if window is None else allowed & (behind < window)
 
 
+@torch.compiler.disable
 def attend_packed(
     module: nn.Module,
     query: Tensor,

@@ -35,6 +35,7 @@ def choose_kernels(model: PreTrainedModel) -> None:
         vision._attn_implementation = WINDOWS
 
 
+@torch.compiler.disable
 def attend_in_windows(
     module: nn.Module,
     query: Tensor,

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from components.training.master_weights import joined, split
 from components.training.sharded_tensors import TensorSpec
 
-FIRST, SECOND, STEP, RESIDUAL, EMA = "exp_avg", "exp_avg_sq", "step", "residual", "ema"
+FIRST, SECOND, STEP, RESIDUAL, LOW, EMA = "exp_avg", "exp_avg_sq", "step", "residual", "low", "ema"
+_MASTERS_AT_ONCE = 2**27
+"""Weights of which the fp32 form exists at the same time, unless one parameter has more."""
 
 
 class CompensatedAdamW(torch.optim.Optimizer):
@@ -24,6 +29,8 @@ class CompensatedAdamW(torch.optim.Optimizer):
 
     Args:
         groups: each with `params` and `lr`, and a `weight_decay` of its own if it has one.
+        masters: of one in bf16 the moments are fp32, and all that rounding takes from the weight is kept, so that the
+            update is the one of an fp32 weight, bit for bit; see `components.training.master_weights`.
         ema_decay: also keep e <- decay * e + (1 - decay) * weight in fp32, from the weights at the first update on.
     """
 
@@ -34,9 +41,10 @@ class CompensatedAdamW(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
         weight_decay: float = 0.0,
+        masters: bool = False,
         ema_decay: float | None = None,
     ) -> None:
-        self.ema_decay = ema_decay
+        self.masters, self.ema_decay = masters, ema_decay
         self._average = get_ema_multi_avg_fn(ema_decay) if ema_decay is not None else None
         super().__init__([dict(g) for g in groups], {"betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -48,8 +56,11 @@ class CompensatedAdamW(torch.optim.Optimizer):
             for parameter in trained:
                 self._prepare(parameter)
             self._step_fp32([p for p in trained if p.dtype == torch.float32], group)
-            for parameter in trained:
-                if parameter.dtype != torch.float32:
+            rounded = [p for p in trained if p.dtype != torch.float32]
+            if self.masters:
+                self._step_masters(rounded, group)
+            else:
+                for parameter in rounded:
                     self._step_rounded(parameter, group)
             if self._average is not None and trained:
                 averages = [self.state[p][EMA] for p in trained]
@@ -57,15 +68,15 @@ class CompensatedAdamW(torch.optim.Optimizer):
 
     def slots(self, parameter: nn.Parameter) -> dict[str, TensorSpec]:
         """What is kept for a parameter that was updated; see `components.training.optimizer_state`."""
-        moment, average = (
-            TensorSpec(parameter.shape, parameter.dtype),
-            TensorSpec(parameter.shape, torch.float32),
-        )
+        shape, rounded = parameter.shape, parameter.dtype != torch.float32
+        moment = TensorSpec(shape, torch.float32 if self.masters else parameter.dtype)
         slots = {STEP: TensorSpec(torch.Size(()), torch.float32), FIRST: moment, SECOND: moment}
-        if parameter.dtype != torch.float32:
+        if rounded and self.masters:
+            slots[LOW] = TensorSpec(shape, torch.int16)
+        elif rounded:
             slots[RESIDUAL] = moment
         if self.ema_decay is not None:
-            slots[EMA] = average
+            slots[EMA] = TensorSpec(shape, torch.float32)
         return slots
 
     @contextmanager
@@ -95,18 +106,41 @@ class CompensatedAdamW(torch.optim.Optimizer):
     def _exact(self, parameter: nn.Parameter) -> Tensor:
         """The weight in fp32, with what rounding took from it."""
         state = self.state[parameter]
+        if LOW in state:
+            return _fast(joined, parameter)(parameter.detach(), state[LOW])
         return parameter.float() + state[RESIDUAL].float() if RESIDUAL in state else parameter.detach()
 
     def _step_fp32(self, parameters: list[nn.Parameter], group: Mapping[str, Any]) -> None:
+        self._update(parameters, [_local(p.detach()) for p in parameters], group)
+
+    def _step_masters(self, parameters: list[nn.Parameter], group: Mapping[str, Any]) -> None:
+        for some in _portions(parameters):
+            masters = [self._exact(parameter) for parameter in some]
+            self._update(some, masters, group)
+            for parameter, master in zip(some, masters, strict=True):
+                weight, low = _fast(split, parameter)(master)
+                parameter.copy_(weight)
+                self.state[parameter][LOW].copy_(low)
+
+    def _update(self, parameters: list[nn.Parameter], weights: list[Tensor], group: Mapping[str, Any]) -> None:
+        """AdamW on `weights`, the fp32 values of `parameters`, in place."""
+        if not parameters:
+            return
         states = [self.state[p] for p in parameters]
         beta1, beta2 = group["betas"]
+        fused = all(weight.is_cuda for weight in weights)
+        counts = [s[STEP] for s in states]
+        if fused:
+            counts = list(torch.stack(counts).to(weights[0].device).unbind())
         adamw(
-            list(parameters),
-            [p.grad for p in parameters if p.grad is not None],
-            [s[FIRST] for s in states],
-            [s[SECOND] for s in states],
+            weights,
+            [_local(p.grad) for p in parameters if p.grad is not None],
+            [_local(s[FIRST]) for s in states],
+            [_local(s[SECOND]) for s in states],
             [],
-            [s[STEP] for s in states],
+            counts,
+            fused=fused,
+            foreach=False,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -115,6 +149,9 @@ class CompensatedAdamW(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+        if fused:
+            for state in states:
+                state[STEP] += 1
 
     def _step_rounded(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
         assert parameter.grad is not None
@@ -131,3 +168,29 @@ class CompensatedAdamW(torch.optim.Optimizer):
         state[SECOND].copy_(second)
         parameter.copy_(exact)
         state[RESIDUAL].copy_(exact - parameter.float())
+
+
+def _portions(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """The parameters, at most `_MASTERS_AT_ONCE` weights at a time."""
+    some: list[nn.Parameter] = []
+    for parameter in parameters:
+        if some and sum(p.numel() for p in some) + parameter.numel() > _MASTERS_AT_ONCE:
+            yield some
+            some = []
+        some.append(parameter)
+    if some:
+        yield some
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _fast(function: Callable[..., Any], parameter: nn.Parameter) -> Callable[..., Any]:
+    """`function`, of elements, as one kernel where the parameter is on a GPU."""
+    return _compiled(function) if parameter.is_cuda else function
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
