@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -32,8 +33,7 @@ def compile_layers(model: PreTrainedModel) -> None:
             f"{type(model).__name__} has no layers that are known here", where=_WHERE, remedy="leave it out"
         )
     for layer in layers:
-        plain: Any = type(layer).forward
-        layer.forward = partial(_forward, layer, _compiled(plain.__wrapped__))
+        layer.forward = partial(_forward, layer, _compiled(unwrap(type(layer).forward)))
 
 
 def _forward(layer: Any, compiled: Callable[..., Any], *args: Any, **more: Any) -> Any:
@@ -45,7 +45,8 @@ def _forward(layer: Any, compiled: Callable[..., Any], *args: Any, **more: Any) 
 
 @cache
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(forward, dynamic=True)
+    # Numbers that operations pass on are rounded as without compilation, so log-probs stay those of the plain layers.
+    return torch.compile(forward, dynamic=True, options={"emulate_precision_casts": True})
 
 
 def _check_compiler() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,8 +18,6 @@ from components.training.master_weights import joined, split
 from components.training.sharded_tensors import TensorSpec
 
 FIRST, SECOND, STEP, RESIDUAL, LOW, EMA = "exp_avg", "exp_avg_sq", "step", "residual", "low", "ema"
-_MASTERS_AT_ONCE = 2**27
-"""Weights of which the fp32 form exists at the same time, unless one parameter has more."""
 
 
 class CompensatedAdamW(torch.optim.Optimizer):
@@ -56,11 +55,8 @@ class CompensatedAdamW(torch.optim.Optimizer):
             for parameter in trained:
                 self._prepare(parameter)
             self._step_fp32([p for p in trained if p.dtype == torch.float32], group)
-            rounded = [p for p in trained if p.dtype != torch.float32]
-            if self.masters:
-                self._step_masters(rounded, group)
-            else:
-                for parameter in rounded:
+            for parameter in trained:
+                if parameter.dtype != torch.float32:
                     self._step_rounded(parameter, group)
             if self._average is not None and trained:
                 averages = [self.state[p][EMA] for p in trained]
@@ -107,23 +103,14 @@ class CompensatedAdamW(torch.optim.Optimizer):
         """The weight in fp32, with what rounding took from it."""
         state = self.state[parameter]
         if LOW in state:
-            return _fast(joined, parameter)(parameter.detach(), state[LOW])
+            return joined(parameter.detach(), state[LOW])
         return parameter.float() + state[RESIDUAL].float() if RESIDUAL in state else parameter.detach()
 
     def _step_fp32(self, parameters: list[nn.Parameter], group: Mapping[str, Any]) -> None:
         self._update(parameters, [_local(p.detach()) for p in parameters], group)
 
-    def _step_masters(self, parameters: list[nn.Parameter], group: Mapping[str, Any]) -> None:
-        for some in _portions(parameters):
-            masters = [self._exact(parameter) for parameter in some]
-            self._update(some, masters, group)
-            for parameter, master in zip(some, masters, strict=True):
-                weight, low = _fast(split, parameter)(master)
-                parameter.copy_(weight)
-                self.state[parameter][LOW].copy_(low)
-
     def _update(self, parameters: list[nn.Parameter], weights: list[Tensor], group: Mapping[str, Any]) -> None:
-        """AdamW on `weights`, the fp32 values of `parameters`, in place."""
+        """torch's AdamW on `weights`, the fp32 values of `parameters`, in place."""
         if not parameters:
             return
         states = [self.state[p] for p in parameters]
@@ -155,42 +142,68 @@ class CompensatedAdamW(torch.optim.Optimizer):
 
     def _step_rounded(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
         assert parameter.grad is not None
-        state, gradient = self.state[parameter], parameter.grad.float()
-        beta1, beta2 = group["betas"]
+        state = self.state[parameter]
+        rest = state[LOW] if self.masters else state[RESIDUAL]
+        weight, *others = map(_local, (parameter.detach(), parameter.grad, state[FIRST], state[SECOND], rest))
+        fused = _fused_update() if weight.is_cuda and weight.is_contiguous() else None
+        if self.masters and fused is None:
+            master = joined(weight, others[-1])
+            self._update([parameter], [master], group)
+            for own, half in zip((weight, others[-1]), split(master), strict=True):
+                own.copy_(half)
+            return
         state[STEP] += 1
-        count = state[STEP].item()
-        first = state[FIRST].float().lerp_(gradient, 1 - beta1)
-        second = state[SECOND].float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        exact = self._exact(parameter).mul_(1 - group["lr"] * group["weight_decay"])
-        spread = (second / (1 - beta2**count)).sqrt_().add_(group["eps"])
-        exact.addcdiv_(first, spread, value=-group["lr"] / (1 - beta1**count))
-        state[FIRST].copy_(first)
-        state[SECOND].copy_(second)
-        parameter.copy_(exact)
-        state[RESIDUAL].copy_(exact - parameter.float())
+        (fused or rounded_update)(
+            weight,
+            *others,
+            rate=group["lr"],
+            decay=group["weight_decay"],
+            betas=group["betas"],
+            eps=group["eps"],
+            step=int(state[STEP].item()),
+        )
 
 
-def _portions(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """The parameters, at most `_MASTERS_AT_ONCE` weights at a time."""
-    some: list[nn.Parameter] = []
-    for parameter in parameters:
-        if some and sum(p.numel() for p in some) + parameter.numel() > _MASTERS_AT_ONCE:
-            yield some
-            some = []
-        some.append(parameter)
-    if some:
-        yield some
+def rounded_update(
+    weight: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    residual: Tensor,
+    *,
+    rate: float,
+    decay: float,
+    betas: tuple[float, float],
+    eps: float,
+    step: int,
+) -> None:
+    """AdamW of weight + residual in fp32; all tensors but the gradient are changed.
+
+    Args:
+        decay: of the weights, decoupled. step: of this update, from 1.
+    """
+    beta1, beta2 = betas
+    gradient = gradient.float()
+    m = first.float().lerp_(gradient, 1 - beta1)
+    v = second.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    exact = (weight.float() + residual.float()).mul_(1 - rate * decay)
+    spread = (v / (1 - beta2**step)).sqrt_().add_(eps)
+    exact.addcdiv_(m, spread, value=-rate / (1 - beta1**step))
+    first.copy_(m)
+    second.copy_(v)
+    weight.copy_(exact)
+    residual.copy_(exact - weight.float())
+
+
+@cache
+def _fused_update() -> Callable[..., None] | None:
+    """The update of one parameter as one kernel, where Triton is installed."""
+    if find_spec("triton") is None:
+        return None
+    from components.training.adamw_kernel import update
+
+    return update
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _fast(function: Callable[..., Any], parameter: nn.Parameter) -> Callable[..., Any]:
-    """`function`, of elements, as one kernel where the parameter is on a GPU."""
-    return _compiled(function) if parameter.is_cuda else function
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)

@@ -20,6 +20,7 @@ from components.adapters.validate import model_inputs
 from components.batches.check import check_samples
 from components.contracts.batches import MultimodalBatch, Sample
 from components.contracts.errors import ConfigurationError
+from components.models.compiled import compile_layers
 from components.models.families import family_of
 from components.models.lora import base_model
 from components.models.packed import laid_out
@@ -79,7 +80,6 @@ class Learner(TrainingEngine[Any]):
             autocast=torch.bfloat16 if settings.autocast == "bf16" else None,
             device=ranks.device,
             packing=settings.packing,
-            compiled=settings.compile,
         )
         needs_copy = settings.kl_coefficient > 0 and not isinstance(model, PeftModel)
         self.reference = self._make_policy(deepcopy(model).requires_grad_(False)) if needs_copy else None
@@ -88,6 +88,10 @@ class Learner(TrainingEngine[Any]):
             if policy is not None:
                 (shard or partial(Policy.to, device=ranks.device))(policy)
         check_head(self.policy)
+        if settings.compile:
+            for policy in (self.policy, self.reference):
+                if policy is not None:
+                    compile_layers(base_model(policy.model))
         self.log_ratios: dict[int, npt.NDArray[np.float32]] = {}
         super().__init__(
             self.policy.model,

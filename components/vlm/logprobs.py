@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from components.contracts.errors import ConfigurationError
-from components.models.compiled import compile_layers
 from components.models.lora import base_model
 from components.models.packed import Packing, attend_in_segments, packed_states
 from components.vlm.heads import HEADS, Backend, HeadSettings
@@ -35,7 +34,6 @@ class Policy(nn.Module):
         autocast: dtype of matrix products, None for the dtype of the weights.
         device: where it will compute; None: where the model is.
         packing: whether rows may come packed.
-        compiled: whether its layers are compiled; see `components.models.compiled`.
 
     Raises:
         ConfigurationError: the backend does not work with this head, or on this device; or the model's rows cannot be
@@ -53,7 +51,6 @@ class Policy(nn.Module):
         autocast: torch.dtype | None = None,
         device: torch.device | None = None,
         packing: bool = False,
-        compiled: bool = False,
     ) -> None:
         super().__init__()
         self.model = model.eval()
@@ -63,8 +60,6 @@ class Policy(nn.Module):
             # Such a layer checkpoints in training mode only; its children, where dropout is, stay as they are.
             if isinstance(module, GradientCheckpointingLayer):
                 module.training = module.gradient_checkpointing
-        if compiled:
-            compile_layers(base_model(model))
         self.temperature, self.autocast = temperature, autocast
         head = base_model(model).get_output_embeddings()
         forbidden = torch.zeros(len(head.weight), dtype=torch.bool)
@@ -107,7 +102,7 @@ class Policy(nn.Module):
 
     def own_logits(self, inputs: dict[str, Tensor]) -> Tensor:
         """(B, L, V) as the model itself gives them."""
-        logits: Tensor = base_model(self.model)(**inputs).logits
+        logits: Tensor = base_model(self.model)(**inputs, use_cache=False).logits
         return logits
 
     def cast(self, device: torch.device) -> AbstractContextManager[Any]:

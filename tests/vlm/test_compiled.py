@@ -20,11 +20,16 @@ from .conftest import LORA, Tiny, trainer_settings
 from .test_packing import conversations, learner_of, step
 
 
+def _without_options(plain: Callable[..., Any], backend: str, function: Any, *, dynamic: bool, options: Any) -> Any:
+    return plain(function, dynamic=dynamic, backend=backend)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("packing", "backend"), [(False, "aot_eager"), (True, "inductor")])
 def test_a_compiled_step_is_the_step(packing: bool, backend: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways to attend as graphs; packed rows, whose layers are recomputed, as kernels too."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    if backend != "inductor":
+        monkeypatch.setattr(torch, "compile", partial(_without_options, torch.compile, backend))
     _compiled.cache_clear()
     samples, done = conversations(tiny), []
     for compiled in (False, True):
@@ -79,7 +84,7 @@ def test_settings_from_before_keep_their_fingerprint() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "gemma3"])
 def test_on_a_gpu_compiled_layers_in_bf16_are_those_of_fp32(family: str, make_tiny: Callable[..., Tiny]) -> None:
     tiny, norms = make_tiny(family), []
     ways: list[dict[str, Any]] = [{}, {"compile": True}, {"compile": True, "weights": "bfloat16"}]
