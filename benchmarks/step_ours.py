@@ -26,6 +26,7 @@ from components.batches.settings import BatchSettings
 from components.contracts.batches import Sample
 from components.contracts.rollouts import GenerateOutputs, Trajectory, Turn
 from components.models.attention import follow_image_attention
+from components.models.load import RECOMPUTATION
 from components.models.varlen import choose_kernels
 from components.training.ranks import Ranks
 from components.vlm.learner import Learner
@@ -94,10 +95,8 @@ def measure(
     model: Any, collator: SampleCollator, store: ImageStore, samples: list[Sample], steps: int, way: str
 ) -> dict[str, Any]:
     _, tokens, *words = way.split(",")
-    recompute = "keep" not in words
-    model.gradient_checkpointing_enable(
-        {"use_reentrant": False}
-    ) if recompute else model.gradient_checkpointing_disable()
+    if "keep" not in words:
+        model.gradient_checkpointing_enable(RECOMPUTATION)
     learner = Learner(model, settings_of(int(tokens), set(words)), temperature=1.0, ranks=Ranks(device=DEVICE))
     loader = MicroBatchLoader(collator, store, workers=0)
     with loader.batch():
@@ -136,7 +135,8 @@ def profiled(step: Any) -> dict[str, Any]:
         step()
         sync()
         wall = time.perf_counter() - began
-    events = [event for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    on_gpu = (event for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+    events = [event for event in on_gpu if not event.name.startswith("Optimizer.")]  # which spans others
     taken: dict[str, float] = {}
     for event in events:
         taken[event.name[:90]] = taken.get(event.name[:90], 0.0) + event.device_time_total / 1e3

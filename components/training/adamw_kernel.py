@@ -15,7 +15,7 @@ BLOCK = 1024
 
 @triton.jit
 def _update(
-    weight, gradient, first, second, rest, count, rate, decay, beta1, beta2, eps, correction1, correction2,
+    weight, gradient, first, second, rest, count, keep, rate, share1, beta2, share2, eps, correction2,
     BLOCK: tl.constexpr, MASTER: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -28,10 +28,10 @@ def _update(
         exact = ((w.to(tl.int16, bitcast=True).to(tl.int32) << 16) + r.to(tl.int32)).to(tl.float32, bitcast=True)
     else:
         exact = w.to(tl.float32) + r.to(tl.float32)
-    m += (1 - beta1) * (g - m)
-    v = v * beta2 + (1 - beta2) * g * g
-    exact *= 1 - rate * decay
-    exact -= rate / correction1 * tl.div_rn(m, tl.sqrt_rn(tl.div_rn(v, correction2)) + eps)
+    m += share1 * (g - m)
+    v = v * beta2 + share2 * g * g
+    exact *= keep
+    exact -= rate * tl.div_rn(m, tl.sqrt_rn(tl.div_rn(v, correction2)) + eps)
     tl.store(first + place, m, inside)
     tl.store(second + place, v, inside)
     if MASTER:
@@ -64,6 +64,7 @@ def update(
     """
     count, (beta1, beta2) = weight.numel(), betas
     tensors = (weight, gradient.contiguous(), first, second, rest)
-    numbers = (rate, decay, beta1, beta2, eps, 1 - beta1**step, 1 - beta2**step)
+    # What is near 1 is subtracted from it here, in double precision.
+    numbers = (1 - rate * decay, rate / (1 - beta1**step), 1 - beta1, beta2, 1 - beta2, eps, 1 - beta2**step)
     grid, master = (triton.cdiv(count, BLOCK),), rest.dtype == torch.int16
     _update[grid](*tensors, count, *numbers, BLOCK=BLOCK, MASTER=master)

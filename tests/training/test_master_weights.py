@@ -35,12 +35,12 @@ def test_of_two_values_that_are_equally_near_it_is_the_larger() -> None:
     assert torch.all(weight.float().abs() > tie.abs())
 
 
-def optimized(device: str = "cpu", steps: int = 50) -> tuple[torch.Tensor, torch.Tensor]:
+def optimized(device: str = "cpu", lr: float = 1e-6, steps: int = 50) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights after some steps: of the optimizer with masters, and of torch's AdamW in fp32."""
     start = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.float())
     ours.grad_dtype = torch.float32
-    settings: dict[str, Any] = {"lr": 1e-6}
+    settings: dict[str, Any] = {"lr": lr}
     optimizer = CompensatedAdamW([{"params": [ours], **settings}], masters=True, **HYPER)
     stock = torch.optim.AdamW([theirs], **settings, **HYPER)
     for gradient in gradients(steps, (7, 5)):
@@ -60,8 +60,9 @@ def test_bf16_weights_are_updated_as_fp32_ones_to_the_bit() -> None:
 
 @pytest.mark.gpu
 def test_kernels_of_a_gpu_make_the_same_updates() -> None:
-    ours, theirs = optimized("cuda")
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+    """Each rounds a number of fp32 a few times in its own order, and the weights move by some 0.05."""
+    ours, theirs = optimized("cuda", lr=1e-3)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
 def test_gradients_of_bf16_weights_add_up_in_fp32() -> None:
