@@ -1,7 +1,7 @@
 """Our half of the GPU benchmark: updates on tensors at hand.
 
 Usage: python -m benchmarks.step_ours PROCESSOR RESULTS STEPS SMALL WAY..., a way being words joined by commas: a case,
-the tokens of a micro-batch, then `packing`, `bf16`, `compile`, `keep` (activations), `normal`, `profile` as wanted.
+the tokens of a micro-batch, then `packing`, `bf16`, `compile`, `keep` (activations), `lora`, `profile` as wanted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from components.batches.settings import BatchSettings
 from components.contracts.batches import Sample
 from components.contracts.rollouts import GenerateOutputs, Trajectory, Turn
 from components.models.attention import follow_image_attention
-from components.models.load import RECOMPUTATION
+from components.models.families import family_of
+from components.models.load import RECOMPUTATION, freeze
+from components.models.lora import add_adapters
+from components.models.settings import LoraSettings
 from components.models.varlen import choose_kernels
 from components.training.ranks import Ranks
 from components.vlm.learner import Learner
@@ -166,6 +169,10 @@ def main() -> None:
             follow_image_attention(model)
             try:
                 model = model if "bf16" in words else model.float()
+                if "lora" in words:
+                    frozen, family = ("vision", "projector"), family_of(model.config)
+                    freeze(model, family, frozen)
+                    model = add_adapters(model, family, LoraSettings(), frozen)
                 found = measure(model, adapter.collator, store, samples_of(case, adapter, store, prompt), steps, way)
                 say(out, {"side": "ours", "way": way} | found)
             except torch.OutOfMemoryError:
