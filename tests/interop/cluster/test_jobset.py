@@ -22,7 +22,7 @@ def made(*more: str) -> dict[str, Any]:
 
 
 def test_its_pods_are_those_of_a_run_and_of_nodes_that_join():
-    it = made("training.max_steps=5")
+    it = made("training.micro_batch_size=16")
     refuse_invalid(it)
     first, others = (each["template"]["spec"] for each in it["spec"]["replicatedJobs"])
     assert (first["completions"], others["completions"]) == (1, 2)
@@ -33,7 +33,7 @@ def test_its_pods_are_those_of_a_run_and_of_nodes_that_join():
     assert first["template"]["metadata"]["labels"]["app.kubernetes.io/component"] == "run"
     command = container["args"][container["args"].index("first") + 1 :]
     assert command == ["python", "-m", "armature", "run", NAME, *(f"--set={each}" for each in THREE), command[-1]]
-    assert command[-1] == "--set=training.max_steps=5"
+    assert command[-1] == "--set=training.micro_batch_size=16"
     assert made()["metadata"]["name"] != it["metadata"]["name"]
 
 
