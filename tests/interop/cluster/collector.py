@@ -10,35 +10,23 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any, ClassVar
 
-from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as metrics
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as traces
-
-_MESSAGES: dict[str, tuple[Any, Any]] = {
-    "/v1/traces": (traces.ExportTraceServiceRequest, traces.ExportTraceServiceResponse),
-    "/v1/metrics": (metrics.ExportMetricsServiceRequest, metrics.ExportMetricsServiceResponse),
-}
 
 
 @dataclass
 class Collector:
-    requests: list[Any] = field(default_factory=list)
+    requests: list[traces.ExportTraceServiceRequest] = field(default_factory=list)
 
     @property
     def spans(self) -> list[Any]:
-        resources = [each for request in self.requests for each in getattr(request, "resource_spans", ())]
+        resources = [each for request in self.requests for each in request.resource_spans]
         return [span for each in resources for scope in each.scope_spans for span in scope.spans]
 
     @property
     def services(self) -> set[str]:
         """The names of services that sent spans."""
-        resources = [each.resource for request in self.requests for each in getattr(request, "resource_spans", ())]
+        resources = [each.resource for request in self.requests for each in request.resource_spans]
         return {a.value.string_value for each in resources for a in each.attributes if a.key == "service.name"}
-
-    @property
-    def metrics(self) -> set[str]:
-        """The names of metrics."""
-        resources = [each for request in self.requests for each in getattr(request, "resource_metrics", ())]
-        return {metric.name for each in resources for scope in each.scope_metrics for metric in scope.metrics}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -48,13 +36,12 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.headers.get("Content-Encoding") == "gzip":
             body = gzip.decompress(body)
-        request, response = _MESSAGES[self.path]
-        assert self.headers["Content-Type"] == "application/x-protobuf"
-        self.collector.requests.append(request.FromString(body))
+        assert (self.path, self.headers["Content-Type"]) == ("/v1/traces", "application/x-protobuf")
+        self.collector.requests.append(traces.ExportTraceServiceRequest.FromString(body))
         self.send_response(200)
         self.send_header("Content-Type", "application/x-protobuf")
         self.end_headers()
-        self.wfile.write(response().SerializeToString())
+        self.wfile.write(traces.ExportTraceServiceResponse().SerializeToString())
 
     def log_message(self, format: str, *args: object) -> None:
         """What arrived is kept."""
