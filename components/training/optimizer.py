@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
@@ -118,16 +121,58 @@ class CompensatedAdamW(torch.optim.Optimizer):
 
     def _step_rounded(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
         assert parameter.grad is not None
-        state, gradient = self.state[parameter], parameter.grad.float()
-        beta1, beta2 = group["betas"]
+        state = self.state[parameter]
         state[STEP] += 1
-        count = state[STEP].item()
-        first = state[FIRST].float().lerp_(gradient, 1 - beta1)
-        second = state[SECOND].float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        exact = self._exact(parameter).mul_(1 - group["lr"] * group["weight_decay"])
-        spread = (second / (1 - beta2**count)).sqrt_().add_(group["eps"])
-        exact.addcdiv_(first, spread, value=-group["lr"] / (1 - beta1**count))
-        state[FIRST].copy_(first)
-        state[SECOND].copy_(second)
-        parameter.copy_(exact)
-        state[RESIDUAL].copy_(exact - parameter.float())
+        tensors = (parameter.detach(), parameter.grad, state[FIRST], state[SECOND], state[RESIDUAL])
+        weight, *others = (one.to_local() if isinstance(one, DTensor) else one for one in tensors)
+        fused = _fused_update() if weight.is_cuda and weight.is_contiguous() else None
+        (fused or rounded_update)(
+            weight,
+            *others,
+            rate=group["lr"],
+            decay=group["weight_decay"],
+            betas=group["betas"],
+            eps=group["eps"],
+            step=int(state[STEP].item()),
+        )
+
+
+def rounded_update(
+    weight: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    residual: Tensor,
+    *,
+    rate: float,
+    decay: float,
+    betas: tuple[float, float],
+    eps: float,
+    step: int,
+) -> None:
+    """AdamW of weight + residual in fp32; all tensors but the gradient are changed.
+
+    Args:
+        decay: of the weights, decoupled. step: of this update, from 1.
+    """
+    beta1, beta2 = betas
+    gradient = gradient.float()
+    m = first.float().lerp_(gradient, 1 - beta1)
+    v = second.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    exact = (weight.float() + residual.float()).mul_(1 - rate * decay)
+    spread = (v / (1 - beta2**step)).sqrt_().add_(eps)
+    exact.addcdiv_(m, spread, value=-rate / (1 - beta1**step))
+    first.copy_(m)
+    second.copy_(v)
+    weight.copy_(exact)
+    residual.copy_(exact - weight.float())
+
+
+@cache
+def _fused_update() -> Callable[..., None] | None:
+    """`rounded_update` as one kernel, where Triton is installed."""
+    if find_spec("triton") is None:
+        return None
+    from components.training.adamw_kernel import update
+
+    return update
