@@ -1,4 +1,4 @@
-"""A function of CUDA tensors as one CUDA graph: its kernels are launched together, without Python between them."""
+"""A function of tensors as one CUDA graph: its kernels are launched together, without Python between them."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ Function = Callable[[Sequence[Tensor]], Tensor]
 class GraphedFunction:
     """Calls `function` by replaying its kernels; one graph is kept, and made again when an input's layout changes.
 
-    `function` may read other memory as well, a model's weights say, as long as it stays where it is; it must have no
-    random draws and no decision that depends on values.
+    Inputs may be on any device, `function` gets them on `device`. It may read other memory as well, a model's weights
+    say, as long as it stays where it is; it must have no random draws and no decision that depends on values.
     """
 
-    def __init__(self, function: Function) -> None:
-        self.function = function
+    def __init__(self, function: Function, device: torch.device) -> None:
+        self.function, self.device = function, device
         self._layout: tuple[object, ...] = ()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: list[Tensor] = []
         self._output: Tensor | None = None
 
     def __call__(self, inputs: Sequence[Tensor]) -> Tensor:
-        layout = tuple((one.shape, one.dtype, one.device) for one in inputs)
+        layout = tuple((one.shape, one.dtype) for one in inputs)
         if self._graph is None or layout != self._layout:
             self._capture(inputs)
             self._layout = layout
         for own, given in zip(self._inputs, inputs, strict=True):
-            own.copy_(given)
+            own.copy_(given, non_blocking=True)
         assert self._graph is not None and self._output is not None
         self._graph.replay()
         return self._output.clone()
 
     def _capture(self, inputs: Sequence[Tensor]) -> None:
         self._graph, self._output = None, None  # its memory is free before the next graph takes some
-        self._inputs = [one.clone(memory_format=torch.contiguous_format) for one in inputs]
+        self._inputs = [one.to(self.device, copy=True, memory_format=torch.contiguous_format) for one in inputs]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

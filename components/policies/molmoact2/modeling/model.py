@@ -114,8 +114,8 @@ class MolmoAct2(nn.Module):
             bidirectional_images, hides_answers: as in `LossPlan`.
         """
         with self.autocast(batch.input_ids.device):
-            cache = self.encode(batch, bidirectional_images).cache
             context = context_index(batch, context_mask(batch, hides_answers, self.config))
+            cache = self.encode(batch, bidirectional_images).cache
             velocity: Tensor = self.action_expert(points[:, None], times[:, None], cache, context, None)
         return velocity[:, 0]
 
