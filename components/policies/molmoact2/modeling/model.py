@@ -56,6 +56,15 @@ class MolmoAct2(nn.Module):
         for module in (self.vlm.model.vision_tower, self.vlm.model.language_model, self.action_expert):
             module.gradient_checkpointing = active
 
+    def compile_layers(self) -> None:
+        """Compile vision, text and expert layers at their first call: elementwise work becomes few kernels.
+
+        Layers of a kind share their code. Results differ in rounding from those of layers that are not compiled.
+        """
+        body = self.vlm.model
+        for layer in (*body.vision_tower.layers, *body.language_model.layers, *self.action_expert.blocks):
+            layer.compile()
+
     def autocast(self, device: torch.device) -> torch.autocast:
         """The precision that all of the model computes in."""
         return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
