@@ -109,6 +109,18 @@ def test_groups_of_padded_rows_sample_what_rows_alone_do() -> None:
     torch.testing.assert_close(padded, alone, rtol=0, atol=1e-5)
 
 
+def test_matrices_cast_for_inference_answer_with_the_same_bits() -> None:
+    model = MolmoAct2(CONFIG, "bfloat16")
+    model.load_state_dict(_calm_model().state_dict())
+    expected = _sampler(model, 2).sample(_observed(3), SEEDS)
+    model.cast_for_inference()
+    assert {p.dtype for p in model.action_expert.blocks.parameters()} == {torch.bfloat16}
+    assert torch.equal(_sampler(model, 2).sample(_observed(3), SEEDS), expected)
+    exact = _calm_model()
+    exact.cast_for_inference()
+    assert {p.dtype for p in exact.parameters()} == {torch.float32}
+
+
 def _tokens_by_full_passes(model: MolmoAct2, example: Example, steps: int) -> list[int]:
     ids: list[int] = []
     with torch.no_grad():

@@ -56,6 +56,13 @@ class MolmoAct2(nn.Module):
         for module in (self.vlm.model.vision_tower, self.vlm.model.language_model, self.action_expert):
             module.gradient_checkpointing = active
 
+    def cast_for_inference(self) -> None:
+        """Round the expert's matrices to what autocast makes of them at every use; answers keep their bits."""
+        if self.precision == "bfloat16":
+            expert = self.action_expert
+            for part in (expert.blocks, expert.context_k_proj, expert.context_v_proj):
+                part.to(torch.bfloat16)
+
     def compile_layers(self) -> None:
         """Compile vision, text and expert layers at their first call: elementwise work becomes few kernels.
 
