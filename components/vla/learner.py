@@ -47,6 +47,8 @@ class PolicyLearner(TrainingEngine[MolmoAct2]):
             shard(model)
         else:
             model.to(ranks.device)
+            if settings.mode == "expert":
+                model.freeze_vlm(ranks.device)
         super().__init__(
             model,
             parameter_groups(model, settings),

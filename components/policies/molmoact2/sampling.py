@@ -70,14 +70,6 @@ class ExploredChunks:
     step: Tensor
 
 
-OBSERVED = (
-    *("input_ids", "position_ids", "example_ids", "image_tokens"),
-    *("pixel_values", "pooling", "rows", "dimension_padding"),
-)
-TRAINED = ("labels", "actions", "horizon_padding")
-"""What of a batch an answer depends on, and what it lacks."""
-
-
 @dataclass(frozen=True)
 class SharedConditions:
     """What all denoising steps share.
@@ -109,9 +101,9 @@ class Sampler:
         on_gpu = self.device.type == "cuda"
         self.group, self.width, self.pad_id = group if on_gpu else 1, width, pad_id
         self._padded = on_gpu
-        graphed = on_gpu and not any(isinstance(module, FSDPModule) for module in model.modules())
-        self._euler_steps = GraphedFunction(self._euler, self.device) if graphed else self._euler
-        self._flow_sde_steps = GraphedFunction(self._flow_sde, self.device) if graphed else self._flow_sde
+        sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+        self._euler_steps = self._euler if sharded else GraphedFunction(self._euler, self.device)
+        self._flow_sde_steps = self._flow_sde if sharded else GraphedFunction(self._flow_sde, self.device)
 
     @torch.no_grad()
     def sample(self, examples: Sequence[Example], seeds: Sequence[int]) -> Tensor:
@@ -121,7 +113,7 @@ class Sampler:
             DataError: an example is longer than `width`.
         """
         noise = row_noise(seeds, self.horizon, self.model.config.max_action_dim)
-        chunks = [self._euler_steps([noise[rows], *_observed(batch)]).cpu() for rows, batch in self._groups(examples)]
+        chunks = [self._euler_steps([noise[rows], *batch.observed()]).cpu() for rows, batch in self._groups(examples)]
         return torch.cat(chunks)[: len(examples)]
 
     @torch.no_grad()
@@ -143,7 +135,7 @@ class Sampler:
         parts = []
         for rows, batch in self._groups(examples):
             random = [each[rows] for each in (noise, kicks, sigmas)]
-            parts.append(self._flow_sde_steps([*random, *_observed(batch)]).cpu())
+            parts.append(self._flow_sde_steps([*random, *batch.observed()]).cpu())
         actions, before, after, velocity = torch.cat(parts, dim=1)[:, : len(examples)]
         return ExploredChunks(actions, before, after, velocity, drawn)
 
@@ -176,7 +168,7 @@ class Sampler:
             yield rows, batch
 
     def _euler(self, inputs: Sequence[Tensor]) -> Tensor:
-        """noise (N, T, D), then what `_observed` gives."""
+        """noise (N, T, D), then the batch's `observed`."""
         noise, *observed = (one.to(self.device) for one in inputs)
         with self.model.autocast(self.device):  # around all steps: what it casts, it casts once
             given = self._conditions(observed)
@@ -187,7 +179,7 @@ class Sampler:
         return x
 
     def _flow_sde(self, inputs: Sequence[Tensor]) -> Tensor:
-        """noise and kicks (N, T, D), sigmas (N, steps), 0 but for each row's drawn step, then what `_observed` gives.
+        """noise and kicks (N, T, D), sigmas (N, steps), 0 but for each row's drawn step, then `observed`.
 
         (4, N, T, D): actions, and of the drawn step the points before and after it, and the velocity.
         """
@@ -207,16 +199,18 @@ class Sampler:
         return torch.stack([x, *kept])
 
     def _conditions(self, observed: Sequence[Tensor]) -> SharedConditions:
-        batch = PolicyBatch(**dict(zip(OBSERVED, observed, strict=True)), **dict.fromkeys(TRAINED))
+        batch = PolicyBatch.of_observed(observed)
         seen = context_mask(batch, self.plan.hides_answers, self.model.config)
         context = context_index(batch, seen, self.width if self._padded else None)
         used = ~batch.dimension_padding if self.plan.mask_dimensions else torch.ones_like(batch.dimension_padding)
         expert, steps = self.model.action_expert, self.plan.steps
+        times = torch.arange(steps, device=self.device) / steps
+        modulations = [expert.modulations(part) for part in times.split(steps if self._padded else 1)]
         return SharedConditions(
             used=used[:, None].float(),
             mask=context.valid[:, None, None, :],
             contexts=expert.contexts(self.model.encode(batch, self.plan.bidirectional_images).cache, context),
-            modulations=expert.modulations(torch.arange(steps, device=self.device) / steps),
+            modulations=[torch.cat(parts) for parts in zip(*modulations, strict=True)],
         )
 
     def _velocity(self, x: Tensor, step: int, given: SharedConditions) -> Tensor:
@@ -240,10 +234,6 @@ class Sampler:
                 x = text.embed_tokens(chosen[-1][:, None])
                 hidden = text(x, (positions + step)[:, None], seen[:, None, None], hidden.cache)
         return [_up_to(row, eos) for row in torch.stack(chosen, dim=1).tolist()]
-
-
-def _observed(batch: PolicyBatch) -> list[Tensor]:
-    return [getattr(batch, name) for name in OBSERVED]
 
 
 def _draw(seed: int, shape: tuple[int, int], steps: int) -> tuple[Tensor, Tensor, Tensor]:

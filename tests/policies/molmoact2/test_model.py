@@ -12,8 +12,8 @@ from transformers import Molmo2ForConditionalGeneration
 
 from components.contracts.errors import DataError
 from components.policies.molmoact2.modeling.flow import FlowSamples
-from components.policies.molmoact2.modeling.losses import LossDenominators
-from components.policies.molmoact2.modeling.model import MolmoAct2
+from components.policies.molmoact2.modeling.losses import LossDenominators, LossPlan
+from components.policies.molmoact2.modeling.model import MolmoAct2, Precision
 from components.policies.molmoact2.modeling.vlm import as_bytes
 from components.policies.molmoact2.processing.batch import PolicyBatch
 from tests.policies.molmoact2 import reference
@@ -256,3 +256,58 @@ def test_a_model_made_without_memory_is_complete_once_its_weights_are_given() ->
     empty.load_state_dict(full.state_dict(), assign=True)
     batch, draws, plan = as_batch(make_examples(1)), make_draws(1), make_plan()
     assert torch.equal(empty(batch, draws, plan).total, full(batch, draws, plan).total)
+
+
+def _frozen(device: str, both: bool) -> tuple[list[MolmoAct2], PolicyBatch, FlowSamples, LossPlan]:
+    """A model whose VLM is not trained, and the same one with its VLM frozen."""
+    models = [make_model().to(device).eval() for _ in range(2)]
+    for model in models:
+        model.vlm.requires_grad_(False)
+    models[1].freeze_vlm(torch.device(device))
+    return models, as_batch(make_examples(3)).to(device), make_draws(3).to(device), make_plan(bidirectional_images=both)
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_frozen_vlm_gives_the_same_losses_gradients_and_velocities(both: bool) -> None:
+    (plain, frozen), batch, draws, plan = _frozen("cpu", both)
+    expected, found = _gradients(plain, batch, draws, plan), _gradients(frozen, batch, draws, plan)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    assert torch.equal(plain(batch, draws, plan).flow_per_example, frozen(batch, draws, plan).flow_per_example)
+    velocities = [m.velocity(batch, draws.noise[:, 0], draws.times[:, 0], both, False) for m in (plain, frozen)]
+    assert torch.equal(*velocities)
+
+
+@pytest.mark.gpu
+def test_a_frozen_vlm_on_a_gpu_is_a_graph_for_each_shape_with_the_same_gradients() -> None:
+    (plain, frozen), _, _, plan = _frozen("cuda", True)
+    for _ in range(2):
+        for count in (3, 1, 2):
+            batch, draws = as_batch(make_examples(count, seed=count)).to("cuda"), make_draws(count).to("cuda")
+            expected, found = _gradients(plain, batch, draws, plan), _gradients(frozen, batch, draws, plan)
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compiled_layers_on_a_gpu_give_the_losses_and_gradients_of_plain_ones(dtype: Precision) -> None:
+    """Also with activations computed again; a second shape is compiled for any."""
+    models = [MolmoAct2(CONFIG, dtype) for _ in range(2)]
+    for model in models:
+        model.load_state_dict(make_model().state_dict())
+        model.cuda().train().checkpoint_gradients(True)
+    models[1].compile_layers()
+    plan = make_plan(action_mode="both", hides_answers=True)
+    exact = dtype == "float32"
+    for extra in (0, 3):
+        batch, draws = as_batch(make_examples(3, answer=True), extra=extra).to("cuda"), make_draws(3).to("cuda")
+        losses = [model(batch, draws, plan).total.detach() for model in models]
+        torch.testing.assert_close(*losses, rtol=1e-5 if exact else 3e-2, atol=0)
+        plain, found = (_gradients(model, batch, draws, plan) for model in models)
+        assert plain.keys() == found.keys()
+        for name, value in plain.items():
+            scale = value.float().norm()
+            if scale > 1e-4:  # a key's bias moves all logits of a row alike: its gradient is rounding
+                distance = (found[name] - value).float().norm() / scale
+                assert distance < (1e-3 if exact else 0.2), name

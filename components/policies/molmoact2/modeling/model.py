@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -11,6 +13,7 @@ from components.contracts.errors import DataError
 from components.policies.molmoact2.configuration import MolmoAct2Config
 from components.policies.molmoact2.modeling.expert import ActionExpert
 from components.policies.molmoact2.modeling.flow import FlowSamples, flow_errors, noisy_actions
+from components.policies.molmoact2.modeling.graphs import GraphedFunction
 from components.policies.molmoact2.modeling.layers import RMSNorm
 from components.policies.molmoact2.modeling.losses import (
     DiscreteLoss,
@@ -45,6 +48,7 @@ class MolmoAct2(nn.Module):
         self.config, self.precision = config, dtype
         self.vlm = Molmo2Backbone(config.molmo2(), residual_dropout)
         self.action_expert = ActionExpert(config)
+        self._frozen: dict[bool, GraphedFunction] = {}
         if dtype == "bfloat16":
             self.vlm.to(torch.bfloat16)
             for module in self.vlm.modules():
@@ -55,6 +59,13 @@ class MolmoAct2(nn.Module):
         """In training, compute the activations inside vision, text and expert layers again instead of keeping them."""
         for module in (self.vlm.model.vision_tower, self.vlm.model.language_model, self.action_expert):
             module.gradient_checkpointing = active
+
+    def freeze_vlm(self, device: torch.device) -> None:
+        """From now on the losses and the velocity have no gradient to the VLM, which runs as a CUDA graph on a GPU.
+
+        It needs a VLM without dropout in eval mode, and in one piece.
+        """
+        self._frozen = {both: GraphedFunction(partial(self._stacked_cache, both), device) for both in (False, True)}
 
     def cast_for_inference(self) -> None:
         """Round the expert's matrices to what autocast makes of them at every use; answers keep their bits."""
@@ -94,10 +105,10 @@ class MolmoAct2(nn.Module):
         """
         self._check(batch, draws, plan)
         with self.autocast(batch.input_ids.device):
-            hidden = self.encode(batch, plan.bidirectional_images)
+            hidden = self._hidden(batch, plan.bidirectional_images)
             errors = self._flow(batch, hidden, draws, plan) if draws is not None and plan.continuous else None
             discrete = self._discrete(batch, hidden, plan, denominators) if plan.discrete else None
-        nothing = hidden.states.new_zeros((), dtype=torch.float32)
+        nothing = torch.zeros((), device=batch.input_ids.device)
         none_each = nothing.expand(batch.examples)
         examples = batch.examples if denominators is None else denominators.examples
         flow = nothing if errors is None else errors.sum() / examples
@@ -131,9 +142,25 @@ class MolmoAct2(nn.Module):
         """
         with self.autocast(batch.input_ids.device):
             context = context_index(batch, context_mask(batch, hides_answers, self.config))
-            cache = self.encode(batch, bidirectional_images).cache
+            cache = self._hidden(batch, bidirectional_images).cache
             velocity: Tensor = self.action_expert(points[:, None], times[:, None], cache, context, None)
         return velocity[:, 0]
+
+    def _hidden(self, batch: PolicyBatch, bidirectional_images: bool) -> BackboneOutput:
+        """`encode`, or what it caches where the VLM is frozen; its states are empty then."""
+        if not self._frozen:
+            return self.encode(batch, bidirectional_images)
+        self.vlm.model.check_images(batch.input_ids, batch.pooling)
+        with torch.no_grad():
+            keys, values = self._frozen[bidirectional_images](batch.observed())
+        return BackboneOutput(keys.new_empty(0), list(zip(keys, values, strict=True)))
+
+    def _stacked_cache(self, bidirectional_images: bool, observed: Sequence[Tensor]) -> Tensor:
+        """(2, layers, B, key-value heads, L, size)."""
+        batch = PolicyBatch.of_observed(observed)
+        with self.autocast(batch.input_ids.device):
+            cache = self.encode(batch, bidirectional_images).cache
+        return torch.stack([torch.stack(part) for part in zip(*cache, strict=True)])
 
     def _flow(self, batch: PolicyBatch, hidden: BackboneOutput, draws: FlowSamples, plan: LossPlan) -> Tensor:
         assert batch.actions is not None

@@ -187,7 +187,7 @@ class Molmo2Body(nn.Module):
         tokens, pools = int((ids == self.image_patch_id).sum()), int((pooling >= 0).any(-1).sum())
         if not tokens == pools == len(pooling):
             raise DataError(
-                f"{tokens} image tokens in the text and {len(pooling)} features of images, {pools} of them with a patch",
+                f"{tokens} image tokens in the text, {len(pooling)} features of images, {pools} of them with a patch",
                 where="a batch of the policy",
                 remedy="pass input_ids and pooling of the same examples, in the same order",
             )
