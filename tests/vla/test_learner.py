@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from components.contracts.errors import ConfigurationError
 from components.datasets.mixture import Mixture
 from components.datasets.source import open_sources
 from components.datasets.stage import read_statistics
@@ -178,3 +179,23 @@ def test_what_is_sharded_at_once_gives_tensors_that_fsdp_finds(make: Make) -> No
     assert "" in found and "vlm.model.language_model" in found
     for name, leaves in found.items():
         assert leaves and all(isinstance(leaf, torch.Tensor) for leaf in leaves), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # the compiler for a CPU takes a minute or more
+def test_compiled_layers_train_as_plain_ones_do(make: Make) -> None:
+    both = {"action_mode": "both"}
+    common = {"batch_size": 6, "micro_batch_size": 3, "gradient_checkpointing": True, "adam_epsilon": 1e-2}
+    plain, updates = make(both, **common)
+    compiled, _ = make(both, compile_layers=True, **common)
+    for update in (1, 2):
+        first, second = plain.step(updates[update]), compiled.step(updates[update])
+        for name in (*LOSSES, "grad_norm", "grad_norm/vlm", "grad_norm/action_expert"):
+            assert second[name] == pytest.approx(first[name], rel=1e-4), name
+
+
+def test_layers_of_a_sharded_model_are_not_compiled(make: Make) -> None:
+    learner, _ = make()
+    settings = learner.settings.model_copy(update={"compile_layers": True})
+    with pytest.raises(ConfigurationError, match="sharded"):
+        PolicyLearner(learner.model, settings, learner.plan, shard=lambda model: None)

@@ -297,7 +297,7 @@ def test_compiled_layers_on_a_gpu_give_the_losses_and_gradients_of_plain_ones(dt
     for model in models:
         model.load_state_dict(make_model().state_dict())
         model.cuda().train().checkpoint_gradients(True)
-    models[1].compile_layers()
+    models[1].compile_layers(dynamic=True)
     plan = make_plan(action_mode="both", hides_answers=True)
     exact = dtype == "float32"
     for extra in (0, 3):
