@@ -2,14 +2,15 @@
 
 A row's answer has the same bits whatever is asked beside it. On a CPU rows run one by one and nothing is padded: its
 matrix products sum in an order that depends on a row's place, so that a row moved within a group changes in its last
-bits. On a GPU rows run in groups of a constant size and width, where every place gives the same.
+bits. On a GPU rows run in groups of a constant size and width, where every place gives the same; a group of one is as
+wide as its row, rounded up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import ceil, sqrt
 
 import torch
 from torch import Tensor
@@ -84,6 +85,10 @@ class SharedConditions:
     modulations: Sequence[Tensor]
 
 
+TILE = 64
+"""Tokens that the width of a single row on a GPU is a multiple of."""
+
+
 class Sampler:
     """Answers examples without actions. The model is put into eval mode."""
 
@@ -94,7 +99,7 @@ class Sampler:
         Args:
             horizon: T, actions of a chunk.
             group: Rows of one forward pass on a GPU; a last group that is not full is filled up with copies.
-            width: Tokens that no example exceeds; rows on a GPU have as many.
+            width: Tokens that no example exceeds; rows of larger groups on a GPU have as many.
         """
         self.model, self.plan, self.horizon = model.eval(), plan, horizon
         self.device = next(model.parameters()).device
@@ -162,10 +167,16 @@ class Sampler:
                 )
         for start in range(0, len(examples), self.group):
             rows = [min(start + slot, len(examples) - 1) for slot in range(self.group)]
-            multiple = self.width - 1 if self._padded else 1
-            batch = collate([examples[row] for row in rows], "left", multiple, self.pad_id)
+            chosen = [examples[row] for row in rows]
+            batch = collate(chosen, "left", self._width(chosen) - 1 if self._padded else 1, self.pad_id)
             self.model.vlm.model.check_images(batch.input_ids, batch.pooling)
             yield rows, batch
+
+    def _width(self, rows: Sequence[Example]) -> int:
+        """Of padded rows; one row has a width of its own, which suits matrix products."""
+        if self.group > 1:
+            return self.width
+        return min(self.width, TILE * ceil(rows[0].length / TILE))
 
     def _euler(self, inputs: Sequence[Tensor]) -> Tensor:
         """noise (N, T, D), then the batch's `observed`."""
@@ -201,7 +212,7 @@ class Sampler:
     def _conditions(self, observed: Sequence[Tensor]) -> SharedConditions:
         batch = PolicyBatch.of_observed(observed)
         seen = context_mask(batch, self.plan.hides_answers, self.model.config)
-        context = context_index(batch, seen, self.width if self._padded else None)
+        context = context_index(batch, seen, seen.shape[1] if self._padded else None)
         used = ~batch.dimension_padding if self.plan.mask_dimensions else torch.ones_like(batch.dimension_padding)
         expert, steps = self.model.action_expert, self.plan.steps
         times = torch.arange(steps, device=self.device) / steps
