@@ -9,7 +9,6 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from components.contracts.errors import ConfigurationError
 from components.policies.molmoact2.modeling.losses import LossDenominators, LossPlan, PolicyLosses
 from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.training.engine import AppliedUpdate, TrainingEngine
@@ -31,9 +30,6 @@ class PolicyLearner(TrainingEngine[MolmoAct2]):
         plan: what is trained of an example, and how parts are weighed.
         shard: splits a model without weights over the ranks and gives each its shards, where every rank would else
             hold all of it.
-
-    Raises:
-        ConfigurationError: nothing is trained, or layers of a sharded model are to be compiled.
     """
 
     def __init__(
@@ -48,7 +44,6 @@ class PolicyLearner(TrainingEngine[MolmoAct2]):
         self.settings, self.plan = settings, plan
         model.checkpoint_gradients(settings.gradient_checkpointing)
         if settings.compile_layers:
-            _refuse_sharded(shard)
             model.compile_layers(dynamic=True)
         if shard is not None:
             shard(model)
@@ -144,12 +139,3 @@ class PolicyLearner(TrainingEngine[MolmoAct2]):
             "timing/train": seconds,
             "memory/peak_gib": max(self.ranks.gather(peak_memory_gib(self.ranks.device))),
         }
-
-
-def _refuse_sharded(shard: Callable[[MolmoAct2], None] | None) -> None:
-    if shard is not None:
-        raise ConfigurationError(
-            "layers of a sharded model are not compiled",
-            where="training.compile_layers",
-            remedy="set compile_layers = false, or train on one GPU",
-        )

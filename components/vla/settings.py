@@ -116,8 +116,8 @@ class VLATrainerSettings(PolicyUpdateSettings):
     )
     compile_layers: bool = Field(
         False,
-        description="Compile vision, text and expert layers at their first use, which takes a minute; for a model that "
-        "fits one GPU. Results differ in rounding.",
+        description="Compile vision, text and expert layers at their first use, which takes a minute or two. Results "
+        "differ in rounding.",
     )
     batch_size: PositiveInt = Field(description="Examples of an update, of all ranks together.")
     packing: PackingSettings | None = Field(None, description="Packs the examples of a forward pass; none: padding.")

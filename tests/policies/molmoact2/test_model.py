@@ -291,23 +291,20 @@ def test_a_frozen_vlm_on_a_gpu_is_a_graph_for_each_shape_with_the_same_gradients
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_compiled_layers_on_a_gpu_give_the_losses_and_gradients_of_plain_ones(dtype: Precision) -> None:
-    """Also with activations computed again; a second shape is compiled for any."""
-    models = [MolmoAct2(CONFIG, dtype) for _ in range(2)]
+def test_compiled_layers_on_a_gpu_are_as_near_to_fp32_as_plain_ones(dtype: Precision) -> None:
+    """Losses and gradients, with activations computed again, of two shapes."""
+    models = [MolmoAct2(CONFIG, kind) for kind in ("float32", dtype, dtype)]
     for model in models:
         model.load_state_dict(make_model().state_dict())
         model.cuda().train().checkpoint_gradients(True)
-    models[1].compile_layers(dynamic=True)
+    models[2].compile_layers(dynamic=True)
     plan = make_plan(action_mode="both", hides_answers=True)
-    exact = dtype == "float32"
     for extra in (0, 3):
         batch, draws = as_batch(make_examples(3, answer=True), extra=extra).to("cuda"), make_draws(3).to("cuda")
-        losses = [model(batch, draws, plan).total.detach() for model in models]
-        torch.testing.assert_close(*losses, rtol=1e-5 if exact else 3e-2, atol=0)
-        plain, found = (_gradients(model, batch, draws, plan) for model in models)
-        assert plain.keys() == found.keys()
-        for name, value in plain.items():
-            scale = value.float().norm()
-            if scale > 1e-4:  # a key's bias moves all logits of a row alike: its gradient is rounding
-                distance = (found[name] - value).float().norm() / scale
-                assert distance < (1e-3 if exact else 0.2), name
+        losses = [float(model(batch, draws, plan).total) for model in models]
+        assert abs(losses[2] - losses[0]) <= 2 * abs(losses[1] - losses[0]) + 1e-3 * losses[0]
+        truth, theirs, ours = (_gradients(model, batch, draws, plan) for model in models)
+        assert truth.keys() == ours.keys()
+        for name, value in truth.items():
+            rounding = float((theirs[name].float() - value).norm())
+            assert float((ours[name].float() - value).norm()) <= 2 * rounding + 1e-2 * float(value.norm()) + 1e-6, name

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -178,9 +177,8 @@ class ActionExpert(nn.Module):
         steps = None if valid is None else valid.repeat_interleave(draws, dim=0)
         condition = self._condition(times.flatten())
         x, rope = self._embed(actions.flatten(0, 1), steps)
-        contexts, mask = checkpointed(self.contexts, active, cache, context), context.valid[:, None, None, :]
-        for block, (keys, values) in zip(self.blocks, contexts, strict=True):
-            x = checkpointed(_modulate, active, block, x, condition, rope, keys, values, mask, steps)
+        for block, layer in zip(self.blocks, cache, strict=True):
+            x = checkpointed(self._read, active, block, x, condition, rope, layer, context, steps)
         velocity = self.final_layer(x, self.final_layer.modulation(condition))
         return zero_padded(velocity, steps).unflatten(0, (examples, draws))
 
@@ -205,12 +203,16 @@ class ActionExpert(nn.Module):
         return [module.modulation(condition) for module in (*self.blocks, self.final_layer)]
 
     def contexts(self, cache: Sequence[KeyValue], context: ContextIndex) -> list[KeyValue]:
-        """Every text layer's keys and values as the expert's, each (E, heads, S, head size); all layers at once."""
-        keys, values = (torch.stack(part).transpose(2, 3).flatten(3) for part in zip(*cache, strict=True))
+        """`context` of every text layer, of all at once."""
+        keys, values = (torch.stack(part) for part in zip(*cache, strict=True))
+        return list(zip(*self.context((keys, values), context), strict=True))
+
+    def context(self, layer: KeyValue, context: ContextIndex) -> KeyValue:
+        """Keys and values of text layers, (..., B, heads, L, size), as the expert's: (..., E, heads, S, head size)."""
+        keys, values = (heads.transpose(-3, -2).flatten(-2) for heads in layer)
         keys = context.gather(rms(self.context_k_proj(keys)))
         values = context.gather(rms(self.context_v_proj(values)))
-        keys, values = rms(split_heads(keys, self.heads)), split_heads(values, self.heads)
-        return list(zip(keys, values, strict=True))
+        return rms(split_heads(keys, self.heads)), split_heads(values, self.heads)
 
     def _condition(self, times: Tensor) -> Tensor:
         condition: Tensor = self.time_embed(times.to(self.action_embed.weight.dtype))
@@ -220,6 +222,21 @@ class ActionExpert(nn.Module):
         x = zero_padded(self.action_embed(actions.to(self.action_embed.weight.dtype)), valid)
         angles = rotary_angles(torch.arange(x.shape[1], device=x.device), x.shape[2] // self.heads, ROPE_BASE)
         return x, (angles.cos(), angles.sin())
+
+    def _read(
+        self,
+        block: ExpertBlock,
+        x: Tensor,
+        condition: Tensor,
+        rope: KeyValue,
+        layer: KeyValue,
+        context: ContextIndex,
+        valid: Tensor | None,
+    ) -> Tensor:
+        keys, values = self.context(layer, context)
+        mask = context.valid[:, None, None, :]
+        y: Tensor = block(x, block.modulation(condition), rope, keys, values, mask, valid)
+        return y
 
     def initialize(self, generator: torch.Generator) -> None:
         """Xavier uniform; projections into the residual stream shrunk by sqrt(2 L); what modulates, and the output, 0.
@@ -240,11 +257,6 @@ class ActionExpert(nn.Module):
                         module.weight.mul_((2 * len(self.blocks)) ** -0.5)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-
-
-def _modulate(block: ExpertBlock, x: Tensor, condition: Tensor, *others: Any) -> Tensor:
-    y: Tensor = block(x, block.modulation(condition), *others)
-    return y
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

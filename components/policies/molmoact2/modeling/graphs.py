@@ -3,42 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-Function = Callable[[Sequence[Tensor]], Tensor]
-KEPT = 8
-"""Graphs of a function; they share their memory."""
+Output = TypeVar("Output")
+KEPT = 4
+"""Graphs of a function. They share the memory that they compute in; their outputs have their own."""
 
 
-class GraphedFunction:
+class GraphedFunction(Generic[Output]):
     """Calls `function` by replaying its kernels: a graph for each layout of the inputs, the newest `KEPT` of them.
 
     Inputs may be on any device, `function` gets them on `device`; on a CPU it is called as it is. It may read other
     memory as well, a model's weights say, as long as it stays where it is; it must have no random draws and no decision
-    that depends on values.
+    that depends on values. The next call overwrites the tensors that a call returned.
     """
 
-    def __init__(self, function: Function, device: torch.device) -> None:
+    def __init__(self, function: Callable[[Sequence[Tensor]], Output], device: torch.device) -> None:
         self.function, self.device = function, device
-        self._graphs: dict[tuple[object, ...], _Graph] = {}
+        self._graphs: dict[tuple[object, ...], _Graph[Output]] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
-    def __call__(self, inputs: Sequence[Tensor]) -> Tensor:
+    def __call__(self, inputs: Sequence[Tensor]) -> Output:
         if self._pool is None:
             return self.function(inputs)
         layout = tuple((one.shape, one.dtype) for one in inputs)
-        graph = self._graphs.pop(layout, None) or _Graph(self.function, inputs, self.device, self._pool)
+        graph = self._graphs.pop(layout, None)
+        if graph is None:
+            while len(self._graphs) >= KEPT:
+                del self._graphs[next(iter(self._graphs))]
+            graph = _Graph(self.function, inputs, self.device, self._pool)
         self._graphs[layout] = graph
-        if len(self._graphs) > KEPT:
-            del self._graphs[next(iter(self._graphs))]
         return graph.replay(inputs)
 
 
-class _Graph:
-    def __init__(self, function: Function, inputs: Sequence[Tensor], device: torch.device, pool: Any) -> None:
+class _Graph(Generic[Output]):
+    def __init__(
+        self, function: Callable[[Sequence[Tensor]], Output], inputs: Sequence[Tensor], device: torch.device, pool: Any
+    ) -> None:
         self._inputs = [one.to(device, copy=True, memory_format=torch.contiguous_format) for one in inputs]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -49,8 +53,8 @@ class _Graph:
         with torch.cuda.graph(self._graph, pool=pool):
             self._output = function(self._inputs)
 
-    def replay(self, inputs: Sequence[Tensor]) -> Tensor:
+    def replay(self, inputs: Sequence[Tensor]) -> Output:
         for own, given in zip(self._inputs, inputs, strict=True):
             own.copy_(given, non_blocking=True)
         self._graph.replay()
-        return self._output.clone()
+        return self._output

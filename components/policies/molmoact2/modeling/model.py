@@ -24,7 +24,7 @@ from components.policies.molmoact2.modeling.losses import (
     discrete_loss,
 )
 from components.policies.molmoact2.modeling.masks import attention_mask, context_index, context_mask
-from components.policies.molmoact2.modeling.vlm import BackboneOutput, Molmo2Backbone
+from components.policies.molmoact2.modeling.vlm import BackboneOutput, KeyValue, Molmo2Backbone
 from components.policies.molmoact2.processing.batch import PolicyBatch
 
 Precision = Literal["float32", "bfloat16"]
@@ -48,7 +48,7 @@ class MolmoAct2(nn.Module):
         self.config, self.precision = config, dtype
         self.vlm = Molmo2Backbone(config.molmo2(), residual_dropout)
         self.action_expert = ActionExpert(config)
-        self._frozen: dict[bool, GraphedFunction] = {}
+        self._frozen: dict[bool, GraphedFunction[list[KeyValue]]] = {}
         if dtype == "bfloat16":
             self.vlm.to(torch.bfloat16)
             for module in self.vlm.modules():
@@ -65,7 +65,7 @@ class MolmoAct2(nn.Module):
 
         It needs a VLM without dropout in eval mode, and in one piece.
         """
-        self._frozen = {both: GraphedFunction(partial(self._stacked_cache, both), device) for both in (False, True)}
+        self._frozen = {both: GraphedFunction(partial(self._cache, both), device) for both in (False, True)}
 
     def cast_for_inference(self) -> None:
         """Round the expert's matrices to what autocast makes of them at every use; answers keep their bits."""
@@ -155,15 +155,13 @@ class MolmoAct2(nn.Module):
             return self.encode(batch, bidirectional_images)
         self.vlm.model.check_images(batch.input_ids, batch.pooling)
         with torch.no_grad():
-            keys, values = self._frozen[bidirectional_images](batch.observed())
-        return BackboneOutput(keys.new_empty(0), list(zip(keys, values, strict=True)))
+            cache = self._frozen[bidirectional_images](batch.observed())
+        return BackboneOutput(cache[0][0].new_empty(0), cache)
 
-    def _stacked_cache(self, bidirectional_images: bool, observed: Sequence[Tensor]) -> Tensor:
-        """(2, layers, B, key-value heads, L, size)."""
+    def _cache(self, bidirectional_images: bool, observed: Sequence[Tensor]) -> list[KeyValue]:
         batch = PolicyBatch.of_observed(observed)
         with self.autocast(batch.input_ids.device):
-            cache = self.encode(batch, bidirectional_images).cache
-        return torch.stack([torch.stack(part) for part in zip(*cache, strict=True)])
+            return self.encode(batch, bidirectional_images).cache
 
     def _flow(self, batch: PolicyBatch, hidden: BackboneOutput, draws: FlowSamples, plan: LossPlan) -> Tensor:
         assert batch.actions is not None
