@@ -60,7 +60,7 @@ def settings_of(tokens: int, words: set[str]) -> TrainerSettings:
             "packing": "packing" in words,
             "weights": "bfloat16" if "bf16" in words else "float32",
             "autocast": "none" if "bf16" in words or not CUDA else "bf16",
-            "compile": "compile" in words,
+            "torch_compile": "compile" in words,
         }
     )
 

@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from components.contracts.errors import ConfigurationError
 
-_WHERE = "trainer.compile"
+_WHERE = "trainer.torch_compile"
 
 
 def compile_layers(model: PreTrainedModel) -> None:

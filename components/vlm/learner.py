@@ -88,7 +88,7 @@ class Learner(TrainingEngine[Any]):
             if policy is not None:
                 (shard or partial(Policy.to, device=ranks.device))(policy)
         check_head(self.policy)
-        if settings.compile:
+        if settings.torch_compile:
             for policy in (self.policy, self.reference):
                 if policy is not None:
                     compile_layers(base_model(policy.model))

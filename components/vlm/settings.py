@@ -148,7 +148,7 @@ class UpdateSettings(Settings):
     autocast: Literal["none", "bf16"] = Field(
         "none", description="Data type of matrix products; weights stay as loaded."
     )
-    compile: bool = Field(
+    torch_compile: bool = Field(
         False,
         exclude_if=operator.not_,  # as `weights`
         description="Compile the model's layers: their small operations become few kernels. Takes a minute or two at "

@@ -27,14 +27,15 @@ def _without_options(plain: Callable[..., Any], backend: str, function: Any, *, 
 @pytest.mark.slow
 @pytest.mark.parametrize(("packing", "backend"), [(False, "aot_eager"), (True, "inductor")])
 def test_a_compiled_step_is_the_step(packing: bool, backend: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways to attend as graphs; packed rows, whose layers are recomputed, as kernels too."""
+    """Padded rows of a model with adapters as graphs; packed rows, whose layers are recomputed, as kernels too."""
     if backend != "inductor":
         monkeypatch.setattr(torch, "compile", partial(_without_options, torch.compile, backend))
     _compiled.cache_clear()
     samples, done = conversations(tiny), []
     for compiled in (False, True):
-        model = tiny.model(gradient_checkpointing=packing)
-        learner = learner_of(tiny, model, packing=packing, compile=compiled, adam_epsilon=1e-3)
+        torch.manual_seed(0)  # of the adapters
+        model = tiny.model(gradient_checkpointing=packing, lora=None if packing else LORA)
+        learner = learner_of(tiny, model, packing=packing, torch_compile=compiled, adam_epsilon=1e-3)
         metrics = step(learner, tiny, samples)
         done.append((metrics, {name: p.detach() for name, p in learner.model.named_parameters()}))
     (plain, weights), (fused, ours) = done
@@ -80,14 +81,14 @@ def test_weights_in_bf16_need_no_autocast() -> None:
 
 
 def test_settings_from_before_keep_their_fingerprint() -> None:
-    assert not trainer_settings().model_dump().keys() & {"weights", "compile", "packing"}
+    assert not trainer_settings().model_dump().keys() & {"weights", "torch_compile", "packing"}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["qwen2.5-vl", "gemma3"])
 def test_on_a_gpu_compiled_layers_in_bf16_are_those_of_fp32(family: str, make_tiny: Callable[..., Tiny]) -> None:
     tiny, norms = make_tiny(family), []
-    ways: list[dict[str, Any]] = [{}, {"compile": True}, {"compile": True, "weights": "bfloat16"}]
+    ways: list[dict[str, Any]] = [{}, {"torch_compile": True}, {"torch_compile": True, "weights": "bfloat16"}]
     for way in ways:
         model = tiny.model(dtype=way.get("weights", "float32"))
         settings = trainer_settings(packing=True, **way)
