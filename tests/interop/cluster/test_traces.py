@@ -41,6 +41,7 @@ def run(folder: Path, url: str) -> subprocess.CompletedProcess[str]:
         "OTEL_PYTHON_TRACER_PROVIDER": "armature",
         "OTEL_EXPORTER_OTLP_ENDPOINT": url,
         "PREFECT_HOME": str(folder / "prefect"),
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         "PYTHONPATH": str(ROOT),
     }
     command = [sys.executable, folder / "run.py"]
