@@ -174,7 +174,7 @@ def _answers(config: MolmoAct2Config, device: torch.device, graph: bool) -> Answ
     plan = InferencePlan(bidirectional_images=True, hides_answers=False, mask_dimensions=True, steps=10)
     sampler = Sampler(model, plan, CHUNK, 1, 640, PAD)
     if not graph:
-        sampler._graph = None
+        sampler._euler_steps = sampler._euler
     example = _examples(config, 1, "continuous", trained=False)
     times = []
     for seed in range(12):

@@ -43,10 +43,14 @@ class PolicyLearner(TrainingEngine[MolmoAct2]):
         ranks = ranks or Ranks()
         self.settings, self.plan = settings, plan
         model.checkpoint_gradients(settings.gradient_checkpointing)
+        if settings.compile_layers:
+            model.compile_layers(dynamic=True)
         if shard is not None:
             shard(model)
         else:
             model.to(ranks.device)
+            if settings.mode == "expert":
+                model.freeze_vlm(ranks.device)
         super().__init__(
             model,
             parameter_groups(model, settings),

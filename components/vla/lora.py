@@ -11,6 +11,7 @@ from torch import nn
 
 from components.contracts.errors import ConfigurationError
 from components.models.lora import lora_config
+from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.vla.settings import PolicyLoraSettings
 
 
@@ -30,6 +31,8 @@ def add_adapters(model: nn.Module, chosen: Callable[[str], bool], settings: Poli
     for name in names:
         layer = model.get_submodule(name)
         assert isinstance(layer, LoraLayer)
+        if isinstance(model, MolmoAct2) and model.precision == "bfloat16":
+            layer.cast_input_dtype_enabled = False  # autocast computes in bf16: a copy in fp32 would be cast back
         down, up = layer.lora_A["default"].float(), layer.lora_B["default"].float()
         with torch.no_grad():
             down.weight.copy_(torch.randn(down.weight.shape, generator=random) / settings.rank)

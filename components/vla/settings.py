@@ -114,6 +114,11 @@ class VLATrainerSettings(PolicyUpdateSettings):
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass to save memory."
     )
+    compile_layers: bool = Field(
+        False,
+        description="Compile vision, text and expert layers at their first use, which takes a minute or two. Results "
+        "differ in rounding.",
+    )
     batch_size: PositiveInt = Field(description="Examples of an update, of all ranks together.")
     packing: PackingSettings | None = Field(None, description="Packs the examples of a forward pass; none: padding.")
     ema_decay: float | None = Field(

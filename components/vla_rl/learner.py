@@ -74,6 +74,8 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
         ranks = ranks or Ranks()
         self.settings, self.plan, self._load = settings, plan, load
         self._sigmas = noise_scales(plan.steps, noise_level)
+        if settings.mode == "expert":
+            model.freeze_vlm(ranks.device)
         super().__init__(
             model.to(ranks.device).eval(),  # with dropout, no ratio would be 1
             parameter_groups(model, settings),

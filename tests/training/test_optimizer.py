@@ -1,9 +1,20 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from components.training.optimizer import CompensatedAdamW
 
@@ -74,3 +85,64 @@ def test_the_average_is_that_of_the_weights_and_goes_again() -> None:
     with optimizer.averaged():
         torch.testing.assert_close(parameter.detach(), average)
     assert torch.equal(parameter, trained)
+
+
+def test_interpreted_kernel() -> None:
+    """In a process of its own: Triton decides when it is imported whether kernels are compiled or interpreted."""
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed: pip install triton")
+    tests = Path(__file__).with_name("interpreted_kernels.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", str(tests)],
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@contextmanager
+def one_rank() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_sharded_parameter_is_updated_as_a_whole_one() -> None:
+    with one_rank() as mesh:
+        whole, sharded = start(torch.bfloat16), nn.Parameter(distribute_tensor(start(torch.bfloat16).data, mesh))
+        optimizers = [CompensatedAdamW([{"params": [p], "lr": 1e-3}], **HYPER) for p in (whole, sharded)]
+        for gradient in gradients(3, (7, 5)):
+            whole.grad = gradient.bfloat16()
+            sharded.grad = distribute_tensor(gradient.bfloat16(), mesh)
+            for optimizer in optimizers:
+                optimizer.step()
+        assert torch.equal(sharded.full_tensor(), whole)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_kernel_does_what_the_plain_update_does() -> None:
+    from .update_cases import both_after
+
+    for dtype, bits in ((torch.bfloat16, 8), (torch.float16, 11)):
+        kernel, plain = both_after(6, (613, 4099), dtype, "cuda")
+        for ours, theirs in zip(kernel[:3], plain[:3], strict=True):
+            assert (ours == theirs).float().mean() > 0.99
+            # a sum that fp32 makes in another order may be rounded the other way, once in a step
+            torch.testing.assert_close(ours.float(), theirs.float(), rtol=2.0**-bits, atol=6 * 2.0**-bits)
+        exact = [state[0].float() + state[3].float() for state in (kernel, plain)]
+        torch.testing.assert_close(*exact, rtol=0, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_the_optimizer_on_a_gpu_uses_the_kernel_and_keeps_its_memory() -> None:
+    parameter = nn.Parameter(torch.randn(1 << 24, device="cuda").bfloat16())
+    optimizer = CompensatedAdamW([{"params": [parameter], "lr": 1e-3}], **HYPER)
+    for _ in range(2):
+        parameter.grad = torch.randn_like(parameter)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        optimizer.step()
+    assert torch.cuda.max_memory_allocated() - before < parameter.nbytes  # the plain update takes some ten times that

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from components.datasets.mixture import Mixture
@@ -16,6 +19,8 @@ from components.datasets.source import open_sources
 from components.datasets.stage import read_statistics
 from components.policies.molmoact2.checkpoints.checkpoint import load_model
 from components.policies.molmoact2.modeling.losses import LossPlan
+from components.training.ranks import Ranks
+from components.training.sharding import sharder
 from components.vla.data import Encoder, UpdateDataset
 from components.vla.groups import prepare
 from components.vla.learner import PolicyLearner
@@ -178,3 +183,32 @@ def test_what_is_sharded_at_once_gives_tensors_that_fsdp_finds(make: Make) -> No
     assert "" in found and "vlm.model.language_model" in found
     for name, leaves in found.items():
         assert leaves and all(isinstance(leaf, torch.Tensor) for leaf in leaves), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # the compiler for a CPU takes a minute or more
+@pytest.mark.parametrize("sharded", [False, True])
+def test_compiled_layers_train_as_plain_ones_do(make: Make, sharded: bool) -> None:
+    both = {"action_mode": "both"}
+    common = {"batch_size": 6, "micro_batch_size": 3, "gradient_checkpointing": True, "adam_epsilon": 1e-2}
+    plain, updates = make(both, **common)
+    compiled, _ = make(both, compile_layers=not sharded, **common)
+    with one_rank() if sharded else nullcontext():
+        if sharded:
+            settings = compiled.settings.model_copy(update={"compile_layers": True})
+            weights = {name: value.clone() for name, value in compiled.model.state_dict().items()}
+            shard = sharder(Ranks(), partial(units, precision="float32"), weights, cast_inputs=False)
+            compiled = PolicyLearner(compiled.model, settings, compiled.plan, Ranks(), shard)
+        for update in (1, 2):
+            first, second = plain.step(updates[update]), compiled.step(updates[update])
+            for name in (*LOSSES, "grad_norm", "grad_norm/vlm", "grad_norm/action_expert"):
+                assert second[name] == pytest.approx(first[name], rel=1e-4), name
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

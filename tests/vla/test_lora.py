@@ -6,8 +6,10 @@ from torch import nn
 
 from components.contracts.errors import ConfigurationError
 from components.models.lora import merged_weights
+from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.vla.lora import add_adapters
 from components.vla.settings import PolicyLoraSettings
+from tests.policies.molmoact2.examples import CONFIG, as_batch, make_examples
 
 SETTINGS = PolicyLoraSettings(rank=3, alpha=12.0, dropout=0.0)
 
@@ -69,3 +71,27 @@ def test_down_begins_with_a_spread_of_one_over_the_rank() -> None:
 def test_a_model_without_a_chosen_layer_is_refused(net: Net) -> None:
     with pytest.raises(ConfigurationError, match="no linear layer"):
         add_adapters(net, lambda name: name == "tokens", SETTINGS, seed=0)
+
+
+def test_adapters_under_autocast_give_the_same_bits_without_copies_of_the_input_in_fp32() -> None:
+    model, batch = MolmoAct2(CONFIG, "bfloat16").eval(), as_batch(make_examples(2))
+    names = add_adapters(model, lambda name: name.startswith("vlm.model.language_model"), SETTINGS, seed=0)
+    layers = [model.get_submodule(name) for name in names]
+    generator = torch.Generator().manual_seed(0)
+    for layer in layers:
+        nn.init.normal_(layer.lora_B["default"].weight, std=0.3, generator=generator)
+
+    def states(casts: bool) -> torch.Tensor:
+        for layer in layers:
+            assert not layer.cast_input_dtype_enabled
+            layer.cast_input_dtype_enabled = casts
+        with torch.no_grad(), model.autocast(torch.device("cpu")):
+            found = model.encode(batch, False).states
+        for layer in layers:
+            layer.cast_input_dtype_enabled = False
+        return found
+
+    seen: list[torch.dtype] = []
+    layers[0].lora_A["default"].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
+    assert torch.equal(states(False), states(True))
+    assert seen == [torch.bfloat16, torch.float32]

@@ -153,6 +153,7 @@ def open_policy(
         DataError: the checkpoint is not whole.
     """
     loaded = load_policy(source, device="cuda" if torch.cuda.is_available() else "cpu")
+    loaded.model.cast_for_inference()
     changes = {
         "n_action_steps": n_action_steps,
         "num_inference_steps": num_inference_steps,

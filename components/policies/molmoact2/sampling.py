@@ -2,17 +2,19 @@
 
 A row's answer has the same bits whatever is asked beside it. On a CPU rows run one by one and nothing is padded: its
 matrix products sum in an order that depends on a row's place, so that a row moved within a group changes in its last
-bits. On a GPU rows run in groups of a constant size and width, where every place gives the same.
+bits. On a GPU rows run in groups of a constant size and width, where every place gives the same; a group of one is as
+wide as its row, rounded up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import ceil, sqrt
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from components.contracts.errors import DataError
 from components.policies.molmoact2.configuration import MolmoAct2Config
@@ -20,6 +22,7 @@ from components.policies.molmoact2.modeling.flow_sde import drift, noise_scales
 from components.policies.molmoact2.modeling.graphs import GraphedFunction
 from components.policies.molmoact2.modeling.masks import context_index, context_mask
 from components.policies.molmoact2.modeling.model import MolmoAct2
+from components.policies.molmoact2.modeling.vlm import KeyValue
 from components.policies.molmoact2.processing.batch import Example, PolicyBatch, collate
 from components.policies.molmoact2.semantics import SEMANTICS
 from components.policies.settings import RobotPolicySettings
@@ -68,6 +71,24 @@ class ExploredChunks:
     step: Tensor
 
 
+@dataclass(frozen=True)
+class SharedConditions:
+    """What all denoising steps share.
+
+    used: (N, 1, D) float32, 1 where a dimension is the robot's. mask: (N, 1, 1, S) bool. contexts: of every text layer
+    the expert's keys and values. modulations: of every block and the final layer at all K steps, (K, parts, 1, hidden).
+    """
+
+    used: Tensor
+    mask: Tensor
+    contexts: Sequence[KeyValue]
+    modulations: Sequence[Tensor]
+
+
+TILE = 64
+"""Tokens that the width of a single row on a GPU is a multiple of."""
+
+
 class Sampler:
     """Answers examples without actions. The model is put into eval mode."""
 
@@ -78,15 +99,16 @@ class Sampler:
         Args:
             horizon: T, actions of a chunk.
             group: Rows of one forward pass on a GPU; a last group that is not full is filled up with copies.
-            width: Tokens that no example exceeds; rows on a GPU have as many.
+            width: Tokens that no example exceeds; rows of larger groups on a GPU have as many.
         """
         self.model, self.plan, self.horizon = model.eval(), plan, horizon
         self.device = next(model.parameters()).device
         on_gpu = self.device.type == "cuda"
         self.group, self.width, self.pad_id = group if on_gpu else 1, width, pad_id
         self._padded = on_gpu
-        self._euler_steps = GraphedFunction(self._euler) if on_gpu else self._euler
-        self._flow_sde_steps = GraphedFunction(self._flow_sde) if on_gpu else self._flow_sde
+        sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+        self._euler_steps = self._euler if sharded else GraphedFunction(self._euler, self.device)
+        self._flow_sde_steps = self._flow_sde if sharded else GraphedFunction(self._flow_sde, self.device)
 
     @torch.no_grad()
     def sample(self, examples: Sequence[Example], seeds: Sequence[int]) -> Tensor:
@@ -96,7 +118,7 @@ class Sampler:
             DataError: an example is longer than `width`.
         """
         noise = row_noise(seeds, self.horizon, self.model.config.max_action_dim)
-        chunks = [self._sample(batch, noise[rows]) for rows, batch in self._groups(examples)]
+        chunks = [self._euler_steps([noise[rows], *batch.observed()]).cpu() for rows, batch in self._groups(examples)]
         return torch.cat(chunks)[: len(examples)]
 
     @torch.no_grad()
@@ -117,8 +139,8 @@ class Sampler:
         sigmas[torch.arange(len(drawn)), drawn] = noise_scales(steps, noise_level)[drawn].float()
         parts = []
         for rows, batch in self._groups(examples):
-            random = [each[rows].to(self.device) for each in (noise, kicks, sigmas)]
-            parts.append(self._flow_sde_steps([*random, *self._conditions(batch)]).cpu())
+            random = [each[rows] for each in (noise, kicks, sigmas)]
+            parts.append(self._flow_sde_steps([*random, *batch.observed()]).cpu())
         actions, before, after, velocity = torch.cat(parts, dim=1)[:, : len(examples)]
         return ExploredChunks(actions, before, after, velocity, drawn)
 
@@ -129,11 +151,13 @@ class Sampler:
         Raises:
             DataError: an example is longer than `width`.
         """
-        answers = [answer for _, batch in self._groups(examples) for answer in self._generate(batch, max_steps)]
+        answers = []
+        for _, batch in self._groups(examples):
+            answers += self._generate(batch.to(self.device), max_steps)
         return answers[: len(examples)]
 
     def _groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], PolicyBatch]]:
-        """Indices of the rows, and the rows, of every group."""
+        """Indices of the rows, and the rows on the CPU, of every group."""
         for index, example in enumerate(examples):
             if example.length > self.width:
                 raise DataError(
@@ -143,55 +167,66 @@ class Sampler:
                 )
         for start in range(0, len(examples), self.group):
             rows = [min(start + slot, len(examples) - 1) for slot in range(self.group)]
-            multiple = self.width - 1 if self._padded else 1
-            batch = collate([examples[row] for row in rows], "left", multiple, self.pad_id)
-            yield rows, batch.to(self.device)
+            chosen = [examples[row] for row in rows]
+            batch = collate(chosen, "left", self._width(chosen) - 1 if self._padded else 1, self.pad_id)
+            self.model.vlm.model.check_images(batch.input_ids, batch.pooling)
+            yield rows, batch
 
-    def _sample(self, batch: PolicyBatch, noise: Tensor) -> Tensor:
-        return self._euler_steps([noise.to(self.device), *self._conditions(batch)]).cpu()
-
-    def _conditions(self, batch: PolicyBatch) -> list[Tensor]:
-        """What all steps share: used (N, 1, D), mask (N, 1, 1, S), then keys and values of every layer."""
-        with self.model.autocast(self.device):
-            cache = self.model.encode(batch, self.plan.bidirectional_images).cache
-            seen = context_mask(batch, self.plan.hides_answers, self.model.config)
-            context = context_index(batch, seen, self.width if self._padded else None)
-            contexts = [self.model.action_expert.context(layer, context) for layer in cache]
-        used = ~batch.dimension_padding if self.plan.mask_dimensions else torch.ones_like(batch.dimension_padding)
-        return [used[:, None].float(), context.valid[:, None, None, :], *(part for pair in contexts for part in pair)]
+    def _width(self, rows: Sequence[Example]) -> int:
+        """Of padded rows; one row has a width of its own, which suits matrix products."""
+        if self.group > 1:
+            return self.width
+        return min(self.width, TILE * ceil(rows[0].length / TILE))
 
     def _euler(self, inputs: Sequence[Tensor]) -> Tensor:
-        """noise (N, T, D), then `_conditions`."""
-        noise, used, *conditions = inputs
-        x = noise * used
-        for step in range(self.plan.steps):
-            velocity = self._velocity(x, step, conditions)
-            x = x + velocity * used / self.plan.steps
+        """noise (N, T, D), then the batch's `observed`."""
+        noise, *observed = (one.to(self.device) for one in inputs)
+        with self.model.autocast(self.device):  # around all steps: what it casts, it casts once
+            given = self._conditions(observed)
+            x = noise * given.used
+            for step in range(self.plan.steps):
+                velocity = self._velocity(x, step, given)
+                x = x + velocity * given.used / self.plan.steps
         return x
 
     def _flow_sde(self, inputs: Sequence[Tensor]) -> Tensor:
-        """noise and kicks (N, T, D), sigmas (N, steps), 0 but for each row's drawn step, then `_conditions`.
+        """noise and kicks (N, T, D), sigmas (N, steps), 0 but for each row's drawn step, then `observed`.
 
         (4, N, T, D): actions, and of the drawn step the points before and after it, and the velocity.
         """
-        noise, kicks, sigmas, used, *conditions = inputs
+        noise, kicks, sigmas, *observed = (one.to(self.device) for one in inputs)
         steps = self.plan.steps
-        x = noise * used
-        kept = [torch.zeros_like(x)] * 3
-        for step in range(steps):
-            velocity = self._velocity(x, step, conditions)
-            sigma = sigmas[:, step, None, None]
-            moved = x + drift(x, velocity, step / steps, sigma) * used / steps + sigma / sqrt(steps) * kicks * used
-            kept = [torch.where(sigma > 0, new, old) for new, old in zip((x, moved, velocity), kept, strict=True)]
-            x = moved
+        with self.model.autocast(self.device):
+            given = self._conditions(observed)
+            x = noise * given.used
+            kept = [torch.zeros_like(x)] * 3
+            for step in range(steps):
+                velocity = self._velocity(x, step, given)
+                sigma = sigmas[:, step, None, None]
+                change = drift(x, velocity, step / steps, sigma) / steps + sigma / sqrt(steps) * kicks
+                moved = x + change * given.used
+                kept = [torch.where(sigma > 0, new, old) for new, old in zip((x, moved, velocity), kept, strict=True)]
+                x = moved
         return torch.stack([x, *kept])
 
-    def _velocity(self, x: Tensor, step: int, conditions: Sequence[Tensor]) -> Tensor:
-        mask, *flat = conditions
-        contexts = list(zip(flat[::2], flat[1::2], strict=True))
-        time = torch.full((1,), step / self.plan.steps, device=self.device)
-        with self.model.autocast(self.device):
-            return self.model.action_expert.velocity(x, time, contexts, mask, None).to(x.dtype)
+    def _conditions(self, observed: Sequence[Tensor]) -> SharedConditions:
+        batch = PolicyBatch.of_observed(observed)
+        seen = context_mask(batch, self.plan.hides_answers, self.model.config)
+        context = context_index(batch, seen, seen.shape[1] if self._padded else None)
+        used = ~batch.dimension_padding if self.plan.mask_dimensions else torch.ones_like(batch.dimension_padding)
+        expert, steps = self.model.action_expert, self.plan.steps
+        times = torch.arange(steps, device=self.device) / steps
+        modulations = [expert.modulations(part) for part in times.split(steps if self._padded else 1)]
+        return SharedConditions(
+            used=used[:, None].float(),
+            mask=context.valid[:, None, None, :],
+            contexts=expert.contexts(self.model.encode(batch, self.plan.bidirectional_images).cache, context),
+            modulations=[torch.cat(parts) for parts in zip(*modulations, strict=True)],
+        )
+
+    def _velocity(self, x: Tensor, step: int, given: SharedConditions) -> Tensor:
+        modulations = [each[step : step + 1] for each in given.modulations]
+        return self.model.action_expert.velocity(x, modulations, given.contexts, given.mask).to(x.dtype)
 
     def _generate(self, batch: PolicyBatch, max_steps: int) -> list[list[int]]:
         text, eos = self.model.vlm.model.language_model, self.model.config.eos_token_id

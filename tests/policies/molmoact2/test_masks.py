@@ -70,13 +70,13 @@ def test_the_context_of_an_example_is_its_visible_tokens_in_order() -> None:
     seen = context_mask(batch, True, CONFIG)
     context = context_index(batch, seen)
     flat = torch.arange(seen.numel()).view(seen.shape)
-    gathered = context.gather(flat)
+    gathered = context.gather(flat[..., None])[..., 0]
     for example in range(batch.examples):
         expected = flat[seen & (batch.example_ids == example)].tolist()
         assert gathered[example][context.valid[example]].tolist() == expected
     longest = int(context.valid.sum(-1).max())
     assert context.valid.shape[1] == longest
-    assert torch.equal(context_index(batch, seen, width=50).gather(flat)[:, :longest], gathered)
+    assert torch.equal(context_index(batch, seen, width=50).gather(flat[..., None])[:, :longest, 0], gathered)
 
 
 @pytest.mark.parametrize(

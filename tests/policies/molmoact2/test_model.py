@@ -12,8 +12,8 @@ from transformers import Molmo2ForConditionalGeneration
 
 from components.contracts.errors import DataError
 from components.policies.molmoact2.modeling.flow import FlowSamples
-from components.policies.molmoact2.modeling.losses import LossDenominators
-from components.policies.molmoact2.modeling.model import MolmoAct2
+from components.policies.molmoact2.modeling.losses import LossDenominators, LossPlan
+from components.policies.molmoact2.modeling.model import MolmoAct2, Precision
 from components.policies.molmoact2.modeling.vlm import as_bytes
 from components.policies.molmoact2.processing.batch import PolicyBatch
 from tests.policies.molmoact2 import reference
@@ -256,3 +256,55 @@ def test_a_model_made_without_memory_is_complete_once_its_weights_are_given() ->
     empty.load_state_dict(full.state_dict(), assign=True)
     batch, draws, plan = as_batch(make_examples(1)), make_draws(1), make_plan()
     assert torch.equal(empty(batch, draws, plan).total, full(batch, draws, plan).total)
+
+
+def _frozen(device: str, both: bool) -> tuple[list[MolmoAct2], PolicyBatch, FlowSamples, LossPlan]:
+    """A model whose VLM is not trained, and the same one with its VLM frozen."""
+    models = [make_model().to(device).eval() for _ in range(2)]
+    for model in models:
+        model.vlm.requires_grad_(False)
+    models[1].freeze_vlm(torch.device(device))
+    return models, as_batch(make_examples(3)).to(device), make_draws(3).to(device), make_plan(bidirectional_images=both)
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_frozen_vlm_gives_the_same_losses_gradients_and_velocities(both: bool) -> None:
+    (plain, frozen), batch, draws, plan = _frozen("cpu", both)
+    expected, found = _gradients(plain, batch, draws, plan), _gradients(frozen, batch, draws, plan)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    assert torch.equal(plain(batch, draws, plan).flow_per_example, frozen(batch, draws, plan).flow_per_example)
+    velocities = [m.velocity(batch, draws.noise[:, 0], draws.times[:, 0], both, False) for m in (plain, frozen)]
+    assert torch.equal(*velocities)
+
+
+@pytest.mark.gpu
+def test_a_frozen_vlm_on_a_gpu_is_a_graph_for_each_shape_with_the_same_gradients() -> None:
+    (plain, frozen), _, _, plan = _frozen("cuda", True)
+    for _ in range(2):
+        for count in (3, 1, 2):
+            batch, draws = as_batch(make_examples(count, seed=count)).to("cuda"), make_draws(count).to("cuda")
+            expected, found = _gradients(plain, batch, draws, plan), _gradients(frozen, batch, draws, plan)
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compiled_layers_on_a_gpu_are_as_near_to_fp32_as_plain_ones(dtype: Precision) -> None:
+    """Losses and gradients, with activations computed again, of two shapes."""
+    models = [MolmoAct2(CONFIG, kind) for kind in ("float32", dtype, dtype)]
+    for model in models:
+        model.load_state_dict(make_model().state_dict())
+        model.cuda().train().checkpoint_gradients(True)
+    models[2].compile_layers(dynamic=True)
+    plan = make_plan(action_mode="both", hides_answers=True)
+    for extra in (0, 3):
+        batch, draws = as_batch(make_examples(3, answer=True), extra=extra).to("cuda"), make_draws(3).to("cuda")
+        losses = [float(model(batch, draws, plan).total) for model in models]
+        assert abs(losses[2] - losses[0]) <= 2 * abs(losses[1] - losses[0]) + 1e-3 * losses[0]
+        truth, theirs, ours = (_gradients(model, batch, draws, plan) for model in models)
+        assert truth.keys() == ours.keys()
+        for name, value in truth.items():
+            rounding = float((theirs[name].float() - value).norm())
+            assert float((ours[name].float() - value).norm()) <= 2 * rounding + 1e-2 * float(value.norm()) + 1e-6, name

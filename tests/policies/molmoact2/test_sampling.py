@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from components.contracts.errors import DataError
+from components.policies.molmoact2 import sampling
 from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.policies.molmoact2.processing.batch import Example
 from components.policies.molmoact2.sampling import InferencePlan, Sampler, row_noise
@@ -107,6 +108,30 @@ def test_groups_of_padded_rows_sample_what_rows_alone_do() -> None:
     model, examples = _calm_model(), _observed(3)
     padded, alone = (_sampler(model, group).sample(examples, SEEDS) for group in (2, 1))
     torch.testing.assert_close(padded, alone, rtol=0, atol=1e-5)
+
+
+def test_matrices_cast_for_inference_answer_with_the_same_bits() -> None:
+    model = MolmoAct2(CONFIG, "bfloat16")
+    model.load_state_dict(_calm_model().state_dict())
+    expected = _sampler(model, 2).sample(_observed(3), SEEDS)
+    model.cast_for_inference()
+    assert {p.dtype for p in model.action_expert.blocks.parameters()} == {torch.bfloat16}
+    assert torch.equal(_sampler(model, 2).sample(_observed(3), SEEDS), expected)
+    exact = _calm_model()
+    exact.cast_for_inference()
+    assert {p.dtype for p in exact.parameters()} == {torch.float32}
+
+
+def test_a_row_that_runs_alone_is_as_wide_as_itself_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "TILE", 16)
+    examples = _observed(3)
+    sampler, plain = _sampler(_calm_model()), _sampler(_calm_model())
+    sampler._padded = True
+    widths = [batch.input_ids.shape[1] for _, batch in sampler._groups(examples)]
+    assert [one.length for one in examples] == [12, 21, 18] and widths == [16, 32, 32]
+    torch.testing.assert_close(sampler.sample(examples, SEEDS), plain.sample(examples, SEEDS), rtol=0, atol=1e-5)
+    sampler.width = 25
+    assert [batch.input_ids.shape[1] for _, batch in sampler._groups(examples)] == [16, 25, 25]
 
 
 def _tokens_by_full_passes(model: MolmoAct2, example: Example, steps: int) -> list[int]:

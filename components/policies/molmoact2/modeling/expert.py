@@ -36,15 +36,16 @@ class TimeFeatures(nn.Module):
 
 
 class Modulation(nn.Module):
-    """The condition (N, hidden) to `parts` tensors (N, 1, hidden)."""
+    """The condition (N, hidden) to shifts, scales and gates: (N, parts, 1, hidden)."""
 
     def __init__(self, hidden: int, parts: int) -> None:
         super().__init__()
         self.parts = parts
         self.linear = nn.Linear(hidden, parts * hidden)
 
-    def forward(self, condition: Tensor) -> tuple[Tensor, ...]:
-        return self.linear(functional.silu(condition))[:, None].chunk(self.parts, dim=-1)
+    def forward(self, condition: Tensor) -> Tensor:
+        y: Tensor = self.linear(functional.silu(condition))
+        return y.unflatten(-1, (self.parts, 1, -1))
 
 
 class SelfAttention(nn.Module):
@@ -102,19 +103,22 @@ class ExpertBlock(nn.Module):
     def forward(
         self,
         x: Tensor,
-        condition: Tensor,
+        modulation: Tensor,
         rope: KeyValue,
         keys: Tensor,
         values: Tensor,
         context_mask: Tensor,
         valid: Tensor | None,
     ) -> Tensor:
-        """x: (N, T, hidden). keys, values: (E, heads, S, head size). valid: (N, T) bool or None: all."""
-        shift1, scale1, gate1, shift2, scale2, gate2, shift3, scale3, gate3 = self.modulation(condition)
+        """x: (N, T, hidden). modulation: (N or 1, 9, 1, hidden), which `self.modulation` makes of the times.
+
+        keys, values: (E, heads, S, head size). valid: (N, T) bool or None: all.
+        """
+        shift1, scale1, gate1, shift2, scale2, gate2, shift3, scale3, gate3 = modulation.unbind(1)
         mask = None if valid is None else valid[:, None, None, :]
-        x = x + gate1 * self.self_attn(rms(x) * (1 + scale1) + shift1, rope, mask)
-        x = x + gate2 * self.cross_attn(rms(x) * (1 + scale2) + shift2, keys, values, context_mask)
-        x = x + gate3 * self.mlp(rms(x) * (1 + scale3) + shift3)
+        x = torch.addcmul(x, gate1, self.self_attn(modulated(x, shift1, scale1), rope, mask))
+        x = torch.addcmul(x, gate2, self.cross_attn(modulated(x, shift2, scale2), keys, values, context_mask))
+        x = torch.addcmul(x, gate3, self.mlp(modulated(x, shift3, scale3)))
         return zero_padded(x, valid)
 
 
@@ -124,9 +128,9 @@ class FinalLayer(nn.Module):
         self.modulation = Modulation(hidden, 2)
         self.linear = nn.Linear(hidden, dimensions)
 
-    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        shift, scale = self.modulation(condition)
-        y: Tensor = self.linear(rms(x) * (1 + scale) + shift)
+    def forward(self, x: Tensor, modulation: Tensor) -> Tensor:
+        shift, scale = modulation.unbind(1)
+        y: Tensor = self.linear(modulated(x, shift, scale))
         return y
 
 
@@ -171,37 +175,57 @@ class ActionExpert(nn.Module):
         active = self.gradient_checkpointing and self.training
         examples, draws = times.shape
         steps = None if valid is None else valid.repeat_interleave(draws, dim=0)
-        x, condition, rope = self._embed(actions.flatten(0, 1), times.flatten(), steps)
+        condition = self._condition(times.flatten())
+        x, rope = self._embed(actions.flatten(0, 1), steps)
         for block, layer in zip(self.blocks, cache, strict=True):
             x = checkpointed(self._read, active, block, x, condition, rope, layer, context, steps)
-        return zero_padded(self.final_layer(x, condition), steps).unflatten(0, (examples, draws))
+        velocity = self.final_layer(x, self.final_layer.modulation(condition))
+        return zero_padded(velocity, steps).unflatten(0, (examples, draws))
 
     def velocity(
-        self, actions: Tensor, time: Tensor, contexts: Sequence[KeyValue], mask: Tensor, valid: Tensor | None
+        self, actions: Tensor, modulations: Sequence[Tensor], contexts: Sequence[KeyValue], mask: Tensor
     ) -> Tensor:
-        """As `forward` with one draw, one time (1,) for all, and contexts that `context` made: (E, T, dimensions)."""
-        x, condition, rope = self._embed(actions, time, valid)
-        for block, (keys, values) in zip(self.blocks, contexts, strict=True):
-            x = block(x, condition, rope, keys, values, mask, valid)
-        return zero_padded(self.final_layer(x, condition), valid)
+        """As `forward` with one draw, one time for all, whose `modulations` are given, and `contexts`.
+
+        Args:
+            modulations: of each block and the final layer, (1, parts, 1, hidden).
+        """
+        x, rope = self._embed(actions, None)
+        *of_blocks, last = modulations
+        for block, modulation, (keys, values) in zip(self.blocks, of_blocks, contexts, strict=True):
+            x = block(x, modulation, rope, keys, values, mask, None)
+        y: Tensor = self.final_layer(x, last)
+        return y
+
+    def modulations(self, times: Tensor) -> list[Tensor]:
+        """Of each block and the final layer, at times (N,): (N, parts, 1, hidden)."""
+        condition = self._condition(times)
+        return [module.modulation(condition) for module in (*self.blocks, self.final_layer)]
+
+    def contexts(self, cache: Sequence[KeyValue], context: ContextIndex) -> list[KeyValue]:
+        """`context` of every text layer, of all at once."""
+        keys, values = (torch.stack(part) for part in zip(*cache, strict=True))
+        return list(zip(*self.context((keys, values), context), strict=True))
 
     def context(self, layer: KeyValue, context: ContextIndex) -> KeyValue:
-        """A text layer's keys and values as the expert's: each (E, heads, S, head size)."""
-        keys, values = (heads.transpose(1, 2).flatten(2) for heads in layer)
+        """Keys and values of text layers, (..., B, heads, L, size), as the expert's: (..., E, heads, S, head size)."""
+        keys, values = (heads.transpose(-3, -2).flatten(-2) for heads in layer)
         keys = context.gather(rms(self.context_k_proj(keys)))
         values = context.gather(rms(self.context_v_proj(values)))
         return rms(split_heads(keys, self.heads)), split_heads(values, self.heads)
 
-    def _embed(self, actions: Tensor, times: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, KeyValue]:
-        dtype = self.action_embed.weight.dtype
-        condition = self.time_embed(times.to(dtype))
-        x = zero_padded(self.action_embed(actions.to(dtype)), valid)
+    def _condition(self, times: Tensor) -> Tensor:
+        condition: Tensor = self.time_embed(times.to(self.action_embed.weight.dtype))
+        return condition
+
+    def _embed(self, actions: Tensor, valid: Tensor | None) -> tuple[Tensor, KeyValue]:
+        x = zero_padded(self.action_embed(actions.to(self.action_embed.weight.dtype)), valid)
         angles = rotary_angles(torch.arange(x.shape[1], device=x.device), x.shape[2] // self.heads, ROPE_BASE)
-        return x, condition, (angles.cos(), angles.sin())
+        return x, (angles.cos(), angles.sin())
 
     def _read(
         self,
-        block: nn.Module,
+        block: ExpertBlock,
         x: Tensor,
         condition: Tensor,
         rope: KeyValue,
@@ -210,7 +234,8 @@ class ActionExpert(nn.Module):
         valid: Tensor | None,
     ) -> Tensor:
         keys, values = self.context(layer, context)
-        y: Tensor = block(x, condition, rope, keys, values, context.valid[:, None, None, :], valid)
+        mask = context.valid[:, None, None, :]
+        y: Tensor = block(x, block.modulation(condition), rope, keys, values, mask, valid)
         return y
 
     def initialize(self, generator: torch.Generator) -> None:
@@ -235,8 +260,13 @@ class ActionExpert(nn.Module):
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
-    """(N, S, heads x size) to (N, heads, S, size)."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    """(..., S, heads x size) to (..., heads, S, size)."""
+    return x.unflatten(-1, (heads, -1)).transpose(-3, -2)
+
+
+def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """The normed x times 1 + scale, shifted."""
+    return torch.addcmul(shift, rms(x), 1 + scale)
 
 
 def zero_padded(x: Tensor, valid: Tensor | None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 def precise(x: Tensor) -> Tensor:
@@ -13,7 +14,7 @@ def precise(x: Tensor) -> Tensor:
 
 def rms(x: Tensor) -> Tensor:
     """x / sqrt(mean(x^2) + 1e-6) over the last dimension, in the input's dtype."""
-    return _rms(x, 1e-6).to(x.dtype)
+    return functional.rms_norm(precise(x), x.shape[-1:], eps=1e-6).to(x.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -25,7 +26,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return (_rms(x, self.eps) * precise(self.weight)).to(x.dtype)
+        return functional.rms_norm(precise(x), x.shape[-1:], precise(self.weight), self.eps).to(x.dtype)
 
 
 def rotary_angles(positions: Tensor, size: int, base: float) -> Tensor:
@@ -38,8 +39,3 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + size / 2) of the last dimension by angles whose cosines and sines are given."""
     first, second = precise(x).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
-
-
-def _rms(x: Tensor, eps: float) -> Tensor:
-    x = precise(x)
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)

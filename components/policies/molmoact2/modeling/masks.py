@@ -61,24 +61,25 @@ class ContextIndex:
     index: Tensor
     valid: Tensor
 
-    def gather(self, flat: Tensor) -> Tensor:
-        """(B, L, ...) to (E, S, ...)."""
-        return flat.flatten(0, 1)[self.index]
+    def gather(self, tokens: Tensor) -> Tensor:
+        """(..., B, L, D) to (..., E, S, D)."""
+        found = tokens.flatten(-3, -2).index_select(-2, self.index.flatten())
+        return found.unflatten(-2, self.index.shape)
 
 
 def context_index(batch: PolicyBatch, seen: Tensor, width: int | None = None) -> ContextIndex:
     """The tokens that `seen` (of `context_mask`) marks, example by example, in order.
 
     Args:
-        width: S, where it must not depend on the batch (at least the longest context); none: the longest context.
+        width: S, at least the longest context, where it must not depend on the batch, and then nothing asks the GPU;
+            none: the longest context.
     """
-    count = torch.bincount(batch.example_ids[seen], minlength=batch.examples)
+    slots = torch.where(seen, _count(batch, seen) - 1, -1)
     if width is None:
-        width = int(count.max())
-    owner = torch.where(seen, batch.example_ids, batch.examples).flatten()
-    in_order = owner.argsort(stable=True)
-    first = count.cumsum(0) - count
-    slots = torch.arange(width, device=seen.device)
-    valid = slots < count[:, None]
-    index = in_order[(first[:, None] + slots).clamp(max=len(in_order) - 1)]
-    return ContextIndex(torch.where(valid, index, 0), valid)
+        width = int(slots.max()) + 1
+    size = batch.examples * width
+    places = torch.where(seen, batch.example_ids * width + slots, size).flatten()  # what is not seen goes to one more
+    index = places.new_zeros(size + 1).scatter(0, places, torch.arange(len(places), device=places.device))
+    valid = torch.zeros_like(index, dtype=torch.bool).scatter(0, places, True)
+    shape = (batch.examples, width)
+    return ContextIndex(index[:size].view(shape), valid[:size].view(shape))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -11,6 +13,7 @@ from components.contracts.errors import DataError
 from components.policies.molmoact2.configuration import MolmoAct2Config
 from components.policies.molmoact2.modeling.expert import ActionExpert
 from components.policies.molmoact2.modeling.flow import FlowSamples, flow_errors, noisy_actions
+from components.policies.molmoact2.modeling.graphs import GraphedFunction
 from components.policies.molmoact2.modeling.layers import RMSNorm
 from components.policies.molmoact2.modeling.losses import (
     DiscreteLoss,
@@ -21,7 +24,7 @@ from components.policies.molmoact2.modeling.losses import (
     discrete_loss,
 )
 from components.policies.molmoact2.modeling.masks import attention_mask, context_index, context_mask
-from components.policies.molmoact2.modeling.vlm import BackboneOutput, Molmo2Backbone
+from components.policies.molmoact2.modeling.vlm import BackboneOutput, KeyValue, Molmo2Backbone
 from components.policies.molmoact2.processing.batch import PolicyBatch
 
 Precision = Literal["float32", "bfloat16"]
@@ -45,6 +48,7 @@ class MolmoAct2(nn.Module):
         self.config, self.precision = config, dtype
         self.vlm = Molmo2Backbone(config.molmo2(), residual_dropout)
         self.action_expert = ActionExpert(config)
+        self._frozen: dict[bool, GraphedFunction[list[KeyValue]]] = {}
         if dtype == "bfloat16":
             self.vlm.to(torch.bfloat16)
             for module in self.vlm.modules():
@@ -55,6 +59,32 @@ class MolmoAct2(nn.Module):
         """In training, compute the activations inside vision, text and expert layers again instead of keeping them."""
         for module in (self.vlm.model.vision_tower, self.vlm.model.language_model, self.action_expert):
             module.gradient_checkpointing = active
+
+    def freeze_vlm(self, device: torch.device) -> None:
+        """From now on the losses and the velocity have no gradient to the VLM, which runs as a CUDA graph on a GPU.
+
+        It needs a VLM without dropout in eval mode, and in one piece.
+        """
+        self._frozen = {both: GraphedFunction(partial(self._cache, both), device) for both in (False, True)}
+
+    def cast_for_inference(self) -> None:
+        """Round the expert's matrices to what autocast makes of them at every use; answers keep their bits."""
+        if self.precision == "bfloat16":
+            expert = self.action_expert
+            for part in (expert.blocks, expert.context_k_proj, expert.context_v_proj):
+                part.to(torch.bfloat16)
+
+    def compile_layers(self, *, dynamic: bool) -> None:
+        """Compile vision, text and expert layers at their first call: elementwise work becomes few kernels.
+
+        Layers of a kind share their code. Results differ in rounding from those of layers that are not compiled.
+
+        Args:
+            dynamic: once for batches of all shapes, else once for each of up to eight.
+        """
+        body = self.vlm.model
+        for layer in (*body.vision_tower.layers, *body.language_model.layers, *self.action_expert.blocks):
+            layer.compile(dynamic=dynamic)
 
     def autocast(self, device: torch.device) -> torch.autocast:
         """The precision that all of the model computes in."""
@@ -78,10 +108,10 @@ class MolmoAct2(nn.Module):
         """
         self._check(batch, draws, plan)
         with self.autocast(batch.input_ids.device):
-            hidden = self.encode(batch, plan.bidirectional_images)
+            hidden = self._hidden(batch, plan.bidirectional_images)
             errors = self._flow(batch, hidden, draws, plan) if draws is not None and plan.continuous else None
             discrete = self._discrete(batch, hidden, plan, denominators) if plan.discrete else None
-        nothing = hidden.states.new_zeros((), dtype=torch.float32)
+        nothing = torch.zeros((), device=batch.input_ids.device)
         none_each = nothing.expand(batch.examples)
         examples = batch.examples if denominators is None else denominators.examples
         flow = nothing if errors is None else errors.sum() / examples
@@ -114,10 +144,24 @@ class MolmoAct2(nn.Module):
             bidirectional_images, hides_answers: as in `LossPlan`.
         """
         with self.autocast(batch.input_ids.device):
-            cache = self.encode(batch, bidirectional_images).cache
             context = context_index(batch, context_mask(batch, hides_answers, self.config))
+            cache = self._hidden(batch, bidirectional_images).cache
             velocity: Tensor = self.action_expert(points[:, None], times[:, None], cache, context, None)
         return velocity[:, 0]
+
+    def _hidden(self, batch: PolicyBatch, bidirectional_images: bool) -> BackboneOutput:
+        """`encode`, or what it caches where the VLM is frozen; its states are empty then."""
+        if not self._frozen:
+            return self.encode(batch, bidirectional_images)
+        self.vlm.model.check_images(batch.input_ids, batch.pooling)
+        with torch.no_grad():
+            cache = self._frozen[bidirectional_images](batch.observed())
+        return BackboneOutput(cache[0][0].new_empty(0), cache)
+
+    def _cache(self, bidirectional_images: bool, observed: Sequence[Tensor]) -> list[KeyValue]:
+        batch = PolicyBatch.of_observed(observed)
+        with self.autocast(batch.input_ids.device):
+            return self.encode(batch, bidirectional_images).cache
 
     def _flow(self, batch: PolicyBatch, hidden: BackboneOutput, draws: FlowSamples, plan: LossPlan) -> Tensor:
         assert batch.actions is not None

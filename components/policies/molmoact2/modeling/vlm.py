@@ -100,6 +100,21 @@ class VisionTower(Molmo2VisionModel):
         return torch.cat([outputs[layer] for layer in self.features], dim=-1)
 
 
+class ImagePooling(Molmo2Adapter):
+    """As transformers' adapter, which also asks which image tokens have a patch and which pools are full."""
+
+    def forward(self, features: Tensor, pooling: Tensor) -> Tensor:
+        """(C, patches, hidden x layers) and (P, 4), of which one is a patch at least, to (P, hidden)."""
+        valid = pooling >= 0
+        patches = features.flatten(0, 1).index_select(0, pooling.clamp(min=0).flatten()).unflatten(0, pooling.shape)
+        patches = patches * valid[..., None].to(patches.dtype)
+        count = valid.sum(-1)[:, None, None].to(patches.dtype)
+        query = patches.sum(-2, keepdim=True) / count
+        pooled, _ = self.image_pooling_2d(query, patches, attention_mask=valid[:, None, None, :])
+        y: Tensor = self.image_projector(pooled.squeeze(1))
+        return y
+
+
 class TokenEmbedding(nn.Module):
     """Base and additional vocabulary as two tables, since only one of them may be trained; named as in checkpoints."""
 
@@ -141,7 +156,7 @@ class Molmo2Body(nn.Module):
         super().__init__()
         self.image_patch_id = config.image_patch_id
         self.vision_tower = VisionTower(config.vision_config, config.adapter_config.vision_feature_layer)
-        self.multi_modal_projector = Molmo2Adapter(config.adapter_config)
+        self.multi_modal_projector = ImagePooling(config.adapter_config)
         self.language_model = TextModel(config.text_config, dropout)
 
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor, pixels: Tensor, pooling: Tensor) -> BackboneOutput:
@@ -153,24 +168,29 @@ class Molmo2Body(nn.Module):
                 for none; the P image tokens are those of `ids`, row by row.
 
         Raises:
-            DataError: `pooling` has another number of image tokens than `ids`.
+            DataError: see `check_images`, which whoever captures this as a CUDA graph calls before.
         """
+        if not (ids.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.check_images(ids, pooling)
         x = self.language_model.embed_tokens(ids)
         if len(pixels):
-            features = self.multi_modal_projector(self.vision_tower(as_bytes(pixels)), pooling).last_hidden_state
-            x = self._with_images(x, ids == self.image_patch_id, features)
+            features = self.multi_modal_projector(self.vision_tower(as_bytes(pixels)), pooling)
+            x = _with_images(x, ids == self.image_patch_id, features)
         hidden: BackboneOutput = self.language_model(x, positions, mask)
         return hidden
 
-    def _with_images(self, x: Tensor, is_patch: Tensor, features: Tensor) -> Tensor:
-        rows, columns = is_patch.nonzero(as_tuple=True)
-        if len(rows) != len(features):
+    def check_images(self, ids: Tensor, pooling: Tensor) -> None:
+        """
+        Raises:
+            DataError: `pooling` has another number of image tokens than `ids`, or one without a patch.
+        """
+        tokens, pools = int((ids == self.image_patch_id).sum()), int((pooling >= 0).any(-1).sum())
+        if not tokens == pools == len(pooling):
             raise DataError(
-                f"{len(rows)} image tokens in the text and {len(features)} features of images",
+                f"{tokens} image tokens in the text, {len(pooling)} features of images, {pools} of them with a patch",
                 where="a batch of the policy",
                 remedy="pass input_ids and pooling of the same examples, in the same order",
             )
-        return x.index_put((rows, columns), features.to(x.dtype), accumulate=True)
 
 
 class Molmo2Backbone(nn.Module):
@@ -180,6 +200,13 @@ class Molmo2Backbone(nn.Module):
         super().__init__()
         self.model = Molmo2Body(config, dropout)
         self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
+
+
+def _with_images(x: Tensor, is_patch: Tensor, features: Tensor) -> Tensor:
+    """x (B, L, hidden) with `features` added where `is_patch` (B, L), in order; no shape depends on values."""
+    order = is_patch.flatten().cumsum(0).sub(1).clamp(min=0)
+    added = features.to(x.dtype).index_select(0, order).view_as(x)
+    return x + added.masked_fill(~is_patch[..., None], 0.0)
 
 
 def as_bytes(pixels: Tensor) -> Tensor:

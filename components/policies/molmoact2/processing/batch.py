@@ -49,6 +49,12 @@ class Example:
         return len(self.input_ids)
 
 
+_OBSERVED = (
+    *("input_ids", "position_ids", "example_ids", "image_tokens"),
+    *("pixel_values", "pooling", "rows", "dimension_padding"),
+)
+
+
 @dataclass(frozen=True)
 class PolicyBatch:
     """B rows of L tokens that hold E examples, one to a row, or several where rows are packed.
@@ -77,6 +83,16 @@ class PolicyBatch:
     @property
     def examples(self) -> int:
         return self.rows.shape[0]
+
+    def observed(self) -> list[Tensor]:
+        """All but what is trained on: labels, actions, and which of them are padding."""
+        return [getattr(self, name) for name in _OBSERVED]
+
+    @classmethod
+    def of_observed(cls, tensors: Sequence[Tensor]) -> PolicyBatch:
+        """A batch without labels and actions, from what `observed` gives."""
+        given = dict(zip(_OBSERVED, tensors, strict=True))
+        return cls(**given, labels=None, actions=None, horizon_padding=None)
 
     def to(self, device: device | str) -> PolicyBatch:
         moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}

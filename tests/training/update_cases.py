@@ -1,0 +1,23 @@
+"""Updates of a parameter in half precision by both implementations, started alike."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from components.training.adamw_kernel import update
+from components.training.optimizer import rounded_update
+
+
+def both_after(
+    steps: int, shape: tuple[int, ...], dtype: torch.dtype, device: str
+) -> tuple[list[Tensor], list[Tensor]]:
+    """weight, first and second moment and residual of the kernel, and of the plain operations."""
+    random = torch.Generator().manual_seed(0)
+    weight = torch.randn(shape, generator=random).to(device, dtype)
+    states = [[weight.clone(), *(torch.zeros_like(weight) for _ in range(3))] for _ in range(2)]
+    for step in range(1, steps + 1):
+        gradient = torch.randn(shape[::-1], generator=random).to(device, dtype).T
+        for function, (own, *others) in zip((update, rounded_update), states, strict=True):
+            function(own, gradient, *others, rate=1e-3, decay=0.1, betas=(0.9, 0.95), eps=1e-6, step=step)
+    return states[0], states[1]
