@@ -239,7 +239,7 @@ def _examples(config: MolmoAct2Config, count: int, action_mode: ActionMode, trai
             Example(
                 input_ids=ids,
                 image_tokens=np.isin(ids, (IM_START, IM_END, IM_PATCH)),
-                pixel_values=random.uniform(-1, 1, (IMAGES, side * side, 588)).astype(np.float32),
+                pixel_values=random.integers(0, 256, (IMAGES, side * side, 588), dtype=np.uint8),
                 pooling=np.concatenate([np.where(windows < 0, -1, windows + n * side**2) for n in range(IMAGES)]),
                 labels=np.array([-100] * len(prompt) + answer) if answer else None,
                 actions=actions if trained else None,
