@@ -63,6 +63,22 @@ def machine_of(recipe: Recipe) -> Machine:
     return machine
 
 
+def machine_that_resumes(recipe: Recipe) -> Machine:
+    """The machine of a job that a cluster may start more than once.
+
+    Raises:
+        ConfigurationError: it forces stages.
+    """
+    machine = machine_of(recipe)
+    if machine.force:
+        raise ConfigurationError(
+            "a job that is taken up again would make these stages from their beginning again",
+            where=f"machine.force = {', '.join(machine.force)}",
+            remedy="leave it out",
+        )
+    return machine
+
+
 def job_variables(machine: Machine) -> dict[str, Any]:
     """What a pod of Kubernetes needs to be this machine, for the variables of infra/kubernetes/base/job-template.json.
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from armature.deployments import job_variables, machine_of
+from armature.deployments import job_variables, machine_that_resumes
 from components.configuration import load_recipe
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
@@ -80,13 +80,7 @@ def script(name: str, overrides: Sequence[str], options: Sequence[str]) -> str:
             is not one line of text.
     """
     recipe = load_recipe(name, overrides)
-    machine = machine_of(recipe)
-    if machine.force:
-        raise ConfigurationError(
-            "a job that is taken up again would make these stages from their beginning again",
-            where=f"machine.force = {', '.join(machine.force)}",
-            remedy="leave it out",
-        )
+    machine = machine_that_resumes(recipe)
     lines = [_words([each]) for each in _resources(recipe.name, machine)]
     if options:
         lines.append(_words(options))

@@ -40,7 +40,24 @@ def submit(name: str, overrides: Sequence[str], watch: bool) -> int:
         ServerError: Prefect's API does not answer, or no worker serves the deployment's work pool.
     """
     recipe = load_recipe(name) if name.endswith(SUFFIX) else None
-    if (url := joined_api()) is None:
+    with platform() as client:
+        from prefect.utilities.urls import url_for
+
+        deployment = _deployment(client, recipe.name if recipe else name)
+        changed = _changed(deployment, name, recipe, overrides)
+        _refuse_without_worker(client, deployment, str(client.api_url))
+        run = client.create_flow_run_from_deployment(deployment.id, parameters=changed)
+        print(f"{run.name}  {url_for(run) or ''}", flush=True)
+        return _watch(client, run) if watch else 0
+
+
+def platform() -> SyncPrefectClient:
+    """A client of the platform's API.
+
+    Raises:
+        ServerError: no platform is running here, and none is named.
+    """
+    if joined_api() is None:
         raise ServerError(
             "no platform is running here",
             where=str(Path.cwd()),
@@ -48,15 +65,8 @@ def submit(name: str, overrides: Sequence[str], watch: bool) -> int:
         )
     os.environ.setdefault("PREFECT_LOGGING_TO_API_ENABLED", "false")  # this process only asks
     from prefect.client.orchestration import get_client
-    from prefect.utilities.urls import url_for
 
-    with get_client(sync_client=True) as client:
-        deployment = _deployment(client, recipe.name if recipe else name)
-        changed = _changed(deployment, name, recipe, overrides)
-        _refuse_without_worker(client, deployment, url)
-        run = client.create_flow_run_from_deployment(deployment.id, parameters=changed)
-        print(f"{run.name}  {url_for(run) or ''}", flush=True)
-        return _watch(client, run) if watch else 0
+    return get_client(sync_client=True)
 
 
 def _deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse:

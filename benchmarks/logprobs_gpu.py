@@ -1,4 +1,4 @@
-"""Log-probs and entropies of a linear head on a GPU, forward and backward: every backend, and Liger's fused linear."""
+"""Log-probs and entropies of a linear head on a GPU, forward and backward: every backend, TRL's and Liger's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from components.vlm.heads import HEADS, HeadSettings
 
-VOCABULARY, WIDTHS, TOKENS = 151_936, (2048, 2560, 3584), (4096, 8192, 16_384, 32_768)
+VOCABULARY, WIDTHS, TOKENS = 151_936, (2048, 2560, 3584), (4096, 8192, 16_384)
 CHUNK, ROUNDS = 2048, 5
 PEAK_FLOPS = 989e12
 """Dense bf16 of an H200 SXM, by its data sheet."""
@@ -31,9 +31,14 @@ def all_logits(hidden: Tensor, head: nn.Linear, targets: Tensor, scale: Tensor) 
 
 
 def ours(name: str, chunk: int = CHUNK) -> Step:
+    """The backend is made once, as a policy makes it."""
+    device = torch.device("cuda")
+    anything = nn.Linear(8, VOCABULARY, bias=False, device=device, dtype=torch.bfloat16)
+    backend = HEADS[name](HeadSettings(1.0, None, chunk), anything, device)
+    forbidden = torch.zeros(VOCABULARY, dtype=torch.bool, device=device)
+
     def step(hidden: Tensor, head: nn.Linear, targets: Tensor, scale: Tensor) -> Tensor:
-        backend = HEADS[name](HeadSettings(1.0, None, chunk), head, hidden.device)
-        logprobs, _ = backend(head, hidden, targets, torch.zeros(VOCABULARY, dtype=torch.bool, device=hidden.device))
+        logprobs, _ = backend(head, hidden, targets, forbidden)
         loss: Tensor = (logprobs * scale).sum()
         return loss
 
@@ -50,6 +55,16 @@ def liger(reduction: str) -> Step:
         return -(loss * scale).sum() if reduction == "none" else loss
 
     return step
+
+
+def trl(hidden: Tensor, head: nn.Linear, targets: Tensor, scale: Tensor) -> Tensor:
+    """TRL's chunked head, log-probs and entropies, in its Triton kernels."""
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+    wanted = ("log_probs", "entropy")
+    found = ChunkedLogProbFunction.apply(hidden, head.weight, None, targets, 1.0, 32_768, None, 1.0, wanted)
+    loss: Tensor = (found[0] * scale).sum()
+    return loss
 
 
 @dataclass(frozen=True)
@@ -75,6 +90,8 @@ def record() -> None:
 
     steps = {"all logits": all_logits, "normal": ours("normal"), "torch": ours("torch"), "triton": ours("triton")}
     steps["triton, 512"] = ours("triton", 512)
+    if find_spec("trl"):
+        steps["trl"] = trl
     if find_spec("liger_kernel"):
         steps |= {"liger": liger("none"), "liger, one gradient for all": liger("mean")}
     figures, ceilings = [], {}

@@ -106,6 +106,7 @@ BENCHMARKS = {
         "Trainer step",
         "How much CPU time does an optimizer step take against TRL's GRPOTrainer: same tiny model, image, tokens and "
         "advantages, fp32, one thread, generation not counted on either side?",
+        gpu="step_gpu",
     ),
 }
 

@@ -151,6 +151,7 @@ def run_stage(
     events: Events | None = None,
     units: Units | None = None,
     again: bool = False,
+    begins: Callable[[str], None] = lambda fingerprint: None,
 ) -> Artifact:
     """Run stage `name`, or find its artifact already made.
 
@@ -158,10 +159,12 @@ def run_stage(
 
     Args:
         again: what was made before is set aside, and it is made again from its beginning.
+        begins: called with the fingerprint when nobody else makes it, here or on another machine, and this attempt
+            is going to.
     """
     if events is None:
         with closing(TerminalEvents()) as terminal:
-            return run_stage(name, settings, inputs, machine, terminal, units, again)
+            return run_stage(name, settings, inputs, machine, terminal, units, again, begins)
     stage: Stage[Any] = STAGES[name]
     settings = stage.resolve(settings, inputs, events.message)
     store = open_store(machine, events.message)
@@ -177,6 +180,7 @@ def run_stage(
             events.message(f"{name}: already made, {made.path}")
             store.settle()
             return made
+        begins(key)
         if again:
             store.set_aside(name, key)
         store.fetch_checkpoint(name, key)

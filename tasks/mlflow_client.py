@@ -45,6 +45,8 @@ CONFIG_TAG = "armature.config_digest"
 COMMIT_TAG = "git.commit"
 STEP_TAG = "armature.step"
 INPUTS_TAG = "armature.inputs"
+MAKES_TAG = "armature.makes"
+"""Of a stage: the fingerprint of what it makes, from the moment that it alone does."""
 
 
 def tracking_uri() -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from components.view.runs import STAGES as VIEWED
 from tasks import mlflow_client as names
 from tasks.events import PrefectEvents
 from tasks.flow_run import current_run, provenance
+from tasks.lost_runs import take_the_place_of_lost_runs
 from tasks.outputs import record_output
 from tasks.tracking import TrackedRun, tracked
 from tasks.units import PrefectUnits
@@ -60,10 +62,12 @@ def stage_task(
     again = again and task_run.run_count <= 1
     made = None if again else find_made(name, settings, inputs, machine)
     tags = {names.STAGE_TAG: name, names.FLOW_RUN_TAG: str(flow_run.id), "prefect.task_run_id": str(task_run.id)}
-    with tracked(flow_run.flow_name, task_run.name, tags, sections={name: settings}, parent=current_run()) as tracking:
+    parent = current_run()
+    with tracked(flow_run.flow_name, task_run.name, tags, sections={name: settings}, parent=parent) as tracking:
         tracking.log_artifacts([(each, "input", None) for each in inputs.values()])
         reported: set[str | int] = set()
-        artifact = made or _make(name, settings, inputs, machine, tracking, reported, again)
+        begins = partial(take_the_place_of_lost_runs, tracking, parent)
+        artifact = made or _make(name, settings, inputs, machine, tracking, reported, again, begins)
         tracking.log_artifacts([(artifact, "output", None)])
         tracking.tag({names.DIGEST_TAG: artifact.digest, "armature.reused": str(made is not None).lower()})
         record_output(tracking, artifact, inputs, machine, reported)
@@ -109,13 +113,14 @@ def _make(
     tracking: TrackedRun,
     reported: set[str | int],
     again: bool,
+    begins: Callable[[str], None],
 ) -> Artifact:
     with (
         gpus(machine),
         PrefectEvents(tracking, reported, home_folder() / machine.store) as events,
         PrefectUnits() as units,
     ):
-        return run_stage(name, settings, inputs, machine, events, units, again)
+        return run_stage(name, settings, inputs, machine, events, units, again, begins)
 
 
 @contextmanager

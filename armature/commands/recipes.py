@@ -96,18 +96,25 @@ def run(name: Name, set_: Overrides = None, machine: MachineOverrides = None, fo
 )
 def submit(
     name: Name,
-    sbatch: Annotated[
+    options: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Argument(metavar="[-- SBATCH_OPTION...]", help="With --slurm: more options of sbatch."),
+        typer.Argument(
+            metavar="[-- OPTION...]", help="With --slurm: more options of sbatch; with --jobset: of kubectl create."
+        ),
     ] = None,
     set_: Overrides = None,
     machine: MachineOverrides = None,
     force: Force = None,
     watch: Annotated[bool, typer.Option("--watch", help="Print its log, and end as it ends.")] = False,
     slurm: Annotated[bool, typer.Option("--slurm", help="As a job of SLURM instead, which needs no platform.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="With --slurm: print the job's script.")] = False,
+    jobset: Annotated[
+        bool, typer.Option("--jobset", help="As a JobSet of Kubernetes instead: a training on several nodes.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --slurm or --jobset: print what would be submitted.")
+    ] = False,
 ) -> None:
-    """Run a recipe's deployment on the platform's workers, or a recipe as a job of SLURM.
+    """Run a recipe's deployment on the platform's workers, or a recipe as a job of SLURM or a JobSet of Kubernetes.
 
     Values are changed as by `armature run`, and checked before the run is made.
     """
@@ -117,11 +124,20 @@ def submit(
 
         if watch:
             raise typer.BadParameter("a job of SLURM is not watched: its log is slurm-<job>.out", param_hint="--watch")
-        said = jobs.script(name, changed, sbatch or []) if dry_run else jobs.submit(name, changed, sbatch or [])
+        if jobset:
+            raise typer.BadParameter("give one of --slurm and --jobset", param_hint="--jobset")
+        said = jobs.script(name, changed, options or []) if dry_run else jobs.submit(name, changed, options or [])
         print(said)
         return
-    if sbatch or dry_run:
-        raise typer.BadParameter("only with --slurm", param_hint="--dry-run" if dry_run else "SBATCH_OPTION")
+    if jobset:
+        from armature import jobset as jobsets
+
+        if watch:
+            raise typer.BadParameter("a JobSet is not watched: see its run's page", param_hint="--watch")
+        print(jobsets.text(name, changed) if dry_run else jobsets.submit(name, changed, options or []))
+        return
+    if options or dry_run:
+        raise typer.BadParameter("only with --slurm or --jobset", param_hint="--dry-run" if dry_run else "OPTION")
     from armature.submit import submit as submit_run
 
     raise typer.Exit(submit_run(name, changed, watch))

@@ -29,7 +29,7 @@ from components.artifacts.disk import collect, full_disk_said, link_folder, try_
 from components.artifacts.images import ImageStore
 from components.artifacts.manifest import MANIFEST, verified
 from components.artifacts.outbox import Entry, Outbox
-from components.artifacts.record import FileState, Record, read_record, record_path, write_record
+from components.artifacts.record import FileState, Record, read_record, record_path, recorded_digest, write_record
 from components.artifacts.remote import RemoteStore
 from components.contracts.errors import DataError
 from components.contracts.stages import Artifact
@@ -108,8 +108,8 @@ class ArtifactStore:
         """Every finished artifact as it is recorded; its files are not looked at."""
         for path in sorted(self.root.glob("*/*.digest")):
             home = path.with_suffix("")
-            if home.is_dir() and (record := read_record(home)):
-                yield Artifact(kind=home.parent.name, path=home, digest=record.digest)
+            if home.is_dir() and (digest := recorded_digest(home)):
+                yield Artifact(kind=home.parent.name, path=home, digest=digest)
 
     def verify(self) -> Iterator[tuple[Path, DataError | None]]:
         """Read every file of every artifact; gives each artifact's folder, and what is wrong with it."""

@@ -144,6 +144,7 @@ def server_environment(
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # by default 5 s: a kept connection may close as we write on it
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
+        "OTEL_PYTHON_TRACER_PROVIDER": None,  # one of our environment, which theirs does not have
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
         # Its engine and its workers meet over ports of their own: by default on the address of the host's name.

@@ -35,6 +35,8 @@ from components.models.varlen import choose_kernels
 
 _DEPTH = re.compile(r"(n|num|num_hidden)_(hidden_)?layers|depth")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+RECOMPUTATION = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
+"""How layers recompute their activations: without dropout there is nothing random to repeat."""
 
 
 def load_config(source: str | Path, settings: ModelSettings) -> PreTrainedConfig:
@@ -99,7 +101,7 @@ def load_model(
     if settings.lora is not None:
         model = add_adapters(model, family, settings.lora, settings.freeze)
     if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=RECOMPUTATION)
     return (model if empty else model.to(device)).eval()
 
 

@@ -102,6 +102,7 @@ class Segments:
         return allowed if window is None else allowed & (behind < window)
 
 
+@torch.compiler.disable
 def attend_packed(
     module: nn.Module,
     query: Tensor,
@@ -140,11 +141,9 @@ def attend_packed(
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None, window: int | None) -> Tensor:
-    repeats = q.shape[1] // k.shape[1]
+    # Older versions know groups without being told.
     grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
     k, v = (tensor.index_select(0, segments.keys) for tensor in (k, v))
-    if repeats > 1 and not grouped:
-        k, v = (tensor.repeat_interleave(repeats, 1) for tensor in (k, v))
     out = varlen_attn(
         q.contiguous(),
         k,

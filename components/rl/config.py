@@ -76,6 +76,7 @@ class MultimodalRLConfig(BaseModel):
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay of the rate.")
     warmup_steps: NonNegativeInt = Field(0, description="Steps over which the rate rises linearly.")
     logprobs: Logprobs = Field("torch", description="How log-probs are computed; triton needs a GPU.")
+    torch_compile: bool = Field(False, description="Compile the model's layers, which takes a minute or two.")
     bf16: bool = Field(False, description="Matrix products in bf16; the trained weights stay fp32.")
     gradient_checkpointing: bool = Field(False, description="Recompute activations in backward to save memory.")
     save_steps: PositiveInt = Field(500, description="Steps between checkpoints.")

@@ -26,7 +26,7 @@ from components.environments.sources import environment_sources
 from components.inference.checkpoint import placeholder_token_ids, vocabulary
 from components.inference.pool import ServerPool
 from components.inference.settings import ServerSettings
-from components.models.load import load_model, load_processor, save_checkpoint
+from components.models.load import RECOMPUTATION, load_model, load_processor, save_checkpoint
 from components.models.settings import ModelSettings
 from components.models.source import locate
 from components.rl.config import MultimodalRLConfig
@@ -123,7 +123,7 @@ class MultimodalGRPOTrainer:
         if not isinstance(model, str | Path):
             network: Any = model
             if self.config.gradient_checkpointing:
-                network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+                network.gradient_checkpointing_enable(gradient_checkpointing_kwargs=RECOMPUTATION)
             return network, tokenizer, save_checkpoint(network, tokenizer, self.config.folder / "model")
         tqdm.write(f"Loading VLM: {model}")
         settings = self._model_settings(model)

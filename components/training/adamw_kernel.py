@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,24 +15,34 @@ BLOCK = 1024
 
 @triton.jit
 def _update(
-    weight, gradient, first, second, residual, count, rate, decay, beta1, beta2, eps, correction1, correction2,
-    BLOCK: tl.constexpr,
+    weight, gradient, first, second, rest, count, keep, rate, share1, beta2, share2, eps, correction2,
+    BLOCK: tl.constexpr, MASTER: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     g = tl.load(gradient + place, inside).to(tl.float32)
     m = tl.load(first + place, inside).to(tl.float32)
     v = tl.load(second + place, inside).to(tl.float32)
-    exact = tl.load(weight + place, inside).to(tl.float32) + tl.load(residual + place, inside).to(tl.float32)
-    m += (1 - beta1) * (g - m)
-    v = v * beta2 + (1 - beta2) * g * g
-    exact *= 1 - rate * decay
-    exact -= rate / correction1 * tl.div_rn(m, tl.sqrt_rn(tl.div_rn(v, correction2)) + eps)
-    rounded = exact.to(weight.dtype.element_ty)
+    w, r = tl.load(weight + place, inside), tl.load(rest + place, inside)
+    if MASTER:
+        exact = ((w.to(tl.int16, bitcast=True).to(tl.int32) << 16) + r.to(tl.int32)).to(tl.float32, bitcast=True)
+    else:
+        exact = w.to(tl.float32) + r.to(tl.float32)
+    m += share1 * (g - m)
+    v = v * beta2 + share2 * g * g
+    exact *= keep
+    exact -= rate * tl.div_rn(m, tl.sqrt_rn(tl.div_rn(v, correction2)) + eps)
     tl.store(first + place, m, inside)
     tl.store(second + place, v, inside)
-    tl.store(weight + place, rounded, inside)
-    tl.store(residual + place, exact - rounded.to(tl.float32), inside)
+    if MASTER:
+        bits = exact.to(tl.int32, bitcast=True)
+        high = (bits + 0x8000) >> 16
+        tl.store(weight + place, high.to(tl.int16).to(weight.dtype.element_ty, bitcast=True), inside)
+        tl.store(rest + place, (bits - (high << 16)).to(tl.int16), inside)
+    else:
+        rounded = exact.to(weight.dtype.element_ty)
+        tl.store(weight + place, rounded, inside)
+        tl.store(rest + place, exact - rounded.to(tl.float32), inside)
 
 
 def update(
@@ -39,7 +50,7 @@ def update(
     gradient: Tensor,
     first: Tensor,
     second: Tensor,
-    residual: Tensor,
+    rest: Tensor,
     *,
     rate: float,
     decay: float,
@@ -47,8 +58,13 @@ def update(
     eps: float,
     step: int,
 ) -> None:
-    """As `components.training.optimizer.rounded_update`; all tensors but the gradient are contiguous."""
+    """As `components.training.optimizer.rounded_update`; all tensors but the gradient are contiguous.
+
+    `rest` is the residual, or in int16 what `components.training.master_weights.split` takes from the weight.
+    """
     count, (beta1, beta2) = weight.numel(), betas
-    tensors = (weight, gradient.contiguous(), first, second, residual)
-    numbers = (rate, decay, beta1, beta2, eps, 1 - beta1**step, 1 - beta2**step)
-    _update[(triton.cdiv(count, BLOCK),)](*tensors, count, *numbers, BLOCK=BLOCK)
+    tensors = (weight, gradient.contiguous(), first, second, rest)
+    # What is near 1 is subtracted from it here, in double precision.
+    numbers = (1 - rate * decay, rate / (1 - beta1**step), 1 - beta1, beta2, 1 - beta2, eps, 1 - beta2**step)
+    grid, master = (triton.cdiv(count, BLOCK),), rest.dtype == torch.int16
+    _update[grid](*tensors, count, *numbers, BLOCK=BLOCK, MASTER=master)

@@ -46,6 +46,7 @@ class TrainingEngine(Generic[Model]):
         model: on `ranks.device`, sharded if `sharded`; what requires a gradient is in one of the groups.
         groups: of parameters; empty ones are left out.
         max_grad_norm: largest norm of the gradients of all groups together, or of each with `clip_groups`.
+        masters: of weights in bf16 the fp32 ones are kept and updated; see `CompensatedAdamW`.
         ema_decay: of a moving average of the weights; None: no average.
 
     Raises:
@@ -63,6 +64,7 @@ class TrainingEngine(Generic[Model]):
         eps: float,
         max_grad_norm: float,
         clip_groups: bool = False,
+        masters: bool = False,
         ema_decay: float | None = None,
     ) -> None:
         self.model, self.ranks, self.sharded, self.max_grad_norm = model, ranks, sharded, max_grad_norm
@@ -76,6 +78,7 @@ class TrainingEngine(Generic[Model]):
             [{"params": list(g.parameters), "lr": g.rate(1), "weight_decay": g.weight_decay} for g in self.groups],
             betas=betas,
             eps=eps,
+            masters=masters,
             ema_decay=ema_decay,
         )
 

@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from components.training.master_weights import joined, split
 from components.training.sharded_tensors import TensorSpec
 
-FIRST, SECOND, STEP, RESIDUAL, EMA = "exp_avg", "exp_avg_sq", "step", "residual", "ema"
+FIRST, SECOND, STEP, RESIDUAL, LOW, EMA = "exp_avg", "exp_avg_sq", "step", "residual", "low", "ema"
 
 
 class CompensatedAdamW(torch.optim.Optimizer):
@@ -27,6 +28,8 @@ class CompensatedAdamW(torch.optim.Optimizer):
 
     Args:
         groups: each with `params` and `lr`, and a `weight_decay` of its own if it has one.
+        masters: of one in bf16 the moments are fp32, and all that rounding takes from the weight is kept, so that the
+            update is the one of an fp32 weight, bit for bit; see `components.training.master_weights`.
         ema_decay: also keep e <- decay * e + (1 - decay) * weight in fp32, from the weights at the first update on.
     """
 
@@ -37,9 +40,10 @@ class CompensatedAdamW(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
         weight_decay: float = 0.0,
+        masters: bool = False,
         ema_decay: float | None = None,
     ) -> None:
-        self.ema_decay = ema_decay
+        self.masters, self.ema_decay = masters, ema_decay
         self._average = get_ema_multi_avg_fn(ema_decay) if ema_decay is not None else None
         super().__init__([dict(g) for g in groups], {"betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -60,15 +64,15 @@ class CompensatedAdamW(torch.optim.Optimizer):
 
     def slots(self, parameter: nn.Parameter) -> dict[str, TensorSpec]:
         """What is kept for a parameter that was updated; see `components.training.optimizer_state`."""
-        moment, average = (
-            TensorSpec(parameter.shape, parameter.dtype),
-            TensorSpec(parameter.shape, torch.float32),
-        )
+        shape, rounded = parameter.shape, parameter.dtype != torch.float32
+        moment = TensorSpec(shape, torch.float32 if self.masters else parameter.dtype)
         slots = {STEP: TensorSpec(torch.Size(()), torch.float32), FIRST: moment, SECOND: moment}
-        if parameter.dtype != torch.float32:
+        if rounded and self.masters:
+            slots[LOW] = TensorSpec(shape, torch.int16)
+        elif rounded:
             slots[RESIDUAL] = moment
         if self.ema_decay is not None:
-            slots[EMA] = average
+            slots[EMA] = TensorSpec(shape, torch.float32)
         return slots
 
     @contextmanager
@@ -98,18 +102,32 @@ class CompensatedAdamW(torch.optim.Optimizer):
     def _exact(self, parameter: nn.Parameter) -> Tensor:
         """The weight in fp32, with what rounding took from it."""
         state = self.state[parameter]
+        if LOW in state:
+            return joined(parameter.detach(), state[LOW])
         return parameter.float() + state[RESIDUAL].float() if RESIDUAL in state else parameter.detach()
 
     def _step_fp32(self, parameters: list[nn.Parameter], group: Mapping[str, Any]) -> None:
+        self._update(parameters, [_local(p.detach()) for p in parameters], group)
+
+    def _update(self, parameters: list[nn.Parameter], weights: list[Tensor], group: Mapping[str, Any]) -> None:
+        """torch's AdamW on `weights`, the fp32 values of `parameters`, in place."""
+        if not parameters:
+            return
         states = [self.state[p] for p in parameters]
         beta1, beta2 = group["betas"]
+        fused = all(weight.is_cuda for weight in weights)
+        counts = [s[STEP] for s in states]
+        if fused:
+            counts = list(torch.stack(counts).to(weights[0].device).unbind())
         adamw(
-            list(parameters),
-            [p.grad for p in parameters if p.grad is not None],
-            [s[FIRST] for s in states],
-            [s[SECOND] for s in states],
+            weights,
+            [_local(p.grad) for p in parameters if p.grad is not None],
+            [_local(s[FIRST]) for s in states],
+            [_local(s[SECOND]) for s in states],
             [],
-            [s[STEP] for s in states],
+            counts,
+            fused=fused,
+            foreach=False,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -118,14 +136,23 @@ class CompensatedAdamW(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+        if fused:
+            for state in states:
+                state[STEP] += 1
 
     def _step_rounded(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
         assert parameter.grad is not None
         state = self.state[parameter]
-        state[STEP] += 1
-        tensors = (parameter.detach(), parameter.grad, state[FIRST], state[SECOND], state[RESIDUAL])
-        weight, *others = (one.to_local() if isinstance(one, DTensor) else one for one in tensors)
+        rest = state[LOW] if self.masters else state[RESIDUAL]
+        weight, *others = map(_local, (parameter.detach(), parameter.grad, state[FIRST], state[SECOND], rest))
         fused = _fused_update() if weight.is_cuda and weight.is_contiguous() else None
+        if self.masters and fused is None:
+            master = joined(weight, others[-1])
+            self._update([parameter], [master], group)
+            for own, half in zip((weight, others[-1]), split(master), strict=True):
+                own.copy_(half)
+            return
+        state[STEP] += 1
         (fused or rounded_update)(
             weight,
             *others,
@@ -170,9 +197,13 @@ def rounded_update(
 
 @cache
 def _fused_update() -> Callable[..., None] | None:
-    """`rounded_update` as one kernel, where Triton is installed."""
+    """The update of one parameter as one kernel, where Triton is installed."""
     if find_spec("triton") is None:
         return None
     from components.training.adamw_kernel import update
 
     return update
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -20,6 +20,7 @@ from components.adapters.validate import model_inputs
 from components.batches.check import check_samples
 from components.contracts.batches import MultimodalBatch, Sample
 from components.contracts.errors import ConfigurationError
+from components.models.compiled import compile_layers
 from components.models.families import family_of
 from components.models.lora import base_model
 from components.models.packed import laid_out
@@ -82,11 +83,15 @@ class Learner(TrainingEngine[Any]):
         )
         needs_copy = settings.kl_coefficient > 0 and not isinstance(model, PeftModel)
         self.reference = self._make_policy(deepcopy(model).requires_grad_(False)) if needs_copy else None
-        self.policy = self._make_policy(_master_weights(model, settings.autocast))
+        self.policy = self._make_policy(_trained_weights(model, settings, sharded=shard is not None))
         for policy in (self.policy, self.reference):
             if policy is not None:
                 (shard or partial(Policy.to, device=ranks.device))(policy)
         check_head(self.policy)
+        if settings.torch_compile:
+            for policy in (self.policy, self.reference):
+                if policy is not None:
+                    compile_layers(base_model(policy.model))
         self.log_ratios: dict[int, npt.NDArray[np.float32]] = {}
         super().__init__(
             self.policy.model,
@@ -96,6 +101,7 @@ class Learner(TrainingEngine[Any]):
             betas=(settings.adam_beta1, settings.adam_beta2),
             eps=settings.adam_epsilon,
             max_grad_norm=settings.max_grad_norm,
+            masters=settings.weights == "bfloat16",
         )
 
     def step(self, samples: Sequence[Sample], load: Load) -> dict[str, float]:
@@ -251,19 +257,43 @@ def _to(batch: MultimodalBatch, device: torch.device) -> MultimodalBatch:
     return type(batch)(**moved)
 
 
-def _master_weights(model: nn.Module, autocast: str) -> nn.Module:
-    """What is trained, in fp32: an update of 1e-6 is lost in the 8 bits of a bf16 weight."""
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    if len(dtypes) > 1 and autocast == "none":
+def _trained_weights(model: nn.Module, settings: TrainerSettings, *, sharded: bool) -> nn.Module:
+    """What is trained, in fp32 or with gradients in fp32: an update of 1e-6 is lost in the 8 bits of a bf16 weight."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if settings.weights == "bfloat16":
+        adapters = trained if isinstance(model, PeftModel) else []  # PEFT makes them in fp32
+        _set_dtype(adapters, torch.bfloat16)
+        if (dtypes := _dtypes(model)) != {torch.bfloat16}:
+            raise ConfigurationError(
+                f"weights that compute in bfloat16 are to be loaded in it, and there are {_named(dtypes)}",
+                where="trainer.weights",
+                remedy="set model.dtype = 'bfloat16', or leave trainer.weights out",
+            )
+        if not sharded:  # FSDP keeps its shards, and their gradients, in fp32
+            for parameter in trained:
+                parameter.grad_dtype = torch.float32
+        return model
+    _set_dtype(trained, torch.float32)
+    if len(dtypes := _dtypes(model)) > 1 and settings.autocast == "none":
         raise ConfigurationError(
-            f"weights of several types ({', '.join(sorted(map(str, dtypes)))}) need autocast",
+            f"weights of several types ({_named(dtypes)}) need autocast",
             where="trainer.autocast",
             remedy="set trainer.autocast = 'bf16', or model.dtype = 'float32'",
         )
     return model
+
+
+def _set_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    for parameter in parameters:
+        parameter.data = parameter.data.to(dtype)
+
+
+def _dtypes(model: nn.Module) -> set[torch.dtype]:
+    return {parameter.dtype for parameter in model.parameters()}
+
+
+def _named(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(sorted(map(str, dtypes)))
 
 
 def _learning_rates(settings: TrainerSettings) -> Callable[[int], float]:

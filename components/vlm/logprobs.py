@@ -102,7 +102,7 @@ class Policy(nn.Module):
 
     def own_logits(self, inputs: dict[str, Tensor]) -> Tensor:
         """(B, L, V) as the model itself gives them."""
-        logits: Tensor = base_model(self.model)(**inputs).logits
+        logits: Tensor = base_model(self.model)(**inputs, use_cache=False).logits
         return logits
 
     def cast(self, device: torch.device) -> AbstractContextManager[Any]:

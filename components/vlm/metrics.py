@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -32,6 +33,18 @@ ALWAYS = ("importance_ratio", "entropy", "mismatch_kl", "masked_low", "masked_hi
 """Of these, what every step reports: 0 where no token was trained on."""
 
 
+@dataclass(frozen=True)
+class _Added:
+    """Of a micro-batch: its rows, the trained tokens of each, log-ratios to the sampler, sums, and the loss."""
+
+    rows: Sequence[int]
+    lengths: Tensor
+    log_ratios: Tensor
+    sums: Mapping[str, Tensor]
+    total: Tensor
+    scale: float
+
+
 class Meter:
     """Collects sums over the micro-batches of a step, on every rank, and reports them over all ranks.
 
@@ -46,27 +59,35 @@ class Meter:
         self.log_ratios: list[Tensor] = []
         self.grad_norms: list[float] = []
         self.skipped = 0
+        self._waiting: list[_Added] = []
 
     def add(self, micro: MicroBatch, tokens: Tokens, loss: Loss, scale: float) -> None:
-        """One micro-batch: its loss counts `scale` times."""
-        for name, value in loss.sums.items():
-            self.sums[name] += float(value)
-        self.sums["loss"] += float(loss.total.detach()) * scale
-        self.sums["tokens"] += len(tokens.rows)
-        if not self.grad_norms:
-            self.sums["first_tokens"] += len(tokens.rows)
-            self.sums["first_mismatch_kl"] += float(loss.sums["mismatch_kl"])
-        self.rows += zip(micro.rows, tokens.lengths.tolist(), strict=True)
-        self.log_ratios.append((tokens.logprobs - tokens.behavior).detach().float().cpu())
+        """One micro-batch: its loss counts `scale` times. A GPU is not waited for before the update."""
+        ratios = (tokens.logprobs - tokens.behavior).detach().float()
+        self._waiting.append(_Added(micro.rows, tokens.lengths, ratios, loss.sums, loss.total.detach(), scale))
 
     def add_packed(self, tokens: int) -> None:
         """What a packed micro-batch has computed: those of a prompt once."""
         self.sums["computed"] += tokens
 
     def update(self, grad_norm: float, applied: bool) -> None:
-        """One optimizer update."""
+        """One optimizer update, of the micro-batches that were added since the last."""
+        for added in self._waiting:
+            self._count(added)
+        self._waiting.clear()
         self.grad_norms.append(grad_norm)
         self.skipped += not applied
+
+    def _count(self, added: _Added) -> None:
+        for name, value in added.sums.items():
+            self.sums[name] += float(value)
+        self.sums["loss"] += float(added.total) * added.scale
+        self.sums["tokens"] += len(added.log_ratios)
+        if not self.grad_norms:
+            self.sums["first_tokens"] += len(added.log_ratios)
+            self.sums["first_mismatch_kl"] += float(added.sums["mismatch_kl"])
+        self.rows += zip(added.rows, added.lengths.tolist(), strict=True)
+        self.log_ratios.append(added.log_ratios.cpu())
 
     def gather_log_ratios(self, ranks: Ranks) -> dict[int, LogRatios]:
         """(T,) log-prob of each of the T trained tokens less the sampler's, by the position of a sample in the batch,

@@ -139,12 +139,30 @@ class UpdateSettings(Settings):
         discriminator="name",
         description="How log-probs of the trained tokens are computed.",
     )
+    weights: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        exclude_if="float32".__eq__,  # what was made before there was this setting keeps its fingerprint
+        description="Data type that trained weights compute in. bfloat16, for a model of dtype bfloat16: the optimizer "
+        "updates their float32 masters, gradients are summed in float32, and there is no autocast.",
+    )
     autocast: Literal["none", "bf16"] = Field(
         "none", description="Data type of matrix products; weights stay as loaded."
+    )
+    torch_compile: bool = Field(
+        False,
+        exclude_if=operator.not_,  # as `weights`
+        description="Compile the model's layers: their small operations become few kernels. Takes a minute or two at "
+        "the start of a run.",
     )
     save_every: PositiveInt = Field(10, description="Steps between checkpoints.")
     keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints that are kept.")
     seed: NonNegativeInt = Field(0, description="Seed of the trainer's random numbers.")
+
+    @model_validator(mode="after")
+    def _one_way_to_bf16(self) -> UpdateSettings:
+        if self.weights == "bfloat16" and self.autocast == "bf16":
+            raise ValueError("weights in bfloat16 compute in it: leave autocast out")
+        return self
 
     @field_validator("logprobs", mode="before")
     @classmethod

@@ -163,8 +163,8 @@ class TrainerWorker(TokenWorker):
         shard = None
         if sharded:
             weights = {f"model.{name}": value for name, value in loaded.state_dict().items()} if loaded else None
-            dtype = torch.bfloat16 if policy.trainer.autocast == "bf16" else None
-            units = partial(blocks, classes=family.wrap_classes, dtype=dtype)
+            low = policy.trainer.autocast == "bf16" or policy.trainer.weights == "bfloat16"
+            units = partial(blocks, classes=family.wrap_classes, dtype=torch.bfloat16 if low else None)
             shard = sharder(ranks, units, weights, cast_inputs=True, methods=["next_tokens", "own_logits"])
         learner = Learner(
             model,

@@ -33,6 +33,12 @@ def test_its_artifacts_are_found_and_read(store: ArtifactStore) -> None:
     assert [task.task_id for task in tasks] == list(dict.fromkeys(task.task_id for task in tasks)) and len(tasks) == 4
 
 
+def test_they_are_found_by_their_digest(store: ArtifactStore) -> None:
+    assert [each.digest for each in store] == [DIGEST]
+    found = store.find_digest(DIGEST[:12])
+    assert found is not None and (found.path.name, found.digest) == (KEY, DIGEST)
+
+
 def test_a_manifest_of_another_version_is_refused(store: ArtifactStore, tmp_path: Path) -> None:
     path = tmp_path / "store/tasks" / KEY / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"manifest_version": 2}))

@@ -17,10 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 IMAGE = "armature-standalone"
 ANYBODY = "12345:0"
 """A user without a name or files, as OpenShift gives."""
-TRAINING = ("armature", "run", "train-vlm/colors", "--set", "trainer.max_steps=5")
+TRAINING = ("armature", "run", "train-vlm/colors")
 STORE = Path("/opt/armature/.armature")
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = pytest.mark.timeout(3600)
 
 Inside = Callable[..., str]
 """Runs a command in a container without a network and returns what it printed; `store` is the folder of its runs."""

@@ -3,6 +3,7 @@ remote store, takes the run up: it ends with the weights of an undisturbed run."
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import time
@@ -44,6 +45,14 @@ runs = client.search_runs([experiment], "tags.`armature.stage` = 'train-vlm' and
 print([[point.step for point in client.get_metric_history(run.info.run_id, "reward")] for run in runs])
 """
 """Prints the steps of the curves of trainings that have ended."""
+STATUSES = """
+from mlflow import MlflowClient
+
+client = MlflowClient()
+runs = client.search_runs([client.get_experiment_by_name("train-vlm").experiment_id])
+print(sorted(f"{run.data.tags.get('armature.stage', 'flow')} {run.info.status}" for run in runs))
+"""
+"""Prints how runs and stages ended."""
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -192,6 +201,13 @@ def test_its_weights_are_those_of_an_undisturbed_run(taken_up: TakenUp, undistur
 def test_tracking_has_the_whole_curve(taken_up: TakenUp, platform: Platform) -> None:
     (curve,) = json.loads(platform.node.run(["python", "-c", CURVES], platform.environment))
     assert sorted(set(curve)) == list(range(1, STEPS + 1))
+
+
+def test_tracking_knows_what_was_lost(taken_up: TakenUp, platform: Platform) -> None:
+    """The run that was on the lost machine and its training, and no other."""
+    assert taken_up.second.returncode == 0
+    statuses = ast.literal_eval(platform.node.run(["python", "-c", STATUSES], platform.environment))
+    assert [each for each in statuses if not each.endswith("FINISHED")] == ["flow KILLED", "train-vlm KILLED"]
 
 
 def test_the_run_of_the_lost_machine_is_crashed(taken_up: TakenUp) -> None:

@@ -1,4 +1,5 @@
-"""A real Prometheus reads a training, and every panel of the Grafana dashboard has something to show."""
+"""A real Prometheus reads a training, and every panel of the Grafana dashboard has something to show; a receiver of
+OpenTelemetry's protocol gets the spans of what the training did."""
 
 from __future__ import annotations
 
@@ -8,13 +9,16 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 from components.process import Program
+from tests.interop.cluster.collector import Collector, collecting
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -22,6 +26,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
+STEPS = 4
 DASHBOARD = json.loads((ROOT / "infra/grafana/armature.json").read_text())
 
 ONLY_OF_FAULTS = {"increase(armature_pool_failures_total[10m])"}
@@ -85,14 +90,23 @@ class Prometheus:
         self._program.stop()
 
 
+@dataclass(frozen=True)
+class Watched:
+    """What was seen of a training of a few steps, and when that began and ended."""
+
+    prometheus: Prometheus
+    collector: Collector
+    began: float
+    ended: float
+
+
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometheus, float, float]]:
-    """Prometheus after a training of a few steps, and when that began and ended."""
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("watched")
     address = f"127.0.0.1:{free_port()}"
     prometheus = Prometheus(folder / "prometheus", address)
     prometheus.wait_until_ready()
-    values = ("trainer.max_steps=4", "environment.train_tasks=256", "environment.heldout_tasks=32")
+    values = (f"trainer.max_steps={STEPS}", "environment.train_tasks=256", "environment.heldout_tasks=32")
     settings = [f"--set={value}" for value in values]
     began = time.time()
     command = [
@@ -106,20 +120,48 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Promethe
         f"metrics={address}",
     ]
     (folder / ".venv-vllm").symlink_to(ROOT / ".venv-vllm")
-    json_logs = {"PREFECT_LOGGING_HANDLERS_CONSOLE_FORMATTER": "json"}
-    training = Program(command, env=json_logs, log=folder / "run.log", cwd=folder)
-    assert training.wait(800) == 0, training.tail(60)
+    with collecting() as (collector_url, collector):
+        environment = {
+            "PREFECT_LOGGING_HANDLERS_CONSOLE_FORMATTER": "json",
+            "OTEL_PYTHON_TRACER_PROVIDER": "armature",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": collector_url,
+        }
+        training = Program(command, env=environment, log=folder / "run.log", cwd=folder)
+        assert training.wait(800) == 0, training.tail(60)
     try:
-        yield prometheus, began, time.time()
+        yield Watched(prometheus, collector, began, time.time())
     finally:
         prometheus.stop()
 
 
-def test_every_panel_shows_the_training(watched: tuple[Prometheus, float, float]) -> None:
-    prometheus, began, ended = watched
+def test_every_panel_shows_the_training(watched: Watched) -> None:
     empty = [
         (title, expression)
         for expression, title in expressions().items()
-        if not prometheus.ask("query_range", query=expression, start=began, end=ended, step="1s")
+        if not watched.prometheus.ask(
+            "query_range", query=expression, start=watched.began, end=watched.ended, step="1s"
+        )
     ]
     assert {expression for _, expression in empty} <= ONLY_OF_FAULTS
+
+
+def test_a_collector_has_a_trace_of_the_run_with_every_step(watched: Watched) -> None:
+    runs = {bytes(each.span_id): each for each in watched.collector.spans if of_a_run(each)}
+    (root,) = [each for each in runs.values() if not each.parent_span_id]
+    names = {each.name for each in runs.values()}
+    of_steps = {f"{kind}-{step:05d}" for kind in ("rollouts", "batch", "step") for step in range(1, STEPS + 1)}
+    synced = {f"sync-{step:05d}" for step in range(1, STEPS)}  # the last weights are those of the checkpoint
+    assert {"tasks", "model", "train-vlm", *of_steps, *synced} < names
+    assert watched.collector.services == {"armature"}
+    assert {bytes(each.trace_id) for each in runs.values()} == {bytes(root.trace_id)}
+    assert all(
+        bytes(each.parent_span_id) in runs and each.start_time_unix_nano >= root.start_time_unix_nano
+        for each in runs.values()
+        if each is not root
+    )
+    assert {each.status.code for each in runs.values()} == {Status.STATUS_CODE_OK}
+
+
+def of_a_run(span: Any) -> bool:
+    """Whether it is one of Prefect's flow and task runs."""
+    return any(each.key == "prefect.run.id" for each in span.attributes)

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ import pytest
 from armature import slurm
 from tests.production.nodes import DISK, Network, Node, wait_for
 from tests.production.services import OFFLINE, ONE_THREAD
+from tests.production.tiny_policy import TRAINING, steps_done, weights
 from tests.vla.conftest import write_dataset
 
 MISSING = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(name) is None]
@@ -27,44 +27,6 @@ pytestmark = [
 ]
 
 RECIPE, TWO = "train-vla/tiny", ["--set", "machine.trainer_nodes=2", "--set", "machine.trainer_interface=eth0"]
-TRAINING = """\
-flow = "train-vla"
-description = "A tiny policy, trained on two nodes."
-dataset.path = "data"
-
-[policy]
-setup_type = "an arm"
-control_mode = "velocities"
-chunk_size = 3
-n_action_steps = 3
-dtype = "float32"
-
-[policy.tiny]
-hidden_size = 32
-intermediate_size = 48
-heads = 2
-vision_hidden_size = 16
-vision_intermediate_size = 24
-vision_heads = 2
-image_side = 28
-expert_hidden_size = 32
-expert_heads = 2
-corpus = ["move the arm to the block", "close the gripper now", "an arm", "velocities"]
-
-[training]
-freeze_embedding = false
-learning_rates = { vlm = 1e-3, vit = 1e-3, connector = 1e-3, action_expert = 1e-3 }
-max_steps = 120
-batch_size = 4
-micro_batch_size = 2
-save_every = 10
-heldout = { fraction = 0.25, frames = 4, every = 120 }
-
-[machine]
-trainer_nodes = 2
-threads = 1
-loader_workers = 0
-"""
 CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost=controller
@@ -235,24 +197,11 @@ def expected(cluster: Cluster) -> str:
     return weights(cluster.folder / ".armature/store")
 
 
-def weights(store: Path) -> str:
-    """The digest of what was trained, which is then forgotten."""
-    (file,) = store.glob("train-vla/*/checkpoint/model.safetensors")
-    digest = sha256(file.read_bytes()).hexdigest()
-    for made in (store / "train-vla", *store.glob("workspaces/train-vla-*")):
-        shutil.rmtree(made)
-    return digest
-
-
 def test_a_training_that_loses_a_node_ends_with_the_weights_that_it_has_without_slurm(cluster, expected):
     store = cluster.folder / ".armature/store"
 
-    def in_mid_training(_: object) -> bool:
-        histories = list(store.glob("workspaces/train-vla-*/history.jsonl"))
-        return bool(histories) and len(histories[0].read_text().splitlines()) > 25
-
     number = cluster.submit("training.toml", "--machine", "trainer_interface=eth0")
-    cluster.wait_until(number, in_mid_training)
+    cluster.wait_until(number, lambda _: steps_done(store) > 25)
     first = cluster.hosts(number)[0]
     cluster.nodes[first].kill()
     cluster.wait_until(number, lambda job: job["JobState"] == "COMPLETED")

@@ -25,6 +25,7 @@ class TrainSettings(BaseModel):
     steps: int
     rate: float
     fail_once: str = ""  # a file that is made at the first failure
+    hang_once: str = ""  # likewise
     refuse: bool = False
 
 
@@ -55,6 +56,9 @@ def train(settings, inputs, folder, context):
     if settings.fail_once and not Path(settings.fail_once).exists():
         Path(settings.fail_once).touch()
         raise ServerError("the server died")
+    if settings.hang_once and not Path(settings.hang_once).exists():
+        Path(settings.hang_once).touch()
+        time.sleep(3600)
     for step in range(settings.steps):
         rollouts = context.units.submit(
             f"rollouts-{step}", _step_artifact, "rollouts", step, {"tasks": inputs["tasks"]}, context.workspace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ from prefect import flow
 from prefect.client.orchestration import get_client
 
 from components.contracts.errors import ConfigurationError, DataError
+from components.process import Program
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.usefixtures("prefect_server", "demo_stages", "tracking")
 
@@ -96,6 +100,55 @@ def test_dead_server_is_tried_again_and_bad_data_is_not(chain, demo_stages, tmp_
     assert (trained.path / "weights.txt").read_text() == "1 0.2"
     with pytest.raises(DataError, match="fix it"):
         chain(tasks, demo_stages.TrainSettings(steps=1, rate=0.2, refuse=True))
+
+
+LOST = """
+import sys
+from pathlib import Path
+
+from components.contracts.machine import Machine
+from components.contracts.stages import Artifact
+from components.stages import STAGES, run_stage
+from tasks.lost_runs import take_the_place_of_lost_runs
+from tasks.tracking import open_run
+
+demo, settings, tasks, digest, store = sys.argv[1:]
+sys.path.insert(0, demo)
+import demo_stages
+
+STAGES._entries["demo-train"] = "demo_stages:TRAIN"
+flow = open_run("demo-chain", "lost", {})
+stage = open_run("demo-chain", "lost stage", {}, flow)
+run_stage(
+    "demo-train",
+    demo_stages.TrainSettings.model_validate_json(settings),
+    {"tasks": Artifact(kind="demo-tasks", path=Path(tasks), digest=digest)},
+    Machine(store=store),
+    begins=lambda fingerprint: take_the_place_of_lost_runs(stage, flow, fingerprint),
+)
+"""
+
+
+def test_runs_of_a_killed_process_do_not_stay_running(chain, demo_stages, machine, tmp_path):
+    from tasks.mlflow_client import client
+
+    hung = tmp_path / "hung"
+    tasks, train = demo_stages.TasksSettings(count=6), demo_stages.TrainSettings(steps=1, rate=0.4, hang_once=str(hung))
+    _, made, _ = chain(tasks, demo_stages.TrainSettings(steps=1, rate=0.1))
+    words = (Path(__file__).parent, train.model_dump_json(), made.path, made.digest, machine.store)
+    lost = Program([sys.executable, "-c", LOST, *map(str, words)], env={"PYTHONPATH": str(ROOT)}, log=tmp_path / "log")
+    eventually(lambda: hung.exists() or lost.returncode is not None, 120)
+    assert lost.returncode is None, lost.tail()
+    lost.stop()
+    experiment = client().get_experiment_by_name("demo-chain").experiment_id
+
+    def statuses() -> dict[str, str]:
+        return {run.info.run_name: run.info.status for run in client().search_runs([experiment])}
+
+    assert statuses()["lost"] == statuses()["lost stage"] == "RUNNING"
+    chain(tasks, train)
+    assert statuses().pop("lost") == statuses().pop("lost stage") == "KILLED"
+    assert "RUNNING" not in statuses().values()
 
 
 @pytest.fixture

@@ -8,6 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from components.training.adamw_kernel import update
+from components.training.master_weights import joined, split
+
 from .update_cases import both_after
 
 
@@ -20,3 +23,20 @@ def test_the_kernel_does_what_the_plain_update_does(shape: tuple[int, int]) -> N
         assert (ours == theirs).float().sum() >= 0.99 * ours.numel()
     exact = [state[0].float() + state[3].float() for state in (kernel, plain)]
     torch.testing.assert_close(*exact, rtol=0, atol=1e-6)
+
+
+def test_the_kernel_updates_masters_as_fp32_weights() -> None:
+    """Within what the two compilers make of a product and a sum; the halves are those of one number."""
+    random = torch.Generator().manual_seed(0)
+    master = torch.randn(37, 55, generator=random)
+    weight, low = split(master)
+    first, second = torch.zeros_like(master), torch.zeros_like(master)
+    reference = torch.nn.Parameter(joined(weight, low))
+    stock = torch.optim.AdamW([reference], lr=1e-3, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
+    for step in range(1, 7):
+        reference.grad = torch.randn(master.shape, generator=random)
+        tensors = (weight, reference.grad, first, second, low)
+        update(*tensors, rate=1e-3, decay=0.1, betas=(0.9, 0.95), eps=1e-6, step=step)
+        stock.step()
+    torch.testing.assert_close(joined(weight, low), reference.detach(), rtol=1e-6, atol=1e-9)
+    assert all(torch.equal(a, b) for a, b in zip(split(joined(weight, low)), (weight, low), strict=True))

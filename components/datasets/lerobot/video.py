@@ -142,8 +142,8 @@ class VideoReaders(threading.local):
 
 
 _REPEATABLE = {"libx264": {"mbtree": "0"}}
-"""What a codec must be told to give the same bytes for the same frames: x264's macroblock tree in AVX-512 does not, on a
-busy machine.
+"""What a codec must be told to give the same bytes for the same frames: x264's macroblock tree in AVX-512 does not on
+a busy machine.
 """
 
 

@@ -1,0 +1,115 @@
+"""An update of a vision-language model of 3.75 B weights on a GPU, ours and TRL's, on the same tokens and advantages.
+
+TRL runs in `.venv-trl`, or in the Python that ARMATURE_TRL_PYTHON names. It has its best settings: workers that load,
+Liger's layers, FlashAttention. That is PyTorch's own kernel under flash-attn's names, in `flash_attention/`: flash-attn
+has no wheel for most versions of torch. `ROUNDS` times, one side after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.step_case import PEAK_FLOPS, Case, needed_flops
+
+HERE = Path(__file__).parent
+STEPS, ROUNDS = 3, 3
+OURS = (
+    "A,24000,packing,bf16,compile",
+    "B,70000,packing,bf16,compile",
+    "C,40000,packing,bf16,compile",
+    "A,24000,packing,bf16,compile,keep",
+    "B,18000,packing,bf16,compile,keep",
+    "C,14000,packing,bf16,compile,keep",
+)
+"""For the 141 GB of an H200."""
+TRL = ("bf16,1,1,A,16", "bf16,1,1,B,8", "bf16,1,1,C,8")
+"""TRL's micro-batches are those it is fastest with: more rows do not fit, or gain nothing."""
+
+
+def record() -> None:
+    """Measure, and put it on the page."""
+    from benchmarks.table import write
+
+    began, taken = time.perf_counter(), []
+    for _ in range(ROUNDS):
+        taken += sides(OURS, TRL, STEPS)
+    rows = rows_of(taken)
+    for row in rows:
+        print(f"  {row}", flush=True)
+    device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    steps = f"{STEPS} updates of each side in each of {ROUNDS} rounds"
+    note = f"All rounds took {(time.perf_counter() - began) / 60:.0f} minutes."
+    write("step-gpu", device | {"rows": rows, "steps": steps, "note": note})
+
+
+def sides(ours: Sequence[str], trl: Sequence[str], steps: int, *, small: bool = False) -> list[dict[str, Any]]:
+    """What both sides say of their ways, each side in a process of its own.
+
+    Raises:
+        SystemExit: a way failed.
+    """
+    from components.models.tiny.build import SMALL, make_tiny_checkpoint
+
+    with tempfile.TemporaryDirectory() as scratch:
+        settings = SMALL.model_copy(update={"image_side": 112 if small else 448, "max_positions": 32_768})
+        folder, out = make_tiny_checkpoint("qwen2.5-vl", Path(scratch) / "model", 0, settings), Path(scratch) / "out"
+        for file in folder.glob("*.safetensors"):
+            file.unlink()  # only the processor is wanted
+        shared = [str(folder), str(out), str(steps), "1" if small else "0"]
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "OMP_NUM_THREADS": "8"}
+        environment |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TOKENIZERS_PARALLELISM": "false"}
+        if trl:
+            python = os.environ.get("ARMATURE_TRL_PYTHON", str(HERE.parent / ".venv-trl/bin/python"))
+            paths = (
+                [str(HERE / "flash_attention"), os.environ.get("PYTHONPATH", "")] if torch.cuda.is_available() else []
+            )
+            theirs = environment | {"PYTHONPATH": os.pathsep.join(paths)} if paths else environment
+            subprocess.run([python, str(HERE / "step_trl.py"), *shared, *trl], env=theirs, check=True)
+        if ours:
+            command = [sys.executable, "-m", "benchmarks.step_ours", *shared, *ours]
+            subprocess.run(command, env=environment, cwd=HERE.parent, check=True)
+        found = [json.loads(line) for line in out.read_text().splitlines()]
+    if failed := [one for one in found if "failed" in one]:
+        raise SystemExit("\n".join(f"{one['side']} {one['way']}: {one['failed']}" for one in failed))
+    return found
+
+
+def rows_of(taken: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One of our ways each, beside TRL's on the same case; the spread is over all steps of both."""
+    rows = []
+    for way in dict.fromkeys(one["way"] for one in taken if one["side"] == "ours"):
+        case, words = Case(Path(), way.split(",")[0]), way.split(",")[2:]
+        ours = [one for one in taken if one["way"] == way]
+        theirs = [one for one in taken if one["side"] == "trl" and one["way"].split(",")[3] == case.name]
+        seconds, baseline = ([second for one in side for second in one["seconds"]] for side in (ours, theirs))
+        median = statistics.median(seconds)
+        rows.append(
+            {
+                "case": case.name,
+                "kept": "keep" in words,
+                "sampled": int(case.lengths.sum()),
+                "computed": ours[0]["computed"],
+                "trl_computed": theirs[0]["computed"],
+                "ms": median * 1e3,
+                "trl_ms": statistics.median(baseline) * 1e3,
+                "ratio": median / statistics.median(baseline),
+                "spread": [min(seconds) / max(baseline), max(seconds) / min(baseline)],
+                "peak_gib": max(one["peak_gib"] for one in ours),
+                "trl_peak_gib": max(one["peak_gib"] for one in theirs),
+                "norm": ours[0]["norm"],
+                "trl_norm": theirs[0]["norm"],
+                "mfu": needed_flops(case.lengths, shared=True) / median / PEAK_FLOPS,
+            }
+        )
+    return rows

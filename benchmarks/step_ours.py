@@ -1,0 +1,187 @@
+"""Our half of the GPU benchmark: updates on tensors at hand.
+
+Usage: python -m benchmarks.step_ours PROCESSOR RESULTS STEPS SMALL WAY..., a way being words joined by commas: a case,
+the tokens of a micro-batch, then `packing`, `bf16`, `compile`, `keep` (activations), `lora`, `profile` as wanted.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoProcessor
+
+from benchmarks.step_case import Case, clean, make_model, peak_gib, say, sync
+from components.adapters import SampleCollator, get_adapter
+from components.artifacts.images import ImageStore, encode_png
+from components.batches.build import build_batch
+from components.batches.settings import BatchSettings
+from components.contracts.batches import Sample
+from components.contracts.rollouts import GenerateOutputs, Trajectory, Turn
+from components.models.attention import follow_image_attention
+from components.models.families import family_of
+from components.models.load import RECOMPUTATION, freeze
+from components.models.lora import add_adapters
+from components.models.settings import LoraSettings
+from components.models.varlen import choose_kernels
+from components.training.ranks import Ranks
+from components.vlm.learner import Learner
+from components.vlm.loader import MicroBatchLoader
+from components.vlm.settings import PPO, TrainerSettings
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+BATCH = BatchSettings.model_validate(
+    {
+        "advantage": {"name": "group_mean", "scale": "none"},
+        "penalty": {"format": 0.0, "inadmissible": 0.0},
+        "skip_zero_advantage": False,
+        "max_sequence_tokens": 2**31 - 1,
+    }
+)
+
+
+def settings_of(tokens: int, words: set[str]) -> TrainerSettings:
+    """TRL's: clipped at 0.2, the mean over tokens, AdamW at 1e-6 without decay, gradients clipped at 1."""
+    return TrainerSettings.model_validate(
+        {
+            "objective": PPO(name="ppo"),
+            "learning_rate": 1e-6,
+            "max_steps": 1000,
+            "max_tokens_per_micro_batch": tokens,
+            "logprobs": {"name": "triton" if CUDA else "torch", "chunk_tokens": 2048},
+            "packing": "packing" in words,
+            "weights": "bfloat16" if "bf16" in words else "float32",
+            "autocast": "none" if "bf16" in words or not CUDA else "bf16",
+            "torch_compile": "compile" in words,
+        }
+    )
+
+
+def samples_of(case: Case, adapter: Any, store: ImageStore, prompt: np.ndarray[Any, Any]) -> list[Sample]:
+    refs = [store.put(encode_png(image)) for image in case.images]
+    trajectories = []
+    for row, ids in enumerate(case.answers):
+        group = row // 8
+        turn = Turn(
+            index=0,
+            prompt_token_ids=prompt.astype(np.int32),
+            completion_token_ids=ids,
+            completion_logprobs=np.full(len(ids), -2.0, np.float32),
+            finish_reason="length",
+            policy_version=0,
+            images=(refs[group],),
+            messages="[]",
+            completion="",
+            reward=case.rewards[row],
+            reward_parts={},
+            anchor_key=None,
+            admissible_key=None,
+            action_defect=None,
+            generate_seconds=0.0,
+            environment_seconds=0.0,
+        )
+        trajectories.append(Trajectory(f"{row:04d}", f"{group:04d}", "bench", f"t{group}", "train", (turn,), False))
+    built = build_batch(GenerateOutputs(trajectories), adapter, BATCH)
+    assert not built.drops, built.drops
+    return list(built.samples)
+
+
+def measure(
+    model: Any, collator: SampleCollator, store: ImageStore, samples: list[Sample], steps: int, way: str
+) -> dict[str, Any]:
+    _, tokens, *words = way.split(",")
+    if "keep" not in words:
+        model.gradient_checkpointing_enable(RECOMPUTATION)
+    learner = Learner(model, settings_of(int(tokens), set(words)), temperature=1.0, ranks=Ranks(device=DEVICE))
+    loader = MicroBatchLoader(collator, store, workers=0)
+    with loader.batch():
+        scores = learner.score(samples, loader)
+        own = [replace(one, behavior_logprobs=values) for one, values in zip(samples, scores, strict=True)]
+        whole = list(loader(learner.plan(own, range(len(own)))))
+
+    def step() -> dict[str, float]:
+        return learner.step(own, lambda plan: iter(whole))
+
+    began = time.perf_counter()
+    report = step()
+    sync()
+    found: dict[str, Any] = {"norm": report["grad_norm"], "first_s": time.perf_counter() - began, "seconds": []}
+    found["mismatch_kl"] = report["mismatch_kl"]
+    found["computed"] = int(report.get("tokens/computed", sum(batch.input_ids.numel() for _, batch in whole)))
+    found["micro_batches"] = len(whole)
+    for _ in range(steps):
+        sync()
+        began = time.perf_counter()
+        report = step()
+        sync()
+        found["seconds"].append(time.perf_counter() - began)
+    found["peak_gib"] = report["memory/peak_gib"] if CUDA else peak_gib()
+    if "profile" in words:
+        found["profile"] = profiled(step)
+    return found
+
+
+def profiled(step: Any) -> dict[str, Any]:
+    """Kernels of one step, how long the GPU was busy, and what took longest."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        began = time.perf_counter()
+        step()
+        sync()
+        wall = time.perf_counter() - began
+    on_gpu = (event for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+    events = [event for event in on_gpu if not event.name.startswith("Optimizer.")]  # which spans others
+    taken: dict[str, float] = {}
+    for event in events:
+        taken[event.name[:90]] = taken.get(event.name[:90], 0.0) + event.device_time_total / 1e3
+    longest = sorted(taken.items(), key=lambda item: -item[1])[:25]
+    waits = sum(event.name.startswith("cudaStreamSynchronize") for event in seen.events())
+    return {
+        "kernels": len(events),
+        "busy_ms": sum(taken.values()),
+        "wall_ms": wall * 1e3,
+        "waits": waits,
+        "longest_ms": {name: round(ms, 1) for name, ms in longest},
+    }
+
+
+def main() -> None:
+    folder, out, steps, small = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "1"
+    processor = AutoProcessor.from_pretrained(folder)
+    with tempfile.TemporaryDirectory() as scratch:
+        store = ImageStore(Path(scratch) / "images")
+        adapter = get_adapter("qwen2_5_vl", processor, store.open)
+        for way in sys.argv[5:]:
+            name, words = way.split(",")[0], way.split(",")[2:]
+            case = Case(folder, name, small)
+            prompt = case.prompt(processor, case.question(processor))
+            model = make_model(folder, "sdpa", str(DEVICE), small)
+            choose_kernels(model)
+            follow_image_attention(model)
+            try:
+                model = model if "bf16" in words else model.float()
+                if "lora" in words:
+                    frozen, family = ("vision", "projector"), family_of(model.config)
+                    freeze(model, family, frozen)
+                    model = add_adapters(model, family, LoraSettings(), frozen)
+                found = measure(model, adapter.collator, store, samples_of(case, adapter, store, prompt), steps, way)
+                say(out, {"side": "ours", "way": way} | found)
+            except torch.OutOfMemoryError:
+                say(out, {"side": "ours", "way": way, "failed": "out of memory"})
+            except Exception:
+                say(out, {"side": "ours", "way": way, "failed": traceback.format_exc()[-1500:]})
+            del model
+            clean()
+
+
+if __name__ == "__main__":
+    main()

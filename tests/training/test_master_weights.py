@@ -1,0 +1,74 @@
+"""Weights in two halves, and the updates of an optimizer that keeps them so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from components.training.master_weights import joined, split
+from components.training.optimizer import CompensatedAdamW
+
+from .test_optimizer import HYPER, gradients
+
+FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**127), max_value=2.0**127)
+
+
+@given(st.lists(FINITE, min_size=1, max_size=20))
+def test_the_halves_are_the_nearest_bf16_value_and_the_rest(values: list[float]) -> None:
+    master = torch.tensor(values, dtype=torch.float32)
+    weight, low = split(master)
+    assert torch.equal(joined(weight, low).view(torch.int32), master.view(torch.int32))
+    exact = master.double()
+    nearest = (master.to(torch.bfloat16).double() - exact).abs()
+    assert torch.equal((weight.double() - exact).abs(), nearest)
+
+
+def test_of_two_values_that_are_equally_near_it_is_the_larger() -> None:
+    tie = torch.tensor([0x3F808000, 0x3F818000, -0x407F8000], dtype=torch.int32).view(torch.float32)
+    weight, low = split(tie)
+    assert torch.equal(joined(weight, low), tie)
+    assert torch.all(weight.float().abs() > tie.abs())
+
+
+def optimized(device: str = "cpu", lr: float = 1e-6, steps: int = 50) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights after some steps: of the optimizer with masters, and of torch's AdamW in fp32."""
+    start = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.float())
+    ours.grad_dtype = torch.float32
+    settings: dict[str, Any] = {"lr": lr}
+    optimizer = CompensatedAdamW([{"params": [ours], **settings}], masters=True, **HYPER)
+    stock = torch.optim.AdamW([theirs], **settings, **HYPER)
+    for gradient in gradients(steps, (7, 5)):
+        ours.grad, theirs.grad = gradient.to(device), gradient.to(device)
+        optimizer.step()
+        stock.step()
+    state = optimizer.state[ours]
+    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
+    return joined(ours.detach(), state["low"]), theirs.detach()
+
+
+def test_bf16_weights_are_updated_as_fp32_ones_to_the_bit() -> None:
+    """A step is a thousandth of the last bit of most of the weights."""
+    ours, theirs = optimized()
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.gpu
+def test_kernels_of_a_gpu_make_the_same_updates() -> None:
+    """Each rounds a number of fp32 a few times in its own order, and the weights move by some 0.05."""
+    ours, theirs = optimized("cuda", lr=1e-3)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_gradients_of_bf16_weights_add_up_in_fp32() -> None:
+    """A thousand addends, each a 512th of the sum at the end: bf16 sums stop at 256."""
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    weight.grad_dtype = torch.float32
+    for _ in range(1000):
+        (weight * 1.0).sum().backward()
+    assert weight.grad is not None and weight.grad.tolist() == [1000.0] * 3

@@ -1,0 +1,98 @@
+"""Compiled layers, and weights in bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from components.contracts.errors import ConfigurationError
+from components.models.compiled import _compiled
+from components.models.families import FAMILIES
+from components.training.ranks import Ranks
+from components.vlm.learner import Learner
+
+from .conftest import LORA, Tiny, trainer_settings
+from .test_packing import conversations, learner_of, step
+
+
+def _without_options(plain: Callable[..., Any], backend: str, function: Any, *, dynamic: bool, options: Any) -> Any:
+    return plain(function, dynamic=dynamic, backend=backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("packing", "backend"), [(False, "aot_eager"), (True, "inductor")])
+def test_a_compiled_step_is_the_step(packing: bool, backend: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded rows of a model with adapters as graphs; packed rows, whose layers are recomputed, as kernels too."""
+    if backend != "inductor":
+        monkeypatch.setattr(torch, "compile", partial(_without_options, torch.compile, backend))
+    _compiled.cache_clear()
+    samples, done = conversations(tiny), []
+    for compiled in (False, True):
+        torch.manual_seed(0)  # of the adapters
+        model = tiny.model(gradient_checkpointing=packing, lora=None if packing else LORA)
+        learner = learner_of(tiny, model, packing=packing, torch_compile=compiled, adam_epsilon=1e-3)
+        metrics = step(learner, tiny, samples)
+        done.append((metrics, {name: p.detach() for name, p in learner.model.named_parameters()}))
+    (plain, weights), (fused, ours) = done
+    for name in ("loss", "grad_norm", "entropy", "importance_ratio", "mismatch_kl"):
+        assert fused[name] == pytest.approx(plain[name], rel=1e-6, abs=1e-7), name
+    assert ours.keys() == weights.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-6, atol=1e-6)
+    _compiled.cache_clear()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_in_bf16_are_trained_as_those_in_fp32(family: str, make_tiny: Callable[..., Tiny]) -> None:
+    """bf16 has 8 bits: one forward and backward pass is within some of its rounding errors."""
+    tiny, norms = make_tiny(family), {}
+    samples = conversations(tiny)
+    for dtype in ("float32", "bfloat16"):
+        for packing in (False, True):
+            learner = learner_of(tiny, tiny.model(dtype=dtype), packing=packing, weights=dtype)
+            assert {p.dtype for p in learner.model.parameters()} == {getattr(torch, dtype)}
+            norms[dtype, packing] = step(learner, tiny, samples)["grad_norm"]
+            assert {state["exp_avg"].dtype for state in learner.optimizer.state.values()} == {torch.float32}
+    assert norms["bfloat16", False] == pytest.approx(norms["float32", False], rel=0.03)
+    assert norms["bfloat16", True] == pytest.approx(norms["float32", True], rel=0.03)
+
+
+def test_adapters_in_bf16_have_masters(tiny: Tiny) -> None:
+    learner = learner_of(tiny, tiny.model(dtype="bfloat16", lora=LORA), weights="bfloat16")
+    before = [parameter.detach().clone() for parameter in learner.trained]
+    assert step(learner, tiny, conversations(tiny))["grad_norm"] > 0
+    assert any(not torch.equal(a, b) for a, b in zip(learner.trained, before, strict=True))
+    assert all(learner.optimizer.state[p]["low"].dtype == torch.int16 for p in learner.trained)
+
+
+def test_a_model_in_fp32_cannot_have_weights_in_bf16(tiny: Tiny) -> None:
+    with pytest.raises(ConfigurationError, match=r"loaded in it, and there are torch.float32"):
+        learner_of(tiny, tiny.model(), weights="bfloat16")
+
+
+def test_weights_in_bf16_need_no_autocast() -> None:
+    with pytest.raises(ValidationError, match="leave autocast out"):
+        trainer_settings(weights="bfloat16", autocast="bf16")
+
+
+def test_settings_from_before_keep_their_fingerprint() -> None:
+    assert not trainer_settings().model_dump().keys() & {"weights", "torch_compile", "packing"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "gemma3"])
+def test_on_a_gpu_compiled_layers_in_bf16_are_those_of_fp32(family: str, make_tiny: Callable[..., Tiny]) -> None:
+    tiny, norms = make_tiny(family), []
+    ways: list[dict[str, Any]] = [{}, {"torch_compile": True}, {"torch_compile": True, "weights": "bfloat16"}]
+    for way in ways:
+        model = tiny.model(dtype=way.get("weights", "float32"))
+        settings = trainer_settings(packing=True, **way)
+        learner = Learner(model, settings, temperature=1.0, ranks=Ranks(device=torch.device("cuda")))
+        norms.append(step(learner, tiny, conversations(tiny))["grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    assert norms[2] == pytest.approx(norms[0], rel=3e-2)
