@@ -297,9 +297,9 @@ def test_compiled_layers_on_a_gpu_are_as_near_to_fp32_as_plain_ones(dtype: Preci
     for extra in (0, 3):
         batch, draws = as_batch(make_examples(3, answer=True), extra=extra).to("cuda"), make_draws(3).to("cuda")
         losses = [float(model(batch, draws, plan).total) for model in models]
-        assert abs(losses[2] - losses[0]) <= 2 * abs(losses[1] - losses[0]) + 1e-3 * losses[0]
+        assert abs(losses[2] - losses[0]) <= 3 * abs(losses[1] - losses[0]) + 1e-3 * losses[0]
         truth, theirs, ours = (_gradients(model, batch, draws, plan) for model in models)
         assert truth.keys() == ours.keys()
         for name, value in truth.items():
             rounding = float((theirs[name].float() - value).norm())
-            assert float((ours[name].float() - value).norm()) <= 2 * rounding + 1e-2 * float(value.norm()) + 1e-6, name
+            assert float((ours[name].float() - value).norm()) <= 3 * rounding + 1e-2 * float(value.norm()) + 1e-6, name

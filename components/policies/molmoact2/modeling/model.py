@@ -85,7 +85,7 @@ class MolmoAct2(nn.Module):
         """
         body = self.vlm.model
         for layer in (*body.vision_tower.layers, *body.language_model.layers, *self.action_expert.blocks):
-            layer.compile(dynamic=dynamic)
+            layer.compile(dynamic=dynamic, options={"emulate_precision_casts": True})  # rounds where plain layers do
 
     def autocast(self, device: torch.device) -> torch.autocast:
         """The precision that all of the model computes in."""
