@@ -18,7 +18,7 @@ test: environments  ## every test; choose with ARGS="-m 'not slow'"
 
 interop: .venv/.made $(INTEROP:%=.venv-%/.made)  ## tests against what others write: verifiers, OpenEnv, LeRobot, S3, Postgres's drivers, Prefect's Kubernetes worker, checkov, Ray
 	.venv-cluster/bin/python -m pytest tests/interop/cluster
-	.venv-ray/bin/python -m pytest tests/workers
+	.venv-ray/bin/python -m pytest tests/workers -k actor  # those in processes of this machine are in make test
 	.venv-ray/bin/python -m pytest tests/interop/ray_cluster
 	.venv-verifiers-legacy/bin/python -m pytest tests/interop/verifiers/test_legacy.py
 	.venv-verifiers-v1/bin/python -m pytest tests/interop/verifiers/test_v1.py

@@ -20,7 +20,7 @@ _PREFIX = "jobset.sigs.k8s.io"
 _RESTARTS = 20
 _NODE = """\
 rendezvous=.armature/jobsets/$1-$RESTART_ATTEMPT
-trap 'kill $!' TERM
+trap 'kill $!; exit 143' TERM
 if [ "$2" != first ]; then
   until [ -d "$rendezvous" ]; do sleep 1; done
   python -m armature join "$rendezvous" &

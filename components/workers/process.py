@@ -38,11 +38,7 @@ class WorkerProcess:
         env: Mapping[str, str | None] | None = None,
     ) -> None:
         """
-        Args:
-            module: the program; it calls `serve`.
-            settings: keyword arguments of its handler, as data.
-            timeout: seconds that it may be silent: from a call to the answer, or between two values that are yielded.
-            env: more variables of the process; a value of None takes the variable away.
+        Args: see `make_worker`.
         """
         self._module, self._settings, self._timeout = module, encoded(dict(settings or {})), timeout
         paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -20,20 +20,13 @@ from transformers import AutoProcessor
 
 from components.models.families import FAMILIES
 from components.models.load import load_model
-from components.models.settings import ModelSettings
 from components.models.tiny import make_tiny_checkpoint
 from components.sft.prompts import PromptWriter
+from tests.vlm.conftest import model_settings
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm/bin/python"
 IMAGES = [Image.new("RGB", (100, 80), (200, 30, 30)), Image.new("RGB", (64, 150), (30, 30, 200))]
-SETTINGS = ModelSettings(
-    source="/given/to/the/loader",
-    dtype="float32",
-    attn_implementation="sdpa",
-    trust_remote_code=False,
-    freeze=(),
-    gradient_checkpointing=False,
-)
+SETTINGS = model_settings()
 TOLERANCE = 1e-4  # nats per token, both in fp32
 CPU = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -34,8 +34,8 @@ from components.models.tiny import SMALL, make_tiny_checkpoint
 from components.training.ranks import Ranks
 from components.training.service_settings import service_settings
 from components.vlm.client import TrainerPolicySettings
-from components.vlm.settings import TrainerSettings
 from components.vlm.worker import TrainerWorker
+from tests.vlm.conftest import trainer_settings
 
 from .test_serving import CPU, PYTHON, SETTINGS
 
@@ -45,30 +45,13 @@ DEFAULT = (("qwen3-vl", True), ("qwen2.5-vl", True), ("gemma3", True), ("mistral
 ALL = [(name, tied) for name in FAMILIES for tied in (True, False) if (name, tied) != ("molmo2", True)]
 CASES = ALL if os.environ.get("ARMATURE_TEST_FAMILIES") == "all" else DEFAULT
 
-TRAINER = TrainerSettings.model_validate(
-    {
-        "objective": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.28},
-        "aggregation": "token",
-        "kl_coefficient": 0.0,
-        "entropy_coefficient": 0.0,
-        "learning_rate": 3e-3,
-        "adam_beta1": 0.9,
-        "adam_beta2": 0.999,
-        "adam_epsilon": 1e-8,
-        "weight_decay": 0.01,
-        "max_grad_norm": 1.0,
-        "lr_scheduler": "constant",
-        "warmup_steps": 0,
-        "max_steps": STEPS,
-        "samples_per_update": 0,
-        "max_tokens_per_micro_batch": 4096,
-        "max_rows_per_micro_batch": 4,
-        "logprobs": {"name": "torch", "chunk_tokens": 64},
-        "autocast": "none",
-        "save_every": STEPS,
-        "keep_checkpoints": 1,
-        "seed": 0,
-    }
+TRAINER = trainer_settings(
+    learning_rate=3e-3,
+    max_steps=STEPS,
+    max_tokens_per_micro_batch=4096,
+    logprobs={"name": "torch", "chunk_tokens": 64},
+    save_every=STEPS,
+    keep_checkpoints=1,
 )
 
 

@@ -8,6 +8,7 @@ name ends in /, else tensor by tensor, as vLLM's NCCL engine does.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ SAMPLING = SamplingParams(max_tokens=8, temperature=1.0, seed=0, logprobs=0, ski
 
 def register_class(folder: str) -> None:
     """By its class instead of its name, which vLLM would look up in another process: it imports vLLM again, in 10 s."""
+    load_general_plugins()
     (architecture,) = json.loads((Path(folder) / "config.json").read_text())["architectures"]
     ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 
@@ -88,7 +90,7 @@ def all_answers(folders: list[str], conversations: list[Any]) -> list[list[dict[
 
 
 if __name__ == "__main__":
-    load_general_plugins()
+    gc.freeze()  # each start collects five times, which looks at all that was imported
     asked = json.loads(Path(sys.argv[1]).read_text())
     found = {name: all_answers(folders, asked["conversations"]) for name, folders in asked["folders"].items()}
     Path(sys.argv[2]).write_text(json.dumps(found))

@@ -159,9 +159,9 @@ def test_a_group_in_full(client: TestClient, training: Training) -> None:
     assert answer["task"] == {"color": "red"}
     assert answer["failures"] == [{"id": "00001-0000-02", "reason": "timeout", "detail": "30 s"}]
     (image,) = answer["images"].values()
-    picture = client.get(image["uri"], headers=bearer())
-    assert picture.headers["content-type"] == "image/png"
-    assert picture.content.startswith(b"\x89PNG")
+    served = client.get(image["uri"], headers=bearer())
+    assert served.headers["content-type"] == "image/png"
+    assert served.content.startswith(b"\x89PNG")
 
 
 def test_the_command(training: Training) -> None:

@@ -23,26 +23,13 @@ from components.vlm.settings import TrainerSettings
 
 VALUES: dict[str, Any] = {
     "objective": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.28},
-    "aggregation": "token",
-    "kl_coefficient": 0.0,
-    "entropy_coefficient": 0.0,
     "learning_rate": 1e-3,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "adam_epsilon": 1e-8,
     "weight_decay": 0.01,
-    "max_grad_norm": 1.0,
-    "lr_scheduler": "constant",
-    "warmup_steps": 0,
     "max_steps": 10,
-    "samples_per_update": 0,
     "max_tokens_per_micro_batch": 256,
     "max_rows_per_micro_batch": 4,
     "logprobs": {"name": "torch", "chunk_tokens": 16},
-    "autocast": "none",
     "save_every": 2,
-    "keep_checkpoints": 2,
-    "seed": 0,
 }
 
 

@@ -1,0 +1,67 @@
+"""What is wrong with a section of a recipe, in the words of whoever wrote it."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from components.contracts.secrets import PLAIN_SECRET
+from components.contracts.settings import FORMER_KEY, InvalidTable
+from components.registry import suggestion
+
+SHORT = reprlib.Repr()
+SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 200
+
+
+def explain(error: ValidationError, section: str, model: type[BaseModel]) -> str:
+    """Each problem on a line of its own, with the dotted key, the value given, and the nearest known key."""
+    lines = []
+    for problem in error.errors():
+        cause = problem.get("ctx", {}).get("error")
+        if isinstance(cause, InvalidTable):
+            lines.append(explain(cause.error, ".".join([section, *map(str, problem["loc"])]), cause.model))
+            continue
+        path, variant, known = place(model, problem["loc"])
+        key = ".".join([section, *path])
+        line = f"{key}: {problem['msg'].removeprefix('Value error, ')}"
+        if problem["type"] == "extra_forbidden":
+            line = f"{key} is not a setting{f' of {variant!r}' if variant else ''}; {suggestion(path[-1], known)}"
+        elif problem["type"] == "union_tag_not_found":
+            discriminator = problem["ctx"]["discriminator"].strip("'")
+            line = f"{key}.{discriminator}: Field required"
+        elif problem["type"] not in ("missing", PLAIN_SECRET, FORMER_KEY):
+            line += f" (given {SHORT.repr(problem['input'])})"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def place(model: type[BaseModel], location: Sequence[str | int]) -> tuple[list[str], str, Iterable[str]]:
+    """The keys to what a validation error is about, the variant of a union that it is in, and the keys known there."""
+    *parents, last = location or ("",)
+    path, variant, classes = [], "", [model]
+    for part in parents:
+        if len(classes) > 1 and (chosen := [each for each in classes if part in _tags(each)]):
+            variant, classes = str(part), chosen
+            continue
+        path.append(str(part))
+        if len(classes) == 1 and part in classes[0].model_fields:
+            variant, classes = "", list(settings_in(classes[0].model_fields[str(part)].annotation))
+    known = classes[0].model_fields if len(classes) == 1 else ()
+    return [*path, *([str(last)] if location else [])], variant, known
+
+
+def _tags(model: type[BaseModel]) -> set[Any]:
+    """What the fields of a variant that are literals may be, one of which names it."""
+    literals = [field.annotation for field in model.model_fields.values() if get_origin(field.annotation) is Literal]
+    return {value for each in literals for value in get_args(each)}
+
+
+def settings_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The settings classes in a type: of a union, of a list, of a mapping's values."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from settings_in(part)

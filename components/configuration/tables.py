@@ -1,0 +1,135 @@
+"""TOML files that extend one another, and the KEY=VALUE overrides on top of them, as nested tables."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError, model_validator
+
+from components.configuration.problems import SHORT, explain
+from components.contracts.errors import ConfigurationError
+from components.contracts.settings import Settings
+from components.installation import CONFIGS
+
+LARGEST_FILE, DEEPEST = 2**22, 32
+"""Bytes of a TOML file, and parts of an override's dotted key."""
+SUFFIX = ".toml"
+INSTALLED = re.compile(r"[\w-]+/[\w-]+")
+TAKEN_AWAY = object()
+"""In place of a value in overrides: the setting, or the section, is left out."""
+
+
+class Written:
+    """A number of an override, and how it was written: a setting that is a string takes that (a digest like 12e456)."""
+
+    text: str
+
+
+class _Int(Written, int): ...
+
+
+class _Float(Written, float): ...
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` on top of `base`, table by table; lists and scalars are replaced whole, and what is `TAKEN_AWAY` goes."""
+    merged = dict(base)
+    for key, value in over.items():
+        if value is TAKEN_AWAY:
+            merged.pop(key, None)
+            continue
+        old = merged.get(key)
+        merged[key] = merge(old if isinstance(old, Mapping) else {}, value) if isinstance(value, Mapping) else value
+    return merged
+
+
+def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The file's values over those of the files that it extends.
+
+    Raises:
+        ConfigurationError: missing, not TOML, or extending itself.
+    """
+    path = Path(os.path.abspath(path))  # noqa: PTH100 (resolve would fail at a link to itself)
+    if path in seen:
+        chain = " -> ".join(each.name for each in (*seen, path))
+        raise ConfigurationError(f"configurations extend each other in a circle: {chain}", where=str(path))
+    values = _parse(path)
+    if "extends" not in values:
+        return values
+    try:
+        base = Extends.model_validate(values.pop("extends"))
+    except ValidationError as error:
+        raise ConfigurationError(
+            explain(error, "extends", Extends), where=str(path), remedy=str(Extends.__doc__)
+        ) from error
+    extended = CONFIGS / f"{base.file}{SUFFIX}" if INSTALLED.fullmatch(base.file) else path.parent / base.file
+    inherited = read_toml(extended, (*seen, path))
+    kept = {key: value for key, value in inherited.items() if base.sections is None or key in base.sections}
+    return merge(kept, values)
+
+
+class Extends(Settings):
+    """Write extends = "base.toml", or extends = {file = "base.toml", sections = ["model"]}.
+
+    In place of a file, also an installed recipe: extends = "train-vlm/colors".
+    """
+
+    file: str
+    sections: tuple[str, ...] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_a_name(cls, value: Any) -> Any:
+        return {"file": value} if isinstance(value, str) else value
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    missing = ConfigurationError(f"TOML config not found: {path}", remedy="armature list shows what there is")
+    try:
+        if not path.exists():
+            raise missing
+        if not path.is_file() or path.stat().st_size > LARGEST_FILE:
+            raise ConfigurationError(f"not a file of at most {LARGEST_FILE} bytes", where=str(path))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"not valid TOML, which is UTF-8: {error}", where=str(path)) from error
+    except RecursionError as error:
+        raise ConfigurationError("not valid TOML: too deeply nested", where=str(path)) from error
+    except ValueError as error:
+        raise ConfigurationError(f"not valid TOML: {error}", where=str(path)) from error
+    except OSError as error:
+        raise ConfigurationError(f"the file cannot be read: {error.strerror}", where=str(path)) from error
+
+
+def parse_override(text: str) -> dict[str, Any]:
+    """`a.b=value` as nested tables; the value is TOML, a bare word is a string, and none takes away what is there.
+
+    Raises:
+        ConfigurationError: it is of another form.
+    """
+    key, separator, value = text.partition("=")
+    parts = [part.strip() for part in key.split(".")]
+    broken = any(character == "\0" or "\ud800" <= character <= "\udfff" for character in text)
+    if not separator or not all(parts) or len(parts) > DEEPEST or broken:
+        raise ConfigurationError(f"invalid override: {SHORT.repr(text)}", remedy="write --set section.key=value")
+    parsed: Any = TAKEN_AWAY
+    if value.strip():
+        try:
+            parsed, *more = tomllib.loads(f"value = {value}").values()
+            if more:
+                raise ConfigurationError(f"not one override: {SHORT.repr(text)}", remedy="write a --set for each")
+        except tomllib.TOMLDecodeError:
+            parsed = value
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, or too deeply nested
+            raise ConfigurationError(f"invalid override: {SHORT.repr(text)}: {error}", where=key) from error
+    if type(parsed) in (int, float):
+        parsed = _Int(parsed) if isinstance(parsed, int) else _Float(parsed)
+        parsed.text = value.strip()
+    for part in reversed(parts):
+        parsed = {part: parsed}
+    return dict(parsed)
