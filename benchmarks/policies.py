@@ -172,7 +172,7 @@ def _training(
     _clean(device)
     try:
         model = _model(config, device)
-        settings = _settings(mode, batch).model_copy(update={"compile_layers": compiled})
+        settings = _settings(mode, batch).model_copy(update={"torch_compile": compiled})
         prepare(model, settings, "head")
         plan = _plan(action_mode)
         learner = PolicyLearner(model, settings, plan, Ranks(device=device))

@@ -71,7 +71,7 @@ class PolicyUpdateSettings(Settings):
     freeze_embedding: bool = Field(True, description="Leave the input embedding as it is, in full training.")
     max_steps: PositiveInt = Field(description="Optimizer updates.")
     micro_batch_size: PositiveInt = Field(description="Examples of one forward pass of a rank.")
-    compile_layers: bool = Field(
+    torch_compile: bool = Field(
         False,
         description="Compile vision, text and expert layers at their first use, which takes a minute or two. Results "
         "differ in rounding.",

@@ -33,7 +33,7 @@ class RobotRolloutSettings(Settings):
     rows_per_pass: PositiveInt = Field(
         8, description="Rows of one forward pass of the policy, as for an evaluation. 1 is best on a CPU."
     )
-    compile_layers: bool = Field(
+    torch_compile: bool = Field(
         False,
         description="Compile the policy's layers at its first answer, which takes half a minute on a GPU; it moves the "
         "last bits.",

@@ -39,7 +39,7 @@ def train_vla_rl(
 
     plan, machine = settings.rollouts, context.machine
     policy = open_policy(
-        inputs["policy"].path, mode="continuous", rows=plan.rows_per_pass, compile_layers=plan.compile_layers
+        inputs["policy"].path, mode="continuous", rows=plan.rows_per_pass, torch_compile=plan.torch_compile
     )
     refuse_cameras(policy.cameras, settings.simulator)
     training = RobotRLTraining(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from components.contracts.errors import DataError
+from components.models.compiled import check_compiler
 from components.policies.molmoact2.configuration import MolmoAct2Config
 from components.policies.molmoact2.modeling.expert import ActionExpert
 from components.policies.molmoact2.modeling.flow import FlowSamples, flow_errors, noisy_actions
@@ -82,7 +83,11 @@ class MolmoAct2(nn.Module):
         Args:
             dynamic: True: for batches of all shapes. None: for the first shape, and for all where another one comes;
                 what is computed again in a backward pass would then meet other code.
+
+        Raises:
+            ConfigurationError: there is no compiler for C++.
         """
+        check_compiler("torch_compile")
         body = self.vlm.model
         for layer in (*body.vision_tower.layers, *body.language_model.layers, *self.action_expert.blocks):
             layer.compile(dynamic=dynamic, options={"emulate_precision_casts": True})  # rounds where plain layers do
