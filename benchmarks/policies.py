@@ -1,6 +1,6 @@
 """A MolmoAct2 of the released sizes with random weights on one GPU: memory and speed of its training and its answers.
 
-`python -m benchmarks.policies` takes about four minutes; a mode and batch size that does not fit says so.
+`python -m benchmarks.policies` takes about eight minutes; a mode and batch size that does not fit says so.
 """
 
 from __future__ import annotations
@@ -108,6 +108,7 @@ class Training:
     action_mode: str
     batch: int
     packed: bool
+    compiled: bool
     allocated_gib: float | None
     device_gib: float | None  # all that the GPU lent to anyone, as nvidia-smi has it
     samples_per_second: float | None
@@ -115,9 +116,11 @@ class Training:
 
 @dataclass(frozen=True)
 class Answers:
-    """One row at a time, 10 Euler steps; medians."""
+    """So many rows at a time, 10 Euler steps; medians."""
 
+    rows: int
     graph: bool
+    compiled: bool
     milliseconds: float
     allocated_gib: float
 
@@ -140,48 +143,65 @@ def measure(
 ) -> tuple[list[Training], list[Answers]]:
     config = MolmoAct2Config.from_dict(raw)
     trainings = []
+    on_gpu = device.type == "cuda"
     for (mode, action_mode), batch in itertools.product(modes, batches):
-        for packed in (False, True) if batch == max(batches) else (False,):
-            trainings.append(_training(config, device, mode, action_mode, batch, packed))
+        for packed, compiled in ((False, False), (True, False), (False, True)):
+            if (packed and batch < max(batches)) or (compiled and not on_gpu):
+                continue
+            trainings.append(_training(config, device, mode, action_mode, batch, packed, compiled))
             print(trainings[-1], flush=True)
-    answers = [_answers(config, device, graph) for graph in ((True, False) if device.type == "cuda" else (False,))]
-    print(*answers, sep="\n", flush=True)
+    ways = [(1, False, False)]
+    if on_gpu:
+        ways += [(rows, True, compiled) for compiled in (False, True) for rows in (1, *batches)]
+    answers = []
+    for rows, graph, compiled in ways:
+        answers.append(_answers(config, device, rows, graph, compiled))
+        print(answers[-1], flush=True)
     return trainings, answers
 
 
 def _training(
-    config: MolmoAct2Config, device: torch.device, mode: Mode, action_mode: ActionMode, batch: int, packed: bool
+    config: MolmoAct2Config,
+    device: torch.device,
+    mode: Mode,
+    action_mode: ActionMode,
+    batch: int,
+    packed: bool,
+    compiled: bool,
 ) -> Training:
     _clean(device)
     try:
         model = _model(config, device)
-        settings = _settings(mode, batch)
+        settings = _settings(mode, batch).model_copy(update={"torch_compile": compiled})
         prepare(model, settings, "head")
         plan = _plan(action_mode)
         learner = PolicyLearner(model, settings, plan, Ranks(device=device))
         micro = _micro_batch(config, batch, action_mode, packed).to(device)
         reports = [learner.step([micro]) for _ in range(UPDATES)]
     except torch.OutOfMemoryError:
-        return Training(mode, action_mode, batch, packed, None, None, None)
+        return Training(mode, action_mode, batch, packed, compiled, None, None, None)
     allocated = max(report["memory/peak_gib"] for report in reports)
     speed = max(report["samples_per_second"] for report in reports[1:])
-    return Training(mode, action_mode, batch, packed, allocated, _lent(device), speed)
+    return Training(mode, action_mode, batch, packed, compiled, allocated, _lent(device), speed)
 
 
-def _answers(config: MolmoAct2Config, device: torch.device, graph: bool) -> Answers:
+def _answers(config: MolmoAct2Config, device: torch.device, rows: int, graph: bool, compiled: bool) -> Answers:
     _clean(device)
     model = _model(config, device)
+    model.cast_for_inference()
+    if compiled:
+        model.compile_layers(dynamic=None)
     plan = InferencePlan(bidirectional_images=True, hides_answers=False, mask_dimensions=True, steps=10)
-    sampler = Sampler(model, plan, CHUNK, 1, 640, PAD)
+    sampler = Sampler(model, plan, CHUNK, rows, 640, PAD)
     if not graph:
         sampler._euler_steps = sampler._euler
-    example = _examples(config, 1, "continuous", trained=False)
+    examples = _examples(config, rows, "continuous", trained=False)
     times = []
     for seed in range(12):
         began = time.perf_counter()
-        sampler.sample(example, [seed])
+        sampler.sample(examples, range(seed, seed + rows))
         times.append(time.perf_counter() - began)
-    return Answers(graph, 1e3 * statistics.median(times[2:]), peak_memory_gib(device))
+    return Answers(rows, graph, compiled, 1e3 * statistics.median(times[2:]), peak_memory_gib(device))
 
 
 def _model(config: MolmoAct2Config, device: torch.device) -> MolmoAct2:
@@ -239,7 +259,7 @@ def _examples(config: MolmoAct2Config, count: int, action_mode: ActionMode, trai
             Example(
                 input_ids=ids,
                 image_tokens=np.isin(ids, (IM_START, IM_END, IM_PATCH)),
-                pixel_values=random.uniform(-1, 1, (IMAGES, side * side, 588)).astype(np.float32),
+                pixel_values=random.integers(0, 256, (IMAGES, side * side, 588), dtype=np.uint8),
                 pooling=np.concatenate([np.where(windows < 0, -1, windows + n * side**2) for n in range(IMAGES)]),
                 labels=np.array([-100] * len(prompt) + answer) if answer else None,
                 actions=actions if trained else None,

@@ -101,8 +101,7 @@ def by_libraries(encoder: Processor, observation: RobotObservation, actions: Flo
     resize, patches = Resize([side, side], InterpolationMode.BILINEAR, antialias=False), []
     for name in CAMERAS:
         resized = resize(torch.from_numpy(observation.images[name]).permute(2, 0, 1)).permute(1, 2, 0).numpy()
-        levels = resized.astype(np.float32) / np.float32(255) * np.float32(2) - np.float32(1)
-        grid = levels.reshape(rows, patch, rows, patch, 3).transpose(0, 2, 1, 3, 4)
+        grid = resized.reshape(rows, patch, rows, patch, 3).transpose(0, 2, 1, 3, 4)
         patches.append(grid.reshape(rows * rows, patch * patch * 3))
     image = "<im_start>" + "<im_patch>" * len(encoder.layout.pooling) + "<im_end>"
     bins = state_bins(encoder.state.normalize(observation.state), encoder.config.num_state_tokens)

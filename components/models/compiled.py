@@ -26,7 +26,7 @@ def compile_layers(model: PreTrainedModel) -> None:
     Raises:
         ConfigurationError: the model has no layers as transformers makes them, or there is no compiler for C++.
     """
-    _check_compiler()
+    check_compiler(_WHERE)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigurationError(
@@ -49,7 +49,11 @@ def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(forward, dynamic=True, options={"emulate_precision_casts": True})
 
 
-def _check_compiler() -> None:
+def check_compiler(where: str) -> None:
+    """
+    Raises:
+        ConfigurationError: there is no compiler for C++.
+    """
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -58,6 +62,6 @@ def _check_compiler() -> None:
     except InvalidCxxCompiler as error:
         raise ConfigurationError(
             "layers are compiled by a compiler for C++, and there is none",
-            where=_WHERE,
+            where=where,
             remedy="install g++, or leave it out",
         ) from error

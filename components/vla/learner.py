@@ -43,7 +43,7 @@ class PolicyLearner(TrainingEngine[MolmoAct2]):
         ranks = ranks or Ranks()
         self.settings, self.plan = settings, plan
         model.checkpoint_gradients(settings.gradient_checkpointing)
-        if settings.compile_layers:
+        if settings.torch_compile:
             model.compile_layers(dynamic=True)
         if shard is not None:
             shard(model)

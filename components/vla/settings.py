@@ -71,6 +71,11 @@ class PolicyUpdateSettings(Settings):
     freeze_embedding: bool = Field(True, description="Leave the input embedding as it is, in full training.")
     max_steps: PositiveInt = Field(description="Optimizer updates.")
     micro_batch_size: PositiveInt = Field(description="Examples of one forward pass of a rank.")
+    torch_compile: bool = Field(
+        False,
+        description="Compile vision, text and expert layers at their first use, which takes a minute or two. Results "
+        "differ in rounding.",
+    )
     learning_rates: LearningRates = Field(LearningRates(), description="Peak learning rate of each part.")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the first moment.")
     adam_beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's decay of the second moment.")
@@ -113,11 +118,6 @@ class VLATrainerSettings(PolicyUpdateSettings):
 
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass to save memory."
-    )
-    compile_layers: bool = Field(
-        False,
-        description="Compile vision, text and expert layers at their first use, which takes a minute or two. Results "
-        "differ in rounding.",
     )
     batch_size: PositiveInt = Field(description="Examples of an update, of all ranks together.")
     packing: PackingSettings | None = Field(None, description="Packs the examples of a forward pass; none: padding.")

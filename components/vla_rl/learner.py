@@ -76,6 +76,8 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
         self._sigmas = noise_scales(plan.steps, noise_level)
         if settings.mode == "expert":
             model.freeze_vlm(ranks.device)
+        if settings.torch_compile:
+            model.compile_layers(dynamic=True)
         super().__init__(
             model.to(ranks.device).eval(),  # with dropout, no ratio would be 1
             parameter_groups(model, settings),

@@ -33,6 +33,11 @@ class RobotRolloutSettings(Settings):
     rows_per_pass: PositiveInt = Field(
         8, description="Rows of one forward pass of the policy, as for an evaluation. 1 is best on a CPU."
     )
+    torch_compile: bool = Field(
+        False,
+        description="Compile the policy's layers at its first answer, which takes half a minute on a GPU; it moves the "
+        "last bits.",
+    )
     attempts: PositiveInt = Field(3, description="How often an episode is begun whose simulator dies on the way.")
 
 

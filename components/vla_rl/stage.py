@@ -38,7 +38,9 @@ def train_vla_rl(
     from components.vla_rl.run import RobotRLRun
 
     plan, machine = settings.rollouts, context.machine
-    policy = open_policy(inputs["policy"].path, mode="continuous", rows=plan.rows_per_pass)
+    policy = open_policy(
+        inputs["policy"].path, mode="continuous", rows=plan.rows_per_pass, torch_compile=plan.torch_compile
+    )
     refuse_cameras(policy.cameras, settings.simulator)
     training = RobotRLTraining(
         trainer=settings.trainer,

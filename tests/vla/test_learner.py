@@ -192,10 +192,10 @@ def test_compiled_layers_train_as_plain_ones_do(make: Make, sharded: bool) -> No
     both = {"action_mode": "both"}
     common = {"batch_size": 6, "micro_batch_size": 3, "gradient_checkpointing": True, "adam_epsilon": 1e-2}
     plain, updates = make(both, **common)
-    compiled, _ = make(both, compile_layers=not sharded, **common)
+    compiled, _ = make(both, torch_compile=not sharded, **common)
     with one_rank() if sharded else nullcontext():
         if sharded:
-            settings = compiled.settings.model_copy(update={"compile_layers": True})
+            settings = compiled.settings.model_copy(update={"torch_compile": True})
             weights = {name: value.clone() for name, value in compiled.model.state_dict().items()}
             shard = sharder(Ranks(), partial(units, precision="float32"), weights, cast_inputs=False)
             compiled = PolicyLearner(compiled.model, settings, compiled.plan, Ranks(), shard)

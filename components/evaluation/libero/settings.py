@@ -52,6 +52,11 @@ class LiberoEvaluationSettings(Settings):
         description="Rows of one forward pass of the policy, filled up where fewer wait; it moves the last bits, and "
         "with them sampled actions. 1 is best on a CPU.",
     )
+    torch_compile: bool = Field(
+        False,
+        description="Compile the policy's layers at its first answer, which takes half a minute on a GPU; it moves the "
+        "last bits.",
+    )
     attempts: PositiveInt = Field(3, description="How often an episode is begun whose simulator dies on the way.")
     failed_episodes: NonNegativeInt = Field(
         0,

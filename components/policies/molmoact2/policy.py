@@ -142,11 +142,13 @@ def open_policy(
     n_action_steps: int | None = None,
     num_inference_steps: int | None = None,
     image_attention: Literal["bidirectional", "as_trained"] | None = None,
+    torch_compile: bool = False,
 ) -> MolmoAct2Policy:
     """The policy of an artifact or a checkpoint, on the GPU where there is one.
 
     Args:
         n_action_steps, num_inference_steps, image_attention: instead of the policy's own, where given.
+        torch_compile: see `MolmoAct2.compile_layers`.
 
     Raises:
         ConfigurationError: the policy cannot act in this way.
@@ -154,6 +156,8 @@ def open_policy(
     """
     loaded = load_policy(source, device="cuda" if torch.cuda.is_available() else "cpu")
     loaded.model.cast_for_inference()
+    if torch_compile:
+        loaded.model.compile_layers(dynamic=None)
     changes = {
         "n_action_steps": n_action_steps,
         "num_inference_steps": num_inference_steps,

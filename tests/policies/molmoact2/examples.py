@@ -120,7 +120,7 @@ def make_example(
     return Example(
         input_ids=np.array(ids),
         image_tokens=np.isin(ids, [IMAGE_START, PATCH, IMAGE_END]),
-        pixel_values=rng.uniform(-1, 1, (images, SIDE_PATCHES**2, PIXELS)).astype(np.float32),
+        pixel_values=rng.integers(0, 256, (images, SIDE_PATCHES**2, PIXELS), dtype=np.uint8),
         pooling=np.where(pooling >= 0, pooling + offsets, -1).reshape(-1, 4),
         labels=labels if answer else None,
         actions=actions,

@@ -20,7 +20,7 @@ def example(length: int, crops: int, seed: int) -> Example:
     return Example(
         input_ids=rng.integers(8, 90, length),
         image_tokens=rng.random(length) < 0.5,
-        pixel_values=rng.normal(size=(crops, PATCHES, PIXELS)).astype(np.float32),
+        pixel_values=rng.integers(0, 256, (crops, PATCHES, PIXELS), dtype=np.uint8),
         pooling=rng.integers(-1, max(1, crops * PATCHES), (crops * 2, 4)),
         labels=rng.integers(-100, 90, length),
         actions=rng.normal(size=(HORIZON, WIDTH)).astype(np.float32),
@@ -39,7 +39,7 @@ def unbatch(batch: PolicyBatch, number: int) -> Example:
     return Example(
         input_ids=batch.input_ids[row].numpy()[owned[row]],
         image_tokens=batch.image_tokens[row].numpy()[owned[row]],
-        pixel_values=np.zeros(0, np.float32),
+        pixel_values=np.zeros(0, np.uint8),
         pooling=np.zeros(0, np.int64),
         labels=batch.labels[row].numpy()[owned[row]],
         actions=batch.actions[number].numpy(),

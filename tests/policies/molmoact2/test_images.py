@@ -10,6 +10,7 @@ import torch
 from torchvision.transforms import InterpolationMode, Resize
 
 from components.contracts.errors import ConfigurationError, DataError
+from components.policies.molmoact2.modeling.vlm import normalized
 from components.policies.molmoact2.processing.images import ImageLayout
 
 RELEASED = ImageLayout(side=378, patch=14, pool=2, columns=False)
@@ -27,7 +28,7 @@ def levels(layout: ImageLayout, patches: np.ndarray) -> np.ndarray:
         row, column = divmod(index, n)
         for place, value in enumerate(patch):
             (y, x), channel = divmod(place // 3, p), place % 3
-            square[row * p + y, column * p + x, channel] = round((float(value) + 1) / 2 * 255)
+            square[row * p + y, column * p + x, channel] = int(value)
     return square
 
 
@@ -62,7 +63,7 @@ def test_resizing_equals_torchvision_bit_by_bit(size: tuple[int, int]) -> None:
     wanted = theirs.permute(1, 2, 0).numpy().astype(np.float32) / np.float32(255) * np.float32(2) - np.float32(1)
     patches = wanted.reshape(27, 14, 27, 14, 3).transpose(0, 2, 1, 3, 4).reshape(729, 588)
     ours = RELEASED.patchify([given])
-    assert ours.dtype == np.float32 and np.array_equal(ours[0], patches)
+    assert ours.dtype == np.uint8 and np.array_equal(normalized(torch.from_numpy(ours[0])).numpy(), patches)
 
 
 @pytest.mark.filterwarnings("error")

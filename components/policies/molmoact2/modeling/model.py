@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from components.contracts.errors import DataError
+from components.models.compiled import check_compiler
 from components.policies.molmoact2.configuration import MolmoAct2Config
 from components.policies.molmoact2.modeling.expert import ActionExpert
 from components.policies.molmoact2.modeling.flow import FlowSamples, flow_errors, noisy_actions
@@ -74,17 +75,22 @@ class MolmoAct2(nn.Module):
             for part in (expert.blocks, expert.context_k_proj, expert.context_v_proj):
                 part.to(torch.bfloat16)
 
-    def compile_layers(self, *, dynamic: bool) -> None:
+    def compile_layers(self, *, dynamic: bool | None) -> None:
         """Compile vision, text and expert layers at their first call: elementwise work becomes few kernels.
 
         Layers of a kind share their code. Results differ in rounding from those of layers that are not compiled.
 
         Args:
-            dynamic: once for batches of all shapes, else once for each of up to eight.
+            dynamic: True: for batches of all shapes. None: for the first shape, and for all where another one comes;
+                what is computed again in a backward pass would then meet other code.
+
+        Raises:
+            ConfigurationError: there is no compiler for C++.
         """
+        check_compiler("torch_compile")
         body = self.vlm.model
         for layer in (*body.vision_tower.layers, *body.language_model.layers, *self.action_expert.blocks):
-            layer.compile(dynamic=dynamic)
+            layer.compile(dynamic=dynamic, options={"emulate_precision_casts": True})  # rounds where plain layers do
 
     def autocast(self, device: torch.device) -> torch.autocast:
         """The precision that all of the model computes in."""

@@ -1,7 +1,7 @@
 """The vision-language half: native Molmo2 parts and names, with every text layer's keys and values as outputs.
 
-Differences from transformers' forward pass that MolmoAct2's weights were trained with: pixels are rounded back to 8
-bits before the vision tower, norms and rotary positions are computed in float32, text layers have residual dropout.
+Differences from transformers' forward pass that MolmoAct2's weights were trained with: pixels have the 256 values of 8
+bits, norms and rotary positions are computed in float32, text layers have residual dropout.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Molmo2Body(nn.Module):
 
         Args:
             ids, positions: (B, L) int64. mask: (B, 1, L, L) bool, True where a query (third) sees a key (last).
-            pixels: (C, patches, pixels of a patch) in [-1, 1]. pooling: (P, 4) indices of patches over all crops, -1
+            pixels: (C, patches, pixels of a patch) uint8. pooling: (P, 4) indices of patches over all crops, -1
                 for none; the P image tokens are those of `ids`, row by row.
 
         Raises:
@@ -174,7 +174,7 @@ class Molmo2Body(nn.Module):
             self.check_images(ids, pooling)
         x = self.language_model.embed_tokens(ids)
         if len(pixels):
-            features = self.multi_modal_projector(self.vision_tower(as_bytes(pixels)), pooling)
+            features = self.multi_modal_projector(self.vision_tower(normalized(pixels)), pooling)
             x = _with_images(x, ids == self.image_patch_id, features)
         hidden: BackboneOutput = self.language_model(x, positions, mask)
         return hidden
@@ -209,9 +209,9 @@ def _with_images(x: Tensor, is_patch: Tensor, features: Tensor) -> Tensor:
     return x + added.masked_fill(~is_patch[..., None], 0.0)
 
 
-def as_bytes(pixels: Tensor) -> Tensor:
-    """Pixels in [-1, 1], each rounded to the nearest of the 256 values that 8 bits have."""
-    return ((pixels + 1.0) / 2.0 * 255.0).round().clamp(0.0, 255.0) / 255.0 * 2.0 - 1.0
+def normalized(levels: Tensor) -> Tensor:
+    """uint8 levels as float32 in [-1, 1]."""
+    return levels.float() / 255.0 * 2.0 - 1.0
 
 
 def checkpointed(module: Callable[..., Any], active: bool, *inputs: Any) -> Any:

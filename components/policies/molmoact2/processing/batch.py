@@ -16,6 +16,7 @@ from components.contracts.errors import DataError
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
+Pixels = NDArray[np.uint8]
 PadSide = Literal["left", "right"]
 
 IGNORED, NO_EXAMPLE = -100, -1
@@ -27,7 +28,7 @@ class Example:
 
     input_ids: (S,), the first token being BOS; no padding.
     image_tokens: (S,), True where the token belongs to an image (its patches, rows and edges).
-    pixel_values: (C, patches, pixels of a patch) in [-1, 1], C = 0 without images.
+    pixel_values: (C, patches, pixels of a patch) uint8 levels, C = 0 without images.
     pooling: (P, 4) patches that make an image token, counted over this example's crops; -1: no patch.
     labels: (S,) for discrete actions, -100 where nothing is learned; None where they are not trained.
     actions: (T, max_action_dim) normalized, zeros beyond the robot's own; None at inference.
@@ -37,7 +38,7 @@ class Example:
 
     input_ids: Ints
     image_tokens: Flags
-    pixel_values: Floats
+    pixel_values: Pixels
     pooling: Ints
     labels: Ints | None
     actions: Floats | None
@@ -62,7 +63,7 @@ class PolicyBatch:
     input_ids, position_ids: (B, L) int64; positions start at 0 in each example, pads have 0.
     example_ids: (B, L) int64, the number (0 to E - 1) of the example that a token belongs to; -1 is padding.
     image_tokens: (B, L) bool.
-    pixel_values: (C, patches, pixels of a patch) float32 of all examples in order; pooling: (P, 4) int64 over all C.
+    pixel_values: (C, patches, pixels of a patch) uint8 of all examples in order; pooling: (P, 4) int64 over all C.
     rows: (E,) int64, the row of each example.
     labels: (B, L) int64 or None. actions: (E, T, D) float32 or None; horizon_padding: (E, T) bool or None;
     dimension_padding: (E, D) bool.

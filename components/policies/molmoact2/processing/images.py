@@ -9,14 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import interpolate
 
 from components.contracts.errors import ConfigurationError, DataError
-from components.policies.molmoact2.processing.batch import Floats, Ints
+from components.policies.molmoact2.processing.batch import Ints, Pixels
 
-Pixels = NDArray[np.uint8]
 _CHANNELS, _BILINEAR = 3, 2  # Pillow's number
 
 
@@ -104,16 +102,16 @@ class ImageLayout:
         windows = grid.reshape(self.rows, self.pool, self.rows, self.pool).transpose(0, 2, 1, 3)
         return np.ascontiguousarray(windows.reshape(self.rows**2, self.pool**2))
 
-    def patchify(self, images: Sequence[Pixels]) -> Floats:
-        """(images, patches, pixels of a patch) in [-1, 1], the channel last within a patch.
+    def patchify(self, images: Sequence[Pixels]) -> Pixels:
+        """(images, patches, pixels of a patch) uint8 levels, the channel last within a patch.
 
         Raises:
             DataError: an image is not uint8 of (height, width, 3).
         """
         n, p = self.patches, self.patch
-        patches = torch.empty(len(images), n, n, p, p * _CHANNELS)
+        patches = torch.empty(len(images), n, n, p, p * _CHANNELS, dtype=torch.uint8)
         for one, image in zip(patches, images, strict=True):
-            levels = _resize(_checked(image), self.side).div_(255).mul_(2).sub_(1)
+            levels = _resize(_checked(image), self.side)
             one.copy_(levels.reshape(n, p, n, p * _CHANNELS).transpose(1, 2))
         return patches.reshape(len(images), n * n, p * p * _CHANNELS).numpy()
 
