@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from components.adapters.validate import model_inputs
 from components.batches.check import check_samples
 from components.contracts.batches import MultimodalBatch, Sample
-from components.contracts.errors import ConfigurationError
 from components.models.compiled import compile_layers
 from components.models.families import family_of
 from components.models.lora import base_model
@@ -34,6 +33,7 @@ from components.vlm.objectives import Tokens, loss_of, normalizer
 from components.vlm.packing import PackedBatch
 from components.vlm.plan import MicroBatch, micro_batches, packed_micro_batches, share, updates
 from components.vlm.settings import TrainerSettings
+from components.vlm.weights import prepare_weights
 
 Load = Callable[[Sequence[MicroBatch]], Iterator[tuple[MicroBatch, MultimodalBatch]]]
 """Gives each planned micro-batch its tensors, in order."""
@@ -83,7 +83,7 @@ class Learner(TrainingEngine[Any]):
         )
         needs_copy = settings.kl_coefficient > 0 and not isinstance(model, PeftModel)
         self.reference = self._make_policy(deepcopy(model).requires_grad_(False)) if needs_copy else None
-        self.policy = self._make_policy(_trained_weights(model, settings, sharded=shard is not None))
+        self.policy = self._make_policy(prepare_weights(model, settings, sharded=shard is not None))
         for policy in (self.policy, self.reference):
             if policy is not None:
                 (shard or partial(Policy.to, device=ranks.device))(policy)
@@ -255,45 +255,6 @@ def _to(batch: MultimodalBatch, device: torch.device) -> MultimodalBatch:
     if isinstance(batch, PackedBatch):
         moved["packing"] = batch.packing.to(device)
     return type(batch)(**moved)
-
-
-def _trained_weights(model: nn.Module, settings: TrainerSettings, *, sharded: bool) -> nn.Module:
-    """What is trained, in fp32 or with gradients in fp32: an update of 1e-6 is lost in the 8 bits of a bf16 weight."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if settings.weights == "bfloat16":
-        adapters = trained if isinstance(model, PeftModel) else []  # PEFT makes them in fp32
-        _set_dtype(adapters, torch.bfloat16)
-        if (dtypes := _dtypes(model)) != {torch.bfloat16}:
-            raise ConfigurationError(
-                f"weights that compute in bfloat16 are to be loaded in it, and there are {_named(dtypes)}",
-                where="trainer.weights",
-                remedy="set model.dtype = 'bfloat16', or leave trainer.weights out",
-            )
-        if not sharded:  # FSDP keeps its shards, and their gradients, in fp32
-            for parameter in trained:
-                parameter.grad_dtype = torch.float32
-        return model
-    _set_dtype(trained, torch.float32)
-    if len(dtypes := _dtypes(model)) > 1 and settings.autocast == "none":
-        raise ConfigurationError(
-            f"weights of several types ({_named(dtypes)}) need autocast",
-            where="trainer.autocast",
-            remedy="set trainer.autocast = 'bf16', or model.dtype = 'float32'",
-        )
-    return model
-
-
-def _set_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
-    for parameter in parameters:
-        parameter.data = parameter.data.to(dtype)
-
-
-def _dtypes(model: nn.Module) -> set[torch.dtype]:
-    return {parameter.dtype for parameter in model.parameters()}
-
-
-def _named(dtypes: Iterable[torch.dtype]) -> str:
-    return ", ".join(sorted(map(str, dtypes)))
 
 
 def _learning_rates(settings: TrainerSettings) -> Callable[[int], float]:
