@@ -18,7 +18,7 @@ def prepare_weights(model: nn.Module, settings: TrainerSettings, *, sharded: boo
     An update of 1e-6 is lost in the 8 bits of a bf16 weight: of those the optimizer keeps the masters.
 
     Raises:
-        ConfigurationError: weights of several dtypes without autocast, or not loaded in the dtype that they are to have.
+        ConfigurationError: weights of several dtypes without autocast, or loaded in another dtype than is asked for.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if settings.weights == "bfloat16":
