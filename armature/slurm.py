@@ -26,7 +26,7 @@ run=({run})
 {start}
 wait $!
 code=$?
-if scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; then scontrol requeue "$SLURM_JOB_ID"; fi
+{ended}if scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit $code
 """
 _ONE_NODE = 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" "${run[@]}" &'
@@ -40,9 +40,14 @@ srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --label --kill-on-bad-exit=1 --wait=
   if [ "$SLURM_PROCID" -gt 0 ]; then exec "$python" -m armature join "$rendezvous"; fi
   "${@:2}"
   code=$?
+  echo $code > "$rendezvous.code"
   rm -r "$rendezvous"
   exit $code
 ' node "$rendezvous" "${run[@]}" &"""
+_END_OF_SEVERAL = """\
+# Not srun's, which may be that of another node, whose program it has killed.
+if [ -f "$rendezvous.code" ]; then code=$(<"$rendezvous.code") && rm "$rendezvous.code"; fi
+"""
 
 
 def submit(name: str, overrides: Sequence[str], options: Sequence[str]) -> str:
@@ -89,6 +94,7 @@ def script(name: str, overrides: Sequence[str], options: Sequence[str]) -> str:
         folder=shlex.quote(str(Path.cwd())),
         run=shlex.join([sys.executable, "-m", "armature", "run", name, *(f"--set={each}" for each in overrides)]),
         start=_ONE_NODE if machine.trainer_nodes == 1 else _SEVERAL_NODES,
+        ended="" if machine.trainer_nodes == 1 else _END_OF_SEVERAL,
     )
 
 
