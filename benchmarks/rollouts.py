@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image
 
 from components.adapters import get_adapter
 from components.adapters.family import FamilyAdapter
 from components.artifacts.images import ImageStore, encode_png
+from components.contracts.images import ImageRef
 from components.contracts.rollouts import GenerateOutputs, Trajectory, Turn
 from components.models.load import load_processor
 from components.models.settings import ModelSettings
 
+Ids = npt.NDArray[Any]
 FAMILY = "qwen2-vl"
 SETTINGS = {
     "dtype": "float32",
@@ -30,6 +34,29 @@ def model_settings(checkpoint: Path) -> ModelSettings:
 
 def adapter_of(checkpoint: Path, images: ImageStore) -> FamilyAdapter:
     return get_adapter(checkpoint, load_processor(checkpoint, model_settings(checkpoint)), images.open, None)
+
+
+def one_turn(group: int, member: int, prompt: Ids, answer: Ids, image: ImageRef, reward: float) -> Trajectory:
+    """An episode of one answer to a prompt with one image."""
+    turn = Turn(
+        index=0,
+        prompt_token_ids=prompt.astype(np.int32),
+        completion_token_ids=answer.astype(np.int32),
+        completion_logprobs=np.full(len(answer), -2.0, np.float32),
+        finish_reason="length",
+        policy_version=0,
+        images=(image,),
+        messages="[]",
+        completion="",
+        reward=reward,
+        reward_parts={"correct": 0.0},
+        anchor_key=None,
+        admissible_key=None,
+        action_defect=None,
+        generate_seconds=0.0,
+        environment_seconds=0.0,
+    )
+    return Trajectory(f"{group:06d}-{member:02d}", f"{group:06d}", "bench", f"t{group}", "train", (turn,), False)
 
 
 def make_rollouts(
@@ -51,24 +78,6 @@ def make_rollouts(
         text = [7] * 12
         ids = np.array(text + [adapter.collator.image_token_id] * runs[0] + text, np.int32)
         for member in range(group_size):
-            turn = Turn(
-                index=0,
-                prompt_token_ids=ids,
-                completion_token_ids=random.integers(8, 200, tokens).astype(np.int32),
-                completion_logprobs=np.full(tokens, -2.0, np.float32),
-                finish_reason="length",
-                policy_version=0,
-                images=(ref,),
-                messages="[]",
-                completion="",
-                reward=float(random.integers(0, 2)),
-                reward_parts={"correct": 0.0},
-                anchor_key=None,
-                admissible_key=None,
-                action_defect=None,
-                generate_seconds=0.0,
-                environment_seconds=0.0,
-            )
-            name = f"{group:06d}-{member:02d}"
-            trajectories.append(Trajectory(name, f"{group:06d}", "bench", f"t{group}", "train", (turn,), False))
+            answer, reward = random.integers(8, 200, tokens), float(random.integers(0, 2))
+            trajectories.append(one_turn(group, member, ids, answer, ref, reward))
     return GenerateOutputs(trajectories)

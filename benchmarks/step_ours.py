@@ -18,13 +18,14 @@ import numpy as np
 import torch
 from transformers import AutoProcessor
 
-from benchmarks.step_case import Case, clean, make_model, peak_gib, say, sync
+from benchmarks.rollouts import one_turn
+from benchmarks.step_case import GROUP_SIZE, Case, clean, make_model, peak_gib, say, sync
 from components.adapters import SampleCollator, get_adapter
 from components.artifacts.images import ImageStore, encode_png
 from components.batches.build import build_batch
 from components.batches.settings import BatchSettings
 from components.contracts.batches import Sample
-from components.contracts.rollouts import GenerateOutputs, Trajectory, Turn
+from components.contracts.rollouts import GenerateOutputs
 from components.models.attention import follow_image_attention
 from components.models.families import family_of
 from components.models.load import RECOMPUTATION, freeze
@@ -68,27 +69,9 @@ def settings_of(tokens: int, words: set[str]) -> TrainerSettings:
 def samples_of(case: Case, adapter: Any, store: ImageStore, prompt: np.ndarray[Any, Any]) -> list[Sample]:
     refs = [store.put(encode_png(image)) for image in case.images]
     trajectories = []
-    for row, ids in enumerate(case.answers):
-        group = row // 8
-        turn = Turn(
-            index=0,
-            prompt_token_ids=prompt.astype(np.int32),
-            completion_token_ids=ids,
-            completion_logprobs=np.full(len(ids), -2.0, np.float32),
-            finish_reason="length",
-            policy_version=0,
-            images=(refs[group],),
-            messages="[]",
-            completion="",
-            reward=case.rewards[row],
-            reward_parts={},
-            anchor_key=None,
-            admissible_key=None,
-            action_defect=None,
-            generate_seconds=0.0,
-            environment_seconds=0.0,
-        )
-        trajectories.append(Trajectory(f"{row:04d}", f"{group:04d}", "bench", f"t{group}", "train", (turn,), False))
+    for row, answer in enumerate(case.answers):
+        group, member = divmod(row, GROUP_SIZE)
+        trajectories.append(one_turn(group, member, prompt, answer, refs[group], case.rewards[row]))
     built = build_batch(GenerateOutputs(trajectories), adapter, BATCH)
     assert not built.drops, built.drops
     return list(built.samples)

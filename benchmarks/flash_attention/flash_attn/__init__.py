@@ -2,14 +2,9 @@
 PyTorch carries (aten::_flash_attention_forward), under flash-attn's names. No dropout, no window.
 """
 
-import inspect
-import os
-
 import torch
 
-MODE = os.environ.get("FLASH_SHIM", "aten")  # aten, expand (heads of keys repeated), varlen (torch.nn.attention.varlen)
 __version__ = "2.8.3"
-CALLS = {"dense": 0, "varlen": 0}
 
 
 class _Varlen(torch.autograd.Function):
@@ -32,20 +27,6 @@ class _Varlen(torch.autograd.Function):
         return dq, dk, dv, None, None, None, None, None, None
 
 
-def _run(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale):
-    if MODE != "aten":
-        repeats = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    if MODE == "varlen":
-        from torch.nn.attention.varlen import varlen_attn
-
-        known = inspect.signature(varlen_attn).parameters
-        more = {"scale": scale} if "scale" in known else {}
-        more |= {"window_size": (-1, 0) if causal else (-1, -1)} if "window_size" in known else {"is_causal": causal}
-        return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **more)
-    return _Varlen.apply(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale)
-
-
 def flash_attn_varlen_func(
     q,
     k,
@@ -64,8 +45,7 @@ def flash_attn_varlen_func(
     return_attn_probs=False,
     block_table=None,
 ):
-    CALLS["varlen"] += 1
-    return _run(
+    return _Varlen.apply(
         q,
         k,
         v,
@@ -94,15 +74,14 @@ def flash_attn_func(
     deterministic=False,
     return_attn_probs=False,
 ):
-    CALLS["dense"] += 1
     b, n, m = q.shape[0], q.shape[1], k.shape[1]
     keys = [(b, n, q.device), (b, m, q.device)]
     for key in keys:
         if key not in _lengths:
             _lengths[key] = torch.arange(0, (b + 1) * key[1], key[1], dtype=torch.int32, device=q.device)
     flat = [t.reshape(-1, t.shape[-2], t.shape[-1]) for t in (q, k, v)]
-    return _run(*flat, _lengths[keys[0]], _lengths[keys[1]], n, m, bool(causal), softmax_scale).view(q.shape)
+    return _Varlen.apply(*flat, _lengths[keys[0]], _lengths[keys[1]], n, m, bool(causal), softmax_scale).view(q.shape)
 
 
 def flash_attn_with_kvcache(*arguments, **more):
-    raise NotImplementedError
+    raise NotImplementedError("this stand-in has no cache of keys and values: it trains, and generates nothing")
