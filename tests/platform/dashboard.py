@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -51,18 +51,25 @@ def fill_list(page: Any, label: str, values: list[str], control: str) -> None:
 def start_from_the_form(
     browser: Any, api: httpx.Client, dashboard: str, checkpoints: list[str], seeds: list[str]
 ) -> dict[str, Any]:
-    """Fill and submit the custom-run form of evaluate/sweep; the flow run that it started."""
+    """Fill and submit the custom-run form of evaluate/sweep; the flow run that it started.
+
+    The form ignores a click that comes before it knows what was typed, so a click that starts nothing is repeated.
+    """
+    from playwright.sync_api import TimeoutError as NoAnswer
+
     deployment = api.get("/deployments/name/evaluate/sweep").json()["id"]
     page = open_page(browser, f"{dashboard}/deployments/deployment/{deployment}/run")
     page.locator(f"xpath={LABEL.format('Checkpoints')}").first.wait_for()
     fill_list(page, "Checkpoints", checkpoints, "textarea")
     fill_list(page, "Seeds", seeds, "input")
-    page.get_by_role("button", name="Submit").click()
-    query = {"deployments": {"id": {"any_": [deployment]}}}
-    while not (runs := api.post("/flow_runs/filter", json=query).json()):
-        page.wait_for_timeout(500)
-    started: dict[str, Any] = runs[0]
-    return started
+    for _ in range(3):
+        with suppress(NoAnswer):
+            with page.expect_response(lambda answer: "create_flow_run" in answer.url, timeout=60_000) as created:
+                page.get_by_role("button", name="Submit").click()
+            started: dict[str, Any] = created.value.json()
+            assert created.value.status == 201, started
+            return started
+    raise AssertionError(f"the form starts nothing:\n{page.inner_text('body')}")
 
 
 def table_of_results(browser: Any, dashboard: str, run_id: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import socket
@@ -56,9 +57,9 @@ class OtherNode:
 
     def message(self, text: str) -> None:
         self.said.append(text)
-        _, found, command = text.partition("armature join ")
-        if found:
-            words = [sys.executable, "-m", "armature", "join", *shlex.split(command)]
+        told = re.search("armature join ([^`\\n]+)", text)
+        if told is not None and (self.program is None or self.program.returncode is not None):
+            words = [sys.executable, "-m", "armature", "join", *shlex.split(told[1])]
             self.program = Program(words, log=self.folder / "log")
 
     def kill(self) -> None:
