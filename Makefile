@@ -16,13 +16,22 @@ run: environments  ## train a tiny vision-language model with GRPO on this machi
 test: environments  ## every test; choose with ARGS="-m 'not slow'"
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-interop: .venv/.made $(INTEROP:%=.venv-%/.made)  ## tests against what others write: verifiers, OpenEnv, LeRobot, S3, Postgres's drivers, Prefect's Kubernetes worker, checkov, Ray
+interop: interop-cluster interop-ray interop-verifiers interop-openenv interop-lerobot  ## tests against what others write: verifiers, OpenEnv, LeRobot, S3, Postgres's drivers, Prefect's Kubernetes worker, checkov, Ray
+
+.PHONY: interop-cluster interop-ray interop-verifiers interop-openenv interop-lerobot
+interop-cluster: .venv-cluster/.made .venv-checkov/.made
 	.venv-cluster/bin/python -m pytest tests/interop/cluster
+
+interop-ray: .venv-ray/.made
 	.venv-ray/bin/python -m pytest tests/workers -k actor  # those in processes of this machine are in make test
 	.venv-ray/bin/python -m pytest tests/interop/ray_cluster
+
+interop-verifiers: .venv-verifiers-legacy/.made .venv-verifiers-v1/.made
 	.venv-verifiers-legacy/bin/python -m pytest tests/interop/verifiers/test_legacy.py
 	.venv-verifiers-v1/bin/python -m pytest tests/interop/verifiers/test_v1.py
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/interop/openenv tests/interop/lerobot
+
+interop-openenv interop-lerobot: interop-%: .venv/.made .venv-%/.made
+	$(BIN)/python -m pytest tests/interop/$*
 
 production: environments .venv-cluster/.made  ## the platform on PostgreSQL and S3, jobs of SLURM, machines that are lost; as root, on Linux; choose with ARGS="-k lost_machine"
 	.venv-cluster/bin/python -m pytest -s -o timeout=900 tests/production $(ARGS)
@@ -74,6 +83,7 @@ environments: .venv/.made .venv-vllm/.made
 	$(PYTHON) -m armature.setup vllm
 
 .venv-ray/.made: .venv/.made
+.venv-vllm/.made $(INTEROP:%=.venv-%/.made): | .venv/.made  # which brings uv for all
 
 $(INTEROP:%=.venv-%/.made): .venv-%/.made: requirements/interop-%.txt requirements/cluster.txt requirements/constraints.txt pyproject.toml $(SETUP)
 	$(PYTHON) -m armature.setup $*

@@ -26,6 +26,7 @@ from components.vla.groups import prepare
 from components.vla.learner import PolicyLearner
 from components.vla.robots import RobotsByTag, robots_of
 from components.vla.sharding import units
+from tests.compiling import trace_only
 
 from .conftest import CHUNK, policy_settings
 from .settings import LORA, training_settings
@@ -186,9 +187,9 @@ def test_what_is_sharded_at_once_gives_tensors_that_fsdp_finds(make: Make) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # the compiler for a CPU takes a minute or more
 @pytest.mark.parametrize("sharded", [False, True])
-def test_compiled_layers_train_as_plain_ones_do(make: Make, sharded: bool) -> None:
+def test_compiled_layers_train_as_plain_ones_do(make: Make, sharded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace_only(monkeypatch)
     both = {"action_mode": "both"}
     common = {"batch_size": 6, "micro_batch_size": 3, "gradient_checkpointing": True, "adam_epsilon": 1e-2}
     plain, updates = make(both, **common)
