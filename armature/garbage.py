@@ -7,17 +7,19 @@ from datetime import timedelta
 from tqdm import tqdm
 
 from components.artifacts.garbage import delete_garbage, find_garbage
+from components.artifacts.remote import refuse_store_as_remote
 from components.artifacts.remote_folder import RemoteFolder
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
+from components.home import home_folder
 
 
 def collect(machine: Machine, days: int, dry_run: bool) -> None:
     """Delete it, unless `dry_run`, and print what and how much.
 
     Raises:
-        ConfigurationError: there is no remote store.
-        DataError: the list of a checkpoint's files cannot be read.
+        ConfigurationError: there is no remote store, or it lies in the store here.
+        DataError: what says which files belong together cannot be read.
         StoreError: the remote store cannot be used.
     """
     if machine.remote_store is None:
@@ -25,11 +27,12 @@ def collect(machine: Machine, days: int, dry_run: bool) -> None:
             "there is no remote store", where="machine.remote_store", remedy="name it: --machine remote_store=URL"
         )
     remote = RemoteFolder(machine.remote_store, tqdm.write)
+    refuse_store_as_remote(remote, home_folder() / machine.store)
     found = find_garbage(remote, timedelta(days=days))
     for garbage in found.garbage:
         print(f"{garbage.name}: {garbage.why}, {len(garbage.files)} files, {_size(garbage.bytes)}")
     for upload in found.uploads:
-        print(f"{upload.key}: upload that was begun on {upload.begun:%Y-%m-%d} and not completed")
+        print(f"{upload.name}: upload that was begun on {upload.begun:%Y-%m-%d} and not completed")
     if not dry_run:
         delete_garbage(remote, found)
     files, size = sum(len(each.files) for each in found.garbage), sum(each.bytes for each in found.garbage)

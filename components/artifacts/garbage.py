@@ -2,15 +2,18 @@
 
 A pack of images may be in use again soon: a push that finds it there names it in its artifact afterwards. So packs are
 listed in `garbage/unused.json` first, where pushes look before they use one again, and deleted by a later collection.
+What has a name that no store of ours gives is not looked at: others may keep files in the same bucket.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from components.artifacts.leases import LEASES
 from components.artifacts.manifest import MANIFEST
@@ -18,6 +21,18 @@ from components.artifacts.packs import UNUSED, unused_packs
 from components.artifacts.remote import DIGESTS, IMAGES_FILE, NO_STAGES
 from components.artifacts.remote_checkpoints import WORKSPACES, RemoteCheckpoints
 from components.artifacts.remote_folder import FileDetails, RemoteFolder, Upload
+from components.contracts.errors import DataError
+
+_FINGERPRINT = r"[0-9a-f]{20}(-[\w.-]+)?"
+_OURS = re.compile(
+    rf"(?!({'|'.join(sorted(NO_STAGES))})/)[\w-]+/{_FINGERPRINT}/.+"
+    rf"|({WORKSPACES}|{LEASES})/[\w-]+-{_FINGERPRINT}/.+"
+    rf"|{DIGESTS}/(?P<two>[0-9a-f]{{2}})/(?P=two)[0-9a-f]+(\.dir)?"
+    r"|images/(?P<first>[0-9a-f]{2})/(?P=first)[0-9a-f]{62}\.zip"
+)
+"""The names that `RemoteStore` gives: an artifact's, a checkpoint's or lease's, a digest's and a pack's."""
+
+_DAMAGED = "nothing was deleted; delete this file in the remote store, and push its artifact again"
 
 
 @dataclass(frozen=True)
@@ -48,7 +63,7 @@ def find_garbage(remote: RemoteFolder, older_than: timedelta) -> Found:
         older_than: what changed later than this ago is kept: a run in progress may need it.
 
     Raises:
-        DataError: the list of a checkpoint's files cannot be read.
+        DataError: what says which files belong together cannot be read.
         StoreError: see `RemoteFolder`.
     """
     now = datetime.now(UTC)
@@ -66,7 +81,7 @@ def find_garbage(remote: RemoteFolder, older_than: timedelta) -> Found:
             unused[pack] = since
     return Found(
         [each for each in garbage if all(file.modified < limit for file in each.files)],
-        [upload for upload in remote.uploads() if upload.begun < limit],
+        [upload for upload in remote.uploads() if _OURS.fullmatch(upload.name) and upload.begun < limit],
         unused,
     )
 
@@ -86,11 +101,11 @@ def delete_garbage(remote: RemoteFolder, found: Found) -> None:
 
 
 class _Listing:
-    """All that is in the remote store."""
+    """All of ours that is in the remote store."""
 
     def __init__(self, remote: RemoteFolder) -> None:
         self._remote = remote
-        self._files = {file.name: file for file in remote.details("")}
+        self._files = {file.name: file for file in remote.details("") if _OURS.fullmatch(file.name)}
         self._folders: dict[tuple[str, str], list[FileDetails]] = defaultdict(list)
         for name, file in self._files.items():
             if name.count("/") > 1:
@@ -121,9 +136,8 @@ class _Listing:
                 yield Garbage("checkpoint that another has replaced, or that arrived in part", name, its)
 
     def digests(self) -> Iterator[Garbage]:
-        for name, content in self._read(name for name in self._files if name.startswith(f"{DIGESTS}/")):
-            named = json.loads(content)
-            if f"{named['stage']}-{named['fingerprint']}" not in self._made:
+        for name, named in self._read(name for name in self._files if name.startswith(f"{DIGESTS}/")):
+            if f"{named.get('stage')}-{named.get('fingerprint')}" not in self._made:
                 yield Garbage("digest of an artifact that is gone", name, [self._files[name]])
 
     def leases(self) -> Iterator[Garbage]:
@@ -133,11 +147,18 @@ class _Listing:
 
     def unreferenced_packs(self) -> Iterator[tuple[str, FileDetails]]:
         lists = (f"{'/'.join(home)}/{IMAGES_FILE}" for home in self._homes)
-        shown = {pack for _, content in self._read(lists) for pack in json.loads(content)}
+        shown = {pack for _, packs in self._read(lists) for pack in packs}
         for name, file in self._files.items():
             pack = name.rpartition("/")[2].removesuffix(".zip")
             if name.startswith("images/") and pack not in shown:
                 yield pack, file
 
-    def _read(self, names: Iterator[str]) -> Iterator[tuple[str, bytes]]:
-        yield from self._remote.read_all([name for name in names if name in self._files]).items()
+    def _read(self, names: Iterator[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        for name, content in self._remote.read_all([name for name in names if name in self._files]).items():
+            try:
+                document = json.loads(content)
+            except ValueError as error:
+                raise DataError(f"cannot be read: {error}", where=name, remedy=_DAMAGED) from error
+            if not isinstance(document, dict):
+                raise DataError("cannot be read: it is no JSON object", where=name, remedy=_DAMAGED)
+            yield name, document

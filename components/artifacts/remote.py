@@ -22,13 +22,26 @@ from components.artifacts.outbox import SCRATCH
 from components.artifacts.packs import ImagePacks
 from components.artifacts.remote_checkpoints import WORKSPACES, RemoteCheckpoints
 from components.artifacts.remote_folder import RemoteFolder
-from components.contracts.errors import DataError
+from components.contracts.errors import ConfigurationError, DataError
 
 IMAGES_FILE = ".images.json"
 DIGESTS = "digests"
 NO_STAGES = frozenset({DIGESTS, "garbage", "images", LEASES, WORKSPACES})
 _SHORTENED = re.compile(r"[0-9a-f]{6,32}(\.dir)?")
 _PLAIN = re.compile(r"\w[\w.-]*")
+
+
+def refuse_store_as_remote(remote: RemoteFolder, root: Path) -> None:
+    """
+    Raises:
+        ConfigurationError: `remote` is in the folder `root` of the store here: files of both would be mixed.
+    """
+    if remote.folder is not None and remote.folder.is_relative_to(root.resolve()):
+        raise ConfigurationError(
+            "the remote store lies in the store of this machine",
+            where=f"machine.remote_store = {remote.url!r}, machine.store = {str(root)!r}",
+            remedy="give it a folder of its own",
+        )
 
 
 class RemoteStore:
@@ -39,7 +52,7 @@ class RemoteStore:
         say: see `RemoteFolder`.
 
     Raises:
-        ConfigurationError: `url` is not one, or needs a package that is not installed.
+        ConfigurationError: `url` is not one, lies in `root`, or needs a package that is not installed.
         StoreError: of every method: see `RemoteFolder`.
     """
 
@@ -49,6 +62,7 @@ class RemoteStore:
         self.outbox = state / "outbox"
         self.scratch = self.outbox / SCRATCH
         self._files = RemoteFolder(url, say)
+        refuse_store_as_remote(self._files, root)
         self._packs = ImagePacks(self._files, root / "images", state, self.scratch, say)
         self.checkpoints = RemoteCheckpoints(self._files)
         self.leases = RemoteLeases(self._files, state / "store-id", say)

@@ -46,6 +46,10 @@ NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError", "Pr
 """Errors of clients that are not installed everywhere, by name."""
 
 
+_MODIFIED = ("LastModified", "mtime", "last_modified")
+"""Where a listing says when a file was changed: that of S3, of Google and of Azure."""
+
+
 class FileDetails(NamedTuple):
     """`size` in bytes."""
 
@@ -55,7 +59,9 @@ class FileDetails(NamedTuple):
 
 
 class Upload(NamedTuple):
-    key: str
+    """`name` is that of the file that it was begun for."""
+
+    name: str
     id: str
     begun: datetime
 
@@ -69,6 +75,8 @@ class RemoteFolder:
     """
 
     def __init__(self, url: str, say: Callable[[str], None]) -> None:
+        scheme, separator, rest = url.partition("://")
+        url = f"{scheme.lower()}{separator}{rest}"
         self.url, self._say, self._bucket_seen = url, say, False
         try:
             filesystem, root = fsspec.core.url_to_fs(url)
@@ -87,13 +95,15 @@ class RemoteFolder:
                 where=f"machine.remote_store = {url!r}",
                 remedy="write it as s3://bucket/prefix, or as a folder",
             ) from error
-        if (not local and not root) or (local and ":" in url.partition("/")[0] and not url.startswith("file:")):
+        if reason := _unusable(url, local):
             raise ConfigurationError(
-                "not the address of a remote store: it names no bucket",
+                f"not the address of a remote store: {reason}",
                 where=f"machine.remote_store = {url!r}",
-                remedy="write it as s3://bucket/prefix, or as a folder",
+                remedy="write it as s3://bucket/prefix, or as the whole path of a folder",
             )
         self._root = root.rstrip("/")
+        self.folder = Path(self._root).resolve() if local else None
+        """The folder that it is, if it is one of this machine."""
 
     @property
     def conditional(self) -> bool:
@@ -157,13 +167,18 @@ class RemoteFolder:
         """Uploads in parts that were begun and not completed, which S3 keeps, and charges for, without showing them."""
         if not hasattr(self._filesystem, "list_multipart_uploads"):
             return []
-        bucket, _, prefix = self._root.partition("/")
+        bucket, _, prefix = self._path("").partition("/")
         found = self._answered(self._filesystem.list_multipart_uploads, bucket)
-        uploads = [Upload(each["Key"], each["UploadId"], each["Initiated"]) for each in found]
-        return [upload for upload in uploads if upload.key.startswith(f"{prefix}/".lstrip("/"))]
+        uploads = (Upload(each["Key"], each["UploadId"], each["Initiated"]) for each in found)
+        return [
+            upload._replace(name=upload.name.removeprefix(prefix))
+            for upload in uploads
+            if upload.name.startswith(prefix)
+        ]
 
     def abort(self, upload: Upload) -> None:
-        self._answered(self._filesystem.abort_mpu, self._root.partition("/")[0], upload.key, upload.id)
+        bucket, _, key = self._path(upload.name).partition("/")
+        self._answered(self._filesystem.abort_mpu, bucket, key, upload.id)
 
     def put(self, files: Mapping[str, Path]) -> None:
         """Copy local files to these names, one request for each that is not large."""
@@ -227,7 +242,8 @@ class RemoteFolder:
         return found
 
     def _detail(self, name: str, info: Mapping[str, Any]) -> FileDetails:
-        modified = info.get("LastModified") or self._answered(self._filesystem.modified, info["name"])
+        said = (info[key] for key in _MODIFIED if isinstance(info.get(key), datetime))
+        modified = next(said, None) or self._answered(self._filesystem.modified, info["name"])
         return FileDetails(name, info["size"], modified)
 
     def _put(self, source: str, target: str) -> None:
@@ -316,4 +332,20 @@ def _error_of(request: Callable[..., object], call: tuple[Any, ...]) -> Exceptio
         request(*call)
     except Exception as error:  # each kind of store raises its own
         return error
+    return None
+
+
+def _unusable(url: str, local: bool) -> str | None:
+    """Why nothing can be kept at this address."""
+    scheme, _, rest = url.partition("://")
+    if scheme == "memory":
+        return "what is in memory is gone with the process"
+    if local and not url.startswith("file:") and not Path(url).expanduser().is_absolute():
+        return (
+            "it names no bucket"
+            if ":" in url.partition("/")[0]
+            else "it is neither a URL nor the whole path of a folder"
+        )
+    if not local and (not rest or rest.startswith("/")):
+        return "it names no bucket"
     return None

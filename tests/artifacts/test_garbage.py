@@ -19,10 +19,11 @@ from components.artifacts.remote_folder import RemoteFolder
 from components.artifacts.store import ArtifactStore
 from components.batches.table import write_batch
 from components.contracts.batches import Sample
-from components.contracts.errors import ConfigurationError
+from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.machine import Machine
 
 WEEK = timedelta(days=7)
+F1, F2, F3 = ("f1" * 10, "f2" * 10, "f3" * 10)
 
 
 class Shared:
@@ -86,16 +87,16 @@ def push(store: ArtifactStore, fingerprint: str, fill: Callable[[Path], None] = 
 
 
 def checkpoint(store: ArtifactStore, step: int) -> None:
-    folder = store.workspace("stage", "f1") / f"trainer/checkpoints/step-{step:06d}"
+    folder = store.workspace("stage", F1) / f"trainer/checkpoints/step-{step:06d}"
     folder.mkdir(parents=True)
     (folder / "tensors").write_bytes(b"1")
-    store.send_checkpoint("stage", "f1", folder)
+    store.send_checkpoint("stage", F1, folder)
     store.settle()
 
 
 def test_what_is_in_use_stays_however_old(shared):
     store = shared.machine("one")
-    push(store, "f2", shows(ImageStore(store.images), "red"))
+    push(store, F2, shows(ImageStore(store.images), "red"))
     checkpoint(store, 2)
     shared.age(1000)
     before = shared.names()
@@ -103,46 +104,46 @@ def test_what_is_in_use_stays_however_old(shared):
 
 
 def test_what_arrived_in_part_goes_with_its_digest_once_it_is_old(shared):
-    push(shared.machine("one"), "f1")
-    push(shared.machine("one"), "f2")
-    (shared.folder / "stage/f1/manifest.json").unlink()
+    push(shared.machine("one"), F1)
+    push(shared.machine("one"), F2)
+    (shared.folder / f"stage/{F1}/manifest.json").unlink()
     shared.age(6)
     assert shared.collect() == set()
     shared.age(2)
-    [digest] = [path for path in shared.folder.glob("digests/??/*") if "f1" in path.read_text()]
-    assert shared.collect() == {"stage/f1", digest.relative_to(shared.folder).as_posix()}
-    assert {name.split("/")[1] for name in shared.names() if name.startswith("stage/")} == {"f2"}
+    [digest] = [path for path in shared.folder.glob("digests/??/*") if F1 in path.read_text()]
+    assert shared.collect() == {f"stage/{F1}", digest.relative_to(shared.folder).as_posix()}
+    assert {name.split("/")[1] for name in shared.names() if name.startswith("stage/")} == {F2}
 
 
 def test_checkpoints_go_when_the_training_is_finished_or_a_later_one_is_there(shared):
     store = shared.machine("one")
     checkpoint(store, 2)
     [kept] = {name.split("/")[2] for name in shared.names() if name.startswith("workspaces/") and "step-" in name}
-    (shared.folder / "workspaces/stage-f1/123/half").mkdir(parents=True)
-    (shared.folder / "workspaces/stage-f1/123/half/tensors").write_bytes(b"1")
+    (shared.folder / f"workspaces/stage-{F1}/123/half").mkdir(parents=True)
+    (shared.folder / f"workspaces/stage-{F1}/123/half/tensors").write_bytes(b"1")
     shared.age(8)
-    assert shared.collect() == {"workspaces/stage-f1/123"}
-    assert (shared.folder / "workspaces/stage-f1" / kept).exists()
-    push(store, "f1")
+    assert shared.collect() == {f"workspaces/stage-{F1}/123"}
+    assert (shared.folder / f"workspaces/stage-{F1}" / kept).exists()
+    push(store, F1)
     shared.age(8)
-    assert shared.collect() == {"workspaces/stage-f1"}
+    assert shared.collect() == {f"workspaces/stage-{F1}"}
 
 
 def test_a_lease_that_was_left_goes_and_one_that_is_held_stays(shared):
     store = shared.machine("one")
-    with store.lease("stage", "f1"):
+    with store.lease("stage", F1):
         pass
     shared.age(8)
-    with store.lease("stage", "f2"):
-        assert shared.collect() == {"leases/stage-f1"}
+    with store.lease("stage", F2):
+        assert shared.collect() == {f"leases/stage-{F1}"}
 
 
 def test_images_that_no_artifact_shows_go_a_week_after_they_were_found(shared):
     store = shared.machine("one")
-    push(store, "f1", shows(ImageStore(store.images), "red"))
-    push(store, "f2", shows(ImageStore(store.images), "blue"))
-    with store.lock("stage", "f1"):
-        store.set_aside("stage", "f1")
+    push(store, F1, shows(ImageStore(store.images), "red"))
+    push(store, F2, shows(ImageStore(store.images), "blue"))
+    with store.lock("stage", F1):
+        store.set_aside("stage", F1)
     packs = {name for name in shared.names() if name.endswith(".zip")}
     assert len(packs) == 2
     for days, deleted in ((8, 0), (6, 0), (2, 1)):
@@ -153,47 +154,97 @@ def test_images_that_no_artifact_shows_go_a_week_after_they_were_found(shared):
 
 def test_images_that_are_found_unused_are_sent_again_by_who_shows_them(shared):
     store = shared.machine("one")
-    push(store, "f1", shows(ImageStore(store.images), "red"))
-    with store.lock("stage", "f1"):
-        store.set_aside("stage", "f1")
+    push(store, F1, shows(ImageStore(store.images), "red"))
+    with store.lock("stage", F1):
+        store.set_aside("stage", F1)
     shared.age(8)
     shared.collect()
     [pack] = shared.folder.rglob("*.zip")
     before = pack.stat().st_mtime
-    push(store, "f3", shows(ImageStore(store.images), "red"))
+    push(store, F3, shows(ImageStore(store.images), "red"))
     assert pack.stat().st_mtime > before
     shared.age(8)
     shared.collect()
-    found = shared.machine("two").find("stage", "f3")
+    found = shared.machine("two").find("stage", F3)
     assert found is not None and list(shared.machine("two").images.glob("??/*.png"))
 
 
 def test_what_changes_while_a_collection_runs_stays(shared):
-    push(shared.machine("one"), "f1")
-    manifest = shared.folder / "stage/f1/manifest.json"
+    push(shared.machine("one"), F1)
+    manifest = shared.folder / f"stage/{F1}/manifest.json"
     content = manifest.read_bytes()
     manifest.unlink()
     shared.age(8)
     found = find_garbage(shared.remote, WEEK)
-    assert [each.name for each in found.garbage][:1] == ["stage/f1"]
+    assert [each.name for each in found.garbage][:1] == [f"stage/{F1}"]
     manifest.write_bytes(content)
     delete_garbage(shared.remote, found)
-    assert manifest.exists() and (shared.folder / "stage/f1/x").exists()
+    assert manifest.exists() and (shared.folder / f"stage/{F1}/x").exists()
 
 
 def test_a_dry_run_says_what_and_how_much_and_deletes_nothing(shared, capsys):
-    push(shared.machine("one"), "f1")
-    (shared.folder / "stage/f1/manifest.json").unlink()
-    (shared.folder / "stage/f1/large").write_bytes(bytes(3 * 2**20))
+    push(shared.machine("one"), F1)
+    (shared.folder / f"stage/{F1}/manifest.json").unlink()
+    (shared.folder / f"stage/{F1}/large").write_bytes(bytes(3 * 2**20))
     shared.age(8)
     before = shared.names()
     machine = Machine(remote_store=str(shared.folder))
     collect(machine, days=7, dry_run=True)
     said = capsys.readouterr().out
-    assert "stage/f1: artifact that arrived in part, 2 files, 3.0 MiB" in said and "would be deleted: 3 files" in said
+    assert (
+        f"stage/{F1}: artifact that arrived in part, 2 files, 3.0 MiB" in said and "would be deleted: 3 files" in said
+    )
     assert shared.names() == before
     collect(machine, days=7, dry_run=False)
-    assert "\ndeleted: 3 files" in capsys.readouterr().out and "stage/f1/large" not in shared.names()
+    assert "\ndeleted: 3 files" in capsys.readouterr().out and f"stage/{F1}/large" not in shared.names()
+
+
+FOREIGN = (
+    "projects/thesis/deep/a.txt",
+    "photos/2020/b.jpg",
+    "images/2020/b.zip",
+    f"images/00/{'1' * 64}.zip",
+    "digests/README",
+    "digests/ab/cd",
+    "workspaces/mine/notes",
+    "leases/flat/contract.pdf",
+    f"cache/{'a' * 40}/object",
+    "garbage/collection/bin",
+)
+
+
+def test_files_of_others_stay_however_old(shared):
+    push(shared.machine("one"), F1)
+    (shared.folder / f"stage/{F1}/manifest.json").unlink()
+    for name in FOREIGN:
+        (shared.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (shared.folder / name).write_bytes(b"theirs")
+    shared.age(1000)
+    assert f"stage/{F1}" in shared.collect() and shared.names() >= set(FOREIGN)
+    assert all((shared.folder / name).read_bytes() == b"theirs" for name in FOREIGN)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff", b"null"])
+def test_what_cannot_be_read_ends_the_collection_before_anything_is_deleted(shared, content):
+    push(shared.machine("one"), F1)
+    push(shared.machine("one"), F2)
+    (shared.folder / f"stage/{F1}/manifest.json").unlink()
+    [digest] = [path for path in shared.folder.glob("digests/??/*") if F2 in path.read_text()]
+    digest.write_bytes(content)
+    shared.age(8)
+    before = shared.names()
+    with pytest.raises(DataError, match=r"(?s)cannot be read.*digests/.*nothing was deleted"):
+        collect(Machine(remote_store=str(shared.folder)), days=7, dry_run=False)
+    assert shared.names() == before
+
+
+@pytest.mark.parametrize("within", [".", "remote"])
+def test_the_store_of_this_machine_is_no_remote_store(tmp_path, within):
+    machine = Machine(store=str(tmp_path), remote_store=str(tmp_path / within))
+    with pytest.raises(ConfigurationError, match="lies in the store of this machine"):
+        collect(machine, days=7, dry_run=True)
+    with pytest.raises(ConfigurationError, match="lies in the store of this machine"):
+        ArtifactStore(tmp_path, str(tmp_path / within))
 
 
 def test_without_a_remote_store_it_says_so():

@@ -123,16 +123,17 @@ def test_a_machine_that_dies_is_replaced(tmp_path, server, monkeypatch):
 
 
 def test_a_collection_ends_uploads_that_were_never_completed(tmp_path, server, capsys):
-    for key in ("prefix/stage/f6/large", "other/large"):
+    home, foreign = f"stage/{'f6' * 10}", ["other/large", "prefix/theirs/large"]
+    for key in (f"prefix/{home}/large", *foreign):
         server.client.create_multipart_upload(Bucket="bucket", Key=key)
-    server.client.put_object(Bucket="bucket", Key="prefix/stage/f6/x", Body=b"1")
+    server.client.put_object(Bucket="bucket", Key=f"prefix/{home}/x", Body=b"1")
     collect(Machine(remote_store=URL), days=1, dry_run=True)
-    assert "prefix/stage/f6/large: upload that was begun" in capsys.readouterr().out
+    assert f"{home}/large: upload that was begun" in capsys.readouterr().out
     collect(Machine(remote_store=URL), days=1, dry_run=False)
     uploads = server.client.list_multipart_uploads(Bucket="bucket")["Uploads"]
-    assert [each["Key"] for each in uploads] == ["other/large"]
+    assert [each["Key"] for each in uploads] == foreign
     delete_garbage(RemoteFolder(URL, print), find_garbage(RemoteFolder(URL, print), timedelta(0)))
-    assert "prefix/stage/f6/x" not in server.names()
+    assert f"prefix/{home}/x" not in server.names()
 
 
 def test_a_bucket_that_is_not_there_is_refused_and_not_made(tmp_path, server):
