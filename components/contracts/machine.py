@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -11,6 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, PositiveFloat, Positive
 from components.contracts.cluster import ClusterSettings
 from components.contracts.secrets import Environment, refuse_plain_arguments, refuse_plain_url, resolve
 from components.contracts.settings import Settings
+from components.cpus import available_cpus
 from components.installation import server_python
 
 Scalar = bool | int | float | str
@@ -152,5 +152,5 @@ class Machine(Settings):
 
     @property
     def playing_processes(self) -> int:
-        """`environment_processes`, or half of the cores."""
-        return self.environment_processes or max(1, (os.cpu_count() or 1) // 2)
+        """`environment_processes`, or half of the CPUs that this process may use."""
+        return self.environment_processes or max(1, available_cpus() // 2)

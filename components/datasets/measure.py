@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -12,6 +11,7 @@ from typing import Any
 
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.machine import Machine
+from components.cpus import available_cpus
 from components.datasets import histograms, quantiles
 from components.datasets.histograms import Histogram
 from components.datasets.lerobot.reader import Dataset, EpisodeRange
@@ -147,7 +147,7 @@ def overall(dataset: Dataset, measured: Measured, threads: int) -> dict[str, Fea
 
 
 def cores(machine: Machine) -> int:
-    return machine.threads or os.cpu_count() or 1
+    return machine.threads or available_cpus()
 
 
 @contextmanager

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 from components.contracts.episodes import Environment
+from components.cpus import available_cpus
 from components.environments import ENVIRONMENTS
 from components.environments.settings import EnvironmentSettings
 
@@ -21,6 +20,6 @@ def make_environment(settings: EnvironmentSettings, processes: int = 0) -> Envir
         train_tasks=settings.train_tasks,
         heldout_tasks=settings.heldout_tasks,
         seed=settings.seed,
-        processes=processes or max(1, (os.cpu_count() or 1) // 2),
+        processes=processes or max(1, available_cpus() // 2),
     )
     return environment

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine, Scalar
+from components.cpus import available_cpus
 from components.inference.checkpoint import attends_both_ways, read_config
 from components.inference.client import MODEL_NAME
 from components.inference.settings import ServerSettings
@@ -155,7 +155,7 @@ def server_environment(
     if not gpus:
         # Half of the cores: the HTTP front, the environments and the trainer need theirs. With a tiny model on
         # two cores, one thread answers ten times as much as two, which wait for each other.
-        threads = machine.threads or max(1, (os.cpu_count() or 1) // (2 * machine.servers))
+        threads = machine.threads or max(1, available_cpus() // (2 * machine.servers))
         environment |= {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             # Pinned threads would share a core with the trainer's while another core is idle.

@@ -9,7 +9,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,6 +19,8 @@ from safetensors.torch import load_file
 from tests.chaos.training import children, is_trainer
 
 ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv/bin/python"
+"""The environment that has the simulator."""
 STEPS, GROUPS, MEMBERS = 2, 2, 4
 OVERRIDES = (
     "demonstrations.episodes_per_task=4",
@@ -60,7 +61,7 @@ class Flow:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "armature", "run", "train-vla-rl/tiny", *sets],
+                [PYTHON, "-m", "armature", "run", "train-vla-rl/tiny", *sets],
                 cwd=self.folder,
                 env=environment,
                 stdout=log,
@@ -87,7 +88,6 @@ VICTIMS = {"simulator": is_simulator, "trainer": is_trainer}
 @pytest.fixture(scope="module")
 def flows(tmp_path_factory: pytest.TempPathFactory) -> tuple[Flow, Flow]:
     """One that was left alone, and one that was disturbed, from the same demonstrations and imitation."""
-    pytest.importorskip("robosuite", reason="needs the simulator: pip install 'armature-vla[libero]'")
     seed = int(os.environ.get("ARMATURE_KILL_SEED", random.randrange(1000)))
     print(f"ARMATURE_KILL_SEED={seed}")
     folder = tmp_path_factory.mktemp("flows")
