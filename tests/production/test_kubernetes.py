@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -178,8 +178,7 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
         def start(kind: str, name: str, bin_folder: Path = PLATFORM, **more: str) -> subprocess.Popen[bytes]:
             containers = node.find(kind, name)["spec"]["template"]["spec"]["containers"]
             process = node.start(containers[0], name, bin_folder, **more)
-            stack.callback(process.wait)
-            stack.callback(process.terminate)
+            stack.callback(stop, process)
             return process
 
         start("Deployment", "prefect-server")
@@ -200,6 +199,15 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
         auth_string = SECRETS["prefect"]["PREFECT_API_AUTH_STRING"]
         with SyncPrefectClient(f"{node.prefect}/api", auth_string=auth_string) as client:
             yield Platform(node, cluster, client)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """As the kubelet does: SIGKILL after the grace period, which Prefect's worker sometimes needs."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(30)
+    process.kill()
+    process.wait()
 
 
 def access(server: str, token: str, certificate: Path | None = None) -> Object:
