@@ -60,6 +60,7 @@ fuzz: .venv/.made  ## damaged inputs at every door; choose with SECONDS=600 INPU
 
 chaos: environments  ## kill, pause, cut off and fill up short trainings; choose with RUNS=30 and ARGS="--seed 1"
 	$(BIN)/python -m tests.chaos --runs $(or $(RUNS),30) $(ARGS)
+	$(BIN)/python -m pytest tests/chaos
 
 bench: environments  ## measure, as ratios within one run; choose with NAMES="pool batches"
 	$(BIN)/python -m benchmarks.run $(NAMES)

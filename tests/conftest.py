@@ -29,8 +29,8 @@ os.environ.update(
 
 ON_ONE_WORKER = {
     "shared_server": (
+        "tests/chaos/test_kills.py",
         "tests/end_to_end/test_joined_server.py",
-        "tests/end_to_end/test_kills.py",
         "tests/end_to_end/test_skipped_batch.py",
         "tests/evaluation/test_stage.py",
         "tests/examples/test_evaluate.py",
