@@ -91,6 +91,12 @@ BENCHMARKS = {
         "How fast does the simulator step and draw against LIBERO's own environment, with the same images, and what "
         "do two processes gain over one?",
     ),
+    "in_flight": Benchmark(
+        "in_flight",
+        "Uneven episodes",
+        "How long is a step where some episodes take thirty times as long as others, if weights change while episodes "
+        "are played and those of the next steps begin as there is room, against generating and training in turn?",
+    ),
     "pool": Benchmark(
         "pool",
         "Server pool",

@@ -86,7 +86,7 @@ class ThreadUnits:
     """Units of a stage on plain threads of this process."""
 
     def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(4, thread_name_prefix="unit")
+        self._executor = ThreadPoolExecutor(8, thread_name_prefix="unit")
 
     def submit(self, name: str, unit: Callable[..., ResultT], *arguments: Any) -> Future[ResultT]:
         return self._executor.submit(unit, *arguments)

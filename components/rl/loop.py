@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Protocol
 
 from components.contracts.stages import Artifact, Events, Units
@@ -39,8 +41,16 @@ class StepUnits(Protocol):
     def record(self, step: int, metrics: dict[str, float]) -> None: ...
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """How far rollouts run ahead of the weights, and whether weights change while they are played."""
+
+    max_staleness: int = 0
+    in_flight_updates: bool = False
+
+
 def run_loop(
-    steps: StepUnits, first: int, last: int, max_staleness: int, units: Units, events: Events, sync_every: int = 1
+    steps: StepUnits, first: int, last: int, ahead: Ahead, units: Units, events: Events, sync_every: int = 1
 ) -> int:
     """Steps `first` to `last`, both included; the policy version is the number of steps applied.
 
@@ -51,38 +61,50 @@ def run_loop(
     wait until the last of them is there, and so does a checkpoint, for a run that resumes has no older weights to
     make them with. Which version samples a token never depends on which of the two is done first.
 
-    New weights follow after the steps that `sync_every` divides; 0: never. An evaluation plays while nothing else
-    does, by the weights after its step.
+    With `in_flight_updates` nothing waits for rollouts but the step that trains on them. Those of step k may begin
+    once the servers have version k - 1 - `max_staleness`, so no token of a step is sampled by an older one.
+
+    New weights follow after the steps that `sync_every` divides; 0: never. An evaluation plays by the weights after
+    its step, while nothing else does unless updates are in flight.
     """
+    pending: deque[Future[Artifact]] = deque()
+    begun, staleness = first - 1, ahead.max_staleness
+    overlaps = staleness > 0 and not ahead.in_flight_updates
 
-    def collect(step: int) -> Future[Artifact]:
-        events.progress("Training", step - 1, last)
-        return units.submit(f"rollouts-{step:05d}", steps.rollouts, step)
+    def begin(upcoming: int) -> None:
+        nonlocal begun
+        while begun < min(upcoming, last):
+            begun += 1
+            pending.append(units.submit(f"rollouts-{begun:05d}", steps.rollouts, begun))
 
-    pending = collect(first) if first <= last else None
+    events.progress("Training", first - 1, last)
+    begin(first + staleness * ahead.in_flight_updates)
     postfix: dict[str, float] = {}
     for step in range(first, last + 1):
-        assert pending is not None
         clock = _Clock()
-        rollouts = pending.result()
+        rollouts = pending.popleft().result()
         clock.lap("timing/wait_for_rollouts")
-        ahead = collect(step + 1) if max_staleness > 0 and step < last else None
+        if overlaps:
+            begin(step + 1)
         batch = units.submit(f"batch-{step:05d}", steps.batch, step, rollouts).result()
         clock.lap("timing/batch")
         metrics = units.submit(f"step-{step:05d}", steps.train, step, batch).result()
         clock.lap("timing/train")
-        if ahead is not None:
-            ahead.result()
+        if overlaps and pending:
+            pending[0].result()
             clock.lap("timing/wait_for_rollouts")
         steps.save(step)
         if step < last and sync_every and step % sync_every == 0:
             units.submit(f"sync-{step:05d}", steps.sync, step).result()
         clock.lap("timing/sync")
+        if ahead.in_flight_updates:
+            begin(step + 1 + staleness)
         ends = step == last
         if steps.evaluates(step):
             ends |= units.submit(f"evaluation-{step:05d}", steps.evaluate, step).result()
             clock.lap("timing/evaluation")
-        pending = ahead or (None if ends else collect(step + 1))
+        if not ends:
+            begin(step + 1)
         metrics = metrics | clock.laps | {"timing/step": sum(clock.laps.values())}
         steps.record(step, metrics)
         events.metrics(metrics, step)
@@ -90,6 +112,8 @@ def run_loop(
         postfix = kept | {short: metrics[name] for short, name in SHOWN.items() if name in metrics}
         events.progress("Training", step, last, **postfix)
         if ends:
+            for future in pending:  # of steps that an evaluation left out
+                future.result()
             return step
     return first - 1
 

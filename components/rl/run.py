@@ -29,7 +29,7 @@ from components.contracts.stages import Artifact, StageContext
 from components.inference.endpoint import Endpoint
 from components.inference.pool import ServerPool
 from components.rl.agreement import LogprobAgreement, compare, refuse_mismatch, step_mismatch
-from components.rl.loop import run_loop
+from components.rl.loop import Ahead, run_loop
 from components.rl.metrics import rollout_metrics
 from components.rl.panel import Evaluations, HeldoutPanel
 from components.rl.reporting import ShownStep
@@ -99,6 +99,7 @@ class RLRun:
             Evaluations(parts.panel, context, store, settings.trainer.max_steps) if parts.panel is not None else None
         )
         self._sampler = SignalSampler(parts.tasks, settings.rollouts)
+        self._room = asyncio.Semaphore(context.machine.max_concurrent)
         self._step_metrics: dict[int, dict[str, float]] = {}
 
     def train_from(self, done: int) -> int:
@@ -122,8 +123,9 @@ class RLRun:
             self.evaluations.refuse_lost_weights(done)
         if done == 0:
             events.message("\n".join(["pre-flight: trainer and server agree", *self.preflight().lines()]))
-        last, staleness = self.settings.trainer.max_steps, self.settings.rollouts.max_staleness
-        return run_loop(self, done + 1, last, staleness, units, events, self.parts.sync_every)
+        last, plan = self.settings.trainer.max_steps, self.settings.rollouts
+        ahead = Ahead(plan.max_staleness, plan.in_flight_updates)
+        return run_loop(self, done + 1, last, ahead, units, events, self.parts.sync_every)
 
     def rollouts(self, step: int) -> Artifact:
         """The rollouts of `step`, found or collected."""
@@ -337,6 +339,8 @@ class RLRun:
             machine=self.context.machine,
             events=self.context.events,
             first_group=number * len(chosen[number]),
+            name=f"rollouts {step}" if plan.in_flight_updates else "rollouts",
+            room=self._room,
         )
         return self.parts.rewarded(outputs)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from components.batches.settings import BatchSettings
 from components.contracts.settings import Settings
@@ -60,6 +60,15 @@ class TrainVLMSettings(Settings):
     def _what_is_played_during_training(cls, value: Any) -> Any:
         """Of the section: how the trained model is evaluated does not change it."""
         return value.panel if isinstance(value, TrainEvaluationSettings) else value
+
+    @model_validator(mode="after")
+    def _what_is_not_repeatable_is_not_promised(self) -> Self:
+        if self.rollouts.in_flight_updates and self.inference.deterministic:
+            raise ValueError(
+                "rollouts.in_flight_updates: the same seed does not give the same run, as inference.deterministic "
+                "promises: leave one of the two out"
+            )
+        return self
 
     @property
     def loop(self) -> LoopSettings:

@@ -32,11 +32,13 @@ async def collect(
     events: Events,
     first_group: int = 0,
     name: str = "rollouts",
+    room: asyncio.Semaphore | None = None,
 ) -> GenerateOutputs:
     """Play `group_size` rollouts of each task; `tasks[g]` becomes group `first_group + g` of step `step`.
 
-    At most `machine.max_concurrent` episodes are in flight. A rollout that fails becomes a `Failure` and leaves
-    the others alone. The result is in the order of the plan, whatever finished first. `name` is what is counted.
+    At most `machine.max_concurrent` episodes are in flight, or as many as there is `room` for. A rollout that fails
+    becomes a `Failure` and leaves the others alone. The result is in the order of the plan, whatever finished first.
+    `name` is what is counted.
 
     Raises:
         ConfigurationError: this user may not open as many files as `machine.max_concurrent` episodes take.
@@ -45,11 +47,11 @@ async def collect(
     """
     allow_episodes(machine.max_concurrent)
     player = EpisodeRunner(environment, pool, SharedImages(images), sampling, seed, machine.environment_timeout)
-    limit = asyncio.Semaphore(machine.max_concurrent)
+    room = room or asyncio.Semaphore(machine.max_concurrent)
     finished = CollectionProgress(name, len(tasks) * group_size, events)
 
     async def play(task: Task, place: RolloutId) -> Trajectory | Failure:
-        async with limit:
+        async with room:
             try:
                 result: Trajectory | Failure = await player.play(task, place)
             except RolloutFailed as failed:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+import operator
+from typing import Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from components.contracts.settings import Settings
 from components.inference.settings import SamplingSettings
@@ -27,6 +30,30 @@ class RolloutSettings(Settings):
         "others come in its place. 1: every epoch has every task.",
     )
     max_staleness: int = Field(
-        0, ge=0, le=1, description="0: generate and train in turn; 1: generate the next step while training this one."
+        0,
+        ge=0,
+        le=4,
+        description="0: generate and train in turn; 1: generate the next step while training this one; more, with "
+        "in_flight_updates: the next steps.",
+    )
+    in_flight_updates: bool = Field(
+        False,
+        description="Weights change between the turns of episodes that are being played, and episodes of the next "
+        "max_staleness steps begin as soon as there is room. Faster where episodes are uneven; which weights sample a "
+        "turn depends on the time that everything takes, so a seed no longer gives one run.",
+        exclude_if=operator.not_,  # what was made before there was this setting keeps its fingerprint
     )
     seed: NonNegativeInt = Field(0, description="Seed of the tasks' order and of every request.")
+
+    @model_validator(mode="after")
+    def _how_far_rollouts_run_ahead(self) -> Self:
+        if self.in_flight_updates and self.max_staleness < 1:
+            raise ValueError("in_flight_updates needs max_staleness = 1 or more: how old a step's weights may be")
+        if self.max_staleness > 1 and not self.in_flight_updates:
+            raise ValueError("max_staleness above 1 needs in_flight_updates = true")
+        if self.in_flight_updates and self.repeat_no_signal < 1:
+            raise ValueError(
+                "repeat_no_signal chooses a step's tasks by the groups of the step before, and with in_flight_updates "
+                "they are not there yet: leave one of the two out"
+            )
+        return self

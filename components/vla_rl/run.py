@@ -16,7 +16,7 @@ from components.contracts.errors import MismatchError, TrainerError
 from components.contracts.stages import Artifact, StageContext
 from components.environments.libero.tasks import LiberoTask
 from components.policies.molmoact2.policy import MolmoAct2Policy
-from components.rl.loop import run_loop
+from components.rl.loop import Ahead, run_loop
 from components.training.restarts import with_restarts
 from components.vla_rl.batch import build_batch
 from components.vla_rl.client import RobotRLTrainerClient
@@ -69,7 +69,7 @@ class RobotRLRun:
             self.sync(done)
         else:
             self._preflight()
-        run_loop(self, done + 1, last, 0, self.context.units, self.context.events)
+        run_loop(self, done + 1, last, Ahead(), self.context.units, self.context.events)
 
     def rollouts(self, step: int) -> Artifact:
         """The rollouts of `step`, found or collected by the weights after the step before."""

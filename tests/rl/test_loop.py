@@ -10,7 +10,7 @@ import pytest
 
 from components.artifacts.history import History
 from components.contracts.stages import Artifact
-from components.rl.loop import run_loop
+from components.rl.loop import Ahead, run_loop
 from components.stages import TerminalEvents, ThreadUnits
 
 
@@ -82,8 +82,8 @@ class RecordingSteps:
         self.recorded[step] = metrics
 
 
-def run(steps: RecordingSteps, staleness: int, first: int = 1, last: int = 5) -> int:
-    return run_loop(steps, first, last, staleness, ThreadUnits(), TerminalEvents())
+def run(steps: RecordingSteps, staleness: int, first: int = 1, last: int = 5, in_flight: bool = False) -> int:
+    return run_loop(steps, first, last, Ahead(staleness, in_flight), ThreadUnits(), TerminalEvents())
 
 
 def test_on_policy_rollouts_are_sampled_by_the_weights_of_the_step_before():
@@ -108,6 +108,43 @@ def test_overlapped_rollouts_are_sampled_by_the_same_version_however_long_they_t
     assert steps.sampled_with == steps.sampled_until == {1: 0, 2: 0, 3: 1, 4: 2, 5: 3}
     # What a run lacks that resumes from this checkpoint would be sampled by newer weights.
     assert all({*range(1, step + 2)} - {6} <= made for step, made in steps.saved.items())
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+@pytest.mark.parametrize(("rollouts_s", "train_s"), [(0.05, 0.01), (0.01, 0.05), (0.03, 0.03)])
+def test_with_updates_in_flight_rollouts_begin_as_early_as_their_weights_may_be_old(staleness, rollouts_s, train_s):
+    steps = RecordingSteps(rollouts_s=rollouts_s, train_s=train_s)
+    assert run(steps, staleness, last=8, in_flight=True) == 8
+    assert steps.sampled_with == {step: max(0, step - 1 - staleness) for step in range(1, 9)}
+    assert all(steps.sampled_until[step] <= step - 1 for step in range(1, 9))
+    assert steps.notes.index(f"rollouts {1 + staleness} begin") < steps.notes.index("train 1 begin")
+    assert [steps.notes.count(f"rollouts {step} begin") for step in range(1, 9)] == [1] * 8
+
+
+def test_with_updates_in_flight_no_weights_wait_for_rollouts():
+    steps = RecordingSteps(train_s=0.01)
+    began, first = threading.Event(), steps.rollouts
+
+    def slow(step: int) -> Artifact:
+        if step == 3:  # as long as step 2 needs for its weights
+            assert began.wait(10)
+        return first(step)
+
+    def sync(version: int) -> None:
+        RecordingSteps.sync(steps, version)
+        if version == 2:
+            began.set()
+
+    steps.rollouts, steps.sync = slow, sync  # type: ignore[method-assign]
+    run(steps, 2, last=4, in_flight=True)
+    assert steps.sampled_until[3] == 2
+
+
+@pytest.mark.parametrize(("staleness", "in_flight"), [(1, True), (3, True)])
+def test_rollouts_that_an_evaluation_leaves_out_are_over_when_training_is(staleness, in_flight):
+    steps = RecordingSteps(evaluated=(2,), ends_at=2, rollouts_s=0.1)
+    assert run(steps, staleness, last=9, in_flight=in_flight) == 2
+    assert max(steps.sampled_with) == 3 + staleness and steps.sampled_with.keys() == steps.sampled_until.keys()
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -24,14 +24,15 @@ from components.contracts.batches import Sample, TurnAdvantages
 from components.contracts.episodes import Observation, Outcome, Task
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
-from components.contracts.rollouts import GenerateOutputs
+from components.contracts.rollouts import GenerateOutputs, Trajectory
 from components.contracts.stages import StageContext
 from components.inference.client import Completion
-from components.rl.loop import run_loop
+from components.rl.loop import Ahead, run_loop
 from components.rl.open import skipped_batches
 from components.rl.run import RLRun, RunParts
 from components.rl.settings import TrainVLMSettings
 from components.rollouts.difficulty import difficulty
+from components.rollouts.play import RolloutId
 from components.rollouts.schedule import tasks_of_step
 from components.rollouts.table import read_rollouts
 from components.stages import TerminalEvents, ThreadUnits
@@ -150,6 +151,8 @@ class Attempt:
         adapter: Unmerged | None = None,
         sync_every: int = 1,
         repeat: float = 1.0,
+        in_flight: bool = False,
+        policy: Scripted | None = None,
     ) -> None:
         folder.mkdir(exist_ok=True)
         overrides = (
@@ -157,13 +160,14 @@ class Attempt:
             f"rollouts.group_size={MEMBERS}",
             f"rollouts.max_rounds={MAX_ROUNDS}",
             f"rollouts.max_staleness={staleness}",
+            f"rollouts.in_flight_updates={str(in_flight).lower()}",
             f"rollouts.seed={SEED}",
             f"rollouts.repeat_no_signal={repeat}",
             f"trainer.max_steps={STEPS}",
         )
         settings = load_recipe("train-vlm/colors", overrides).settings_for(TrainVLMSettings)
         assert isinstance(settings, TrainVLMSettings)
-        self.store, self.policy = ArtifactStore(folder), Scripted(delay)
+        self.store, self.policy = ArtifactStore(folder), policy or Scripted(delay)
         self.trainer = NotingTrainer(self.policy)
         parts = RunParts(
             environment=Tells(),
@@ -179,17 +183,24 @@ class Attempt:
         self.run = RLRun(settings.loop, context(folder), self.store, parts, portal)
 
     def go(self, first: int = 1, last: int = STEPS) -> Attempt:
-        staleness = self.run.settings.rollouts.max_staleness
-        run_loop(self.run, first, last, staleness, ThreadUnits(), TerminalEvents(), self.run.parts.sync_every)
+        plan = self.run.settings.rollouts
+        ahead = Ahead(plan.max_staleness, plan.in_flight_updates)
+        run_loop(self.run, first, last, ahead, ThreadUnits(), TerminalEvents(), self.run.parts.sync_every)
         return self
+
+    def trajectories(self) -> dict[int, tuple[Trajectory, ...]]:
+        made = {step: self.store.find("rollouts", f"run-{step:05d}") for step in range(1, STEPS + 1)}
+        return {step: read_rollouts(artifact.path).trajectories for step, artifact in made.items() if artifact}
 
     def played(self) -> dict[int, list[tuple[str, str]]]:
         """The trajectories of each step with their tasks."""
-        made = {step: self.store.find("rollouts", f"run-{step:05d}") for step in range(1, STEPS + 1)}
+        return {step: [(one.trajectory_id, one.task_id) for one in made] for step, made in self.trajectories().items()}
+
+    def versions(self) -> dict[int, list[tuple[int, ...]]]:
+        """Which weights sampled each turn of the trajectories of each step."""
         return {
-            step: [(one.trajectory_id, one.task_id) for one in read_rollouts(artifact.path).trajectories]
-            for step, artifact in made.items()
-            if artifact
+            step: [tuple(turn.policy_version for turn in one.turns) for one in made]
+            for step, made in self.trajectories().items()
         }
 
 
@@ -265,6 +276,29 @@ def test_a_sample_that_cannot_be_trained_on_is_left_out_and_counted(tmp_path: Pa
     (row,) = attempt.run.history.read()
     assert row["drops/bad_input_ids"] == 1
     assert len(attempt.trainer.batches[1]) == row["samples/count"] > 0
+
+
+class Waits(Scripted):
+    """Answers the second turns of step 3 by weights that are newer than those of its first turns."""
+
+    late = frozenset(RolloutId(3, group, member).request_seed(SEED, 1) for group in range(4) for member in range(2))
+
+    async def complete(self, messages: Sequence[dict[str, Any]], sampling: object, seed: int) -> Completion:
+        while seed in self.late and self.version == 0:
+            await asyncio.sleep(0.01)
+        return await super().complete(messages, sampling, seed)
+
+
+def test_weights_change_within_episodes_and_none_is_older_than_it_may_be(
+    tmp_path: Path, portal: BlockingPortal
+) -> None:
+    plain = Attempt(tmp_path / "plain", portal, staleness=0).go()
+    attempt = Attempt(tmp_path / "ahead", portal, staleness=2, in_flight=True, policy=Waits(0.002)).go()
+    assert attempt.played() == plain.played()
+    for step, versions in attempt.versions().items():
+        assert all(max(0, step - 3) <= version < step for each in versions for version in each)
+        assert all(list(each) == sorted(each) for each in versions)
+    assert all(first == 0 < second for first, second in attempt.versions()[3][: GROUPS * MEMBERS])
 
 
 @pytest.mark.parametrize("repeat", [1.0, 0.1])
