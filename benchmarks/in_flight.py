@@ -25,7 +25,7 @@ from components.inference.server import VllmServer
 from components.inference.settings import ServerSettings
 from components.stages import STAGES, run_stage
 
-STEPS, SETTLED, ROUNDS = 14, 6, 3
+STEPS, SETTLED, ROUNDS = 8, 3, 3
 SHORT, LONG, EVERY = 0.2, 6.0, 8
 WAYS = {"in turn": (0, False), "one step ahead": (1, False), "updates in flight, four steps ahead": (4, True)}
 KEY = "a key for this benchmark"

@@ -164,9 +164,11 @@ def test_an_answer_on_its_way_while_others_change_the_weights_is_thrown_away(
 
     async def work() -> None:
         async with make_pool([server], checkpoint("a")) as pool:
-            server.delay = 0.5
+            server.delay = 2.0
             asking = asyncio.create_task(ask(pool, sampling))
-            await asyncio.sleep(0.2)
+            while server.at_once < 4:
+                await asyncio.sleep(0.01)
+            server.delay = 0.0
             await take_over(server, checkpoint("foreign"))
             assert texts(await asking) == {("a", 0)}
             assert pool.statistics.retries >= 4

@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from components.contracts.errors import ConfigurationError
-from components.models.compiled import _compiled
+from components.models.compiled import _compiled, compile_layers
 from components.models.families import FAMILIES
 from components.training.ranks import Ranks
 from components.vlm.learner import Learner
@@ -23,9 +23,8 @@ from .test_packing import conversations, learner_of, step
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_compiled_step_is_the_step(packing: bool, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padded rows of a model with adapters as graphs; packed rows, whose layers are recomputed, as kernels too."""
-    if not packing:
-        trace_only(monkeypatch)
+    """Padded rows of a model with adapters, and packed rows, whose layers are recomputed."""
+    trace_only(monkeypatch)
     _compiled.cache_clear()
     samples, done = conversations(tiny), []
     for compiled in (False, True):
@@ -40,6 +39,21 @@ def test_a_compiled_step_is_the_step(packing: bool, tiny: Tiny, monkeypatch: pyt
     assert ours.keys() == weights.keys()
     for name, value in weights.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-6, atol=1e-6)
+    _compiled.cache_clear()
+
+
+@pytest.mark.slow
+def test_kernels_of_compiled_layers_are_those_of_plain_ones(tiny: Tiny) -> None:
+    models = [tiny.model().train() for _ in range(2)]
+    compile_layers(models[1])
+    ids, outputs = torch.randint(20, (2, 24), generator=torch.Generator().manual_seed(0)), []
+    for model in models:
+        outputs.append(model(input_ids=ids).logits)
+        outputs[-1].log_softmax(-1)[..., :20].mean().backward()
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-6, atol=1e-6)
+    for (name, plain), fused in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        if plain.grad is not None:
+            torch.testing.assert_close(fused.grad, plain.grad, rtol=1e-5, atol=1e-8, msg=name)
     _compiled.cache_clear()
 
 

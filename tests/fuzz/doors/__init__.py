@@ -41,7 +41,7 @@ DOORS = {
     "datasets": Door("datasets", 5, 30.0),
     "environments": Door("environments", 6, 30.0),
     "trainer": Door("trainer", 5, 20.0),
-    "planted": Door("planted", 0, 8.0),
+    "planted": Door("planted", 0, 16.0),
 }
 
 
