@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from armature.deployments import job_variables, machine_that_resumes, pool_of
+from armature.deployments import machine_that_resumes, pod_variables, pool_of
 from armature.submit import platform
 from components.configuration import Recipe, load_recipe
 from components.contracts.errors import ConfigurationError
@@ -114,7 +114,7 @@ def jobset(recipe: Recipe, name: str, overrides: Sequence[str], template: Mappin
             remedy="leave --jobset out: the platform's worker makes it; or set machine.trainer_nodes",
         )
     own = f"{re.sub('[^a-z0-9]+', '-', recipe.name.lower()).strip('-')[:40]}-{secrets.token_hex(3)}"
-    job = _job(template, {"name": own, **job_variables(machine)})
+    job = _job(template, {"name": own, **pod_variables(recipe, template)})
     kept = job.pop("ttlSecondsAfterFinished")
     run = ["python", "-m", "armature", "run", name, *(f"--set={each}" for each in overrides)]
     return {

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 INFRA = ROOT / "infra"
+OVERLAYS = ("gpu", "model", "cpu-smoke")
 KUSTOMIZATIONS = sorted(path.parent for path in (INFRA / "kubernetes").rglob("kustomization.yaml"))
 BIN = Path(sys.executable).parent
 
@@ -107,20 +109,22 @@ def test_every_recipe_fits_the_job_template():
 
     from armature.deployments import document, load_recipe
 
-    template = json.loads((INFRA / "kubernetes/base/job-template.json").read_text())
-    deployments = {each["tags"][0] + "/" + each["name"]: each for each in document(kubernetes=True)["deployments"]}
+    filled_in = {"IMAGE": "a", "STANDALONE_IMAGE": "b", "NAMESPACE": "armature"}
+    template = json.loads(Template((INFRA / "kubernetes/base/job-template.json").read_text()).substitute(filled_in))
+    deployments = {each["tags"][0] + "/" + each["name"]: each for each in document(template=template)["deployments"]}
     for each in deployments.values():
         jsonschema.validate(each["work_pool"]["job_variables"], template["variables"])
     machine = load_recipe("train-vlm/molmo2").sections["machine"]
     variables = deployments["train-vlm/molmo2"]["work_pool"]["job_variables"]
     assert max(*machine.trainer_gpus, *(gpu for gpus in machine.server_gpus for gpu in gpus)) + 1 == variables["gpus"]
-    assert deployments["train-vlm/colors"]["work_pool"]["job_variables"] == {"gpus": 0, "cpus": "2", "memory": "16Gi"}
+    expected = {"image": "b", "gpus": 0, "cpus": "2", "memory": "16Gi"}
+    assert deployments["train-vlm/colors"]["work_pool"]["job_variables"] == expected
 
 
 def pods() -> Iterator[tuple[str, dict[str, str], dict[str, Any]]]:
     """Name, labels and specification of every pod that is started, the run's included."""
     template = json.loads((INFRA / "kubernetes/base/job-template.json").read_text())
-    documents = [each for name in ("gpu", "cpu-smoke") for each in build(INFRA / "kubernetes/overlays" / name)]
+    documents = [each for name in OVERLAYS for each in build(INFRA / "kubernetes/overlays" / name)]
     run = render(template, name="run")["job_manifest"]
     for document in [*documents, {**run, "metadata": {"name": "run"}}]:
         if pod := document.get("spec", {}).get("template"):
@@ -132,7 +136,7 @@ def test_every_pod_keeps_to_the_restricted_standard_and_writes_where_it_is_said(
     names = [name for name, _, pod in pods() if not restricted(pod)]
     assert not names
     assert {name for name, _, pod in pods() if pod["automountServiceAccountToken"]} == {"worker"}
-    assert len({pod["serviceAccountName"] for _, _, pod in pods()}) == len(list(pods())) == 8
+    assert len({pod["serviceAccountName"] for _, _, pod in pods()}) == len(list(pods())) == 9
 
 
 def restricted(pod: dict[str, Any]) -> bool:
@@ -156,7 +160,7 @@ def restricted(pod: dict[str, Any]) -> bool:
 
 @needs_kubectl
 def test_the_network_lets_through_what_is_needed_and_nothing_else():
-    documents = [each for name in ("gpu", "cpu-smoke") for each in build(INFRA / "kubernetes/overlays" / name)]
+    documents = [each for name in OVERLAYS for each in build(INFRA / "kubernetes/overlays" / name)]
     policies = [each["spec"] for each in documents if each["kind"] == "NetworkPolicy"]
     labels = {name: labels for name, labels, _ in pods()}
     labels["node"] = labels["run"] | {"jobset.sigs.k8s.io/jobset-name": "a-training-on-several"}
@@ -203,13 +207,20 @@ def test_one_file_names_the_images_of_everything(tmp_path):
     shutil.copytree(INFRA / "kubernetes", tmp_path / "kubernetes")
     file = tmp_path / "kubernetes/images/kustomization.yaml"
     digest = "sha256:" + "0" * 64
-    file.write_text(re.sub("newTag: .*", f"newName: registry.example/team\n    digest: {digest}", file.read_text()))
-    documents = [each for name in ("gpu", "cpu-smoke") for each in build(tmp_path / "kubernetes/overlays" / name)]
+    named = re.sub(
+        "name: (.*)\n *newTag: .*",
+        rf"name: \1\n    newName: registry.example/\1\n    digest: {digest}",
+        file.read_text(),
+    )
+    file.write_text(named)
+    documents = [each for name in OVERLAYS for each in build(tmp_path / "kubernetes/overlays" / name)]
     images = re.findall(r'"image": "([^"]+)"', json.dumps(documents))
-    assert len(images) == 9 and set(images) == {f"registry.example/team@{digest}"}
+    names = ("armature", "armature-standalone", "armature-vllm", "postgres")
+    assert len(images) == 10 and set(images) == {f"registry.example/{name}@{digest}" for name in names}
     (provision,) = [each for each in documents if each["metadata"]["name"] == "provision" and each["kind"] == "Job"]
     variables = provision["spec"]["template"]["spec"]["containers"][0]["env"]
-    assert {"name": "IMAGE", "value": f"registry.example/team@{digest}"} in variables
+    for variable, name in (("IMAGE", "armature"), ("STANDALONE_IMAGE", "armature-standalone")):
+        assert {"name": variable, "value": f"registry.example/{name}@{digest}"} in variables
 
 
 def compose() -> dict[str, Any]:
@@ -329,6 +340,23 @@ def test_images_copy_files_that_exist():
     copied = re.findall(r"^COPY (?!--from|\. )(.+) \S+$", (INFRA / "images/Dockerfile").read_text(), re.MULTILINE)
     for source in " ".join(copied).split():
         assert list(ROOT.glob(source)), f"the Dockerfile copies {source}"
+
+
+@needs_kubectl
+def test_servers_look_for_their_checkpoint_where_a_job_puts_it():
+    containers = {name: (pod["containers"][0], pod["volumes"]) for name, _, pod in pods()}
+    (server, of_server), (job, of_job) = containers["vllm"], containers["model"]
+    (model,) = [each["value"] for each in server["env"] if each["name"] == "MODEL"]
+    assert model == "/opt/armature/" + job["args"][job["args"].index("--out") + 1]
+    mounts = [[each["mountPath"] for each in some["volumeMounts"] if each["name"] == "store"] for some in (server, job)]
+    assert mounts[0] == mounts[1] == ["/opt/armature/.armature"] and of_server[0] == of_job[0]
+
+
+def test_a_server_without_a_checkpoint_says_so(tmp_path: Path):
+    environment = {"PATH": "/usr/bin:/bin", "MODEL": str(tmp_path), "VLLM_API_KEY": "key"}
+    command = ["sh", INFRA / "images/serve.sh"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and f"no checkpoint is in {tmp_path}" in done.stderr
 
 
 @pytest.mark.parametrize("transfer", ["file", "nccl"])
