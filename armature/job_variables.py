@@ -43,6 +43,6 @@ def parse_job_variables(texts: Sequence[str], template: Mapping[str, Any], pool:
         raise ConfigurationError(
             error.message,
             where=f"--job-variable {'.'.join(map(str, error.absolute_path))}, work pool {pool!r}",
-            remedy=known[error.absolute_path[0]].get("description", "") if error.absolute_path else None,
+            remedy=known[error.absolute_path[0]].get("description", "") if error.absolute_path else "",
         )
     return given

@@ -29,6 +29,8 @@ JOBS = json.loads(
         IMAGE="flows", STANDALONE_IMAGE="standalone", NAMESPACE="armature"
     )
 )
+NODES = {"node_selector": {"gpu": "h200", "a.b/c": "d"}}
+OTHERS = {"store_claim": "store-fast", "tolerations": [{"operator": "Exists"}]}
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -117,19 +119,51 @@ def test_one_value_is_changed_and_all_others_are_those_of_the_deployment(armatur
 
 def test_a_job_of_kubernetes_has_what_the_changed_machine_needs(armature, client, deployed):
     client.send_worker_heartbeat(deployed("train-vlm/qwen3-vl", JOBS), "a worker")
+    more, joined = (
+        {"gpus": 3, "cpus": "14", "memory": "232Gi"},
+        {"image": "flows", "gpus": 1, "cpus": "6", "memory": "112Gi"},
+    )
     for given, expected in (
-        (["--machine", "trainer_gpus=[0, 2]"], {"gpus": 3, "cpus": "14", "memory": "232Gi"}),
-        (
-            ["--machine", 'endpoints=["http://vllm-0.vllm:8000"]'],
-            {"image": "flows", "gpus": 1, "cpus": "6", "memory": "112Gi"},
-        ),
+        (["--machine", "trainer_gpus=[0, 2]"], more),
+        (["--machine", 'endpoints=["http://vllm-0.vllm:8000"]'], joined),
         (["--set", "trainer.max_steps=7"], {}),
+        (["--job-variable", "cpus=8"], {"cpus": "8"}),
+        (["--job-variable", "node_selector.gpu=h200", "--job-variable", 'node_selector={"a.b/c"="d"}'], NODES),
+        (["--job-variable", "store_claim=store-fast", "--job-variable", 'tolerations=[{operator="Exists"}]'], OTHERS),
+        (["--machine", "trainer_gpus=[0, 2]", "--job-variable", "gpus=8"], more | {"gpus": 8}),
     ):
         known = {run.id for run in runs(client, "train-vlm/qwen3-vl")}
         done = armature("submit", "train-vlm/qwen3-vl", *given)
         assert done.code == 0, done.stderr
         (run,) = [each for each in runs(client, "train-vlm/qwen3-vl") if each.id not in known]
         assert run.job_variables == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("nodeselector.gpu=h200", "did you mean 'node_selector'"),
+        ("gpus=two", "'two' is not of type 'integer'"),
+        ("image=other", "'other' is not one of ['flows', 'standalone']"),
+        ("store_claim=mlflow", "'mlflow' does not match"),
+        ("store_claim", "write --job-variable key=value"),
+        ("store_claim=", "write --job-variable key=value"),
+    ],
+)
+def test_a_job_variable_that_the_template_does_not_allow_is_refused(given, said, armature, client, deployed):
+    client.send_worker_heartbeat(deployed("train-vlm/colors", JOBS), "a worker")
+    before = len(runs(client, "train-vlm/colors"))
+    done = armature("submit", "train-vlm/colors", "--job-variable", given)
+    assert done.code == 2 and said in done.stderr, done.stderr
+    assert len(runs(client, "train-vlm/colors")) == before
+
+
+def test_runs_of_a_process_have_no_job_variables(armature, client, deployed):
+    client.send_worker_heartbeat(deployed("train-vlm/colors"), "a worker")
+    done = armature("submit", "train-vlm/colors", "--job-variable", "cpus=8")
+    assert done.code == 2 and "'cpus' is not a variable" in done.stderr and "leave it out" in done.stderr
+    job = armature("submit", "train-vlm/colors", "--slurm", "--dry-run", "--job-variable", "cpus=8")
+    assert job.code == 2 and "--job-variable" in job.stderr
 
 
 @pytest.mark.parametrize("template", [None, JOBS])

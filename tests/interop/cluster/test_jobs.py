@@ -8,15 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jsonschema
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 from prefect_kubernetes.worker import KubernetesWorkerJobConfiguration
 
 from armature.deployments import pod_variables, pool_of
 from components.configuration import load_recipe
 from components.contracts.errors import ConfigurationError
-from tests.interop.cluster.jobs import DEPLOYMENTS, IMAGE, STANDALONE, base_template, rendered
+from tests.interop.cluster.jobs import DEPLOYMENTS, IMAGE, KUBERNETES, STANDALONE, base_template, rendered
 
 
 def test_every_recipe_has_a_valid_job_with_its_gpus_and_memory(tmp_path):
@@ -38,19 +38,31 @@ def test_every_recipe_has_a_valid_job_with_its_gpus_and_memory(tmp_path):
 
 
 def test_a_run_chooses_its_node_and_volumes_and_nothing_else():
-    chosen = {"node_selector": {"gpu": "h200"}, "store_claim": "fast", "tolerations": [{"operator": "Exists"}]}
+    chosen = {"node_selector": {"gpu": "h200"}, "store_claim": "store-fast", "tolerations": [{"operator": "Exists"}]}
     pod = rendered(chosen)["spec"]["template"]["spec"]
     assert pod["nodeSelector"] == {"gpu": "h200"} and pod["tolerations"] == [{"operator": "Exists"}]
-    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == "fast"
+    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == "store-fast"
     brought = {"env": {"LD_PRELOAD": "x"}, "service_account_name": "worker", "namespace": "default"}
     assert rendered(brought) == rendered({})
 
 
+def test_a_run_cannot_name_a_claim_of_the_platform():
+    text = subprocess.check_output(["kubectl", "kustomize", KUBERNETES / "overlays/gpu"], text=True)
+    documents = list(yaml.safe_load_all(text))
+    claims = {each["metadata"]["name"] for each in documents if each["kind"] == "PersistentVolumeClaim"}
+    for each in documents:
+        for claim in each.get("spec", {}).get("volumeClaimTemplates", []):
+            claims.add(f"{claim['metadata']['name']}-{each['metadata']['name']}-0")
+    allowed = Draft202012Validator(base_template()["variables"])
+    assert claims == {"store", "mlflow", "prefect", "data-postgres-0"}
+    assert {claim for claim in claims if allowed.is_valid({"store_claim": claim})} == {"store"}
+    assert allowed.is_valid({"store_claim": "store-fast"}) and not allowed.is_valid({"store_claim": "store-"})
+
+
 def test_a_run_has_one_of_two_images():
-    for image in (IMAGE, STANDALONE):
-        jsonschema.validate({"image": image}, base_template()["variables"])
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({"image": "registry.example/other"}, base_template()["variables"])
+    allowed = Draft202012Validator(base_template()["variables"])
+    assert allowed.is_valid({"image": IMAGE}) and allowed.is_valid({"image": STANDALONE})
+    assert not allowed.is_valid({"image": "registry.example/other"})
 
 
 def test_a_run_that_joins_servers_needs_neither_vllm_nor_their_gpus():
