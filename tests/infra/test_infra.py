@@ -233,6 +233,49 @@ def test_compose_file_is_valid():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+def test_every_service_of_compose_has_few_rights_and_limited_memory():
+    for name, service in compose()["services"].items():
+        assert service["cap_drop"] == ["ALL"] and service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["read_only"] is True and service["pids_limit"] and service["mem_limit"], name
+
+
+def test_compose_has_a_worker_of_every_pool_with_gpus_where_it_is_for_them():
+    from armature.deployments import POOLS
+
+    workers = [each for each in compose()["services"].values() if each.get("command", [])[:2] == ["prefect", "worker"]]
+    served = {each["command"][each["command"].index("--pool") + 1]: each for each in workers}
+    assert served.keys() == set(POOLS) and "profiles" not in served["cpu"] and "deploy" not in served["cpu"]
+    for pool in ("vllm-gpu", "train-gpu"):
+        (device,) = served[pool]["deploy"]["resources"]["reservations"]["devices"]
+        assert device["capabilities"] == ["gpu"] and device["count"] == "all"
+        assert served[pool]["profiles"] == ["gpu"] and served[pool]["build"]["args"]["TORCH_BACKEND"] == "cuda"
+        assert served[pool]["environment"] == served["cpu"]["environment"]
+
+
+def test_compose_gives_a_server_and_its_images_all_that_they_take():
+    read = set(re.findall(r"\$\{?([A-Z_]+)", (INFRA / "images/serve.sh").read_text()))
+    assert read == compose()["services"]["vllm"]["environment"].keys()
+    dockerfile = (INFRA / "images/Dockerfile").read_text()
+    targets, arguments = (set(re.findall(each, dockerfile, re.MULTILINE)) for each in (r"AS ([\w-]+)$", r"^ARG (\w+)"))
+    builds = [each["build"] for each in compose()["services"].values() if "build" in each]
+    images = {each["image"]: each["build"] for each in compose()["services"].values() if "build" in each}
+    assert all(images[each["image"]] == each["build"] for each in compose()["services"].values() if "build" in each)
+    for each in builds:
+        assert each["target"] in targets and {"COMMIT"} <= each["args"].keys() <= arguments
+
+
+def test_only_those_who_manage_the_object_store_of_compose_are_its_root():
+    services = compose()["services"]
+    assert {name for name, each in services.items() if "MINIO_ROOT" in json.dumps(each)} == {"minio", "buckets"}
+    made = re.search(r"mc mb --ignore-existing (.*)", services["buckets"]["command"][0])
+    buckets = {name.removeprefix("store/") for name in made[1].split()} if made else set()
+    named = set()
+    for statement in json.loads((INFRA / "compose/buckets.json").read_text())["Statement"]:
+        assert statement["Effect"] == "Allow" and not [each for each in statement["Action"] if "*" in each]
+        named |= {each.removeprefix("arn:aws:s3:::").removesuffix("/*") for each in statement["Resource"]}
+    assert named == buckets == {"mlflow", "artifacts"}
+
+
 def test_compose_services_wait_for_what_can_become_true():
     services = compose()["services"]
     for name, service in services.items():
