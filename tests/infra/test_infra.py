@@ -203,6 +203,34 @@ def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
 
 
 @needs_kubectl
+def test_prometheus_reaches_metrics_and_nothing_else(tmp_path):
+    shutil.copytree(INFRA / "kubernetes", tmp_path / "kubernetes")
+    overlay = tmp_path / "kubernetes/overlays/gpu"
+    file = overlay / "kustomization.yaml"
+    file.write_text(file.read_text().replace("components:\n", "components:\n  - ../../metrics\n"))
+    before = {json.dumps(each, sort_keys=True) for each in build(INFRA / "kubernetes/overlays/gpu")}
+    new = [each for each in build(overlay) if json.dumps(each, sort_keys=True) not in before]
+    assert all(each["kind"] == "NetworkPolicy" and each["metadata"]["namespace"] == "armature" for each in new)
+    ports = dict[str, int]()
+    for each in new:
+        (rule,) = each["spec"]["ingress"]
+        assert each["spec"]["policyTypes"] == ["Ingress"] and rule["from"] == [
+            {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+        ]
+        ports[each["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"]] = rule["ports"][0]["port"]
+    offered = {
+        labels["app.kubernetes.io/component"]: pod["containers"][0]["ports"][0]
+        for name, labels, pod in pods()
+        if name in ("run", "vllm")
+    }
+    assert ports == {name: port["containerPort"] for name, port in offered.items()}
+    runs, servers = yaml.safe_load((INFRA / "kubernetes/metrics/scrape.yaml").read_text())["scrape_configs"]
+    kept = [[rule["regex"] for rule in each["relabel_configs"] if "regex" in rule] for each in (runs, servers)]
+    assert kept == [["Running", offered["run"]["name"]], ["Running", "vllm"]]
+    assert servers["authorization"]["credentials_file"].endswith("/VLLM_API_KEY") and "authorization" not in runs
+
+
+@needs_kubectl
 def test_one_file_names_the_images_of_everything(tmp_path):
     shutil.copytree(INFRA / "kubernetes", tmp_path / "kubernetes")
     file = tmp_path / "kubernetes/images/kustomization.yaml"
