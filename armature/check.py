@@ -143,7 +143,7 @@ def check_machine(machine: Machine, with_servers: bool) -> None:
         from components.workers.actor import joined  # Ray is an extra
 
         joined(machine.cluster.address)
-    named = {device for group in (*machine.server_gpus, machine.trainer_gpus) for device in group}
+    named = {*machine.started_server_gpus, *machine.trainer_gpus}
     if missing := sorted(device for device in named if device >= gpu_count()):
         raise ConfigurationError(
             f"GPU {missing[0]} is named, but this machine has {gpu_count()} GPUs",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def pool_of(recipe: Recipe) -> str:
     machine = machine_of(recipe)
     if machine.trainer_gpus:
         return "train-gpu"
-    return "vllm-gpu" if machine.server_gpus else "cpu"
+    return "vllm-gpu" if machine.started_server_gpus else "cpu"
 
 
 def machine_of(recipe: Recipe) -> Machine:
@@ -80,23 +80,45 @@ def machine_that_resumes(recipe: Recipe) -> Machine:
 
 
 def job_variables(machine: Machine) -> dict[str, Any]:
-    """What a pod of Kubernetes needs to be this machine, for the variables of infra/kubernetes/base/job-template.json.
+    """What a pod of Kubernetes, or a node of SLURM, needs to be this machine.
 
     A pod sees its GPUs as 0, 1, ...: it needs all up to the highest that is named. Memory is 16 GiB for the flow and
     its environments, 96 GiB for each GPU of the trainer, whose checkpoint is copied before it is written, and 24 GiB
-    for each of a server.
+    for each of a server that the run starts.
     """
-    servers = {device for devices in machine.server_gpus for device in devices}
+    servers = machine.started_server_gpus
     gpus = max({*servers, *machine.trainer_gpus}, default=-1) + 1
     memory = 16 + 96 * len(machine.trainer_gpus) + 24 * len(servers)
     return {"gpus": gpus, "cpus": str(2 + 4 * gpus + machine.environment_processes), "memory": f"{memory}Gi"}
 
 
-def document(names: Sequence[str] = (), kubernetes: bool = False) -> dict[str, Any]:
+def pod_variables(recipe: Recipe, template: Mapping[str, Any]) -> dict[str, Any]:
+    """`job_variables`, and the image that has what the recipe starts.
+
+    Args:
+        template: of the work pool, infra/kubernetes/base/job-template.json as provisioning has filled it in.
+
+    Raises:
+        ConfigurationError: the template is another one.
+    """
+    try:
+        flows, standalone = template["variables"]["properties"]["image"]["enum"]
+    except (KeyError, ValueError) as error:
+        raise ConfigurationError(
+            "the template of the work pool does not name the two images of runs",
+            where=f"work pool {pool_of(recipe)!r}",
+            remedy="provision the platform again: kubectl apply -k",
+        ) from error
+    machine = machine_of(recipe)
+    starts_servers = "inference" in recipe.sections and not machine.endpoints
+    return {**job_variables(machine), "image": standalone if starts_servers else flows}
+
+
+def document(names: Sequence[str] = (), template: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The content of `prefect.yaml` for these recipes, names or files, as they are; for all installed ones if none is.
 
     Args:
-        kubernetes: with the `job_variables` of each.
+        template: of work pools of Kubernetes, for which each deployment gets its `pod_variables`.
 
     Raises:
         ConfigurationError: two recipes would be one deployment.
@@ -107,8 +129,8 @@ def document(names: Sequence[str] = (), kubernetes: bool = False) -> dict[str, A
         raise ConfigurationError(f"{times} recipes are called {name!r}", remedy="give their files different names")
     deployments = [_deployment(each) for each in recipes]
     for recipe, deployment in zip(recipes, deployments, strict=True):
-        if kubernetes:
-            deployment["work_pool"]["job_variables"] = job_variables(machine_of(recipe))
+        if template is not None:
+            deployment["work_pool"]["job_variables"] = pod_variables(recipe, template)
     return {"name": "armature", "pull": [IN_THE_FOLDER_OF_RUNS], "deployments": deployments}
 
 
@@ -140,12 +162,12 @@ def _is_default(section: str, values: Any) -> bool:
     return section == "machine" and values == Machine().model_dump(mode="json")
 
 
-def text(names: Sequence[str] = (), kubernetes: bool = False) -> str:
-    return _HEADER + yaml.safe_dump(document(names, kubernetes), sort_keys=False, width=110, allow_unicode=True)
+def text(names: Sequence[str] = (), template: Mapping[str, Any] | None = None) -> str:
+    return _HEADER + yaml.safe_dump(document(names, template), sort_keys=False, width=110, allow_unicode=True)
 
 
-def write(file: Path = FILE, names: Sequence[str] = (), kubernetes: bool = False) -> None:
-    file.write_text(text(names, kubernetes))
+def write(file: Path = FILE, names: Sequence[str] = (), template: Mapping[str, Any] | None = None) -> None:
+    file.write_text(text(names, template))
 
 
 def check(file: Path = FILE, names: Sequence[str] = ()) -> None:

@@ -7,11 +7,13 @@ import secrets
 import subprocess
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from types import MappingProxyType
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from armature.deployments import job_variables, machine_that_resumes, pool_of
+from armature.deployments import machine_that_resumes, pod_variables, pool_of
+from armature.job_variables import parse_job_variables
 from armature.submit import platform
 from components.configuration import Recipe, load_recipe
 from components.contracts.errors import ConfigurationError
@@ -39,21 +41,33 @@ exit $code
 """The first process of a pod, which the kernel lets ignore SIGTERM unless it says otherwise."""
 
 
-def submit(name: str, overrides: Sequence[str], options: Sequence[str]) -> str:
-    """Create the JobSet of a recipe; its name.
+def manifest(name: str, overrides: Sequence[str], job_variables: Sequence[str]) -> dict[str, Any]:
+    """The JobSet of a recipe.
+
+    Args:
+        job_variables: as `parse_job_variables` takes them.
+
+    Raises:
+        ConfigurationError: as `jobset`, or a variable is wrong.
+        ServerError: there is no platform to ask for the template of pods.
+    """
+    recipe = load_recipe(name, overrides)
+    template = template_of(recipe)
+    return jobset(recipe, name, overrides, template, parse_job_variables(job_variables, template, pool_of(recipe)))
+
+
+def submit(jobset: Mapping[str, Any], options: Sequence[str]) -> str:
+    """Create a JobSet; its name.
 
     Args:
         options: of `kubectl create`.
 
     Raises:
-        ConfigurationError: as `jobset`; there is no kubectl, or the cluster refuses the JobSet.
-        ServerError: there is no platform to ask for the template of pods.
+        ConfigurationError: there is no kubectl, or the cluster refuses the JobSet.
     """
-    recipe = load_recipe(name, overrides)
-    manifest = jobset(recipe, name, overrides, template_of(recipe))
     command = ["kubectl", "create", "--filename=-", *options]
     try:
-        done = subprocess.run(command, input=yaml.safe_dump(manifest), capture_output=True, text=True)
+        done = subprocess.run(command, input=text(jobset), capture_output=True, text=True)
     except FileNotFoundError as error:
         raise ConfigurationError(
             "there is no kubectl on the PATH",
@@ -66,13 +80,12 @@ def submit(name: str, overrides: Sequence[str], options: Sequence[str]) -> str:
             where="kubectl create",
             remedy="change the options after `--`, or the recipe's machine; `--dry-run` prints what is created",
         )
-    return str(manifest["metadata"]["name"])
+    return str(jobset["metadata"]["name"])
 
 
-def text(name: str, overrides: Sequence[str]) -> str:
-    """The manifest that `submit` creates."""
-    recipe = load_recipe(name, overrides)
-    return str(yaml.safe_dump(jobset(recipe, name, overrides, template_of(recipe)), sort_keys=False, width=110))
+def text(jobset: Mapping[str, Any]) -> str:
+    """What `submit` gives to kubectl."""
+    return str(yaml.safe_dump(dict(jobset), sort_keys=False, width=110))
 
 
 def template_of(recipe: Recipe) -> dict[str, Any]:
@@ -93,7 +106,13 @@ def template_of(recipe: Recipe) -> dict[str, Any]:
     return pool.base_job_template
 
 
-def jobset(recipe: Recipe, name: str, overrides: Sequence[str], template: Mapping[str, Any]) -> dict[str, Any]:
+def jobset(
+    recipe: Recipe,
+    name: str,
+    overrides: Sequence[str],
+    template: Mapping[str, Any],
+    variables: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
     """A JobSet (jobset.x-k8s.io/v1alpha2) of `machine.trainer_nodes` pods, each as a run's Job has it.
 
     The first runs the recipe, the others `armature join`. If a pod is lost, all begin again and resume from the last
@@ -102,6 +121,7 @@ def jobset(recipe: Recipe, name: str, overrides: Sequence[str], template: Mappin
     Args:
         name: of the recipe, as pods load it.
         template: of the work pool.
+        variables: of the template, in place of those that the recipe's machine gives.
 
     Raises:
         ConfigurationError: the training has one node, or the machine forces stages.
@@ -114,7 +134,7 @@ def jobset(recipe: Recipe, name: str, overrides: Sequence[str], template: Mappin
             remedy="leave --jobset out: the platform's worker makes it; or set machine.trainer_nodes",
         )
     own = f"{re.sub('[^a-z0-9]+', '-', recipe.name.lower()).strip('-')[:40]}-{secrets.token_hex(3)}"
-    job = _job(template, {"name": own, **job_variables(machine)})
+    job = _job(template, {"name": own, **pod_variables(recipe, template), **variables})
     kept = job.pop("ttlSecondsAfterFinished")
     run = ["python", "-m", "armature", "run", name, *(f"--set={each}" for each in overrides)]
     return {

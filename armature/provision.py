@@ -12,9 +12,11 @@ import os
 import subprocess
 import sys
 from argparse import ArgumentParser
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from string import Template
+from typing import Any
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
@@ -53,15 +55,16 @@ def main() -> int:
             client.create_work_pool(pool, overwrite=True)
         client.upsert_global_concurrency_limit_by_name("gpu", max(given.gpus or gpu_count(), 1))
         watch_for_dead_runs(client)
-    return deploy(deployments_file(given.kubernetes is not None))
+    return deploy(deployments_file(template if kind == "kubernetes" else None))
 
 
-def deployments_file(kubernetes: bool = False) -> Path:
-    """prefect.yaml of this folder; where there is none, and for Kubernetes, one of all recipes under `.armature`."""
-    if FILE.exists() and not kubernetes:
+def deployments_file(template: Mapping[str, Any] | None = None) -> Path:
+    """prefect.yaml of this folder; where there is none, and with a template of Kubernetes, one of all recipes under
+    `.armature`."""
+    if FILE.exists() and template is None:
         return FILE
     written = private_folder(STATE) / FILE
-    write(written, kubernetes=kubernetes)
+    write(written, template=template)
     return written
 
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from armature.deployments import FLOWS
+from armature.deployments import FLOWS, pod_variables, pool_of
+from armature.job_variables import parse_job_variables
 from armature.run import joined_api
 from components.configuration import SUFFIX, Recipe, build_recipe, load_recipe, merge, parse_override
 from components.contracts.errors import ConfigurationError, ServerError
@@ -26,17 +27,19 @@ SUMMARY = "summary"
 """Key of the artifact that tasks/reports.py makes."""
 
 
-def submit(name: str, overrides: Sequence[str], watch: bool) -> int:
+def submit(name: str, overrides: Sequence[str], watch: bool, job_variables: Sequence[str] = ()) -> int:
     """Start a run of the deployment `name`, or of that of a recipe's file, and print its name and page.
 
     Args:
         watch: print its log, and return when it has ended.
+        job_variables: of the work pool's template, as `parse_job_variables` takes them.
 
     Returns:
         0; with `watch`, 1 if it did not complete.
 
     Raises:
-        ConfigurationError: there is no such deployment, or a value is wrong: nothing is started.
+        ConfigurationError: there is no such deployment, a value is wrong, or the run would need another work pool:
+            nothing is started.
         ServerError: Prefect's API does not answer, or no worker serves the deployment's work pool.
     """
     recipe = load_recipe(name) if name.endswith(SUFFIX) else None
@@ -44,9 +47,12 @@ def submit(name: str, overrides: Sequence[str], watch: bool) -> int:
         from prefect.utilities.urls import url_for
 
         deployment = _deployment(client, recipe.name if recipe else name)
-        changed = _changed(deployment, name, recipe, overrides)
+        before, after = _recipes(deployment, name, recipe, overrides)
+        variables = _job_variables(client, deployment, before, after, job_variables)
         _refuse_without_worker(client, deployment, str(client.api_url))
-        run = client.create_flow_run_from_deployment(deployment.id, parameters=changed)
+        run = client.create_flow_run_from_deployment(
+            deployment.id, parameters=_changed(before, after), job_variables=variables
+        )
         print(f"{run.name}  {url_for(run) or ''}", flush=True)
         return _watch(client, run) if watch else 0
 
@@ -89,10 +95,10 @@ def _deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse:
         ) from error
 
 
-def _changed(
+def _recipes(
     deployment: DeploymentResponse, name: str, recipe: Recipe | None, overrides: Sequence[str]
-) -> dict[str, Any]:
-    """The sections that differ from the deployment's, whole: Prefect merges parameters at the top level alone.
+) -> tuple[Recipe, Recipe]:
+    """That of the deployment, and that of the run.
 
     Raises:
         ConfigurationError: a value that `armature run --set` would refuse.
@@ -108,9 +114,40 @@ def _changed(
         values = merge(values, parse_override(override))
     folder = recipe.folder if recipe else _folder(deployment)
     with project(folder):
-        made = build_recipe(name if recipe is None else recipe.name, values, f"deployment {name}", folder).dump()
-        before = build_recipe(name, {"flow": kind, **stored}, f"deployment {name}", folder).dump()
-    return {key: made.get(key) for key in {*made, *before} if made.get(key) != before.get(key)}
+        after = build_recipe(name if recipe is None else recipe.name, values, f"deployment {name}", folder)
+        before = build_recipe(name, {"flow": kind, **stored}, f"deployment {name}", folder)
+    return before, after
+
+
+def _changed(before: Recipe, after: Recipe) -> dict[str, Any]:
+    """The sections that differ, whole: Prefect merges parameters at the top level alone."""
+    old, new = before.dump(), after.dump()
+    return {key: new.get(key) for key in {*new, *old} if new.get(key) != old.get(key)}
+
+
+def _job_variables(
+    client: SyncPrefectClient, deployment: DeploymentResponse, before: Recipe, after: Recipe, given: Sequence[str]
+) -> dict[str, Any]:
+    """What the run's Job has other than the deployment's: for its machine on Kubernetes, and what is given.
+
+    Raises:
+        ConfigurationError: the run needs GPUs that its deployment's work pool is not for, or a variable is wrong.
+    """
+    if pool_of(after) not in ("cpu", pool_of(before)):
+        raise ConfigurationError(
+            f"with these values the run needs the work pool {pool_of(after)!r}, and a run stays in the pool of its "
+            f"deployment, {deployment.work_pool_name!r}",
+            where="machine.server_gpus, machine.trainer_gpus",
+            remedy="write them to a recipe of your own (`armature show --toml`), and `armature deployments write`",
+        )
+    if deployment.work_pool_name is None:
+        return {}
+    pool = client.read_work_pool(deployment.work_pool_name)
+    own: dict[str, Any] = {}
+    if pool.type == "kubernetes":
+        old, new = (pod_variables(each, pool.base_job_template) for each in (before, after))
+        own = {key: value for key, value in new.items() if value != old[key]}
+    return own | parse_job_variables(given, pool.base_job_template, pool.name)
 
 
 def _folder(deployment: DeploymentResponse) -> Path | None:

@@ -129,7 +129,7 @@ def gpus(machine: Machine) -> Iterator[None]:
 
     A missing limit is an error. A lease that could not be renewed is not: it would end a training of hours.
     """
-    devices = {device for group in (*machine.server_gpus, machine.trainer_gpus) for device in group}
+    devices = {*machine.started_server_gpus, *machine.trainer_gpus}
     lock = (
         concurrency(GPU_LIMIT, occupy=len(devices), strict=True, raise_on_lease_renewal_failure=False)
         if devices

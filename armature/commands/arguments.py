@@ -40,6 +40,14 @@ Force = Annotated[
     Optional[list[str]],  # noqa: UP045
     typer.Option(metavar="STAGE", help="Make a stage again, and all that depends on it; repeat for more."),
 ]
+JobVariables = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Option(
+        "--job-variable",
+        metavar="KEY=VALUE",
+        help="Change a variable of Kubernetes' pods: --job-variable node_selector.gpu=h200. Repeat for more.",
+    ),
+]
 Store = Annotated[Path, typer.Option(help="Folder of the artifact store.")]
 
 

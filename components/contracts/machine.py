@@ -151,6 +151,11 @@ class Machine(Settings):
         return resolve(self.trainer_environment, "machine.trainer_environment")
 
     @property
+    def started_server_gpus(self) -> frozenset[int]:
+        """CUDA devices of the servers that a run starts; none of the servers at `endpoints`."""
+        return frozenset() if self.endpoints else frozenset(device for each in self.server_gpus for device in each)
+
+    @property
     def playing_processes(self) -> int:
         """`environment_processes`, or half of the CPUs that this process may use."""
         return self.environment_processes or max(1, available_cpus() // 2)

@@ -4,6 +4,10 @@
 set -eu
 : "${MODEL:?set MODEL to the folder of a checkpoint}"
 : "${VLLM_API_KEY:?set VLLM_API_KEY; the routes that load weights must not be open}"
+if [ ! -f "$MODEL/config.json" ]; then
+  echo "no checkpoint is in $MODEL: see "On Kubernetes" in docs/operations.md" >&2
+  exit 1
+fi
 if [ "${WEIGHT_TRANSFER:-file}" != file ]; then
   set -- --weight-transfer-config "{\"backend\": \"$WEIGHT_TRANSFER\"}" "$@"
 fi

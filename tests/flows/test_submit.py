@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 from threading import Thread
 from typing import Any
 
@@ -20,6 +22,15 @@ from prefect.types._datetime import now
 from armature import deployments, submit
 from armature.cli import main
 from armature.init import write_project
+from armature.provision import JOB_TEMPLATE
+
+JOBS = json.loads(
+    Template((Path(__file__).parents[2] / "infra/kubernetes/base/job-template.json").read_text()).substitute(
+        IMAGE="flows", STANDALONE_IMAGE="standalone", NAMESPACE="armature"
+    )
+)
+NODES = {"node_selector": {"gpu": "h200", "a.b/c": "d"}}
+OTHERS = {"store_claim": "store-fast", "tolerations": [{"operator": "Exists"}]}
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -54,13 +65,13 @@ def client() -> Iterator[SyncPrefectClient]:
 
 
 @pytest.fixture
-def deployed(client, armature) -> Callable[[str], str]:
-    """Registers a recipe's deployment with a pool of this test's own; gives the pool."""
+def deployed(client, armature) -> Callable[..., str]:
+    """Registers a recipe's deployment with a pool of this test's own, of Jobs if it has a template; gives the pool."""
 
-    def deploy(name: str) -> str:
-        (described,) = deployments.document([name])["deployments"]
-        pool = f"pool-{time.time_ns()}"
-        client.create_work_pool(WorkPoolCreate(name=pool, type="process"))
+    def deploy(name: str, template: dict[str, Any] | None = None) -> str:
+        (described,) = deployments.document([name], template)["deployments"]
+        pool, kind = f"pool-{time.time_ns()}", "process" if template is None else "kubernetes"
+        client.create_work_pool(WorkPoolCreate(name=pool, type=kind, base_job_template=template or JOB_TEMPLATE))
         flow = deployments.flow_of(
             next(key for key, path in deployments.FLOWS.items() if path == described["entrypoint"])
         )
@@ -73,6 +84,7 @@ def deployed(client, armature) -> Callable[[str], str]:
             enforce_parameter_schema=True,
             pull_steps=described.get("pull"),
             work_pool_name=pool,
+            job_variables=described["work_pool"].get("job_variables"),
         )
         return pool
 
@@ -103,6 +115,64 @@ def test_one_value_is_changed_and_all_others_are_those_of_the_deployment(armatur
     assert {key: value for key, value in run.parameters.items() if key not in others} == {
         key: value for key, value in stored.items() if key not in others
     }
+
+
+def test_a_job_of_kubernetes_has_what_the_changed_machine_needs(armature, client, deployed):
+    client.send_worker_heartbeat(deployed("train-vlm/qwen3-vl", JOBS), "a worker")
+    more, joined = (
+        {"gpus": 3, "cpus": "14", "memory": "232Gi"},
+        {"image": "flows", "gpus": 1, "cpus": "6", "memory": "112Gi"},
+    )
+    for given, expected in (
+        (["--machine", "trainer_gpus=[0, 2]"], more),
+        (["--machine", 'endpoints=["http://vllm-0.vllm:8000"]'], joined),
+        (["--set", "trainer.max_steps=7"], {}),
+        (["--job-variable", "cpus=8"], {"cpus": "8"}),
+        (["--job-variable", "node_selector.gpu=h200", "--job-variable", 'node_selector={"a.b/c"="d"}'], NODES),
+        (["--job-variable", "store_claim=store-fast", "--job-variable", 'tolerations=[{operator="Exists"}]'], OTHERS),
+        (["--machine", "trainer_gpus=[0, 2]", "--job-variable", "gpus=8"], more | {"gpus": 8}),
+    ):
+        known = {run.id for run in runs(client, "train-vlm/qwen3-vl")}
+        done = armature("submit", "train-vlm/qwen3-vl", *given)
+        assert done.code == 0, done.stderr
+        (run,) = [each for each in runs(client, "train-vlm/qwen3-vl") if each.id not in known]
+        assert run.job_variables == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("nodeselector.gpu=h200", "did you mean 'node_selector'"),
+        ("gpus=two", "'two' is not of type 'integer'"),
+        ("image=other", "'other' is not one of ['flows', 'standalone']"),
+        ("store_claim=mlflow", "'mlflow' does not match"),
+        ("store_claim", "write --job-variable key=value"),
+        ("store_claim=", "write --job-variable key=value"),
+    ],
+)
+def test_a_job_variable_that_the_template_does_not_allow_is_refused(given, said, armature, client, deployed):
+    client.send_worker_heartbeat(deployed("train-vlm/colors", JOBS), "a worker")
+    before = len(runs(client, "train-vlm/colors"))
+    done = armature("submit", "train-vlm/colors", "--job-variable", given)
+    assert done.code == 2 and said in done.stderr, done.stderr
+    assert len(runs(client, "train-vlm/colors")) == before
+
+
+def test_runs_of_a_process_have_no_job_variables(armature, client, deployed):
+    client.send_worker_heartbeat(deployed("train-vlm/colors"), "a worker")
+    done = armature("submit", "train-vlm/colors", "--job-variable", "cpus=8")
+    assert done.code == 2 and "'cpus' is not a variable" in done.stderr and "leave it out" in done.stderr
+    job = armature("submit", "train-vlm/colors", "--slurm", "--dry-run", "--job-variable", "cpus=8")
+    assert job.code == 2 and "--job-variable" in job.stderr
+
+
+@pytest.mark.parametrize("template", [None, JOBS])
+def test_a_run_that_needs_gpus_of_another_pool_is_refused(armature, client, deployed, template):
+    client.send_worker_heartbeat(deployed("train-vlm/colors", template), "a worker")
+    before = len(runs(client, "train-vlm/colors"))
+    done = armature("submit", "train-vlm/colors", "--machine", "trainer_gpus=[0]")
+    assert done.code == 2 and "needs the work pool 'train-gpu'" in done.stderr
+    assert len(runs(client, "train-vlm/colors")) == before
 
 
 def test_what_run_refuses_is_refused_with_the_same_words(armature, client, deployed):

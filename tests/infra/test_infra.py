@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 INFRA = ROOT / "infra"
+OVERLAYS = ("gpu", "model", "cpu-smoke")
 KUSTOMIZATIONS = sorted(path.parent for path in (INFRA / "kubernetes").rglob("kustomization.yaml"))
 BIN = Path(sys.executable).parent
 
@@ -107,20 +109,22 @@ def test_every_recipe_fits_the_job_template():
 
     from armature.deployments import document, load_recipe
 
-    template = json.loads((INFRA / "kubernetes/base/job-template.json").read_text())
-    deployments = {each["tags"][0] + "/" + each["name"]: each for each in document(kubernetes=True)["deployments"]}
+    filled_in = {"IMAGE": "a", "STANDALONE_IMAGE": "b", "NAMESPACE": "armature"}
+    template = json.loads(Template((INFRA / "kubernetes/base/job-template.json").read_text()).substitute(filled_in))
+    deployments = {each["tags"][0] + "/" + each["name"]: each for each in document(template=template)["deployments"]}
     for each in deployments.values():
         jsonschema.validate(each["work_pool"]["job_variables"], template["variables"])
     machine = load_recipe("train-vlm/molmo2").sections["machine"]
     variables = deployments["train-vlm/molmo2"]["work_pool"]["job_variables"]
     assert max(*machine.trainer_gpus, *(gpu for gpus in machine.server_gpus for gpu in gpus)) + 1 == variables["gpus"]
-    assert deployments["train-vlm/colors"]["work_pool"]["job_variables"] == {"gpus": 0, "cpus": "2", "memory": "16Gi"}
+    expected = {"image": "b", "gpus": 0, "cpus": "2", "memory": "16Gi"}
+    assert deployments["train-vlm/colors"]["work_pool"]["job_variables"] == expected
 
 
 def pods() -> Iterator[tuple[str, dict[str, str], dict[str, Any]]]:
     """Name, labels and specification of every pod that is started, the run's included."""
     template = json.loads((INFRA / "kubernetes/base/job-template.json").read_text())
-    documents = [each for name in ("gpu", "cpu-smoke") for each in build(INFRA / "kubernetes/overlays" / name)]
+    documents = [each for name in OVERLAYS for each in build(INFRA / "kubernetes/overlays" / name)]
     run = render(template, name="run")["job_manifest"]
     for document in [*documents, {**run, "metadata": {"name": "run"}}]:
         if pod := document.get("spec", {}).get("template"):
@@ -132,7 +136,7 @@ def test_every_pod_keeps_to_the_restricted_standard_and_writes_where_it_is_said(
     names = [name for name, _, pod in pods() if not restricted(pod)]
     assert not names
     assert {name for name, _, pod in pods() if pod["automountServiceAccountToken"]} == {"worker"}
-    assert len({pod["serviceAccountName"] for _, _, pod in pods()}) == len(list(pods())) == 8
+    assert len({pod["serviceAccountName"] for _, _, pod in pods()}) == len(list(pods())) == 9
 
 
 def restricted(pod: dict[str, Any]) -> bool:
@@ -156,7 +160,7 @@ def restricted(pod: dict[str, Any]) -> bool:
 
 @needs_kubectl
 def test_the_network_lets_through_what_is_needed_and_nothing_else():
-    documents = [each for name in ("gpu", "cpu-smoke") for each in build(INFRA / "kubernetes/overlays" / name)]
+    documents = [each for name in OVERLAYS for each in build(INFRA / "kubernetes/overlays" / name)]
     policies = [each["spec"] for each in documents if each["kind"] == "NetworkPolicy"]
     labels = {name: labels for name, labels, _ in pods()}
     labels["node"] = labels["run"] | {"jobset.sigs.k8s.io/jobset-name": "a-training-on-several"}
@@ -199,17 +203,52 @@ def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
 
 
 @needs_kubectl
+def test_prometheus_reaches_metrics_and_nothing_else(tmp_path):
+    shutil.copytree(INFRA / "kubernetes", tmp_path / "kubernetes")
+    overlay = tmp_path / "kubernetes/overlays/gpu"
+    file = overlay / "kustomization.yaml"
+    file.write_text(file.read_text().replace("components:\n", "components:\n  - ../../metrics\n"))
+    before = {json.dumps(each, sort_keys=True) for each in build(INFRA / "kubernetes/overlays/gpu")}
+    new = [each for each in build(overlay) if json.dumps(each, sort_keys=True) not in before]
+    assert all(each["kind"] == "NetworkPolicy" and each["metadata"]["namespace"] == "armature" for each in new)
+    ports = dict[str, int]()
+    for each in new:
+        (rule,) = each["spec"]["ingress"]
+        assert each["spec"]["policyTypes"] == ["Ingress"] and rule["from"] == [
+            {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+        ]
+        ports[each["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"]] = rule["ports"][0]["port"]
+    offered = {
+        labels["app.kubernetes.io/component"]: pod["containers"][0]["ports"][0]
+        for name, labels, pod in pods()
+        if name in ("run", "vllm")
+    }
+    assert ports == {name: port["containerPort"] for name, port in offered.items()}
+    runs, servers = yaml.safe_load((INFRA / "kubernetes/metrics/scrape.yaml").read_text())["scrape_configs"]
+    kept = [[rule["regex"] for rule in each["relabel_configs"] if "regex" in rule] for each in (runs, servers)]
+    assert kept == [["Running", offered["run"]["name"]], ["Running", "vllm"]]
+    assert servers["authorization"]["credentials_file"].endswith("/VLLM_API_KEY") and "authorization" not in runs
+
+
+@needs_kubectl
 def test_one_file_names_the_images_of_everything(tmp_path):
     shutil.copytree(INFRA / "kubernetes", tmp_path / "kubernetes")
     file = tmp_path / "kubernetes/images/kustomization.yaml"
     digest = "sha256:" + "0" * 64
-    file.write_text(re.sub("newTag: .*", f"newName: registry.example/team\n    digest: {digest}", file.read_text()))
-    documents = [each for name in ("gpu", "cpu-smoke") for each in build(tmp_path / "kubernetes/overlays" / name)]
+    named = re.sub(
+        "name: (.*)\n *newTag: .*",
+        rf"name: \1\n    newName: registry.example/\1\n    digest: {digest}",
+        file.read_text(),
+    )
+    file.write_text(named)
+    documents = [each for name in OVERLAYS for each in build(tmp_path / "kubernetes/overlays" / name)]
     images = re.findall(r'"image": "([^"]+)"', json.dumps(documents))
-    assert len(images) == 9 and set(images) == {f"registry.example/team@{digest}"}
+    names = ("armature", "armature-standalone", "armature-vllm", "postgres")
+    assert len(images) == 10 and set(images) == {f"registry.example/{name}@{digest}" for name in names}
     (provision,) = [each for each in documents if each["metadata"]["name"] == "provision" and each["kind"] == "Job"]
     variables = provision["spec"]["template"]["spec"]["containers"][0]["env"]
-    assert {"name": "IMAGE", "value": f"registry.example/team@{digest}"} in variables
+    for variable, name in (("IMAGE", "armature"), ("STANDALONE_IMAGE", "armature-standalone")):
+        assert {"name": variable, "value": f"registry.example/{name}@{digest}"} in variables
 
 
 def compose() -> dict[str, Any]:
@@ -220,6 +259,49 @@ def test_compose_file_is_valid():
     command = [BIN / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", INFRA / "compose/compose.yaml"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_every_service_of_compose_has_few_rights_and_limited_memory():
+    for name, service in compose()["services"].items():
+        assert service["cap_drop"] == ["ALL"] and service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["read_only"] is True and service["pids_limit"] and service["mem_limit"], name
+
+
+def test_compose_has_a_worker_of_every_pool_with_gpus_where_it_is_for_them():
+    from armature.deployments import POOLS
+
+    workers = [each for each in compose()["services"].values() if each.get("command", [])[:2] == ["prefect", "worker"]]
+    served = {each["command"][each["command"].index("--pool") + 1]: each for each in workers}
+    assert served.keys() == set(POOLS) and "profiles" not in served["cpu"] and "deploy" not in served["cpu"]
+    for pool in ("vllm-gpu", "train-gpu"):
+        (device,) = served[pool]["deploy"]["resources"]["reservations"]["devices"]
+        assert device["capabilities"] == ["gpu"] and device["count"] == "all"
+        assert served[pool]["profiles"] == ["gpu"] and served[pool]["build"]["args"]["TORCH_BACKEND"] == "cuda"
+        assert served[pool]["environment"] == served["cpu"]["environment"]
+
+
+def test_compose_gives_a_server_and_its_images_all_that_they_take():
+    read = set(re.findall(r"\$\{?([A-Z_]+)", (INFRA / "images/serve.sh").read_text()))
+    assert read == compose()["services"]["vllm"]["environment"].keys()
+    dockerfile = (INFRA / "images/Dockerfile").read_text()
+    targets, arguments = (set(re.findall(each, dockerfile, re.MULTILINE)) for each in (r"AS ([\w-]+)$", r"^ARG (\w+)"))
+    builds = [each["build"] for each in compose()["services"].values() if "build" in each]
+    images = {each["image"]: each["build"] for each in compose()["services"].values() if "build" in each}
+    assert all(images[each["image"]] == each["build"] for each in compose()["services"].values() if "build" in each)
+    for each in builds:
+        assert each["target"] in targets and {"COMMIT"} <= each["args"].keys() <= arguments
+
+
+def test_only_those_who_manage_the_object_store_of_compose_are_its_root():
+    services = compose()["services"]
+    assert {name for name, each in services.items() if "MINIO_ROOT" in json.dumps(each)} == {"minio", "buckets"}
+    made = re.search(r"mc mb --ignore-existing (.*)", services["buckets"]["command"][0])
+    buckets = {name.removeprefix("store/") for name in made[1].split()} if made else set()
+    named = set()
+    for statement in json.loads((INFRA / "compose/buckets.json").read_text())["Statement"]:
+        assert statement["Effect"] == "Allow" and not [each for each in statement["Action"] if "*" in each]
+        named |= {each.removeprefix("arn:aws:s3:::").removesuffix("/*") for each in statement["Resource"]}
+    assert named == buckets == {"mlflow", "artifacts"}
 
 
 def test_compose_services_wait_for_what_can_become_true():
@@ -329,6 +411,23 @@ def test_images_copy_files_that_exist():
     copied = re.findall(r"^COPY (?!--from|\. )(.+) \S+$", (INFRA / "images/Dockerfile").read_text(), re.MULTILINE)
     for source in " ".join(copied).split():
         assert list(ROOT.glob(source)), f"the Dockerfile copies {source}"
+
+
+@needs_kubectl
+def test_servers_look_for_their_checkpoint_where_a_job_puts_it():
+    containers = {name: (pod["containers"][0], pod["volumes"]) for name, _, pod in pods()}
+    (server, of_server), (job, of_job) = containers["vllm"], containers["model"]
+    (model,) = [each["value"] for each in server["env"] if each["name"] == "MODEL"]
+    assert model == "/opt/armature/" + job["args"][job["args"].index("--out") + 1]
+    mounts = [[each["mountPath"] for each in some["volumeMounts"] if each["name"] == "store"] for some in (server, job)]
+    assert mounts[0] == mounts[1] == ["/opt/armature/.armature"] and of_server[0] == of_job[0]
+
+
+def test_a_server_without_a_checkpoint_says_so(tmp_path: Path):
+    environment = {"PATH": "/usr/bin:/bin", "MODEL": str(tmp_path), "VLLM_API_KEY": "key"}
+    command = ["sh", INFRA / "images/serve.sh"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and f"no checkpoint is in {tmp_path}" in done.stderr
 
 
 @pytest.mark.parametrize("transfer", ["file", "nccl"])

@@ -18,8 +18,8 @@ SECRETS = {
     "PREFECT_API_AUTH_STRING": "armature:prefect-password",
     "MLFLOW_PASSWORD": "mlflow-password",
     "MLFLOW_COOKIE_KEY": "cookie-key",
-    "MINIO_ROOT_USER": "armature",
-    "MINIO_ROOT_PASSWORD": "store-password",
+    "BUCKETS_USER": "armature",
+    "BUCKETS_PASSWORD": "store-password",
 }
 
 

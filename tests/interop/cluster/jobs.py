@@ -18,14 +18,17 @@ from armature.deployments import document
 
 KUBERNETES = Path(__file__).parents[3] / "infra/kubernetes"
 IMAGE = "registry.example/armature@sha256:" + "0" * 64
+STANDALONE = "registry.example/armature-standalone@sha256:" + "1" * 64
 RUN = FlowRun(id=UUID(int=1), flow_id=UUID(int=2), name="a-run")
-DEPLOYMENTS = document(kubernetes=True)["deployments"]
 
 
 def base_template() -> dict[str, Any]:
     """What provisioning gives the pools."""
     text = (KUBERNETES / "base/job-template.json").read_text()
-    return json.loads(Template(text).substitute(IMAGE=IMAGE, NAMESPACE="armature"))
+    return json.loads(Template(text).substitute(IMAGE=IMAGE, STANDALONE_IMAGE=STANDALONE, NAMESPACE="armature"))
+
+
+DEPLOYMENTS = document(template=base_template())["deployments"]
 
 
 def rendered(variables: dict[str, Any]) -> dict[str, Any]:

@@ -10,9 +10,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 from prefect_kubernetes.worker import KubernetesWorkerJobConfiguration
 
-from tests.interop.cluster.jobs import DEPLOYMENTS, IMAGE, base_template, rendered
+from armature.deployments import pod_variables, pool_of
+from components.configuration import load_recipe
+from components.contracts.errors import ConfigurationError
+from tests.interop.cluster.jobs import DEPLOYMENTS, IMAGE, KUBERNETES, STANDALONE, base_template, rendered
 
 
 def test_every_recipe_has_a_valid_job_with_its_gpus_and_memory(tmp_path):
@@ -21,7 +25,8 @@ def test_every_recipe_has_a_valid_job_with_its_gpus_and_memory(tmp_path):
         job = rendered(variables)
         (container,) = job["spec"]["template"]["spec"]["containers"]
         assert container["name"] == "prefect-job" and container["args"] == ["prefect", "flow-run", "execute"]
-        assert container["image"] == IMAGE
+        with_servers = deployment["entrypoint"].split(".")[1] in ("train_vlm", "evaluate", "sweep")
+        assert container["image"] == (STANDALONE if with_servers else IMAGE)
         assert container["resources"]["limits"] == {"nvidia.com/gpu": variables["gpus"], "memory": variables["memory"]}
         (tmp_path / f"{number}.yaml").write_text(yaml.safe_dump(job))
     assert len(DEPLOYMENTS) > 10
@@ -33,12 +38,46 @@ def test_every_recipe_has_a_valid_job_with_its_gpus_and_memory(tmp_path):
 
 
 def test_a_run_chooses_its_node_and_volumes_and_nothing_else():
-    chosen = {"node_selector": {"gpu": "h200"}, "store_claim": "fast", "tolerations": [{"operator": "Exists"}]}
+    chosen = {"node_selector": {"gpu": "h200"}, "store_claim": "store-fast", "tolerations": [{"operator": "Exists"}]}
     pod = rendered(chosen)["spec"]["template"]["spec"]
     assert pod["nodeSelector"] == {"gpu": "h200"} and pod["tolerations"] == [{"operator": "Exists"}]
-    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == "fast"
-    brought = {"image": "other", "env": {"LD_PRELOAD": "x"}, "service_account_name": "worker", "namespace": "default"}
+    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == "store-fast"
+    brought = {"env": {"LD_PRELOAD": "x"}, "service_account_name": "worker", "namespace": "default"}
     assert rendered(brought) == rendered({})
+
+
+def test_a_run_cannot_name_a_claim_of_the_platform():
+    text = subprocess.check_output(["kubectl", "kustomize", KUBERNETES / "overlays/gpu"], text=True)
+    documents = list(yaml.safe_load_all(text))
+    claims = {each["metadata"]["name"] for each in documents if each["kind"] == "PersistentVolumeClaim"}
+    for each in documents:
+        for claim in each.get("spec", {}).get("volumeClaimTemplates", []):
+            claims.add(f"{claim['metadata']['name']}-{each['metadata']['name']}-0")
+    allowed = Draft202012Validator(base_template()["variables"])
+    assert claims == {"store", "mlflow", "prefect", "data-postgres-0"}
+    assert {claim for claim in claims if allowed.is_valid({"store_claim": claim})} == {"store"}
+    assert allowed.is_valid({"store_claim": "store-fast"}) and not allowed.is_valid({"store_claim": "store-"})
+
+
+def test_a_run_has_one_of_two_images():
+    allowed = Draft202012Validator(base_template()["variables"])
+    assert allowed.is_valid({"image": IMAGE}) and allowed.is_valid({"image": STANDALONE})
+    assert not allowed.is_valid({"image": "registry.example/other"})
+
+
+def test_a_run_that_joins_servers_needs_neither_vllm_nor_their_gpus():
+    joined = load_recipe("train-vlm/qwen3-vl", ['machine.endpoints=["http://vllm-0.vllm:8000"]'])
+    alone = load_recipe("train-vlm/qwen3-vl")
+    assert pod_variables(joined, base_template()) == {"image": IMAGE, "gpus": 1, "cpus": "6", "memory": "112Gi"}
+    assert pod_variables(alone, base_template()) == {"image": STANDALONE, "gpus": 2, "cpus": "10", "memory": "136Gi"}
+    assert pool_of(load_recipe("evaluate/alfworld", ['machine.endpoints=["http://vllm-0.vllm:8000"]'])) == "cpu"
+
+
+def test_a_template_of_another_version_is_said():
+    template = json.loads(json.dumps(base_template()))
+    del template["variables"]["properties"]["image"]
+    with pytest.raises(ConfigurationError, match="two images"):
+        pod_variables(load_recipe("train-vlm/colors"), template)
 
 
 def test_the_worker_refuses_another_container():

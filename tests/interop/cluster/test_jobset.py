@@ -8,6 +8,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
+from armature.job_variables import parse_job_variables
 from armature.jobset import jobset
 from components.configuration import load_recipe
 from components.contracts.errors import ConfigurationError
@@ -35,6 +36,17 @@ def test_its_pods_are_those_of_a_run_and_of_nodes_that_join():
     assert command == ["python", "-m", "armature", "run", NAME, *(f"--set={each}" for each in THREE), command[-1]]
     assert command[-1] == "--set=training.micro_batch_size=16"
     assert made()["metadata"]["name"] != it["metadata"]["name"]
+
+
+def test_its_pods_have_the_variables_that_are_given():
+    texts = ["node_selector.gpu=h200", "store_claim=store-fast", "shared_memory=32Gi"]
+    variables = parse_job_variables(texts, base_template(), "train-gpu")
+    it = jobset(load_recipe(NAME, THREE), NAME, THREE, base_template(), variables)
+    refuse_invalid(it)
+    for each in it["spec"]["replicatedJobs"]:
+        pod = each["template"]["spec"]["template"]["spec"]
+        assert pod["nodeSelector"] == {"gpu": "h200"} and pod["volumes"][1]["emptyDir"]["sizeLimit"] == "32Gi"
+        assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == "store-fast"
 
 
 @pytest.mark.parametrize("where", ["spec", "failurePolicy", "container"])

@@ -33,7 +33,7 @@ def test_nothing_fails(tmp_path):
     images = site / "images/kustomization.yaml"
     images.write_text(re.sub("newTag: .*", f"digest: sha256:{'0' * 64}", images.read_text()))
     manifests.mkdir()
-    for overlay in ("gpu", "cpu-smoke"):
+    for overlay in ("gpu", "model", "cpu-smoke"):
         text = subprocess.check_output(["kubectl", "kustomize", site / "overlays" / overlay], text=True)
         (manifests / f"{overlay}.yaml").write_text(text)
     jobs = [rendered(each["work_pool"]["job_variables"]) for each in DEPLOYMENTS]
