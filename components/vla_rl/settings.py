@@ -41,6 +41,35 @@ class RobotRolloutSettings(Settings):
     attempts: PositiveInt = Field(3, description="How often an episode is begun whose simulator dies on the way.")
 
 
+class GroupMean(Settings):
+    """An episode is as good as it is better than the mean of its group, in its standard deviations: GRPO."""
+
+    name: Literal["group_mean"] = Field(description="Which advantage: group_mean.")
+
+
+class GAE(Settings):
+    """Generalized advantage estimation over an episode's chunks, with a value head that is trained along: PPO."""
+
+    name: Literal["gae"] = Field(description="Which advantage: gae.")
+    gamma: float = Field(0.99, ge=0, le=1, description="Discount per chunk.")
+    gae_lambda: float = Field(
+        0.95, ge=0, le=1, description="1: advantages are of returns; 0: of one chunk and the next value."
+    )
+    bootstrap_truncated: bool = Field(
+        True,
+        description="An episode whose actions are used up goes on with the value of its last observation; false: it is "
+        "worth nothing from there, as where the time is part of the task.",
+    )
+    value_lr: PositiveFloat = Field(1e-4, description="Peak learning rate of the value head.")
+    value_loss_coef: PositiveFloat = Field(1.0, description="The value's loss is multiplied by it.")
+    value_clip: PositiveFloat | None = Field(
+        0.2, description="A value earns nothing by moving farther than this from that of the rollout; none: any way."
+    )
+    huber_delta: PositiveFloat = Field(
+        10.0, description="Errors of the value up to this are squared, larger ones count linearly."
+    )
+
+
 class RobotRLTrainerSettings(PolicyUpdateSettings):
     """How a step's answers become updates."""
 
@@ -50,6 +79,12 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
     mode: Literal["full", "expert"] = Field("expert", description="full: all weights. expert: the action expert alone.")
     objective: PPO | GSPO | CISPO = Field(
         PPO(name="ppo"), discriminator="name", description="The loss and its parameters."
+    )
+    advantage: GroupMean | GAE = Field(
+        GroupMean(name="group_mean"),
+        discriminator="name",
+        exclude_if=lambda value: isinstance(value, GroupMean),  # what was made before it keeps its fingerprint
+        description="How good an answer was.",
     )
     ratio: Literal["chunk", "dimension"] = Field(
         "chunk",
@@ -84,6 +119,6 @@ class TrainVLARLSettings(Settings):
 
     @model_validator(mode="after")
     def _groups_can_differ(self) -> Self:
-        if self.rollouts.group_size < 2:
+        if self.rollouts.group_size < 2 and isinstance(self.trainer.advantage, GroupMean):
             raise ValueError("rollouts.group_size is 1: an episode has no advantage over itself, take 2 at least")
         return self
