@@ -62,6 +62,9 @@ PANELS = (
         unit="standard deviations",
         limits=(0.0, None),
     ),
+    Panel("Loss of the value head", ("value/loss",), log=True),
+    Panel("Returns and the values that were predicted", ("return/mean", "value/mean")),
+    Panel("Variance of the returns that values explain", ("value/explained_variance",), limits=(None, 1.02)),
     Panel("Learning rate", (r"^learning_rate/",), limits=(0.0, None)),
     Panel("Gradient norm", ("grad_norm", r"^grad_norm/"), log=True),
     Panel(
@@ -71,6 +74,7 @@ PANELS = (
             "masked_fraction",
             "clipped_low_fraction",
             "clipped_high_fraction",
+            "value/clipped_fraction",
             "truncated/length",
             "actions/format_defect",
             "actions/inadmissible",
