@@ -10,7 +10,7 @@ import numpy as np
 
 from components.batches.advantages import EPSILON
 from components.vla_rl.gae import answer_advantages
-from components.vla_rl.settings import GAE, GroupMean
+from components.vla_rl.settings import GAE, EpisodeGroupMean
 from components.vla_rl.table import Answer, AnswerSample, with_advantage
 
 
@@ -23,7 +23,7 @@ class RobotBatch:
     metrics: dict[str, float]
 
 
-def build_batch(answers: Sequence[Answer], advantage: GroupMean | GAE) -> RobotBatch:
+def build_batch(answers: Sequence[Answer], advantage: EpisodeGroupMean | GAE) -> RobotBatch:
     """The answers with their advantages; with GAE all of them, with values to learn."""
     groups = _returns(answers)
     if isinstance(advantage, GAE):

@@ -41,7 +41,7 @@ class RobotRolloutSettings(Settings):
     attempts: PositiveInt = Field(3, description="How often an episode is begun whose simulator dies on the way.")
 
 
-class GroupMean(Settings):
+class EpisodeGroupMean(Settings):
     """An episode is as good as it is better than the mean of its group, in its standard deviations: GRPO."""
 
     name: Literal["group_mean"] = Field(description="Which advantage: group_mean.")
@@ -80,10 +80,10 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
     objective: PPO | GSPO | CISPO = Field(
         PPO(name="ppo"), discriminator="name", description="The loss and its parameters."
     )
-    advantage: GroupMean | GAE = Field(
-        GroupMean(name="group_mean"),
+    advantage: EpisodeGroupMean | GAE = Field(
+        EpisodeGroupMean(name="group_mean"),
         discriminator="name",
-        exclude_if=lambda value: isinstance(value, GroupMean),  # what was made before it keeps its fingerprint
+        exclude_if=lambda value: isinstance(value, EpisodeGroupMean),  # what was made before it keeps its fingerprint
         description="How good an answer was.",
     )
     ratio: Literal["chunk", "dimension"] = Field(
@@ -119,6 +119,6 @@ class TrainVLARLSettings(Settings):
 
     @model_validator(mode="after")
     def _groups_can_differ(self) -> Self:
-        if self.rollouts.group_size < 2 and isinstance(self.trainer.advantage, GroupMean):
+        if self.rollouts.group_size < 2 and isinstance(self.trainer.advantage, EpisodeGroupMean):
             raise ValueError("rollouts.group_size is 1: an episode has no advantage over itself, take 2 at least")
         return self

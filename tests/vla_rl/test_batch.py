@@ -9,10 +9,10 @@ from components.contracts.errors import MismatchError
 from components.contracts.images import ImageRef
 from components.vla_rl.batch import build_batch
 from components.vla_rl.run import refuse_ratios
-from components.vla_rl.settings import GroupMean
+from components.vla_rl.settings import EpisodeGroupMean
 from components.vla_rl.table import Answer, read_batch, write_batch
 
-GRPO = GroupMean(name="group_mean")
+GRPO = EpisodeGroupMean(name="group_mean")
 REF = ImageRef("a" * 64, "image/png", 4, 4)
 
 
