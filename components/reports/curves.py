@@ -52,6 +52,7 @@ PANELS = (
     ),
     Panel("Importance ratio", ("importance_ratio", "ratio/p01", "ratio/p50", "ratio/p99"), reference=1.0),
     Panel("KL of a step's updates, from the policy that played", ("kl",), unit="nats", log=True),
+    Panel("KL to the policy that the training began with", ("kl/start",), unit="nats", log=True),
     Panel("Probability of a demonstrated token", ("probability",), limits=(0.0, 1.02)),
     Panel("Entropy", ("entropy",), unit="nats per token", limits=(0.0, None)),
     Panel("Loss", ("loss", "heldout/loss"), reference=0.0),
@@ -64,7 +65,7 @@ PANELS = (
     ),
     Panel("Loss of the value head", ("value/loss",), log=True),
     Panel("Returns and the values that were predicted", ("return/mean", "value/mean")),
-    Panel("Variance of the returns that values explain", ("value/explained_variance",), limits=(None, 1.02)),
+    Panel("Variance of the returns that values explain", ("value/explained_variance",), limits=(-1.02, 1.02)),
     Panel("Learning rate", (r"^learning_rate/",), limits=(0.0, None)),
     Panel("Gradient norm", ("grad_norm", r"^grad_norm/"), log=True),
     Panel(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from components.policies.molmoact2.modeling.flow_sde import noise_scales, step_logprobs
+from components.policies.molmoact2.modeling.flow_sde import noise_scales, step_divergences, step_logprobs
 from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.policies.molmoact2.processing.batch import PolicyBatch
 from components.policies.molmoact2.sampling import InferencePlan
@@ -85,7 +86,7 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
     ) -> None:
         ranks = ranks or Ranks()
         self.settings, self.plan, self._load = settings, plan, load
-        self._sigmas = noise_scales(plan.steps, noise_level)
+        self._sigmas, self._chunks = noise_scales(plan.steps, noise_level), settings.ratio == "chunk"
         if settings.mode == "expert":
             model.freeze_vlm(ranks.device)
         if settings.torch_compile:
@@ -104,6 +105,8 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
             max_grad_norm=settings.max_grad_norm,
             clip_groups=True,
         )
+        expert = self.model.action_expert  # as it is before a checkpoint is loaded
+        self._start = [copy.deepcopy(expert).requires_grad_(False)] if settings.kl_coefficient else []
 
     def step(self, samples: Sequence[AnswerSample]) -> dict[str, float]:
         """Train on the answers of one step, `epochs` times; every rank calls it with the same.
@@ -115,7 +118,7 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
         norms, skipped = [], 0
         for rows in self._updates(len(samples), number):
             chosen = [samples[row] for row in rows]
-            count = len(chosen) if self.settings.ratio == "chunk" else sum(len(each.logprobs) for each in chosen)
+            count = len(chosen) if self._chunks else sum(len(each.logprobs) for each in chosen)
             for part in self._own(chosen):
                 self._accumulate(part, count, len(chosen), sums)
             done = self.update(number)
@@ -145,7 +148,7 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
         scores: list[float] = []
         for start in range(0, len(samples), width):
             part = self._load(samples[start : start + width]).to(self.ranks.device)
-            scores += _row_sums(self._answers(part)[0], part).tolist()
+            scores += _row_sums(self._logprobs(part, self._velocities(part)[0][0]), part).tolist()
         return scores
 
     def _updates(self, count: int, number: int) -> list[list[int]]:
@@ -163,44 +166,50 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
         width = self.settings.micro_batch_size
         return [self._load(mine[start : start + width]) for start in range(0, len(mine), width)]
 
-    def _accumulate(self, part: AnswerBatch, count: int, answers: int, sums: dict[str, float]) -> None:
-        """Add the gradient of some answers of an update, which has `count` ratios of `answers` answers."""
+    def _accumulate(self, part: AnswerBatch, ratios: int, answers: int, sums: dict[str, float]) -> None:
+        """Add the gradient of some answers of an update, which has so many ratios and answers in all."""
         part = part.to(self.ranks.device)
-        (logprobs, states), behavior, rows = self._answers(part), part.logprobs, part.rows
-        if self.settings.ratio == "chunk":
-            logprobs, behavior = _row_sums(logprobs, part), _row_sums(behavior, part)
-            rows = torch.arange(len(part.advantages), device=rows.device)
-        advantages = part.advantages[rows]
-        tokens = Tokens(logprobs, behavior, behavior, advantages, rows, len(part.advantages))
+        (velocity, states), *start = self._velocities(part)
+        logprobs = self._per_ratio(self._logprobs(part, velocity), part)
+        behavior = self._per_ratio(part.logprobs, part)
+        rows = torch.arange(len(part.advantages), device=behavior.device) if self._chunks else part.rows
+        tokens = Tokens(logprobs, behavior, behavior, part.advantages[rows], rows, len(part.advantages))
         result = OBJECTIVES[self.settings.objective.name](tokens, self.settings.objective)
-        loss = result.loss.sum() / count
-        of_values: dict[str, Tensor] = {}
+        loss = result.loss.sum() / ratios
+        difference = (logprobs.detach() - behavior).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        found = {
+            "importance_ratio": difference.exp(),
+            "kl": difference.expm1() - difference,
+            "clipped_low_fraction": result.low,
+            "clipped_high_fraction": result.high,
+        }
+        for other, _ in start:
+            each = step_divergences(velocity, other, part.flow_step, self._sigmas)[part.counted]
+            found["kl/start"] = self._per_ratio(each, part)
+            loss = loss + self.settings.kl_coefficient * found["kl/start"].sum() / ratios
         if isinstance(gae := self.settings.advantage, GAE):
-            of_values = self._value_losses(states, part, gae)
-            loss = loss + gae.value_loss_coef * of_values["value/loss"].sum() / answers
+            found |= self._value_losses(states, part, gae)
+            loss = loss + gae.value_loss_coef * found["value/loss"].sum() / answers
         self.backward(loss)
-        with torch.no_grad():
-            difference = (logprobs - behavior).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-            added = {
-                RATIOS: float(len(rows)),
-                ANSWERS: float(len(part.advantages)),
-                "importance_ratio": float(difference.exp().sum()),
-                "kl": float((difference.expm1() - difference).sum()),
-                "clipped_low_fraction": float(result.low.sum()),
-                "clipped_high_fraction": float(result.high.sum()),
-                **{name: float(each.sum()) for name, each in of_values.items()},
-            }
-        for name, value in (added | {"loss": float(loss.detach())}).items():
+        counts = {RATIOS: len(rows), ANSWERS: len(part.advantages), "loss": float(loss.detach())}
+        for name, value in {**counts, **{name: float(each.detach().sum()) for name, each in found.items()}}.items():
             sums[name] += value
 
-    def _answers(self, part: AnswerBatch) -> tuple[Tensor, Tensor]:
-        """Log-probs of the counted numbers, (N,) float64, and the expert's states, (E, T, hidden)."""
-        times = part.flow_step / self.plan.steps
-        velocity, states = self.model.velocity(
-            part.batch, part.before, times, self.plan.bidirectional_images, self.plan.hides_answers
+    def _per_ratio(self, values: Tensor, part: AnswerBatch) -> Tensor:
+        """Of each probability ratio, from those of the counted numbers (N,): (E,) sums, or as they are."""
+        return _row_sums(values, part) if self._chunks else values
+
+    def _velocities(self, part: AnswerBatch) -> list[tuple[Tensor, Tensor]]:
+        """See `MolmoAct2.velocities`: of the model, and in training of the first one where there is a KL term."""
+        times, plan = part.flow_step / self.plan.steps, self.plan
+        others = self._start if torch.is_grad_enabled() else ()
+        return self.model.velocities(
+            part.batch, part.before, times, plan.bidirectional_images, plan.hides_answers, others
         )
-        logprobs = step_logprobs(part.before, part.after, velocity, part.flow_step, self._sigmas)[part.counted]
-        return logprobs, states
+
+    def _logprobs(self, part: AnswerBatch, velocity: Tensor) -> Tensor:
+        """(N,) float64 of the counted numbers."""
+        return step_logprobs(part.before, part.after, velocity, part.flow_step, self._sigmas)[part.counted]
 
     def _value_losses(self, states: Tensor, part: AnswerBatch, settings: GAE) -> dict[str, Tensor]:
         """(E,) each."""

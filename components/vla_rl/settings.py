@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Literal, Self
 
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from components.contracts.settings import Settings
 from components.environments.libero.settings import SimulatorSettings, Suite
@@ -90,12 +91,23 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
         "chunk",
         description="What has a probability ratio of its own: a chunk of actions, or each of its numbers.",
     )
+    kl_coefficient: NonNegativeFloat = Field(
+        0.0,
+        exclude_if=operator.not_,  # what was made before there was this setting keeps its fingerprint
+        description="Weight of the KL divergence to the policy that the training began with; 0: none.",
+    )
     samples_per_update: NonNegativeInt = Field(
         0, description="Answers per optimizer update at most, spread evenly; 0: all of the step."
     )
     epochs: PositiveInt = Field(1, description="How often a step's answers are trained on.")
     save_every: PositiveInt = Field(1, description="Steps between checkpoints to resume from.")
     seed: NonNegativeInt = Field(0, description="Seed of the order in which answers come to updates.")
+
+    @model_validator(mode="after")
+    def _start_can_be_kept(self) -> Self:
+        if self.kl_coefficient and self.mode == "full":
+            raise ValueError("kl_coefficient needs mode expert: of the first policy the action expert alone is kept")
+        return self
 
 
 class RobotPreflightSettings(Settings):

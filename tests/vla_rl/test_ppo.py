@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +67,7 @@ def values_of(trainer: RobotRLLearner, samples: Sequence[AnswerSample]) -> np.nd
     """Of each answer alone, as rows are sampled on a CPU."""
     assert trainer.model.value_head is not None
     with torch.no_grad():
-        states = [trainer._answers(trainer._load([each]))[1] for each in samples]
+        states = [trainer._velocities(trainer._load([each]))[0][1] for each in samples]
         return np.array([float(trainer.model.value_head(each)) for each in states])
 
 
@@ -149,7 +150,8 @@ def test_a_step_of_ppo_is_that_of_a_hand_computation(
     first = trainer.step(samples)
     assert first["importance_ratio"] == pytest.approx(1.0, abs=1e-5) and first["value/clipped_fraction"] == 0.0
     with torch.no_grad():
-        parts = [trainer._answers(trainer._load([each]))[0].numpy() for each in samples]
+        loaded_each = [trainer._load([each]) for each in samples]
+        parts = [trainer._logprobs(one, trainer._velocities(one)[0][0]).numpy() for one in loaded_each]
     now, then = values_of(trainer, samples), np.array([each.value for each in samples])
     policy, targets = [], np.array([each.value_target for each in samples])
     for each, logprobs in zip(samples, parts, strict=True):
@@ -207,7 +209,8 @@ def test_the_value_head_learns_the_returns(loaded: LoadedPolicy, images: ImageSt
 
 def test_settings_of_ppo_are_checked_and_those_from_before_keep_their_fingerprint() -> None:
     values = {"max_steps": 3, "micro_batch_size": 7}
-    assert "advantage" not in RobotRLTrainerSettings.model_validate(values).model_dump()
+    dumped = RobotRLTrainerSettings.model_validate(values).model_dump()
+    assert not dumped.keys() & {"advantage", "kl_coefficient"}
     named = RobotRLTrainerSettings.model_validate(values | {"advantage": {"name": "gae"}})
     assert named.model_dump()["advantage"]["gae_lambda"] == 0.95
     with pytest.raises(ValidationError):
@@ -221,3 +224,49 @@ def test_settings_of_ppo_are_checked_and_those_from_before_keep_their_fingerprin
     with pytest.raises(ValidationError, match="group_size is 1"):
         TrainVLARLSettings.model_validate(sections)
     TrainVLARLSettings.model_validate(sections | {"trainer": values | {"advantage": {"name": "gae"}}})
+
+
+@pytest.mark.parametrize("ratio", ["chunk", "dimension"])
+def test_the_kl_term_is_that_of_torch_and_holds_the_policy_near_its_start(
+    ratio: str, loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+) -> None:
+    samples = build_batch(answers, GAE(name="gae")).samples
+    plain, held = (
+        ppo_learner(loaded, images, ratio=ratio, kl_coefficient=weight, learning_rates={"action_expert": 3e-3})
+        for weight in (0.0, 2.0)
+    )
+    assert held.step(samples)["kl/start"] == 0.0 and "kl/start" not in plain.step(samples)
+    start, now = learner(loaded, images), copy.deepcopy(held)
+    expected = []
+    for each in samples:
+        part = held._load([each])
+        with torch.no_grad():
+            velocities = [one._velocities(part)[0][0].double() for one in (now, start)]
+        k, steps = each.flow_step, held.plan.steps
+        t, x, own = k / steps, part.before.double(), held._load.processor.action_dimensions
+        sigma = 0.5 * np.sqrt((1 - max(k, 1) / steps) / (max(k, 1) / steps))
+        normals = []
+        for v in velocities:
+            noise, action = x - t * v, x + (1 - t) * v
+            mean = noise * (1 - t - 1 / steps - sigma**2 / (2 * steps * (1 - t))) + action * (t + 1 / steps)
+            normals.append(torch.distributions.Normal(mean[0, : each.executed, :own], sigma / np.sqrt(steps)))
+        numbers = torch.distributions.kl_divergence(*normals).flatten()
+        expected += [float(numbers.sum())] if ratio == "chunk" else numbers.tolist()
+    second, free = held.step(samples), plain.step(samples)
+    assert second["kl/start"] == pytest.approx(np.mean(expected), rel=1e-4)
+    weight = 2.0 * second["kl/start"]
+    assert second["loss"] == pytest.approx(free["loss"] + weight, rel=1e-5)  # no update has been held back yet
+    apart = []
+    for trainer in (held, plain):
+        for _ in range(6):
+            trainer.step(samples)
+        moved = zip(trainer.model.action_expert.parameters(), start.model.action_expert.parameters(), strict=True)
+        apart.append(sum(float((one - other).detach().square().sum()) for one, other in moved))
+    assert apart[0] < apart[1]
+
+
+def test_the_start_of_the_kl_term_is_known_where_its_vlm_is() -> None:
+    values = {"max_steps": 3, "micro_batch_size": 7, "kl_coefficient": 0.1}
+    RobotRLTrainerSettings.model_validate(values)
+    with pytest.raises(ValidationError, match="needs mode expert"):
+        RobotRLTrainerSettings.model_validate(values | {"mode": "full"})

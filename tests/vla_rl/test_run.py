@@ -42,7 +42,7 @@ def settings(**changes: Any) -> TrainVLARLSettings:
 
 
 GRPO = settings()
-PPO = settings(advantage={"name": "gae", "value_lr": 1e-2}, micro_batch_size=1)
+PPO = settings(advantage={"name": "gae", "value_lr": 1e-2}, micro_batch_size=1, kl_coefficient=0.1)
 
 
 class InProcessTrainer(RobotRLTrainerClient):
@@ -128,5 +128,6 @@ def test_values_are_those_of_the_weights_that_played(tmp_path: Path, start: Arti
             assert (each.last_value != 0.0) == (each.truncated and each.policy_version > 0)
     rows = run.history.read()
     assert rows[0]["value/mean"] == 0.0 and rows[1]["value/mean"] == pytest.approx(np.mean([a.value for a in second]))
+    assert all(row["kl/start"] > 0 for row in rows)
     assert "learning_rate/value_head" in rows[0] and "groups/zero_advantage_fraction" not in rows[0]
     assert all(row["answers/trained"] == row["rollouts/planned"] * row["answers/per_episode"] for row in rows)

@@ -150,11 +150,17 @@ class MolmoAct2(nn.Module):
         )
         return hidden
 
-    def velocity(
-        self, batch: PolicyBatch, points: Tensor, times: Tensor, bidirectional_images: bool, hides_answers: bool
-    ) -> tuple[Tensor, Tensor]:
+    def velocities(
+        self,
+        batch: PolicyBatch,
+        points: Tensor,
+        times: Tensor,
+        bidirectional_images: bool,
+        hides_answers: bool,
+        others: Sequence[ActionExpert] = (),
+    ) -> list[tuple[Tensor, Tensor]]:
         """The velocity at one point of each example's flow, (E, T, dimensions), with its gradient, and the expert's
-        states that it is read from, (E, T, hidden).
+        states that it is read from, (E, T, hidden): of this model, then of those with `others` for its expert.
 
         Args:
             points: (E, T, dimensions). times: (E,) in [0, 1].
@@ -163,9 +169,11 @@ class MolmoAct2(nn.Module):
         with self.autocast(batch.input_ids.device):
             context = context_index(batch, context_mask(batch, hides_answers, self.config))
             cache = self._hidden(batch, bidirectional_images).cache
-            expert = self.action_expert
-            velocity, states = expert.velocity_and_states(points[:, None], times[:, None], cache, context, None)
-        return velocity[:, 0], states[:, 0]
+            found = [
+                expert.velocity_and_states(points[:, None], times[:, None], cache, context, None)
+                for expert in (self.action_expert, *others)
+            ]
+        return [(velocity[:, 0], states[:, 0]) for velocity, states in found]
 
     def _hidden(self, batch: PolicyBatch, bidirectional_images: bool) -> BackboneOutput:
         """`encode`, or what it caches where the VLM is frozen; its states are empty then."""
