@@ -15,11 +15,12 @@ from pydantic import ValidationError
 
 from components.artifacts.images import ImageStore
 from components.contracts.errors import DataError
-from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy
+from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, fill_model, load_model, save_policy
 from components.policies.molmoact2.policy import MolmoAct2Policy
 from components.vla_rl.batch import build_batch
 from components.vla_rl.collect import Collector
 from components.vla_rl.learner import RobotRLLearner
+from components.vla_rl.loader import AnswerLoader
 from components.vla_rl.schedule import plan_step
 from components.vla_rl.settings import GAE, RobotRLTrainerSettings, TrainVLARLSettings
 from components.vla_rl.table import Answer, AnswerSample, read_batch, with_advantage, write_batch, write_rollouts
@@ -182,6 +183,9 @@ def test_micro_batches_are_sums_of_the_same_answers_and_the_value_leaves_the_pol
         for width, coef in ((3, 1.0), (100, 1.0), (100, 50.0))
     ]
     reports = [trainer.step(samples) for trainer in trainers]
+    assert ppo_learner(loaded, images, mode="full").step(samples)["value/loss"] == pytest.approx(
+        reports[0]["value/loss"]
+    )
     assert reports[0]["grad_norm"] == pytest.approx(reports[1]["grad_norm"], rel=1e-4)
     assert reports[0]["value/loss"] == pytest.approx(reports[1]["value/loss"], rel=1e-5)
     assert reports[2]["grad_norm"] > 2 * reports[1]["grad_norm"]
@@ -263,6 +267,30 @@ def test_the_kl_term_is_that_of_torch_and_holds_the_policy_near_its_start(
         moved = zip(trainer.model.action_expert.parameters(), start.model.action_expert.parameters(), strict=True)
         apart.append(sum(float((one - other).detach().square().sum()) for one, other in moved))
     assert apart[0] < apart[1]
+
+
+@pytest.mark.parametrize("name", ["value", "value_target"])
+def test_a_value_that_is_not_finite_is_refused(
+    name: str, loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+) -> None:
+    load, samples = AnswerLoader(loaded.processor(), images), build_batch(answers, GAE(name="gae")).samples
+    load.refuse(samples, "here")
+    with pytest.raises(DataError, match="not finite"):
+        load.refuse([samples[0], replace(samples[1], **{name: float("inf")})], "here")
+
+
+def test_a_checkpoint_without_its_value_head_is_not_loaded(loaded: LoadedPolicy, tmp_path: Path) -> None:
+    changed = copy.deepcopy(loaded.model)
+    torch.nn.init.normal_(changed.value_head.layers[0].weight)  # type: ignore[union-attr]
+    save_policy(tmp_path / "made", loaded.parts, changed.state_dict())
+    model = copy.deepcopy(loaded.model)
+    fill_model(model, tmp_path / "made")
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in changed.state_dict().items())
+    alone = load_model(tmp_path / "made", loaded.parts)
+    assert alone.value_head is None and not any("value_head" in name for name in alone.state_dict())
+    (tmp_path / "made/value_head.safetensors").unlink()
+    with pytest.raises(DataError, match=r"value_head\.safetensors"):
+        fill_model(model, tmp_path / "made")
 
 
 def test_the_start_of_the_kl_term_is_known_where_its_vlm_is() -> None:
