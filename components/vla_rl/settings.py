@@ -63,8 +63,8 @@ class GAE(Settings):
     )
     value_lr: PositiveFloat = Field(1e-4, description="Peak learning rate of the value head.")
     value_loss_coef: PositiveFloat = Field(1.0, description="The value's loss is multiplied by it.")
-    value_clip: PositiveFloat | None = Field(
-        0.2, description="A value earns nothing by moving farther than this from that of the rollout; none: any way."
+    value_clip: NonNegativeFloat = Field(
+        0.2, description="A value earns nothing by moving farther than this from that of the rollout; 0: no clip."
     )
     huber_delta: PositiveFloat = Field(
         10.0, description="Errors of the value up to this are squared, larger ones count linearly."
