@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import nn
 
 from components.policies.settings import Semantics
@@ -41,16 +43,17 @@ def parameter_groups(model: nn.Module, settings: PolicyUpdateSettings) -> list[P
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             members[group_of(name)].append(parameter)
+    peaks = settings.learning_rates.model_dump()
+    return [
+        ParameterGroup(name, members[name], scheduled(peaks[name], settings), settings.weight_decay) for name in GROUPS
+    ]
+
+
+def scheduled(peak: float, settings: PolicyUpdateSettings) -> Callable[[int], float]:
+    """The learning rate by the number of the update."""
+    warmup, final = settings.warmup_steps, settings.final_lr_fraction
     decay = settings.decay_steps or settings.max_steps
-
-    def group(name: str) -> ParameterGroup:
-        def rate(update: int) -> float:
-            factor = warmup_cosine(update, warmup=settings.warmup_steps, decay=decay, final=settings.final_lr_fraction)
-            return float(getattr(settings.learning_rates, name)) * factor
-
-        return ParameterGroup(name, members[name], rate, settings.weight_decay)
-
-    return [group(name) for name in GROUPS]
+    return lambda update: peak * warmup_cosine(update, warmup=warmup, decay=decay, final=final)
 
 
 def group_of(name: str) -> str:

@@ -51,8 +51,13 @@ class Collector:
         self._images, self._told = images, told
         self._lock = threading.Lock()
 
-    def collect(self, groups: Sequence[Sequence[PlannedEpisode]], step: int, version: int) -> list[Answer]:
+    def collect(
+        self, groups: Sequence[Sequence[PlannedEpisode]], step: int, version: int, bootstrap: bool
+    ) -> list[Answer]:
         """The answers of all episodes, by group, member and chunk.
+
+        Args:
+            bootstrap: see `AnswerRecorder.rows`; it takes a policy with a value head.
 
         Raises:
             WorkerError: an episode's simulator was lost in every attempt.
@@ -72,7 +77,7 @@ class Collector:
                 held: TaskKey | None = None
                 while (number := schedule.take(held)) is not None:
                     held = task_of(planned[number])
-                    answers = self._play(simulator, planned[number], queue, step, version)
+                    answers = self._play(simulator, planned[number], queue, step, version, bootstrap)
                     with self._lock:
                         played[number] = answers
                         self._told(len(played), len(planned))
@@ -90,6 +95,7 @@ class Collector:
         queue: InferenceQueue[ExploredAnswer],
         step: int,
         version: int,
+        bootstrap: bool,
     ) -> list[Answer]:
         def explored(observation: RobotObservation, chunk: int) -> ExploredAnswer:
             return queue.ask(observation, answer_seed(self._settings, step, planned, chunk))
@@ -102,7 +108,7 @@ class Collector:
             except WorkerError as error:
                 problem = error
             else:
-                return recorder.rows(planned, episode, step, version, self._images)
+                return recorder.rows(planned, episode, step, version, self._images, bootstrap)
         raise WorkerError(
             f"{planned.name} could not be played in {self._settings.attempts} attempts: {problem}",
             where=f"step {step}",

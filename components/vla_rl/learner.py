@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, sqrt
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from components.policies.molmoact2.modeling.flow_sde import noise_scales, step_logprobs
+from components.policies.molmoact2.modeling.flow_sde import noise_scales, step_divergences, step_logprobs
 from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.policies.molmoact2.processing.batch import PolicyBatch
 from components.policies.molmoact2.sampling import InferencePlan
-from components.training.engine import TrainingEngine
+from components.training.engine import ParameterGroup, TrainingEngine
 from components.training.memory import peak_memory_gib
 from components.training.ranks import Ranks
-from components.vla.groups import parameter_groups
-from components.vla_rl.settings import RobotRLTrainerSettings
+from components.vla.groups import parameter_groups, scheduled
+from components.vla_rl.settings import GAE, RobotRLTrainerSettings
 from components.vla_rl.table import AnswerSample
+from components.vla_rl.value_loss import value_loss
 from components.vlm.objectives import MAX_LOG_RATIO, OBJECTIVES, Tokens
 
 
@@ -31,7 +34,8 @@ class AnswerBatch:
 
     batch: the observations. before, after: (E, T, D) float32, flow_step: (E,) int64. counted: (E, T, D) bool, actions
     that were carried out and dimensions of the robot. logprobs: (N,) float64, the sampler's of the counted numbers, in
-    order. advantages: (E,) float32.
+    order. advantages: (E,) float32. values, value_targets: (E,) float32, of the rollouts and what they are to become;
+    None without a value head.
     """
 
     batch: PolicyBatch
@@ -41,9 +45,14 @@ class AnswerBatch:
     counted: Tensor
     logprobs: Tensor
     advantages: Tensor
+    values: Tensor | None
+    value_targets: Tensor | None
 
     def to(self, device: torch.device) -> AnswerBatch:
-        return AnswerBatch(**{name: value.to(device) for name, value in vars(self).items()})
+        moved: dict[str, Any] = {
+            name: None if value is None else value.to(device) for name, value in vars(self).items()
+        }
+        return AnswerBatch(**moved)
 
     @property
     def rows(self) -> Tensor:
@@ -51,6 +60,10 @@ class AnswerBatch:
         return self.counted.nonzero()[:, 0]
 
 
+RATIOS, ANSWERS = "ratios", "answers"
+"""How many there were: what sums are divided by."""
+OF_ANSWERS = ("value/loss", "value/clipped_fraction")
+"""Sums over answers; the others are over ratios."""
 Load = Callable[[Sequence[AnswerSample]], AnswerBatch]
 
 
@@ -73,14 +86,18 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
     ) -> None:
         ranks = ranks or Ranks()
         self.settings, self.plan, self._load = settings, plan, load
-        self._sigmas = noise_scales(plan.steps, noise_level)
+        self._sigmas, self._chunks = noise_scales(plan.steps, noise_level), settings.ratio == "chunk"
         if settings.mode == "expert":
             model.freeze_vlm(ranks.device)
         if settings.torch_compile:
             model.compile_layers(dynamic=True)
+        groups = parameter_groups(model, settings)
+        if isinstance(advantage := settings.advantage, GAE):
+            head, rate = model.add_value_head(settings.seed), scheduled(advantage.value_lr, settings)
+            groups.append(ParameterGroup("value_head", list(head.parameters()), rate, settings.weight_decay))
         super().__init__(
             model.to(ranks.device).eval(),  # with dropout, no ratio would be 1
-            parameter_groups(model, settings),
+            groups,
             ranks,
             sharded=False,
             betas=(settings.adam_beta1, settings.adam_beta2),
@@ -88,6 +105,8 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
             max_grad_norm=settings.max_grad_norm,
             clip_groups=True,
         )
+        expert = self.model.action_expert  # as it is before a checkpoint is loaded
+        self._start = [copy.deepcopy(expert).requires_grad_(False)] if settings.kl_coefficient else []
 
     def step(self, samples: Sequence[AnswerSample]) -> dict[str, float]:
         """Train on the answers of one step, `epochs` times; every rank calls it with the same.
@@ -99,17 +118,18 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
         norms, skipped = [], 0
         for rows in self._updates(len(samples), number):
             chosen = [samples[row] for row in rows]
-            count = len(chosen) if self.settings.ratio == "chunk" else sum(len(each.logprobs) for each in chosen)
+            count = len(chosen) if self._chunks else sum(len(each.logprobs) for each in chosen)
             for part in self._own(chosen):
-                self._accumulate(part, count, sums)
+                self._accumulate(part, count, len(chosen), sums)
             done = self.update(number)
             norms.append(sqrt(sum(norm**2 for norm in done.norms.values())))
             skipped += not done.finite
         self.steps_done = number
-        totals = self.ranks.sum({"ratios": 0.0, **sums})
-        ratios = max(totals.pop("ratios"), 1.0)
-        report = {"loss": totals.pop("loss", 0.0) / max(len(norms), 1)}
-        report |= {name: value / ratios for name, value in totals.items()}
+        names = set().union(*self.ranks.gather(list(sums)))  # a rank without answers has none
+        totals = self.ranks.sum({name: sums[name] for name in sorted({"loss", *names})})
+        counts = {name: totals.pop(name, 1.0) for name in (RATIOS, ANSWERS)}
+        report = {"loss": totals.pop("loss") / max(len(norms), 1)}
+        report |= {name: value / counts[ANSWERS if name in OF_ANSWERS else RATIOS] for name, value in totals.items()}
         seconds = perf_counter() - began
         return report | {
             "grad_norm": float(np.mean(norms)) if norms else 0.0,
@@ -128,7 +148,7 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
         scores: list[float] = []
         for start in range(0, len(samples), width):
             part = self._load(samples[start : start + width]).to(self.ranks.device)
-            scores += _row_sums(self._logprobs(part), part).tolist()
+            scores += _row_sums(self._logprobs(part, self._velocities(part)[0][0]), part).tolist()
         return scores
 
     def _updates(self, count: int, number: int) -> list[list[int]]:
@@ -146,36 +166,56 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
         width = self.settings.micro_batch_size
         return [self._load(mine[start : start + width]) for start in range(0, len(mine), width)]
 
-    def _accumulate(self, part: AnswerBatch, count: int, sums: dict[str, float]) -> None:
+    def _accumulate(self, part: AnswerBatch, ratios: int, answers: int, sums: dict[str, float]) -> None:
+        """Add the gradient of some answers of an update, which has so many ratios and answers in all."""
         part = part.to(self.ranks.device)
-        logprobs, behavior, rows = self._logprobs(part), part.logprobs, part.rows
-        if self.settings.ratio == "chunk":
-            logprobs, behavior = _row_sums(logprobs, part), _row_sums(behavior, part)
-            rows = torch.arange(len(part.advantages), device=rows.device)
-        advantages = part.advantages[rows]
-        tokens = Tokens(logprobs, behavior, behavior, advantages, rows, len(part.advantages))
+        (velocity, states), *start = self._velocities(part)
+        logprobs = self._per_ratio(self._logprobs(part, velocity), part)
+        behavior = self._per_ratio(part.logprobs, part)
+        rows = torch.arange(len(part.advantages), device=behavior.device) if self._chunks else part.rows
+        tokens = Tokens(logprobs, behavior, behavior, part.advantages[rows], rows, len(part.advantages))
         result = OBJECTIVES[self.settings.objective.name](tokens, self.settings.objective)
-        loss = result.loss.sum() / count
+        loss = result.loss.sum() / ratios
+        difference = (logprobs.detach() - behavior).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        found = {
+            "importance_ratio": difference.exp(),
+            "kl": difference.expm1() - difference,
+            "clipped_low_fraction": result.low,
+            "clipped_high_fraction": result.high,
+        }
+        for other, _ in start:
+            each = step_divergences(velocity, other, part.flow_step, self._sigmas)[part.counted]
+            found["kl/start"] = self._per_ratio(each, part)
+            loss = loss + self.settings.kl_coefficient * found["kl/start"].sum() / ratios
+        if isinstance(gae := self.settings.advantage, GAE):
+            found |= self._value_losses(states, part, gae)
+            loss = loss + gae.value_loss_coef * found["value/loss"].sum() / answers
         self.backward(loss)
-        with torch.no_grad():
-            difference = (logprobs - behavior).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-            added = {
-                "ratios": float(len(rows)),
-                "importance_ratio": float(difference.exp().sum()),
-                "kl": float((difference.expm1() - difference).sum()),
-                "clipped_low_fraction": float(result.low.sum()),
-                "clipped_high_fraction": float(result.high.sum()),
-            }
-        for name, value in (added | {"loss": float(loss.detach())}).items():
+        counts = {RATIOS: len(rows), ANSWERS: len(part.advantages), "loss": float(loss.detach())}
+        for name, value in {**counts, **{name: float(each.detach().sum()) for name, each in found.items()}}.items():
             sums[name] += value
 
-    def _logprobs(self, part: AnswerBatch) -> Tensor:
-        """(N,) float64 of the counted numbers."""
-        times = part.flow_step / self.plan.steps
-        velocity = self.model.velocity(
-            part.batch, part.before, times, self.plan.bidirectional_images, self.plan.hides_answers
+    def _per_ratio(self, values: Tensor, part: AnswerBatch) -> Tensor:
+        """Of each probability ratio, from those of the counted numbers (N,): (E,) sums, or as they are."""
+        return _row_sums(values, part) if self._chunks else values
+
+    def _velocities(self, part: AnswerBatch) -> list[tuple[Tensor, Tensor]]:
+        """See `MolmoAct2.velocities`: of the model, and in training of the first one where there is a KL term."""
+        times, plan = part.flow_step / self.plan.steps, self.plan
+        others = self._start if torch.is_grad_enabled() else ()
+        return self.model.velocities(
+            part.batch, part.before, times, plan.bidirectional_images, plan.hides_answers, others
         )
+
+    def _logprobs(self, part: AnswerBatch, velocity: Tensor) -> Tensor:
+        """(N,) float64 of the counted numbers."""
         return step_logprobs(part.before, part.after, velocity, part.flow_step, self._sigmas)[part.counted]
+
+    def _value_losses(self, states: Tensor, part: AnswerBatch, settings: GAE) -> dict[str, Tensor]:
+        """(E,) each."""
+        assert self.model.value_head is not None and part.values is not None and part.value_targets is not None
+        found = value_loss(self.model.value_head(states), part.values, part.value_targets, settings)
+        return dict(zip(OF_ANSWERS, found, strict=True))
 
 
 def _row_sums(values: Tensor, part: AnswerBatch) -> Tensor:

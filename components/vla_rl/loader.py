@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
 
 from components.artifacts.images import ImageStore
 from components.contracts.errors import DataError
@@ -41,6 +43,8 @@ class AnswerLoader:
             counted=torch.from_numpy(counted),
             logprobs=torch.from_numpy(np.concatenate([each.logprobs for each in samples])),
             advantages=torch.tensor([each.advantage for each in samples], dtype=torch.float32),
+            values=_column([each.value for each in samples]),
+            value_targets=_column([each.value_target for each in samples]),
         )
 
     def refuse(self, samples: Sequence[AnswerSample], where: str) -> None:
@@ -54,7 +58,7 @@ class AnswerLoader:
             sizes = (len(each.before), len(each.after), len(each.logprobs))
             if sizes != (points, points, counted):
                 problem = f"its points and log-probs have the sizes {sizes}, the policy's {(points, points, counted)}"
-            elif not all(np.isfinite(v).all() for v in (each.before, each.after, each.logprobs, each.advantage)):
+            elif not all(np.isfinite(v).all() for v in _numbers(each)):
                 problem = "a number is not finite"
             else:
                 continue
@@ -67,3 +71,15 @@ class AnswerLoader:
     def _observation(self, one: AnswerSample) -> RobotObservation:
         images = {name: np.asarray(self.images.open(ref)) for name, ref in zip(one.cameras, one.images, strict=True)}
         return RobotObservation(images, one.state, one.language)
+
+
+def _column(values: Sequence[float | None]) -> Tensor | None:
+    """(E,) float32; None where one is unknown."""
+    known = [value for value in values if value is not None]
+    return torch.tensor(known, dtype=torch.float32) if len(known) == len(values) else None
+
+
+def _numbers(sample: AnswerSample) -> list[ArrayLike]:
+    """All that training computes with."""
+    known = [value for value in (sample.value, sample.value_target) if value is not None]
+    return [sample.before, sample.after, sample.logprobs, sample.advantage, *known]

@@ -27,9 +27,20 @@ class AnswerRecorder:
         return answer.actions
 
     def rows(
-        self, planned: PlannedEpisode, episode: PlayedEpisode, step: int, version: int, images: ImageStore
+        self,
+        planned: PlannedEpisode,
+        episode: PlayedEpisode,
+        step: int,
+        version: int,
+        images: ImageStore,
+        bootstrap: bool,
     ) -> list[Answer]:
-        """One for each answer, in order; the images are put into the store."""
+        """One for each answer, in order; the images are put into the store.
+
+        Args:
+            bootstrap: tell the value of what a truncated episode ends with, for which the policy is asked once more.
+        """
+        last_value = self._value_after(episode) if bootstrap and not episode.success else 0.0
         group = f"{step:05d}-{planned.repetition:06d}"
         rows, done = [], 0
         for chunk, (observation, answer) in enumerate(self._given):
@@ -60,6 +71,13 @@ class AnswerRecorder:
                     reward=float(last and episode.success),
                     done=last,
                     truncated=last and not episode.success,
+                    value=answer.value,
+                    last_value=last_value if last else 0.0,
                 )
             )
         return rows
+
+    def _value_after(self, episode: PlayedEpisode) -> float:
+        value = self._explored(episode.last, len(self._given)).value
+        assert value is not None
+        return value

@@ -22,7 +22,7 @@ from components.vla_rl.batch import build_batch
 from components.vla_rl.client import RobotRLTrainerClient
 from components.vla_rl.collect import Collector
 from components.vla_rl.schedule import plan_step
-from components.vla_rl.settings import TrainVLARLSettings
+from components.vla_rl.settings import GAE, TrainVLARLSettings
 from components.vla_rl.table import read_rollouts, with_advantage, write_batch, write_rollouts
 
 BATCH_METRICS = "metrics.json"
@@ -55,6 +55,10 @@ class RobotRLRun:
         self.settings, self.context, self.store, self.trainer = settings, context, store, trainer
         self._policy, self._tasks, self._collector, self._start = policy, tasks, collector, start
         self.history = History(context.workspace / "history.jsonl")
+        advantage = settings.trainer.advantage
+        self._bootstrap = isinstance(advantage, GAE) and advantage.bootstrap_truncated
+        if isinstance(advantage, GAE):
+            policy.add_value_head(settings.trainer.seed)
 
     def train_all(self) -> None:
         """All steps that the newest checkpoint lacks; before the first one trainer and sampler have to agree.
@@ -76,7 +80,7 @@ class RobotRLRun:
         if made := self.store.find(ROLLOUTS, self._key(step)):
             return made
         groups = plan_step(self.settings.rollouts, self._tasks, step)
-        answers = self._collector.collect(groups, step, version=step - 1)
+        answers = self._collector.collect(groups, step, step - 1, self._bootstrap)
 
         def fill(folder: Path) -> None:
             write_rollouts(folder, answers)
@@ -89,7 +93,7 @@ class RobotRLRun:
         """The training samples of `step` with their advantages."""
         if made := self.store.find(BATCHES, self._key(step)):
             return made
-        built = build_batch(read_rollouts(rollouts.path))
+        built = build_batch(read_rollouts(rollouts.path), self.settings.trainer.advantage)
         metrics = built.metrics | {f"drops/{reason}": float(count) for reason, count in built.drops.items()}
 
         def fill(folder: Path) -> None:
@@ -150,7 +154,7 @@ class RobotRLRun:
         Raises:
             MismatchError: a ratio is too far from 1.
         """
-        answers = self._collector.collect(plan_step(self.settings.rollouts, self._tasks, 0), 0, version=0)
+        answers = self._collector.collect(plan_step(self.settings.rollouts, self._tasks, 0), 0, 0, bootstrap=False)
         folder = self.context.workspace / "preflight"
         folder.mkdir(exist_ok=True)
         write_batch(folder, [with_advantage(answer, 0.0) for answer in answers])

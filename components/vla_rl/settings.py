@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Literal, Self
 
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from components.contracts.settings import Settings
 from components.environments.libero.settings import SimulatorSettings, Suite
@@ -41,6 +42,35 @@ class RobotRolloutSettings(Settings):
     attempts: PositiveInt = Field(3, description="How often an episode is begun whose simulator dies on the way.")
 
 
+class EpisodeGroupMean(Settings):
+    """An episode is as good as it is better than the mean of its group, in its standard deviations: GRPO."""
+
+    name: Literal["group_mean"] = Field(description="Which advantage: group_mean.")
+
+
+class GAE(Settings):
+    """Generalized advantage estimation over an episode's chunks, with a value head that is trained along: PPO."""
+
+    name: Literal["gae"] = Field(description="Which advantage: gae.")
+    gamma: float = Field(0.99, ge=0, le=1, description="Discount per chunk.")
+    gae_lambda: float = Field(
+        0.95, ge=0, le=1, description="1: advantages are of returns; 0: of one chunk and the next value."
+    )
+    bootstrap_truncated: bool = Field(
+        True,
+        description="An episode whose actions are used up goes on with the value of its last observation; false: it is "
+        "worth nothing from there, as where the time is part of the task.",
+    )
+    value_lr: PositiveFloat = Field(1e-4, description="Peak learning rate of the value head.")
+    value_loss_coef: PositiveFloat = Field(1.0, description="The value's loss is multiplied by it.")
+    value_clip: NonNegativeFloat = Field(
+        0.2, description="A value earns nothing by moving farther than this from that of the rollout; 0: no clip."
+    )
+    huber_delta: PositiveFloat = Field(
+        10.0, description="Errors of the value up to this are squared, larger ones count linearly."
+    )
+
+
 class RobotRLTrainerSettings(PolicyUpdateSettings):
     """How a step's answers become updates."""
 
@@ -51,9 +81,20 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
     objective: PPO | GSPO | CISPO = Field(
         PPO(name="ppo"), discriminator="name", description="The loss and its parameters."
     )
+    advantage: EpisodeGroupMean | GAE = Field(
+        EpisodeGroupMean(name="group_mean"),
+        discriminator="name",
+        exclude_if=lambda value: isinstance(value, EpisodeGroupMean),  # what was made before it keeps its fingerprint
+        description="How good an answer was.",
+    )
     ratio: Literal["chunk", "dimension"] = Field(
         "chunk",
         description="What has a probability ratio of its own: a chunk of actions, or each of its numbers.",
+    )
+    kl_coefficient: NonNegativeFloat = Field(
+        0.0,
+        exclude_if=operator.not_,  # what was made before there was this setting keeps its fingerprint
+        description="Weight of the KL divergence to the policy that the training began with; 0: none.",
     )
     samples_per_update: NonNegativeInt = Field(
         0, description="Answers per optimizer update at most, spread evenly; 0: all of the step."
@@ -61,6 +102,12 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
     epochs: PositiveInt = Field(1, description="How often a step's answers are trained on.")
     save_every: PositiveInt = Field(1, description="Steps between checkpoints to resume from.")
     seed: NonNegativeInt = Field(0, description="Seed of the order in which answers come to updates.")
+
+    @model_validator(mode="after")
+    def _start_can_be_kept(self) -> Self:
+        if self.kl_coefficient and self.mode == "full":
+            raise ValueError("kl_coefficient needs mode expert: of the first policy the action expert alone is kept")
+        return self
 
 
 class RobotPreflightSettings(Settings):
@@ -84,6 +131,6 @@ class TrainVLARLSettings(Settings):
 
     @model_validator(mode="after")
     def _groups_can_differ(self) -> Self:
-        if self.rollouts.group_size < 2:
+        if self.rollouts.group_size < 2 and isinstance(self.trainer.advantage, EpisodeGroupMean):
             raise ValueError("rollouts.group_size is 1: an episode has no advantage over itself, take 2 at least")
         return self

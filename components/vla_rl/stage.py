@@ -86,8 +86,9 @@ DROPS = "drops/group_agrees"
 def summary(history: History) -> dict[str, float]:
     """Means over the last tenth of the steps."""
     tail = history[-max(1, len(history) // 10) :]
-    keys = ("reward", "importance_ratio", "kl", "groups/zero_advantage_fraction", "answers/per_episode")
-    return {key: sum(row.get(key, 0.0) for row in tail) / len(tail) for key in keys}
+    keys = ("reward", "importance_ratio", "kl", "groups/zero_advantage_fraction", "answers/per_episode", "value/loss")
+    known = [key for key in keys if any(key in row for row in history)]
+    return {key: sum(row.get(key, 0.0) for row in tail) / len(tail) for key in known}
 
 
 def write_pages(folder: Path, settings: TrainVLARLSettings, history: History) -> None:

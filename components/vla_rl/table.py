@@ -18,7 +18,7 @@ ROLLOUTS_FILE, BATCH_FILE = "rollouts.parquet", "batch.parquet"
 _NUMBERS = pa.list_(pa.float32())
 ROLLOUTS = TableSchema(
     "robot-rollouts",
-    1,
+    2,
     pa.schema(
         [
             ("group_id", pa.string()),
@@ -41,10 +41,16 @@ ROLLOUTS = TableSchema(
             ("reward", pa.float64()),
             ("done", pa.bool_()),
             ("truncated", pa.bool_()),
+            ("value", pa.float64()),
+            ("last_value", pa.float64()),
         ]
     ),
 )
-BATCH = TableSchema("robot-batch", 1, ROLLOUTS.schema.append(pa.field("advantage", pa.float64())))
+BATCH = TableSchema(
+    "robot-batch",
+    2,
+    pa.schema([*ROLLOUTS.schema, ("advantage", pa.float64()), ("value_target", pa.float64())]),
+)
 
 Floats = NDArray[np.float32]
 
@@ -56,7 +62,8 @@ class Answer:
     before, after: the points of the drawn denoising step `flow_step`, (T x max_action_dim,) float32. logprobs: of
     `after`, (executed x dimensions,) float64: actions that were not carried out and dimensions that the robot does not
     have do not count. actions: carried out, in the dataset's units. reward: 1 where it solved the task. done: the
-    episode ended with it; truncated: because its actions were used up.
+    episode ended with it; truncated: because its actions were used up. value: of what was seen, None without a value
+    head. last_value: of what was seen after the episode's last action, 0 unless a truncated one is to go on with it.
     """
 
     group_id: str
@@ -79,13 +86,16 @@ class Answer:
     reward: float
     done: bool
     truncated: bool
+    value: float | None
+    last_value: float
 
 
 @dataclass(frozen=True, eq=False)
 class AnswerSample(Answer):
-    """An answer that is trained on."""
+    """An answer that is trained on. value_target: what its value is to become, None without a value head."""
 
     advantage: float
+    value_target: float | None
 
 
 def write_rollouts(folder: Path, answers: Sequence[Answer]) -> None:
@@ -112,8 +122,9 @@ def read_batch(folder: Path) -> list[AnswerSample]:
     return [AnswerSample(**row) for row in _rows(folder / BATCH_FILE, BATCH)]
 
 
-def with_advantage(answer: Answer, advantage: float) -> AnswerSample:
-    return AnswerSample(**{each.name: getattr(answer, each.name) for each in fields(Answer)}, advantage=advantage)
+def with_advantage(answer: Answer, advantage: float, value_target: float | None = None) -> AnswerSample:
+    known = {each.name: getattr(answer, each.name) for each in fields(Answer)}
+    return AnswerSample(**known, advantage=advantage, value_target=value_target)
 
 
 def _write(path: Path, answers: Sequence[Answer], schema: TableSchema) -> None:

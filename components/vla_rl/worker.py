@@ -39,12 +39,11 @@ class RobotRLWorker(ServiceWorker):
         loaded = load_policy(training.policy)
         self._parts = loaded.parts
         model = loaded.model
-        self._dtypes = {name: value.dtype for name, value in model.state_dict().items()}
         prepare(model, training.trainer, loaded.settings.semantics)
         self._load = AnswerLoader(loaded.processor(), ImageStore(training.images))
         plan = InferencePlan.of(loaded.settings, loaded.config)
-        who = identity(model, training.trainer, run=training.fingerprint)
         self.learner = RobotRLLearner(model, training.trainer, plan, training.noise_level, self._load, ranks)
+        who = identity(model, training.trainer, run=training.fingerprint)
         super().__init__(
             settings, self.learner, ranks.broadcast(who), training.trainer.keep_checkpoints, training.trainer.max_steps
         )
@@ -70,9 +69,7 @@ class RobotRLWorker(ServiceWorker):
                 return self.learner.score(prepared)
             case "publish":
                 if self.ranks.first:
-                    state = self.learner.model.state_dict()
-                    weights = {name: value.to(self._dtypes[name]) for name, value in state.items()}
-                    save_policy(Path(command["folder"]), self._parts, weights)
+                    save_policy(Path(command["folder"]), self._parts, self.learner.model.state_dict())
                 self.ranks.broadcast(None)  # none answers before it is written
                 return None
             case other:

@@ -9,8 +9,10 @@ from components.contracts.errors import MismatchError
 from components.contracts.images import ImageRef
 from components.vla_rl.batch import build_batch
 from components.vla_rl.run import refuse_ratios
+from components.vla_rl.settings import EpisodeGroupMean
 from components.vla_rl.table import Answer, read_batch, write_batch
 
+GRPO = EpisodeGroupMean(name="group_mean")
 REF = ImageRef("a" * 64, "image/png", 4, 4)
 
 
@@ -43,13 +45,17 @@ def answers(group: str, *episodes: tuple[int, float]) -> list[Answer]:
                     reward=reward if last else 0.0,
                     done=last,
                     truncated=last and not reward,
+                    value=None,
+                    last_value=0.0,
                 )
             )
     return found
 
 
 def test_advantages_are_those_of_a_hand_computation_and_agreeing_groups_are_counted() -> None:
-    built = build_batch([*answers("a", (2, 1.0), (3, 0.0), (3, 0.0), (3, 0.0)), *answers("b", (1, 1.0), (2, 1.0))])
+    built = build_batch(
+        [*answers("a", (2, 1.0), (3, 0.0), (3, 0.0), (3, 0.0)), *answers("b", (1, 1.0), (2, 1.0))], GRPO
+    )
     mean, std = 0.25, (0.25 * 0.75) ** 0.5
     expected = [(1 - mean) / (std + 1e-4)] * 2 + [-mean / (std + 1e-4)] * 9
     assert [each.advantage for each in built.samples] == pytest.approx(expected, rel=1e-12)
@@ -60,7 +66,7 @@ def test_advantages_are_those_of_a_hand_computation_and_agreeing_groups_are_coun
 
 
 def test_a_batch_is_read_as_it_was_written(tmp_path: Path) -> None:
-    samples = build_batch(answers("a", (2, 1.0), (1, 0.0))).samples
+    samples = build_batch(answers("a", (2, 1.0), (1, 0.0)), GRPO).samples
     write_batch(tmp_path, samples)
     for found, given in zip(read_batch(tmp_path), samples, strict=True):
         for name, value in vars(given).items():

@@ -43,7 +43,7 @@ def play(
     settings = rollout_settings(**changes)
     policy = MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows=1)
     collector = Collector(settings, policy, arenas, images, lambda done, total: None)
-    return collector.collect(plan_step(settings, TASKS, step), step, version=step - 1)
+    return collector.collect(plan_step(settings, TASKS, step), step, step - 1, bootstrap=False)
 
 
 @pytest.fixture(scope="module")

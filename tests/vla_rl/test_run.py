@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,19 +24,25 @@ from components.vla_rl.collect import Collector
 from components.vla_rl.run import RobotRLRun
 from components.vla_rl.settings import RobotPreflightSettings, RobotRLTrainerSettings, TrainVLARLSettings
 from components.vla_rl.stage import summary
+from components.vla_rl.table import read_rollouts
 from components.vla_rl.worker import RobotRLWorker
 from components.workers.errors import WorkerError
 from tests.evaluation.libero.playground import TASKS
 from tests.vla_rl.kitchen import Kitchen, calm_policy, rollout_settings
 
-SETTINGS = TrainVLARLSettings(
-    simulator=SimulatorSettings(),
-    rollouts=rollout_settings(batch=4, max_steps=6, noise_level=1.0),
-    trainer=RobotRLTrainerSettings.model_validate(
-        {"max_steps": 3, "micro_batch_size": 8, "learning_rates": {"action_expert": 1e-3}, "samples_per_update": 8}
-    ),
-    preflight=RobotPreflightSettings(),
-)
+
+def settings(**changes: Any) -> TrainVLARLSettings:
+    values = {"max_steps": 3, "micro_batch_size": 8, "learning_rates": {"action_expert": 1e-3}, "samples_per_update": 8}
+    return TrainVLARLSettings(
+        simulator=SimulatorSettings(),
+        rollouts=rollout_settings(batch=4, max_steps=6, noise_level=1.0),
+        trainer=RobotRLTrainerSettings.model_validate(values | changes),
+        preflight=RobotPreflightSettings(),
+    )
+
+
+GRPO = settings()
+PPO = settings(advantage={"name": "gae", "value_lr": 1e-2}, micro_batch_size=1, kl_coefficient=0.1)
 
 
 class InProcessTrainer(RobotRLTrainerClient):
@@ -61,18 +68,18 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     return Artifact(kind="policy", path=folder, digest="0")
 
 
-def train(folder: Path, start: Artifact, arenas: Sequence[Kitchen]) -> RobotRLRun:
+def train(folder: Path, start: Artifact, arenas: Sequence[Kitchen], settings: TrainVLARLSettings) -> RobotRLRun:
     machine = Machine(store=str(folder / "store"))
     store = open_store(machine)
     context = StageContext(machine, TerminalEvents(), ThreadUnits(), folder / "work", store.images, "f")
     context.workspace.mkdir(parents=True, exist_ok=True)
     training = RobotRLTraining(
-        trainer=SETTINGS.trainer, noise_level=1.0, policy=start.path, images=store.images, fingerprint="f"
+        trainer=settings.trainer, noise_level=1.0, policy=start.path, images=store.images, fingerprint="f"
     )
     policy = open_policy(start.path, "continuous", rows=1)
-    collector = Collector(SETTINGS.rollouts, policy, arenas, ImageStore(store.images), lambda done, total: None)
+    collector = Collector(settings.rollouts, policy, arenas, ImageStore(store.images), lambda done, total: None)
     trainer = InProcessTrainer(training, machine, context.workspace / "trainer")
-    run = RobotRLRun(SETTINGS, context, store, policy, TASKS, collector, trainer, start)
+    run = RobotRLRun(settings, context, store, policy, TASKS, collector, trainer, start)
     run.train_all()
     run.finish(folder / "checkpoint")
     return run
@@ -84,8 +91,9 @@ def rows(run: RobotRLRun) -> list[dict[str, float]]:
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in run.history.read()]
 
 
-def test_a_run_that_was_stopped_is_one_that_was_not(tmp_path: Path, start: Artifact) -> None:
-    whole = train(tmp_path / "whole", start, [Kitchen()])
+@pytest.mark.parametrize("plan", [GRPO, PPO], ids=["grpo", "ppo"])
+def test_a_run_that_was_stopped_is_one_that_was_not(plan: TrainVLARLSettings, tmp_path: Path, start: Artifact) -> None:
+    whole = train(tmp_path / "whole", start, [Kitchen()], plan)
     history = whole.history.read()
     assert [row["step"] for row in history] == [1, 2, 3]
     assert sum(row["updates"] for row in history) > 1 and history[0]["rollouts/planned"] == 8
@@ -98,11 +106,28 @@ def test_a_run_that_was_stopped_is_one_that_was_not(tmp_path: Path, start: Artif
             super().__init__(range(15, 10_000))
 
     with pytest.raises(WorkerError, match="could not be played"):
-        train(tmp_path / "stopped", start, [Doomed(), Doomed()])
-    resumed = train(tmp_path / "stopped", start, [Kitchen(), Kitchen()])
+        train(tmp_path / "stopped", start, [Doomed(), Doomed()], plan)
+    resumed = train(tmp_path / "stopped", start, [Kitchen(), Kitchen()], plan)
     assert rows(resumed) == rows(whole) and resumed.lineage() == whole.lineage()
     weights = [load_file(tmp_path / name / "checkpoint/model.safetensors") for name in ("whole", "stopped")]
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
     before = load_file(start.path / "checkpoint/model.safetensors")
     changed = {name for name, value in before.items() if not torch.equal(value, weights[0][name])}
     assert changed and all("action_expert" in name for name in changed)
+    if plan is PPO:
+        heads = [load_file(tmp_path / name / "checkpoint/value_head.safetensors") for name in ("whole", "stopped")]
+        assert all(torch.equal(value, heads[1][name]) and value.any() for name, value in heads[0].items())
+
+
+def test_values_are_those_of_the_weights_that_played(tmp_path: Path, start: Artifact) -> None:
+    run = train(tmp_path, start, [Kitchen()], PPO)
+    first, second = (read_rollouts(run.rollouts(step).path) for step in (1, 2))
+    assert {each.value for each in first} == {0.0} and len({each.value for each in second}) == len(second)
+    for answers in (first, second):
+        for each in answers:
+            assert (each.last_value != 0.0) == (each.truncated and each.policy_version > 0)
+    rows = run.history.read()
+    assert rows[0]["value/mean"] == 0.0 and rows[1]["value/mean"] == pytest.approx(np.mean([a.value for a in second]))
+    assert all(row["kl/start"] > 0 for row in rows)
+    assert "learning_rate/value_head" in rows[0] and "groups/zero_advantage_fraction" not in rows[0]
+    assert all(row["answers/trained"] == row["rollouts/planned"] * row["answers/per_episode"] for row in rows)

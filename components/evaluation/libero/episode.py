@@ -31,10 +31,12 @@ class SimulatorClient(Protocol):
 
 @dataclass(frozen=True)
 class PlayedEpisode:
-    """What became of an episode. actions: (steps, 7); frames: of every moment, the last one included, if filmed."""
+    """What became of an episode. actions: (steps, 7). last: what is seen after them. frames: of every moment, the last
+    one included, if filmed."""
 
     success: bool
     actions: Actions
+    last: RobotObservation
     frames: list[CameraImages] = field(default_factory=list)
 
     @property
@@ -63,7 +65,7 @@ def play_episode(
         steps, chunk = steps + carried.steps, chunk + 1
     if film:
         frames.append(observation.images)
-    return PlayedEpisode(success, np.concatenate(carried_out), frames)
+    return PlayedEpisode(success, np.concatenate(carried_out), observation, frames)
 
 
 def replay_episode(arena: SimulatorClient, slot: int, planned: PlannedEpisode, actions: Actions) -> PlayedEpisode:

@@ -33,6 +33,7 @@ class ExploredAnswer:
     actions: (n_action_steps, action dimensions) float32 in the dataset's units.
     before, after: (T, max_action_dim) float32, the points of the drawn step `step`.
     logprobs: (n_action_steps, action dimensions) float64 of `after`, number by number.
+    value: the value head's at `before`; None: there is no value head.
     """
 
     actions: Floats
@@ -40,6 +41,7 @@ class ExploredAnswer:
     after: Floats
     step: int
     logprobs: NDArray[np.float64]
+    value: float | None
 
 
 class MolmoAct2Policy:
@@ -101,12 +103,17 @@ class MolmoAct2Policy:
                 after=chunks.after[row].numpy(),
                 step=int(chunks.step[row]),
                 logprobs=logprobs[row, :carried, :own],
+                value=None if chunks.values is None else float(chunks.values[row]),
             )
             for row in range(len(examples))
         ]
 
+    def add_value_head(self, seed: int) -> None:
+        """From now on `explore` also tells values, 0 until `load_weights`; call it before the first answer."""
+        self._sampler.model.add_value_head(seed)
+
     def load_weights(self, checkpoint: Path) -> None:
-        """Those of another checkpoint of the same policy.
+        """Those of another checkpoint of the same policy, and of its value head if there is one here.
 
         Raises:
             DataError: a weight is missing, unknown or of another shape.

@@ -61,7 +61,8 @@ class ExploredChunks:
     """Chunks of N rows with one step drawn at random, on the CPU; see `flow_sde`.
 
     actions, before, after, velocity: (N, T, max_action_dim) float32: the normalized actions, and of the drawn step the
-    points before and after it and the velocity. step: (N,) int64, its number.
+    points before and after it and the velocity. step: (N,) int64, its number. values: (N,) float32, the value head's at
+    the point before it; None: the model has no value head.
     """
 
     actions: Tensor
@@ -69,6 +70,7 @@ class ExploredChunks:
     after: Tensor
     velocity: Tensor
     step: Tensor
+    values: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -137,12 +139,15 @@ class Sampler:
         noise, drawn, kicks = map(torch.stack, zip(*(_draw(seed, shape, steps) for seed in seeds), strict=True))
         sigmas = torch.zeros(len(drawn), steps)
         sigmas[torch.arange(len(drawn)), drawn] = noise_scales(steps, noise_level)[drawn].float()
-        parts = []
+        points, values = [], []
         for rows, batch in self._groups(examples):
             random = [each[rows] for each in (noise, kicks, sigmas)]
-            parts.append(self._flow_sde_steps([*random, *batch.observed()]).cpu())
-        actions, before, after, velocity = torch.cat(parts, dim=1)[:, : len(examples)]
-        return ExploredChunks(actions, before, after, velocity, drawn)
+            found = [each.cpu() for each in self._flow_sde_steps([*random, *batch.observed()])]
+            points.append(found[0])
+            values += found[1:]
+        actions, before, after, velocity = torch.cat(points, dim=1)[:, : len(examples)]
+        valued = torch.cat(values)[: len(examples)] if values else None
+        return ExploredChunks(actions, before, after, velocity, drawn, valued)
 
     @torch.no_grad()
     def generate(self, examples: Sequence[Example], max_steps: int) -> list[list[int]]:
@@ -189,25 +194,28 @@ class Sampler:
                 x = x + velocity * given.used / self.plan.steps
         return x
 
-    def _flow_sde(self, inputs: Sequence[Tensor]) -> Tensor:
+    def _flow_sde(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """noise and kicks (N, T, D), sigmas (N, steps), 0 but for each row's drawn step, then `observed`.
 
-        (4, N, T, D): actions, and of the drawn step the points before and after it, and the velocity.
+        (4, N, T, D): actions, and of the drawn step the points before and after it, and the velocity. With a value head
+        also (N,), the value at the point before it.
         """
         noise, kicks, sigmas, *observed = (one.to(self.device) for one in inputs)
-        steps = self.plan.steps
+        steps, head = self.plan.steps, self.model.value_head
         with self.model.autocast(self.device):
             given = self._conditions(observed)
             x = noise * given.used
-            kept = [torch.zeros_like(x)] * 3
+            kept, values = [torch.zeros_like(x)] * 3, x.new_zeros(len(x))
             for step in range(steps):
-                velocity = self._velocity(x, step, given)
+                velocity, states = self._expert(x, step, given)
                 sigma = sigmas[:, step, None, None]
                 change = drift(x, velocity, step / steps, sigma) / steps + sigma / sqrt(steps) * kicks
                 moved = x + change * given.used
                 kept = [torch.where(sigma > 0, new, old) for new, old in zip((x, moved, velocity), kept, strict=True)]
+                if head is not None:
+                    values = torch.where(sigmas[:, step] > 0, head(states), values)
                 x = moved
-        return torch.stack([x, *kept])
+        return [torch.stack([x, *kept]), *([] if head is None else [values])]
 
     def _conditions(self, observed: Sequence[Tensor]) -> SharedConditions:
         batch = PolicyBatch.of_observed(observed)
@@ -225,8 +233,13 @@ class Sampler:
         )
 
     def _velocity(self, x: Tensor, step: int, given: SharedConditions) -> Tensor:
+        return self._expert(x, step, given)[0]
+
+    def _expert(self, x: Tensor, step: int, given: SharedConditions) -> tuple[Tensor, Tensor]:
+        """The velocity, in the dtype of `x`, and the states (N, T, hidden) that it is read from."""
         modulations = [each[step : step + 1] for each in given.modulations]
-        return self.model.action_expert.velocity(x, modulations, given.contexts, given.mask).to(x.dtype)
+        velocity, states = self.model.action_expert.velocity(x, modulations, given.contexts, given.mask)
+        return velocity.to(x.dtype), states
 
     def _generate(self, batch: PolicyBatch, max_steps: int) -> list[list[int]]:
         text, eos = self.model.vlm.model.language_model, self.model.config.eos_token_id

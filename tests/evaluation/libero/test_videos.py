@@ -5,6 +5,7 @@ from pathlib import Path
 import av
 import numpy as np
 
+from components.contracts.robots import RobotObservation
 from components.evaluation.libero.episode import PlayedEpisode
 from components.evaluation.libero.journal import EpisodeOutcome, EvaluationJournal
 from components.evaluation.libero.run import Evaluation
@@ -32,7 +33,8 @@ def test_first_successes_and_failures_are_filmed_as_they_were_played(tmp_path: P
 
 def test_another_ending_is_said() -> None:
     actions = np.zeros((4, 7), np.float32)
-    assert differs(PlayedEpisode(False, actions), EpisodeOutcome(True, actions, None, 0, 0.0)) == (
+    last = RobotObservation({}, np.zeros(8, np.float32), "")
+    assert differs(PlayedEpisode(False, actions, last), EpisodeOutcome(True, actions, None, 0, 0.0)) == (
         "played again, it ended with success False after 4 steps; before, with success True after 4"
     )
 

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from components.contracts.errors import ConfigurationError
-from components.policies.molmoact2.modeling.flow_sde import drift, noise_scales, step_logprobs
+from components.policies.molmoact2.modeling.flow_sde import (
+    drift,
+    noise_scales,
+    step_divergences,
+    step_logprobs,
+)
 
 TARGET_MEAN, TARGET_STD = 0.4, 0.3
 
@@ -31,6 +36,24 @@ def test_mean_deviation_and_log_probability_are_those_of_the_formulas() -> None:
                 std = sigma * math.sqrt(width)
                 expected = -0.5 * ((y - mean) / std) ** 2 - math.log(std) - 0.5 * math.log(2 * math.pi)
                 assert float(found[k, row, column]) == pytest.approx(expected, rel=1e-12)
+
+
+def test_divergences_are_those_of_torch_between_the_two_normal_distributions() -> None:
+    steps, level = 4, 0.7
+    random = torch.Generator().manual_seed(1)
+    before, velocity, other = (torch.randn(steps, 2, 3, generator=random).double() for _ in range(3))
+    found = step_divergences(velocity, other, torch.arange(steps), noise_scales(steps, level))
+    for k in range(steps):
+        t, width = k / steps, 1 / steps
+        base = t if k else width
+        sigma = level * math.sqrt((1 - base) / base)
+        normals = []
+        for v in (velocity[k], other[k]):
+            noise, action = before[k] - t * v, before[k] + (1 - t) * v
+            mean = noise * (1 - t - width - sigma**2 * width / (2 * (1 - t))) + action * (t + width)
+            normals.append(torch.distributions.Normal(mean, sigma * math.sqrt(width)))
+        expected = torch.distributions.kl_divergence(*normals)
+        torch.testing.assert_close(found[k], expected, rtol=1e-10, atol=0)
 
 
 def exact_velocity(x: float, t: float) -> float:

@@ -90,8 +90,11 @@ def test_a_row_has_the_same_bits_whatever_is_asked_beside_it() -> None:
 def test_a_row_explores_from_the_same_noise_and_keeps_its_bits() -> None:
     examples, seeds = _observed(3), [*SEEDS, 3, 4, 5, 6, 7, 8]
     sampler = Sampler(_calm_model(), PLAN, horizon=HORIZON, group=3, width=40, pad_id=0)
+    assert sampler.explore(examples, SEEDS, 0.5).values is None
+    torch.nn.init.normal_(sampler.model.add_value_head(0).layers[-1].weight)
     together = sampler.explore(examples * 3, seeds, 0.5)
     assert len(set(together.step.tolist())) > 2
+    assert together.values is not None and len(set(together.values.tolist())) == 7  # two rows come twice
     for row, seed in enumerate(seeds):
         alone = sampler.explore(examples[row % 3 :][:1], [seed], 0.5)
         assert all(torch.equal(value[0], vars(together)[name][row]) for name, value in vars(alone).items())

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from components.artifacts.disk import replaced_folder
@@ -21,7 +22,14 @@ from components.models.source import locate
 from components.policies.molmoact2.checkpoints.lerobot_export import write_processors
 from components.policies.molmoact2.checkpoints.lerobot_layout import BASE, LeRobotTensors, is_lerobot
 from components.policies.molmoact2.checkpoints.parts import ACTION_TOKENIZER, CONFIG, PolicyParts, load_parts
-from components.policies.molmoact2.checkpoints.weights import SHARD_BYTES, TensorFiles, load_weights, write_released
+from components.policies.molmoact2.checkpoints.weights import (
+    SHARD_BYTES,
+    VALUE_HEAD,
+    TensorFiles,
+    load_value_head,
+    load_weights,
+    write_released,
+)
 from components.policies.molmoact2.configuration import MolmoAct2Config
 from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.policies.molmoact2.processing.norm_stats import FeatureNormStats, RobotMetadata, norm_stats
@@ -30,6 +38,7 @@ from components.policies.molmoact2.processing.processor import Processor
 from components.policies.settings import RobotPolicySettings
 from components.policies.source import POLICY, write_settings
 
+VALUE_HEAD_FILE = "value_head.safetensors"
 OWN_TAG = "trained"
 """The tag of statistics that came with a dataset, where the settings name none."""
 SOURCES = (
@@ -96,7 +105,7 @@ def load_model(source: str | Path, parts: PolicyParts, device: str | torch.devic
 
 
 def fill_model(model: MolmoAct2, folder: Path) -> None:
-    """Give a model the weights of a checkpoint; its tensors stay where they are.
+    """Give a model, and its value head if it has one, the weights of a checkpoint; its tensors stay where they are.
 
     Raises:
         DataError: a weight is missing, unknown or of another shape.
@@ -104,6 +113,9 @@ def fill_model(model: MolmoAct2, folder: Path) -> None:
     with TensorFiles(folder) as files:
         tensors = LeRobotTensors(files, folder) if is_lerobot(folder) else files
         load_weights(model, tensors, model.config.molmo2(), str(folder))
+    if model.value_head is not None:
+        with TensorFiles(folder, VALUE_HEAD_FILE) as files:
+            load_value_head(model.value_head, files, str(folder / VALUE_HEAD_FILE))
 
 
 def save_policy(
@@ -112,10 +124,14 @@ def save_policy(
     """Write a checkpoint in the released layout that needs nothing else; one that fails leaves the earlier one.
 
     Args:
-        weights: State of `MolmoAct2`, whole, with adapters merged; written in its dtypes.
+        weights: State of `MolmoAct2`, whole, with adapters merged; written in its dtypes. A value head has a file of
+            its own, which nobody needs who only acts.
     """
+    head = {name: tensor.cpu() for name, tensor in weights.items() if name.startswith(VALUE_HEAD)}
     with saving(folder), replaced_folder(folder) as new:
         write_parts(new, parts)
+        if head:
+            save_file(head, new / VALUE_HEAD_FILE)
         write_released(new, weights, parts.config.molmo2(), shard_bytes=shard_bytes)
     return folder
 

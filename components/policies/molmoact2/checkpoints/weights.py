@@ -22,7 +22,7 @@ from components.models.molmo2 import from_hub, to_hub
 if TYPE_CHECKING:
     from transformers import Molmo2Config
 
-VLM, EXPERT = "vlm.", "action_expert."
+VLM, EXPERT, VALUE_HEAD = "vlm.", "action_expert.", "value_head."
 FREQUENCIES = "model.transformer.rotary_emb.inv_freq"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 5_000_000_000
@@ -46,7 +46,7 @@ class Tensors(Protocol):
 
 
 def to_released(state: Mapping[str, Tensor], config: Molmo2Config) -> dict[str, Tensor]:
-    """Weights of `MolmoAct2` under released names; parts of a fused tensor must all be there.
+    """Weights of `MolmoAct2` under released names; parts of a fused tensor must all be there. A value head is left out.
 
     `config` is that of the native VLM inside, as everywhere below.
 
@@ -59,7 +59,7 @@ def to_released(state: Mapping[str, Tensor], config: Molmo2Config) -> dict[str, 
             released[own] = tensor
         elif name.startswith(EXPERT):
             released[f"model.{name}"] = tensor
-        else:
+        elif not name.startswith(VALUE_HEAD):
             vlm[name.removeprefix(VLM)] = tensor
     return released | to_hub(vlm, config)
 
@@ -98,15 +98,7 @@ def load_weights(model: nn.Module, tensors: Tensors, config: Molmo2Config, where
     state = model.state_dict()
     expected = to_released({name: tensor.to("meta") for name, tensor in state.items()}, config)
     expected[FREQUENCIES] = frequencies(config)
-    _refuse("the checkpoint lacks weights", sorted(expected.keys() - tensors.names), where)
-    _refuse("the checkpoint has weights that its config.json does not", sorted(tensors.names - expected.keys()), where)
-    for name, tensor in expected.items():
-        if tuple(tensor.shape) != tensors.shape(name):
-            raise DataError(
-                f"{name} has the shape {tensors.shape(name)}, by config.json it is {tuple(tensor.shape)}",
-                where=where,
-                remedy="use weights that belong to this config.json",
-            )
+    _refuse_others(expected, tensors, where)
     if not torch.allclose(tensors[FREQUENCIES].float(), expected.pop(FREQUENCIES), rtol=1e-2):
         raise DataError(
             "the rotary frequencies are not those of text_config.rope_theta",
@@ -116,6 +108,18 @@ def load_weights(model: nn.Module, tensors: Tensors, config: Molmo2Config, where
     for released in expected:
         for name, tensor in from_released({released: tensors[released]}, config).items():
             state[name].copy_(tensor)
+
+
+@torch.no_grad()
+def load_value_head(head: nn.Module, tensors: Tensors, where: str) -> None:
+    """
+    Raises:
+        DataError: a weight is missing, unknown or of another shape.
+    """
+    state = {VALUE_HEAD + name: tensor for name, tensor in head.state_dict().items()}
+    _refuse_others(state, tensors, where)
+    for name, tensor in state.items():
+        tensor.copy_(tensors[name])
 
 
 class TensorFiles:
@@ -205,6 +209,18 @@ def _made(name: str, planned: Tensor, state: Mapping[str, Tensor], config: Molmo
         return planned
     parts = from_released({name: planned}, config)
     return to_released({part: state[part].detach().cpu() for part in parts}, config)[name].contiguous()
+
+
+def _refuse_others(expected: Mapping[str, Tensor], tensors: Tensors, where: str) -> None:
+    _refuse("the checkpoint lacks weights", sorted(expected.keys() - tensors.names), where)
+    _refuse("the checkpoint has weights that its config.json does not", sorted(tensors.names - expected.keys()), where)
+    for name, tensor in expected.items():
+        if tuple(tensor.shape) != tensors.shape(name):
+            raise DataError(
+                f"{name} has the shape {tensors.shape(name)}, by config.json it is {tuple(tensor.shape)}",
+                where=where,
+                remedy="use weights that belong to this config.json",
+            )
 
 
 def _refuse(what: str, names: list[str], where: str = "") -> None:

@@ -164,7 +164,19 @@ class ActionExpert(nn.Module):
         context: ContextIndex,
         valid: Tensor | None,
     ) -> Tensor:
-        """The velocity at noisy actions: (E, F, T, dimensions).
+        """The velocity at noisy actions: (E, F, T, dimensions). See `velocity_and_states`."""
+        return self.velocity_and_states(actions, times, cache, context, valid)[0]
+
+    def velocity_and_states(
+        self,
+        actions: Tensor,
+        times: Tensor,
+        cache: Sequence[KeyValue],
+        context: ContextIndex,
+        valid: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The velocity at noisy actions, (E, F, T, dimensions), and the states before the final layer, (E, F, T,
+        hidden).
 
         Args:
             actions: (E, F, T, dimensions), F draws for each of E examples. times: (E, F) in [0, 1].
@@ -179,13 +191,13 @@ class ActionExpert(nn.Module):
         x, rope = self._embed(actions.flatten(0, 1), steps)
         for block, layer in zip(self.blocks, cache, strict=True):
             x = checkpointed(self._read, active, block, x, condition, rope, layer, context, steps)
-        velocity = self.final_layer(x, self.final_layer.modulation(condition))
-        return zero_padded(velocity, steps).unflatten(0, (examples, draws))
+        velocity = zero_padded(self.final_layer(x, self.final_layer.modulation(condition)), steps)
+        return velocity.unflatten(0, (examples, draws)), x.unflatten(0, (examples, draws))
 
     def velocity(
         self, actions: Tensor, modulations: Sequence[Tensor], contexts: Sequence[KeyValue], mask: Tensor
-    ) -> Tensor:
-        """As `forward` with one draw, one time for all, whose `modulations` are given, and `contexts`.
+    ) -> tuple[Tensor, Tensor]:
+        """As `velocity_and_states` with one draw, one time for all, whose `modulations` are given, and `contexts`.
 
         Args:
             modulations: of each block and the final layer, (1, parts, 1, hidden).
@@ -194,8 +206,7 @@ class ActionExpert(nn.Module):
         *of_blocks, last = modulations
         for block, modulation, (keys, values) in zip(self.blocks, of_blocks, contexts, strict=True):
             x = block(x, modulation, rope, keys, values, mask, None)
-        y: Tensor = self.final_layer(x, last)
-        return y
+        return self.final_layer(x, last), x
 
     def modulations(self, times: Tensor) -> list[Tensor]:
         """Of each block and the final layer, at times (N,): (N, parts, 1, hidden)."""

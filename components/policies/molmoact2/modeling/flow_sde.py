@@ -61,3 +61,18 @@ def step_logprobs(before: Tensor, after: Tensor, velocity: Tensor, step: Tensor,
     mean = x + drift(x, v, time, sigma) / steps
     deviation = sigma / math.sqrt(steps)
     return -0.5 * ((after.double() - mean) / deviation).square() - deviation.log() - 0.5 * math.log(2 * math.pi)
+
+
+def step_divergences(velocity: Tensor, other: Tensor, step: Tensor, sigmas: Tensor) -> Tensor:
+    """(E, T, D) float64: KL(N(μ_k, s_k² δ) || N(μ'_k, s_k² δ)) = (μ_k - μ'_k)² / (2 s_k² δ) of every number.
+
+    Args:
+        velocity, other: of two policies at x_k and t_k, (E, T, D): v of μ_k, and of μ'_k.
+        step, sigmas: as in `step_logprobs`.
+    """
+    steps = len(sigmas)
+    sigma = sigmas.to(velocity.device)[step][:, None, None]
+    time = (step.double() / steps)[:, None, None]
+    nowhere = torch.zeros_like(velocity, dtype=torch.float64)  # the drift is linear in v, x drops out
+    moved = drift(nowhere, velocity.double() - other.double(), time, sigma) / steps
+    return 0.5 * (moved / sigma).square() * steps

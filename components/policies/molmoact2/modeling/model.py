@@ -25,6 +25,7 @@ from components.policies.molmoact2.modeling.losses import (
     discrete_loss,
 )
 from components.policies.molmoact2.modeling.masks import attention_mask, context_index, context_mask
+from components.policies.molmoact2.modeling.value import ValueHead
 from components.policies.molmoact2.modeling.vlm import BackboneOutput, KeyValue, Molmo2Backbone
 from components.policies.molmoact2.processing.batch import PolicyBatch
 
@@ -35,6 +36,8 @@ class MolmoAct2(nn.Module):
     """`vlm` has native Molmo2's names, `action_expert` those of the released checkpoint.
 
     There is no buffer: a model that was built on the meta device is complete when its parameters are loaded.
+
+    value_head: of reinforcement learning; no part of a released checkpoint.
     """
 
     def __init__(self, config: MolmoAct2Config, dtype: Precision = "float32", residual_dropout: float = 0.0) -> None:
@@ -49,6 +52,7 @@ class MolmoAct2(nn.Module):
         self.config, self.precision = config, dtype
         self.vlm = Molmo2Backbone(config.molmo2(), residual_dropout)
         self.action_expert = ActionExpert(config)
+        self.value_head: ValueHead | None = None
         self._frozen: dict[bool, GraphedFunction[list[KeyValue]]] = {}
         if dtype == "bfloat16":
             self.vlm.to(torch.bfloat16)
@@ -67,6 +71,12 @@ class MolmoAct2(nn.Module):
         It needs a VLM without dropout in eval mode, and in one piece.
         """
         self._frozen = {both: GraphedFunction(partial(self._cache, both), device) for both in (False, True)}
+
+    def add_value_head(self, seed: int) -> ValueHead:
+        """A fresh one, beside the expert; see `ValueHead`."""
+        size, device = self.config.action_expert_config.hidden_size, next(self.action_expert.parameters()).device
+        self.value_head = ValueHead(size, seed).to(device)
+        return self.value_head
 
     def cast_for_inference(self) -> None:
         """Round the expert's matrices to what autocast makes of them at every use; answers keep their bits."""
@@ -140,10 +150,17 @@ class MolmoAct2(nn.Module):
         )
         return hidden
 
-    def velocity(
-        self, batch: PolicyBatch, points: Tensor, times: Tensor, bidirectional_images: bool, hides_answers: bool
-    ) -> Tensor:
-        """The velocity at one point of each example's flow: (E, T, dimensions), with its gradient.
+    def velocities(
+        self,
+        batch: PolicyBatch,
+        points: Tensor,
+        times: Tensor,
+        bidirectional_images: bool,
+        hides_answers: bool,
+        others: Sequence[ActionExpert] = (),
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The velocity at one point of each example's flow, (E, T, dimensions), with its gradient, and the expert's
+        states that it is read from, (E, T, hidden): of this model, then of those with `others` for its expert.
 
         Args:
             points: (E, T, dimensions). times: (E,) in [0, 1].
@@ -152,8 +169,11 @@ class MolmoAct2(nn.Module):
         with self.autocast(batch.input_ids.device):
             context = context_index(batch, context_mask(batch, hides_answers, self.config))
             cache = self._hidden(batch, bidirectional_images).cache
-            velocity: Tensor = self.action_expert(points[:, None], times[:, None], cache, context, None)
-        return velocity[:, 0]
+            found = [
+                expert.velocity_and_states(points[:, None], times[:, None], cache, context, None)
+                for expert in (self.action_expert, *others)
+            ]
+        return [(velocity[:, 0], states[:, 0]) for velocity, states in found]
 
     def _hidden(self, batch: PolicyBatch, bidirectional_images: bool) -> BackboneOutput:
         """`encode`, or what it caches where the VLM is frozen; its states are empty then."""
