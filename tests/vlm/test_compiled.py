@@ -53,7 +53,7 @@ def test_kernels_of_compiled_layers_are_those_of_plain_ones(tiny: Tiny) -> None:
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-6, atol=1e-6)
     for (name, plain), fused in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         if plain.grad is not None:
-            torch.testing.assert_close(fused.grad, plain.grad, rtol=1e-5, atol=1e-8, msg=name)
+            assert (fused.grad - plain.grad).norm() <= 1e-5 * plain.grad.norm(), name
     _compiled.cache_clear()
 
 
