@@ -17,9 +17,9 @@ from anyio.from_thread import start_blocking_portal
 from benchmarks.table import Row, pair
 from components.configuration import load_recipe
 from components.contracts.episodes import Outcome, Task
+from components.contracts.images import EncodedImage
 from components.contracts.machine import Machine
 from components.contracts.stages import Artifact
-from components.contracts.images import EncodedImage
 from components.environments.colors import Colors, ColorsEpisode, ColorsSettings
 from components.inference.server import VllmServer
 from components.inference.settings import ServerSettings
