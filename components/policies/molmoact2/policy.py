@@ -78,6 +78,11 @@ class MolmoAct2Policy:
         """Keys that observations must have; empty: whatever they have, sorted."""
         return self._processor.cameras
 
+    @property
+    def state_dimensions(self) -> int:
+        """Of the states that observations must have."""
+        return self._processor.state_dimensions
+
     def predict(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> Floats:
         examples = [self._processor.encode(observation) for observation in observations]
         chunks = self._generated(examples) if self._mode == "discrete" else self._sampled(examples, seeds)

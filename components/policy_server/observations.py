@@ -1,0 +1,155 @@
+"""What a robot sends: the fields of a message, and the observation that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.robots import RobotObservation
+from components.policy_server.wire import kind, unpack, value_of
+
+PROMPT, SEED = "prompt", "seed"
+LONGEST_SIDE, LONGEST_PROMPT, LARGEST_SEED = 4096, 2000, 2**63 - 1
+
+
+@dataclass(frozen=True)
+class PolicyRequest:
+    """An observation, and the seed of its answer's noise; None: the server chooses."""
+
+    observation: RobotObservation
+    seed: int | None
+
+
+@dataclass(frozen=True)
+class ObservationFormat:
+    """The fields of an observation, by the names that clients send them under.
+
+    cameras: (name, the policy's key), in the policy's order. state: name. state_dimensions: of the state.
+    """
+
+    cameras: tuple[tuple[str, str], ...]
+    state: str
+    state_dimensions: int
+
+    @classmethod
+    def of(
+        cls, cameras: Sequence[str], state_dimensions: int, state: str, names: Sequence[str] = ()
+    ) -> ObservationFormat:
+        """
+        Args:
+            cameras: The policy's keys, in its order; empty: it takes any, sorted.
+            state: The name under which the state is sent.
+            names: What clients call the cameras, in the same order; empty: as the policy does.
+
+        Raises:
+            ConfigurationError: another number of names than cameras, no camera, or a name that stands for two fields.
+        """
+        keys = tuple(cameras) or tuple(sorted(names))
+        sent = tuple(names if cameras and names else keys)
+        if not keys or len(sent) != len(keys):
+            raise ConfigurationError(
+                f"the policy sees {len(keys)} cameras ({', '.join(keys)}), and {len(sent)} are named"
+                if keys
+                else "the policy does not say which cameras it sees",
+                where="--camera",
+                remedy="name every camera as robots send it, in the policy's order: --camera NAME --camera NAME",
+            )
+        form = cls(tuple(zip(sent, keys, strict=True)), state, state_dimensions)
+        if len(set(form.fields)) < len(form.fields):
+            raise ConfigurationError(
+                f"two fields have the same name: {', '.join(form.fields)}",
+                where="--camera, --state",
+                remedy="give each its own name",
+            )
+        return form
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return (*(name for name, _ in self.cameras), self.state, PROMPT, SEED)
+
+    def describe(self) -> dict[str, Any]:
+        """For the server's metadata: dtype and shape of each field; None is any length."""
+        return {
+            **{name: {"dtype": "uint8", "shape": [None, None, 3]} for name, _ in self.cameras},
+            self.state: {"dtype": "float32", "shape": [self.state_dimensions]},
+            PROMPT: {"dtype": "text"},
+            SEED: {"dtype": "int", "optional": True},
+        }
+
+    def blank(self) -> RobotObservation:
+        """An observation of black images."""
+        black = np.zeros((64, 64, 3), np.uint8)
+        return RobotObservation(
+            {key: black for _, key in self.cameras}, np.zeros(self.state_dimensions, np.float32), "do nothing"
+        )
+
+    def read(self, frame: bytes | str) -> PolicyRequest:
+        """
+        Raises:
+            DataError: not a message, or a field is unknown, missing, or not what it should be; the error names it.
+        """
+        message = unpack(frame)
+        known = self.fields
+        if unknown := sorted(message.keys() - set(known)):
+            raise DataError(
+                f"the observation has an unknown field {unknown[0]!r:.60}", remedy=f"send only {', '.join(known)}"
+            )
+        if missing := [name for name in known if name not in message and name != SEED]:
+            raise DataError(
+                f"the observation lacks the field {missing[0]!r}",
+                where=f"it has {', '.join(sorted(message)) or 'no fields'}",
+                remedy=f"send {', '.join(known[:-1])}; {SEED} may be left out",
+            )
+        values = {name: value_of(name, value) for name, value in message.items()}
+        images = {key: _image(name, values[name]) for name, key in self.cameras}
+        observation = RobotObservation(images, self._state(values[self.state]), _prompt(values[PROMPT]))
+        return PolicyRequest(observation, _seed(values[SEED]) if SEED in values else None)
+
+    def _state(self, value: Any) -> NDArray[np.float32]:
+        expected = f"an array of float32 with the shape [{self.state_dimensions}]"
+        if not _is_array(value, "f") or value.shape != (self.state_dimensions,):
+            raise _wrong(self.state, expected, value)
+        with np.errstate(over="ignore"):
+            state: NDArray[np.float32] = value.astype(np.float32)
+        if not np.isfinite(state).all():
+            place = int(np.flatnonzero(~np.isfinite(state))[0])
+            raise DataError(
+                f"number {place} of the state is {value[place]}, which is not finite in float32",
+                where=f"field {self.state!r}",
+                remedy="send the robot's state without gaps",
+            )
+        return state
+
+
+def _image(name: str, value: Any) -> NDArray[np.uint8]:
+    if not _is_array(value, "u") or value.itemsize != 1 or value.ndim != 3 or value.shape[2] != 3:
+        raise _wrong(name, "an array of uint8 with the shape [height, width, 3]: RGB, upright", value)
+    if not 0 < min(value.shape[:2]) <= max(value.shape[:2]) <= LONGEST_SIDE:
+        raise _wrong(name, f"an image with sides of 1 to {LONGEST_SIDE} pixels", value)
+    image: NDArray[np.uint8] = value
+    return image
+
+
+def _prompt(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip() or len(value) > LONGEST_PROMPT:
+        raise _wrong(PROMPT, f"text of 1 to {LONGEST_PROMPT} characters that says what is to be done", value)
+    return value
+
+
+def _seed(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= LARGEST_SEED:
+        raise _wrong(SEED, f"a whole number from 0 to {LARGEST_SEED}", value)
+    return value
+
+
+def _is_array(value: Any, kinds: str) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind in kinds
+
+
+def _wrong(name: str, expected: str, came: Any) -> DataError:
+    return DataError(f"{kind(came)} came", where=f"field {name!r}", remedy=f"send {expected}")
