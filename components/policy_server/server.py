@@ -170,10 +170,9 @@ class PolicyServer:
                 continue
             if answer is None:
                 return
+            self._metrics.answered(time.monotonic() - began, answer.rows)
             await connection.send(pack(_message(answer, seed, previous)))
-            took = time.monotonic() - began
-            answered, previous = answered + 1, {"prev_total_ms": 1000 * took}
-            self._metrics.answered(took, answer.rows)
+            answered, previous = answered + 1, {"prev_total_ms": 1000 * (time.monotonic() - began)}
 
 
 async def _unless(closed: asyncio.Future[None], asking: Coroutine[Any, Any, ChunkAnswer]) -> ChunkAnswer | None:
