@@ -48,9 +48,10 @@ def serve_policy(
         ServerError: the policy cannot answer.
     """
     refuse_open_address(settings, with_key)
+    folder = find_checkpoint(checkpoint, store)
     key = _key() if with_key else None
     policy = open_policy(
-        find_checkpoint(checkpoint, store),
+        folder,
         mode=settings.inference_action_mode,
         rows=settings.batch,
         n_action_steps=settings.n_action_steps,

@@ -130,7 +130,6 @@ def serve_policy(
     Robots and simulators connect by the websocket protocol of openpi's clients. The key is ARMATURE_POLICY_KEY, or is
     made and kept in .armature/serve-policy.key. Ctrl-C ends it.
     """
-    from armature.serve_policy import serve_policy as serve_until_interrupted
     from components.configuration import section_of
     from components.policy_server.settings import PolicyServerSettings
 
@@ -149,6 +148,8 @@ def serve_policy(
         "metrics": metrics,
     }
     settings = section_of(PolicyServerSettings, values, "armature serve-policy")
+    from armature.serve_policy import serve_policy as serve_until_interrupted
+
     serve_until_interrupted(checkpoint, store, settings, with_key=not no_key)
 
 
