@@ -16,7 +16,7 @@ from armature.export import find_checkpoint
 from armature.services import STATE
 from components.contracts.errors import ConfigurationError
 from components.policies.molmoact2.policy import open_policy
-from components.policy_server.events import JsonLines, log
+from components.policy_server.events import EventFormatter, log
 from components.policy_server.metrics import PolicyServerMetrics
 from components.policy_server.observations import ObservationFormat
 from components.policy_server.server import PolicyServer, refuse_open_address
@@ -110,7 +110,7 @@ def _key() -> str:
 def _log_lines() -> None:
     """What happens, to the error output, one JSON object a line."""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines())
+    handler.setFormatter(EventFormatter())
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False

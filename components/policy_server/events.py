@@ -15,7 +15,7 @@ def tell(event: str, client: str, **facts: object) -> None:
     log.info(event, extra={"facts": {"client": client, **kept}})
 
 
-class JsonLines(logging.Formatter):
+class EventFormatter(logging.Formatter):
     """time (UTC), level, event, and the facts of `tell`; with the traceback of an error as `error`."""
 
     def format(self, record: logging.LogRecord) -> str:

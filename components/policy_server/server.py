@@ -32,7 +32,7 @@ from components.ports import listener
 
 log = logging.getLogger(__name__)
 _WEBSOCKETS = logging.getLogger(f"{__name__}.websockets")
-_WEBSOCKETS.setLevel(logging.CRITICAL)  # handshakes that are none are no events of ours
+_WEBSOCKETS.setLevel(logging.CRITICAL)  # a failed handshake is no event of ours
 SCHEME = "Api-Key "
 
 
