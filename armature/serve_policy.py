@@ -57,6 +57,7 @@ def serve_policy(
         n_action_steps=settings.n_action_steps,
         num_inference_steps=settings.num_inference_steps,
         torch_compile=settings.torch_compile,
+        refuse_undecoded=True,  # the middle of the range is no action for a real robot
     )
     form = ObservationFormat.of(policy.cameras, policy.state_dimensions, settings.state, settings.cameras)
     metrics = PolicyServerMetrics()

@@ -112,7 +112,7 @@ class PolicyServer:
                 settings.host,
                 settings.port,
                 process_request=self._admit,
-                origins=[None],  # no page of a browser
+                origins=[None] if self._key is None else None,  # no page of a browser, which cannot send the key
                 compression=None,
                 max_size=settings.max_message_mib * 2**20,
                 max_queue=1,

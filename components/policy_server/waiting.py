@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from components.contracts.errors import ArmatureError, DataError, ServerError
+from components.contracts.errors import ArmatureError, ServerError
 from components.contracts.robots import RobotObservation, RobotPolicy
 
 log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class PolicyQueue:
         except Exception as error:
             if len(taken) > 1:  # a row's error is its own
                 return [answer for each in taken for answer in self._answers([each])]
-            if isinstance(error, DataError):
+            if isinstance(error, ArmatureError):
                 return [error]
             log.exception("the policy failed")
             self.healthy = False

@@ -119,6 +119,16 @@ def test_50_clients_at_once_get_the_bytes_that_they_get_alone(policy: MolmoAct2P
     assert shared is not None and count is not None and shared > 2 * count, "most were answered with others"
 
 
+def test_what_a_client_sends_ahead_is_answered_in_order(server: Running, policy: MolmoAct2Policy) -> None:
+    with server.connect() as connection:
+        connection.recv(10)
+        for number in range(5):
+            connection.send(encode(message(number)))
+        answers = [decode(connection.recv(30, decode=False)) for _ in range(5)]
+    assert [answer["seed"] for answer in answers] == [0, 1, 2, 3, 4]
+    assert answers[4]["actions"].tobytes() == expected(policy, message(4), 4)
+
+
 def test_who_waits_is_answered_in_one_call_and_a_full_queue_sheds_load(gated: GatedPolicy) -> None:
     with running(gated, batch=4, max_waiting=6) as server, ThreadPoolExecutor(8) as threads:
         gated.calls.clear()
@@ -231,7 +241,9 @@ def test_only_the_header_of_the_protocol_counts(server: Running) -> None:
     assert httpx.get(f"{url}/metrics", trust_env=False).status_code == 401
 
 
-def test_a_page_of_a_browser_is_refused(gated: GatedPolicy) -> None:
+def test_a_page_of_a_browser_is_refused_where_no_key_keeps_it_out(server: Running, gated: GatedPolicy) -> None:
+    with server.connect(origin="http://robot.example") as connection:
+        connection.recv(10)
     with running(gated, key=None) as server:
         with pytest.raises(InvalidStatus) as refusal:
             server.connect(None, origin="http://evil.example")

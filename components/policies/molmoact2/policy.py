@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from components.contracts.errors import ConfigurationError
+from components.contracts.errors import ConfigurationError, ServerError
 from components.contracts.robots import RobotObservation
 from components.policies.molmoact2.checkpoints.checkpoint import fill_model, load_policy
 from components.policies.molmoact2.modeling.flow_sde import noise_scales, step_logprobs
@@ -50,12 +50,19 @@ class MolmoAct2Policy:
     """
 
     def __init__(
-        self, model: MolmoAct2, processor: Processor, settings: RobotPolicySettings, mode: InferenceMode, rows: int
+        self,
+        model: MolmoAct2,
+        processor: Processor,
+        settings: RobotPolicySettings,
+        mode: InferenceMode,
+        rows: int,
+        refuse_undecoded: bool = False,
     ) -> None:
         """
         Args:
             settings: Resolved; chunk_size, n_action_steps, semantics and inference options are taken from it.
             rows: Of one forward pass, whatever number is asked for.
+            refuse_undecoded: `predict` raises ServerError instead of giving the middle.
 
         Raises:
             ConfigurationError: the policy was not trained for `mode`, or carries out more actions than it predicts.
@@ -64,6 +71,7 @@ class MolmoAct2Policy:
         self.n_action_steps, self.action_dimensions = settings.n_action_steps, processor.action_dimensions
         self.undecoded = 0
         self._processor, self._settings, self._mode = processor, settings, mode
+        self._refuse_undecoded = refuse_undecoded
         self._sampler = Sampler(
             model,
             InferencePlan.of(settings, model.config),
@@ -135,7 +143,13 @@ class MolmoAct2Policy:
     def _generated(self, examples: Sequence[Example]) -> Floats:
         answers = self._sampler.generate(examples, TOKENS_PER_ACTION * self._settings.chunk_size)
         decoded = [self._processor.decode_tokens(ids) for ids in answers]
-        self.undecoded += sum(each.actions is None for each in decoded)
+        undecoded = [each for each in decoded if each.actions is None]
+        self.undecoded += len(undecoded)
+        if undecoded and self._refuse_undecoded:
+            raise ServerError(
+                f"no actions can be read from the policy's answer: {undecoded[0].error}",
+                remedy="train it longer, or answer by flow matching if it was trained for both",
+            )
         nothing = np.zeros((self._settings.chunk_size, self.action_dimensions), np.float32)
         return np.stack([nothing if each.actions is None else each.actions for each in decoded])
 
@@ -148,12 +162,14 @@ def open_policy(
     num_inference_steps: int | None = None,
     image_attention: Literal["bidirectional", "as_trained"] | None = None,
     torch_compile: bool = False,
+    refuse_undecoded: bool = False,
 ) -> MolmoAct2Policy:
     """The policy of an artifact or a checkpoint, on the GPU where there is one.
 
     Args:
         n_action_steps, num_inference_steps, image_attention: instead of the policy's own, where given.
         torch_compile: see `MolmoAct2.compile_layers`.
+        refuse_undecoded: see `MolmoAct2Policy`.
 
     Raises:
         ConfigurationError: the policy cannot act in this way.
@@ -170,7 +186,7 @@ def open_policy(
     }
     given = {name: value for name, value in changes.items() if value is not None}
     settings = loaded.settings.model_copy(update=given)
-    return MolmoAct2Policy(loaded.model, loaded.processor(), settings, mode, rows)
+    return MolmoAct2Policy(loaded.model, loaded.processor(), settings, mode, rows, refuse_undecoded)
 
 
 def _refuse(settings: RobotPolicySettings, mode: InferenceMode) -> None:
