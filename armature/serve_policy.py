@@ -59,7 +59,9 @@ def serve_policy(
         torch_compile=settings.torch_compile,
         refuse_undecoded=True,  # the middle of the range is no action for a real robot
     )
-    form = ObservationFormat.of(policy.cameras, policy.state_dimensions, settings.state, settings.cameras)
+    most = policy.most_previous_actions
+    previous = (most, policy.action_dimensions) if most else None
+    form = ObservationFormat.of(policy.cameras, policy.state_dimensions, settings.state, settings.cameras, previous)
     metrics = PolicyServerMetrics()
     server = PolicyServer(policy, form, settings, key, {"checkpoint": checkpoint, **policy.facts()}, metrics)
     _log_lines()

@@ -26,7 +26,7 @@ def unpack(found: dict[Any, Any]) -> Any:
 
 def observe(fields: Mapping[str, Any], task: str) -> dict[str, Any]:
     """Gray images and a robot at rest, with the names and shapes that the server asks for."""
-    arrays = {name: field for name, field in fields.items() if "shape" in field}
+    arrays = {name: field for name, field in fields.items() if "shape" in field and "optional" not in field}
     gray = {name: np.full([side or 224 for side in field["shape"]], 128, "uint8") for name, field in arrays.items()}
     rest = {name: np.zeros(field["shape"], "float32") for name, field in arrays.items() if field["dtype"] == "float32"}
     return {**gray, **rest, "prompt": task}

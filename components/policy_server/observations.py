@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.robots import RobotObservation
+from components.contracts.robots import PreviousActions, RobotObservation
 from components.policy_server.wire import kind, unpack, value_of
 
-PROMPT, SEED = "prompt", "seed"
+PROMPT, SEED, PREVIOUS, DELAY = "prompt", "seed", "previous_actions", "inference_delay"
 LONGEST_SIDE, LONGEST_PROMPT, LARGEST_SEED = 4096, 2000, 2**63 - 1
 
 
@@ -30,21 +30,29 @@ class ObservationFormat:
     """The fields of an observation, by the names that clients send them under.
 
     cameras: (name, the policy's key), in the policy's order. state: name. state_dimensions: of the state.
+    previous: most steps and dimensions of the actions that an answer can go on from; None where it cannot.
     """
 
     cameras: tuple[tuple[str, str], ...]
     state: str
     state_dimensions: int
+    previous: tuple[int, int] | None = None
 
     @classmethod
     def of(
-        cls, cameras: Sequence[str], state_dimensions: int, state: str, names: Sequence[str] = ()
+        cls,
+        cameras: Sequence[str],
+        state_dimensions: int,
+        state: str,
+        names: Sequence[str] = (),
+        previous: tuple[int, int] | None = None,
     ) -> ObservationFormat:
         """
         Args:
             cameras: The policy's keys, in its order; empty: it takes any, sorted.
             state: The name under which the state is sent.
             names: What clients call the cameras, in the same order; empty: as the policy does.
+            previous: See the class.
 
         Raises:
             ConfigurationError: another number of names than cameras, no camera, or a name that stands for two fields.
@@ -59,7 +67,7 @@ class ObservationFormat:
                 where="--camera",
                 remedy="name every camera as robots send it, in the policy's order: --camera NAME --camera NAME",
             )
-        form = cls(tuple(zip(sent, keys, strict=True)), state, state_dimensions)
+        form = cls(tuple(zip(sent, keys, strict=True)), state, state_dimensions, previous)
         if len(set(form.fields)) < len(form.fields):
             raise ConfigurationError(
                 f"two fields have the same name: {', '.join(form.fields)}",
@@ -69,17 +77,26 @@ class ObservationFormat:
         return form
 
     @property
+    def needed(self) -> tuple[str, ...]:
+        return (*(name for name, _ in self.cameras), self.state, PROMPT)
+
+    @property
     def fields(self) -> tuple[str, ...]:
-        return (*(name for name, _ in self.cameras), self.state, PROMPT, SEED)
+        """All that are known."""
+        return (*self.needed, SEED, *((PREVIOUS, DELAY) if self.previous else ()))
 
     def describe(self) -> dict[str, Any]:
         """For the server's metadata: dtype and shape of each field; None is any length."""
-        return {
+        described: dict[str, Any] = {
             **{name: {"dtype": "uint8", "shape": [None, None, 3]} for name, _ in self.cameras},
             self.state: {"dtype": "float32", "shape": [self.state_dimensions]},
             PROMPT: {"dtype": "text"},
             SEED: {"dtype": "int", "optional": True},
         }
+        if self.previous:
+            described[PREVIOUS] = {"dtype": "float32", "shape": [None, self.previous[1]], "optional": True}
+            described[DELAY] = {"dtype": "int", "optional": True}
+        return described
 
     def blank(self) -> RobotObservation:
         """An observation of black images."""
@@ -99,31 +116,46 @@ class ObservationFormat:
             raise DataError(
                 f"the observation has an unknown field {unknown[0]!r:.60}", remedy=f"send only {', '.join(known)}"
             )
-        if missing := [name for name in known if name not in message and name != SEED]:
+        both = (PREVIOUS, DELAY) if PREVIOUS in message or DELAY in message else ()
+        if missing := [name for name in (*self.needed, *both) if name not in message]:
             raise DataError(
                 f"the observation lacks the field {missing[0]!r}",
                 where=f"it has {', '.join(sorted(message)) or 'no fields'}",
-                remedy=f"send {', '.join(known[:-1])}; {SEED} may be left out",
+                remedy=f"send {', '.join((*self.needed, *both))}",
             )
         values = {name: value_of(name, value) for name, value in message.items()}
         images = {key: _image(name, values[name]) for name, key in self.cameras}
-        observation = RobotObservation(images, self._state(values[self.state]), _prompt(values[PROMPT]))
+        previous = self._previous(values[PREVIOUS], values[DELAY]) if both else None
+        observation = RobotObservation(images, self._state(values[self.state]), _prompt(values[PROMPT]), previous)
         return PolicyRequest(observation, _seed(values[SEED]) if SEED in values else None)
 
     def _state(self, value: Any) -> NDArray[np.float32]:
         expected = f"an array of float32 with the shape [{self.state_dimensions}]"
         if not _is_array(value, "f") or value.shape != (self.state_dimensions,):
             raise _wrong(self.state, expected, value)
-        with np.errstate(over="ignore"):
-            state: NDArray[np.float32] = value.astype(np.float32)
-        if not np.isfinite(state).all():
-            place = int(np.flatnonzero(~np.isfinite(state))[0])
-            raise DataError(
-                f"number {place} of the state is {value[place]}, which is not finite in float32",
-                where=f"field {self.state!r}",
-                remedy="send the robot's state without gaps",
-            )
-        return state
+        return _finite(self.state, value)
+
+    def _previous(self, actions: Any, delay: Any) -> PreviousActions:
+        assert self.previous is not None
+        most, dimensions = self.previous
+        if not _is_array(actions, "f") or actions.shape[1:] != (dimensions,) or len(actions) > most:
+            raise _wrong(PREVIOUS, f"an array of float32 with the shape [1 to {most}, {dimensions}]", actions)
+        if type(delay) is not int or not 0 <= delay <= len(actions):
+            raise _wrong(DELAY, f"a whole number from 0 to {len(actions)}, the number of previous actions", delay)
+        return PreviousActions(_finite(PREVIOUS, actions), delay)
+
+
+def _finite(name: str, value: NDArray[Any]) -> NDArray[np.float32]:
+    with np.errstate(over="ignore"):
+        numbers: NDArray[np.float32] = value.astype(np.float32)
+    if not np.isfinite(numbers).all():
+        place = np.argwhere(~np.isfinite(numbers))[0].tolist()
+        raise DataError(
+            f"number {place} is {value[tuple(place)]}, which is not finite in float32",
+            where=f"field {name!r}",
+            remedy="send numbers without gaps",
+        )
+    return numbers
 
 
 def _image(name: str, value: Any) -> NDArray[np.uint8]:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -20,6 +21,7 @@ from websockets.sync.client import connect
 
 from armature.cli import main
 from armature.serve_policy import KEY
+from components.contracts.robots import PreviousActions
 from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy, save_policy
 from components.policies.molmoact2.policy import open_policy
 from tests.policies.molmoact2 import released
@@ -28,6 +30,7 @@ from tests.policy_server.conftest import STATE, ask, message, observation
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "armature", "serve-policy"]
+MAY_BE_SENT = ", previous_actions, inference_delay"
 NAMES = ("observation/image", "observation/wrist_image")
 
 
@@ -58,7 +61,7 @@ def test_a_robot_is_served_until_it_is_interrupted(checkpoint: Path, tmp_path: P
             metrics = program.stdout.readline().split()[-1]
             said = [program.stdout.readline().strip() for _ in range(3)]
             url = said[0].removeprefix("serving at ").partition(";")[0]
-            assert said[0].endswith("observation/image, observation/wrist_image, observation/state, prompt, seed")
+            assert said[0].endswith(f"{', '.join(NAMES)}, observation/state, prompt, seed{MAY_BE_SENT}")
             file = tmp_path / ".armature/serve-policy.key"
             key = file.read_text()
             assert str(file.relative_to(tmp_path)) in said[1] and key not in "".join(said)
@@ -70,6 +73,8 @@ def test_a_robot_is_served_until_it_is_interrupted(checkpoint: Path, tmp_path: P
             with connect(url, additional_headers={"Authorization": f"Api-Key {key}"}) as connection:
                 metadata = decode(connection.recv(decode=False))
                 answer = ask(connection, {**named, "seed": 5})
+                left = {"previous_actions": answer["actions"][1:], "inference_delay": 1}
+                extended = ask(connection, {**named, "seed": 6, **left})
                 connection.send(encode({**named, "observation/state": np.zeros(3, np.float32)}))
                 assert "field 'observation/state'" in str(connection.recv())
             numbers = httpx.get(metrics, trust_env=False).text
@@ -82,12 +87,14 @@ def test_a_robot_is_served_until_it_is_interrupted(checkpoint: Path, tmp_path: P
     assert metadata["policy"]["checkpoint"] == str(checkpoint) and metadata["actions"]["shape"] == [2, 7]
     own = open_policy(checkpoint, "continuous", rows=1, n_action_steps=2)
     assert answer["actions"].tobytes() == own.predict([observation(fields)], [5])[0].tobytes()
+    seen = replace(observation(fields), previous=PreviousActions(left["previous_actions"], 1))
+    assert extended["actions"].tobytes() == own.predict([seen], [6])[0].tobytes()
     values = {
         (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(numbers)
         for sample in family.samples
     }
-    assert values["armature_policy_requests_total", "answered"] == 1
+    assert values["armature_policy_requests_total", "answered"] == 2
     assert values["armature_policy_requests_total", "refused"] == 1
     assert values["armature_policy_refused_keys_total",] == 1
     lines = [json.loads(line) for line in errors.splitlines() if line.startswith("{")]

@@ -125,6 +125,18 @@ def seed(rng: random.Random) -> Malformed:
     return encode(message(7, seed=value)), "seed"
 
 
+def previous(rng: random.Random) -> Malformed:
+    actions = rng.choice(
+        (np.zeros((2, 6)), np.zeros((5, 7)), np.zeros((2, 7), int), np.full((2, 7), np.inf), [], "x", 1)
+    )
+    return encode(message(7, previous_actions=actions, inference_delay=1)), "previous_actions"
+
+
+def delay(rng: random.Random) -> Malformed:
+    value = rng.choice((-1, 3, 1.0, True, "1", None, []))
+    return encode(message(7, previous_actions=np.zeros((2, 7)), inference_delay=value)), "inference_delay"
+
+
 def twice(rng: random.Random) -> Malformed:
     fields = message(8)
     name = rng.choice(list(fields))
@@ -145,5 +157,19 @@ def limits(rng: random.Random) -> Malformed:
 
 KINDS: tuple[Callable[[random.Random], Malformed], ...] = (
     *(truncated, text, no_map, noise, trailing, missing, unknown, image_dtype, image_shape, no_array, object_array),
-    *(declared, parts, state_shape, state_dtype, not_finite, prompt, too_many_words, image_tokens, seed, twice, limits),
+    *(
+        declared,
+        parts,
+        state_shape,
+        state_dtype,
+        not_finite,
+        prompt,
+        too_many_words,
+        image_tokens,
+        seed,
+        twice,
+        limits,
+        previous,
+        delay,
+    ),
 )

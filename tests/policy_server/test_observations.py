@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -63,6 +66,39 @@ def test_names_that_cannot_be_are_refused(cameras: tuple[str, ...], names: tuple
         ObservationFormat.of(cameras, 8, STATE, names)
 
 
+def test_an_answer_may_go_on_from_previous_actions() -> None:
+    actions = np.linspace(-1, 1, 21).reshape(3, 7)
+    previous = FORM.read(encode(message(0, previous_actions=actions, inference_delay=2))).observation.previous
+    assert previous is not None and previous.delay == 2 and previous.actions.dtype == np.float32
+    np.testing.assert_array_equal(previous.actions, actions.astype(np.float32))
+    assert FORM.read(encode(message(0))).observation.previous is None
+    assert FORM.describe()["previous_actions"]["shape"] == [None, 7]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"previous_actions": np.zeros((2, 7))}, "inference_delay"),
+        ({"inference_delay": 1}, "previous_actions"),
+        ({"previous_actions": np.zeros((2, 6)), "inference_delay": 1}, "previous_actions"),
+        ({"previous_actions": np.zeros((5, 7)), "inference_delay": 1}, "previous_actions"),
+        ({"previous_actions": np.zeros(7), "inference_delay": 1}, "previous_actions"),
+        ({"previous_actions": np.float32(1), "inference_delay": 1}, "previous_actions"),
+        ({"previous_actions": np.array(1.0), "inference_delay": 1}, "previous_actions"),
+        ({"previous_actions": np.zeros((2, 7), int), "inference_delay": 1}, "previous_actions"),
+        ({"previous_actions": np.full((2, 7), np.nan), "inference_delay": 1}, "previous_actions"),
+        ({"previous_actions": np.zeros((2, 7)), "inference_delay": 3}, "inference_delay"),
+        ({"previous_actions": np.zeros((2, 7)), "inference_delay": -1}, "inference_delay"),
+        ({"previous_actions": np.zeros((2, 7)), "inference_delay": 1.0}, "inference_delay"),
+    ],
+)
+def test_previous_actions_that_cannot_be_are_refused(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(DataError, match=f"field '{named}'"):
+        FORM.read(encode(message(0, **fields)))
+    with pytest.raises(DataError, match="unknown field"):
+        replace(FORM, previous=None).read(encode(message(0, **fields)))
+
+
 def test_a_refusal_says_the_field_what_is_expected_and_what_came() -> None:
     with pytest.raises(DataError) as refusal:
         FORM.read(encode(message(0, **{FRONT: np.zeros((3, 40, 50), np.float32)})))
@@ -71,5 +107,5 @@ def test_a_refusal_says_the_field_what_is_expected_and_what_came() -> None:
         f"  where: field '{FRONT}'\n"
         "  what to do: send an array of uint8 with the shape [height, width, 3]: RGB, upright"
     )
-    with pytest.raises(DataError, match=r"number 2 of the state is nan(?s:.*)field 'observation.state'"):
+    with pytest.raises(DataError, match=r"number \[2\] is nan(?s:.*)field 'observation.state'"):
         FORM.read(encode(message(0, **{STATE: np.array([0, 0, np.nan, 0, 0, 0, 0, 0], np.float32)})))

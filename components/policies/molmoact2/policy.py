@@ -10,11 +10,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from components.contracts.errors import ConfigurationError, ServerError
-from components.contracts.robots import RobotObservation
+from components.contracts.robots import PreviousActions, RobotObservation
 from components.policies.molmoact2.checkpoints.checkpoint import fill_model, load_policy
 from components.policies.molmoact2.modeling.flow_sde import noise_scales, step_logprobs
+from components.policies.molmoact2.modeling.guidance import prefix_weights
 from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.policies.molmoact2.processing.batch import Example, Floats
 from components.policies.molmoact2.processing.processor import Processor
@@ -87,13 +89,21 @@ class MolmoAct2Policy:
         return self._processor.cameras
 
     @property
+    def most_previous_actions(self) -> int:
+        """Steps of the actions that an answer can go on from; 0 where it cannot."""
+        return 0 if self._mode == "discrete" else self._settings.chunk_size
+
+    @property
     def state_dimensions(self) -> int:
         """Of the states that observations must have."""
         return self._processor.state_dimensions
 
     def predict(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> Floats:
         examples = [self._processor.encode(observation) for observation in observations]
-        chunks = self._generated(examples) if self._mode == "discrete" else self._sampled(examples, seeds)
+        if self._mode == "discrete":
+            chunks = self._generated(examples)
+        else:
+            chunks = self._sampled(examples, seeds, [observation.previous for observation in observations])
         return self._processor.decode(chunks)[:, : self.n_action_steps]
 
     def explore(
@@ -136,9 +146,31 @@ class MolmoAct2Policy:
             "undecoded_answers": self.undecoded,
         }
 
-    def _sampled(self, examples: Sequence[Example], seeds: Sequence[int]) -> Floats:
-        sampled: Floats = self._sampler.sample(examples, seeds).numpy()
-        return sampled
+    def _sampled(
+        self, examples: Sequence[Example], seeds: Sequence[int], previous: Sequence[PreviousActions | None]
+    ) -> Floats:
+        """Those that go on from something, and those that do not, apart: their answers have other kernels."""
+        found: dict[int, Floats] = {}
+        for extended in (False, True):
+            rows = [row for row, left in enumerate(previous) if (left is not None) == extended]
+            if not rows:
+                continue
+            chosen, own = [examples[row] for row in rows], [seeds[row] for row in rows]
+            if extended:
+                wanted = [self._wanted(left) for left in previous if left is not None]
+                chunks = self._sampler.extend(chosen, own, *map(torch.stack, zip(*wanted, strict=True)))
+            else:
+                chunks = self._sampler.sample(chosen, own)
+            found |= dict(zip(rows, chunks.numpy(), strict=True))
+        return np.stack([found[row] for row in range(len(examples))])
+
+    def _wanted(self, previous: PreviousActions) -> tuple[Tensor, Tensor]:
+        """Normalized actions (T, max_action_dim) and their weights (T,)."""
+        sampler, left = self._sampler, len(previous.actions)
+        wanted = torch.zeros(sampler.horizon, sampler.model.config.max_action_dim)
+        normalized = self._processor.action.normalize(previous.actions, "previous actions")
+        wanted[:left, : self.action_dimensions] = torch.from_numpy(normalized)
+        return wanted, prefix_weights(previous.delay, left, sampler.horizon)
 
     def _generated(self, examples: Sequence[Example]) -> Floats:
         answers = self._sampler.generate(examples, TOKENS_PER_ACTION * self._settings.chunk_size)

@@ -35,6 +35,8 @@ def damaged_message(rng: random.Random) -> bytes:
     }
     if rng.random() < 0.3:
         fields["seed"] = rng.randrange(2**63)
+    if rng.random() < 0.3:
+        fields |= {"previous_actions": parts_of(np.ones((3, 7), np.float32)), "inference_delay": rng.randint(0, 3)}
     kind = rng.random()
     if kind < 0.4:
         return damaged_bytes(msgpack.packb(fields), rng)
@@ -64,6 +66,11 @@ def door(folder: Path) -> Iterator[Attempt]:
         expect(
             request.observation.task == plain["prompt"] and request.seed == plain.get("seed"), "another text or seed"
         )
+        previous = request.observation.previous
+        expect((previous is None) == ("previous_actions" not in plain), "previous actions came or went")
+        if previous is not None:
+            expect(np.array_equal(previous.actions, plain["previous_actions"]), "other previous actions")
+            expect(previous.delay == plain["inference_delay"] <= len(previous.actions), "another delay")
         return True
 
     yield attempt

@@ -128,5 +128,5 @@ def test_action_tokens_become_actions_and_those_that_say_none_are_counted(loaded
     mute = speaking(loaded, tokens, said[:-1])
     np.testing.assert_allclose(mute.predict(OBSERVATIONS[:2], SEEDS[:2])[1, 0], (low + high) / 2, atol=1e-5)
     assert mute.undecoded == mute.facts()["undecoded_answers"] == 2
-    with pytest.raises(ServerError, match="no actions can be read from the policy.s answer: .*7"):
+    with pytest.raises(ServerError, match=r"no actions can be read from the policy.s answer: \d+ coefficients"):
         speaking(loaded, tokens, said[:-1], refuse_undecoded=True).predict(OBSERVATIONS[:1], SEEDS[:1])
