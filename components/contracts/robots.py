@@ -29,7 +29,7 @@ class RobotObservation:
     images: camera key, as the dataset names it, to uint8 RGB (height, width, 3), upright.
     state: float32 (state dimensions,), in the dataset's units.
     task: what is to be done, in words.
-    previous: what the answer is to go on from, for a policy that can; None: nothing.
+    previous: actions that the answer is to continue, where the policy can; None: it continues nothing.
     """
 
     images: Mapping[str, NDArray[np.uint8]]

@@ -10,7 +10,7 @@ log = logging.getLogger("components.policy_server")
 
 
 def tell(event: str, client: str, **facts: object) -> None:
-    """One line about a connection; facts that are None or empty are left out."""
+    """One line about a connection; empty facts, and None, are left out."""
     kept = {name: value for name, value in facts.items() if value not in (None, "")}
     log.info(event, extra={"facts": {"client": client, **kept}})
 

@@ -30,7 +30,7 @@ class ObservationFormat:
     """The fields of an observation, by the names that clients send them under.
 
     cameras: (name, the policy's key), in the policy's order. state: name. state_dimensions: of the state.
-    previous: most steps and dimensions of the actions that an answer can go on from; None where it cannot.
+    previous: most steps and dimensions of the actions that an answer can continue; None where it cannot.
     """
 
     cameras: tuple[tuple[str, str], ...]

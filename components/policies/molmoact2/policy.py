@@ -90,7 +90,7 @@ class MolmoAct2Policy:
 
     @property
     def most_previous_actions(self) -> int:
-        """Steps of the actions that an answer can go on from; 0 where it cannot."""
+        """Steps of the actions that an answer can continue; 0 where it cannot."""
         return 0 if self._mode == "discrete" else self._settings.chunk_size
 
     @property
@@ -149,7 +149,7 @@ class MolmoAct2Policy:
     def _sampled(
         self, examples: Sequence[Example], seeds: Sequence[int], previous: Sequence[PreviousActions | None]
     ) -> Floats:
-        """Those that go on from something, and those that do not, apart: their answers have other kernels."""
+        """Those that continue previous actions, and those that do not, apart: their answers have other kernels."""
         found: dict[int, Floats] = {}
         for extended in (False, True):
             rows = [row for row, left in enumerate(previous) if (left is not None) == extended]
