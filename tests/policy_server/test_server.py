@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from websockets.exceptions import ConnectionClosedError, InvalidStatus
+from websockets.exceptions import ConnectionClosed, ConnectionClosedError, InvalidStatus
 
 from components.contracts.errors import ConfigurationError, ServerError
 from components.policies.molmoact2.policy import MolmoAct2Policy
@@ -169,6 +169,21 @@ def test_a_client_that_leaves_is_not_waited_for(gated: GatedPolicy) -> None:
         assert isinstance(connections[0].recv(10), bytes)
         assert len(gated.calls) == 1
         connections[0].close()
+
+
+def test_a_server_that_is_stopped_keeps_nobody_waiting(gated: GatedPolicy) -> None:
+    with running(gated, batch=1) as server:
+        gated.gate.clear()
+        connections = [server.connect() for _ in range(3)]
+        for connection in connections:
+            connection.recv(10)
+            connection.send(encode(message(0)))
+        wait_for(lambda: server.waiting == 2)
+        threading.Timer(0.3, gated.gate.set).start()
+    for connection in connections:
+        with pytest.raises(ConnectionClosed):
+            connection.recv(10)
+            connection.recv(10)
 
 
 class Faulty(GatedPolicy):
