@@ -71,7 +71,6 @@ class PolicyServer:
         """
         refuse_open_address(settings, key is not None)
         self._form, self._settings, self._key, self._metrics = form, settings, key, metrics
-        self._policy = policy
         self._queue = PolicyQueue(policy, settings.batch, settings.max_waiting)
         metrics.waiting.set_function(lambda: self._queue.waiting)
         actions = {"dtype": "float32", "shape": [policy.n_action_steps, policy.action_dimensions]}
@@ -202,8 +201,8 @@ def _same(given: str, wanted: str) -> bool:
 
 
 def _client(connection: ServerConnection) -> str:
-    host, port = connection.remote_address[:2]
-    return f"{host}:{port}"
+    address = connection.remote_address  # None of one that was gone at once
+    return f"{address[0]}:{address[1]}" if address else "unknown"
 
 
 def _url(server: Server) -> str:

@@ -118,7 +118,8 @@ class PolicyQueue:
     def _answers(self, taken: Sequence[_Waiting]) -> list[Chunk | ArmatureError]:
         """Of each its actions or what is wrong with it; in the policy's thread."""
         try:
-            chunks = self._policy.predict([each.observation for each in taken], [each.seed for each in taken])
+            answer = self._policy.predict([each.observation for each in taken], [each.seed for each in taken])
+            chunks = np.asarray(answer, np.float32)
         except Exception as error:
             if len(taken) > 1:  # a row's error is its own
                 return [answer for each in taken for answer in self._answers([each])]
