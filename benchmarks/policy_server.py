@@ -29,7 +29,7 @@ from components.policy_server.server import PolicyServer
 from components.policy_server.settings import PolicyServerSettings
 from components.policy_server.wire import Message, pack
 
-CLIENTS, ANSWERS, ROUNDS, BATCH = 50, 4, 3, 8
+CLIENTS, ANSWERS, ROUNDS, BATCH = 50, 4, 5, 8
 STATE = "observation.state"
 
 
