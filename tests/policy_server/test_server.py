@@ -160,6 +160,9 @@ def test_a_client_that_leaves_is_not_waited_for(gated: GatedPolicy) -> None:
         connections = [server.connect() for _ in range(3)]
         for connection in connections:
             connection.recv(10)
+        connections[0].send(encode(message(0)))
+        wait_for(lambda: gated.begun == 2)  # the first was the server's own
+        for connection in connections[1:]:
             connection.send(encode(message(0)))
         wait_for(lambda: server.waiting == 2)
         for connection in connections[1:]:
