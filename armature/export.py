@@ -85,7 +85,7 @@ def read_export(source: str, store: Path, adapter: bool = False, base: str = REL
         ConfigurationError: there is no such adapter.
         DataError: there is no such checkpoint, or its files are not as they were made.
     """
-    folder = _found(source, store)
+    folder = find_checkpoint(source, store)
     record = read_record(folder, store)
     policy = any((place / POLICY_FILE).is_file() for place in (folder, folder / CHECKPOINT))
     if adapter:
@@ -118,7 +118,12 @@ def link(source: str, target: str) -> None:
     Path(target).symlink_to(source)
 
 
-def _found(source: str, store: Path) -> Path:
+def find_checkpoint(source: str, store: Path) -> Path:
+    """The folder of a checkpoint or an artifact; see `export` for what `source` may be.
+
+    Raises:
+        DataError: there is none.
+    """
     if Path(source).is_dir():
         return Path(source)
     if source.startswith("models:/"):

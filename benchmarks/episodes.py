@@ -39,7 +39,7 @@ def measure() -> list[Row]:
         SimulatorProcess(simulator, 600.0) as first,
         SimulatorProcess(simulator, 600.0) as second,
     ):
-        policy, journals = _policy(Path(scratch)), itertools.count()
+        policy, journals = tiny_policy(Path(scratch)), itertools.count()
 
         def rate(batch: int, arenas: Sequence[SimulatorProcess]) -> float:
             journal = EvaluationJournal(Path(scratch) / f"{next(journals)}.jsonl")
@@ -61,7 +61,7 @@ def measure() -> list[Row]:
     ]
 
 
-def _policy(scratch: Path) -> MolmoAct2Policy:
+def tiny_policy(scratch: Path) -> MolmoAct2Policy:
     """Random weights and small images: it never succeeds, so that every episode is as long."""
     settings = RobotPolicySettings(**{**POLICY, "tiny": {**TINY, "image_side": 56}})
     loaded = load_policy(make_tiny_policy(scratch / "policy", settings), settings, ROBOT)

@@ -79,6 +79,12 @@ BENCHMARKS = {
         "How many episodes does an evaluation play per minute with several at once and one policy that answers all, "
         "against one after the other? Both give the same results, byte for byte.",
     ),
+    "policy_server": Benchmark(
+        "policy_server",
+        "Policy server",
+        "How long do 50 robots that ask at once wait for their answers, each asking again as soon as it has one, "
+        "against the time that the policy alone needs for 50 answers, without sockets and messages?",
+    ),
     "processor": Benchmark(
         "processor",
         "Robot examples",

@@ -10,14 +10,14 @@ from pathlib import Path
 from threading import Lock
 
 from prefect.logging import get_run_logger
-from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from components.contracts.errors import ConfigurationError
 from components.home import home_folder
 from components.inference.pool import OPEN
 from components.inference.statistics import PoolStatistics
+from components.prometheus import metrics_server
 from tasks.resources import free_bytes
 
 COUNTS = tuple(PoolStatistics().counts())
@@ -140,24 +140,13 @@ def serve_metrics(address: str | None, store: str) -> Iterator[None]:
     if address is None or address in _ADDRESSES:
         yield
         return
-    host, _, port = address.rpartition(":")
-    try:
-        server, thread = start_http_server(int(port), host.strip("[]"), _REGISTRY)
-    except (OSError, OverflowError) as error:
-        raise ConfigurationError(
-            f"metrics cannot be served: {error}",
-            where=f"machine.metrics = {address!r}",
-            remedy="give an address of this machine and a free port; port 0 takes any",
-        ) from error
-    get_run_logger().info("metrics: http://%s:%d/metrics", host, server.server_port)
-    folder = home_folder() / store
-    _ADDRESSES.add(address)
-    _STORES.add(folder)
-    try:
-        yield
-    finally:
-        _ADDRESSES.discard(address)
-        _STORES.discard(folder)
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with metrics_server(address, _REGISTRY, f"machine.metrics = {address!r}") as url:
+        get_run_logger().info("metrics: %s", url)
+        folder = home_folder() / store
+        _ADDRESSES.add(address)
+        _STORES.add(folder)
+        try:
+            yield
+        finally:
+            _ADDRESSES.discard(address)
+            _STORES.discard(folder)

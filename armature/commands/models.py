@@ -81,6 +81,79 @@ def serve(
 
 
 @app.command(
+    "serve-policy",
+    epilog="Examples: armature serve-policy .armature/store/train-vla/1f0c2d... --port 8000; "
+    "armature serve-policy models:/train-vla.own-robot@candidate --camera observation/image --state observation/state",
+)
+def serve_policy(
+    checkpoint: Checkpoint,
+    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need the key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="TCP port; 0 takes a free one.")] = 8000,
+    no_key: Annotated[
+        bool, typer.Option("--no-key", help="Any program of this machine may ask. Loopback only.")
+    ] = False,
+    camera: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(
+            metavar="NAME", help="What robots call a camera; one for each, in the policy's order. Default: as it does."
+        ),
+    ] = None,
+    state: Annotated[str, typer.Option(metavar="NAME", help="What robots call the state.")] = "observation.state",
+    inference_action_mode: Annotated[
+        str, typer.Option(help="continuous or discrete: actions by flow matching, or as tokens.")
+    ] = "continuous",
+    n_action_steps: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Actions of an answer. Default: the policy's own."),
+    ] = None,
+    num_inference_steps: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Euler steps. Default: the policy's own."),
+    ] = None,
+    torch_compile: Annotated[
+        bool, typer.Option("--torch-compile", help="Compile the policy's layers, which takes half a minute on a GPU.")
+    ] = False,
+    batch: Annotated[
+        int,
+        typer.Option(help="Requests answered at once. On a GPU each pass is as large: for one robot 1 is fastest."),
+    ] = 8,
+    max_waiting: Annotated[int, typer.Option(help="Requests that wait at most; more are refused as busy.")] = 64,
+    max_message_mib: Annotated[int, typer.Option(help="Largest message of a robot, in MiB.")] = 64,
+    metrics: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="HOST:PORT", help="Show numbers to Prometheus there, without a key. Default: nowhere."),
+    ] = None,
+    store: Store = Path(".armature/store"),
+) -> None:
+    """Serve a robot policy: observations in, chunks of actions out.
+
+    Robots and simulators connect by the websocket protocol of openpi's clients. The key is ARMATURE_POLICY_KEY, or is
+    made and kept in .armature/serve-policy.key. Ctrl-C ends it.
+    """
+    from components.configuration import section_of
+    from components.policy_server.settings import PolicyServerSettings
+
+    values = {
+        "host": host,
+        "port": port,
+        "cameras": camera or [],
+        "state": state,
+        "inference_action_mode": inference_action_mode,
+        "n_action_steps": n_action_steps,
+        "num_inference_steps": num_inference_steps,
+        "torch_compile": torch_compile,
+        "batch": batch,
+        "max_waiting": max_waiting,
+        "max_message_mib": max_message_mib,
+        "metrics": metrics,
+    }
+    settings = section_of(PolicyServerSettings, values, "armature serve-policy")
+    from armature.serve_policy import serve_policy as serve_until_interrupted
+
+    serve_until_interrupted(checkpoint, store, settings, with_key=not no_key)
+
+
+@app.command(
     "train-multimodal",
     context_settings={"ignore_unknown_options": True},
     epilog="Example: armature train-multimodal @ configs/vf-rl/test-multimodal.toml",

@@ -14,6 +14,8 @@ from components.cpus import available_cpus
 from components.installation import server_python
 
 Scalar = bool | int | float | str
+ADDRESS = r"^(\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):[0-9]{1,5}$"
+"""host:port"""
 
 
 class Machine(Settings):
@@ -118,7 +120,7 @@ class Machine(Settings):
     train_timeout: PositiveFloat = Field(3600.0, description="Seconds for one training step.")
     metrics: str | None = Field(
         None,
-        pattern=r"^(\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):[0-9]{1,5}$",
+        pattern=ADDRESS,
         description="Address (127.0.0.1:9464) where a run shows its numbers to Prometheus; port 0 takes a free one. "
         "None: nothing listens. It asks for no password: whoever reaches it can read them.",
     )

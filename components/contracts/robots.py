@@ -11,17 +11,31 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
+class PreviousActions:
+    """What is left of the chunk that the robot carries out while it waits for the next.
+
+    actions: float32 (steps, action dimensions) in the dataset's units, the first one that of the observation's moment.
+    delay: of them, how many will have been carried out when the answer comes.
+    """
+
+    actions: NDArray[np.float32]
+    delay: int
+
+
+@dataclass(frozen=True)
 class RobotObservation:
     """One moment, as a dataset records it.
 
     images: camera key, as the dataset names it, to uint8 RGB (height, width, 3), upright.
     state: float32 (state dimensions,), in the dataset's units.
     task: what is to be done, in words.
+    previous: actions that the answer is to continue, where the policy can; None: it continues nothing.
     """
 
     images: Mapping[str, NDArray[np.uint8]]
     state: NDArray[np.float32]
     task: str
+    previous: PreviousActions | None = None
 
 
 class RobotPolicy(Protocol):

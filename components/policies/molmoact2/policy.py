@@ -10,11 +10,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from components.contracts.errors import ConfigurationError
-from components.contracts.robots import RobotObservation
+from components.contracts.errors import ConfigurationError, ServerError
+from components.contracts.robots import PreviousActions, RobotObservation
 from components.policies.molmoact2.checkpoints.checkpoint import fill_model, load_policy
 from components.policies.molmoact2.modeling.flow_sde import noise_scales, step_logprobs
+from components.policies.molmoact2.modeling.guidance import prefix_weights
 from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.policies.molmoact2.processing.batch import Example, Floats
 from components.policies.molmoact2.processing.processor import Processor
@@ -52,12 +54,19 @@ class MolmoAct2Policy:
     """
 
     def __init__(
-        self, model: MolmoAct2, processor: Processor, settings: RobotPolicySettings, mode: InferenceMode, rows: int
+        self,
+        model: MolmoAct2,
+        processor: Processor,
+        settings: RobotPolicySettings,
+        mode: InferenceMode,
+        rows: int,
+        refuse_undecoded: bool = False,
     ) -> None:
         """
         Args:
             settings: Resolved; chunk_size, n_action_steps, semantics and inference options are taken from it.
             rows: Of one forward pass, whatever number is asked for.
+            refuse_undecoded: `predict` raises ServerError instead of giving the middle.
 
         Raises:
             ConfigurationError: the policy was not trained for `mode`, or carries out more actions than it predicts.
@@ -66,6 +75,7 @@ class MolmoAct2Policy:
         self.n_action_steps, self.action_dimensions = settings.n_action_steps, processor.action_dimensions
         self.undecoded = 0
         self._processor, self._settings, self._mode = processor, settings, mode
+        self._refuse_undecoded = refuse_undecoded
         self._sampler = Sampler(
             model,
             InferencePlan.of(settings, model.config),
@@ -80,9 +90,22 @@ class MolmoAct2Policy:
         """Keys that observations must have; empty: whatever they have, sorted."""
         return self._processor.cameras
 
+    @property
+    def most_previous_actions(self) -> int:
+        """Steps of the actions that an answer can continue; 0 where it cannot."""
+        return 0 if self._mode == "discrete" else self._settings.chunk_size
+
+    @property
+    def state_dimensions(self) -> int:
+        """Of the states that observations must have."""
+        return self._processor.state_dimensions
+
     def predict(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> Floats:
         examples = [self._processor.encode(observation) for observation in observations]
-        chunks = self._generated(examples) if self._mode == "discrete" else self._sampled(examples, seeds)
+        if self._mode == "discrete":
+            chunks = self._generated(examples)
+        else:
+            chunks = self._sampled(examples, seeds, [observation.previous for observation in observations])
         return self._processor.decode(chunks)[:, : self.n_action_steps]
 
     def explore(
@@ -130,14 +153,42 @@ class MolmoAct2Policy:
             "undecoded_answers": self.undecoded,
         }
 
-    def _sampled(self, examples: Sequence[Example], seeds: Sequence[int]) -> Floats:
-        sampled: Floats = self._sampler.sample(examples, seeds).numpy()
-        return sampled
+    def _sampled(
+        self, examples: Sequence[Example], seeds: Sequence[int], previous: Sequence[PreviousActions | None]
+    ) -> Floats:
+        """Those that continue previous actions, and those that do not, apart: their answers have other kernels."""
+        found: dict[int, Floats] = {}
+        for extended in (False, True):
+            rows = [row for row, left in enumerate(previous) if (left is not None) == extended]
+            if not rows:
+                continue
+            chosen, own = [examples[row] for row in rows], [seeds[row] for row in rows]
+            if extended:
+                wanted = [self._wanted(left) for left in previous if left is not None]
+                chunks = self._sampler.extend(chosen, own, *map(torch.stack, zip(*wanted, strict=True)))
+            else:
+                chunks = self._sampler.sample(chosen, own)
+            found |= dict(zip(rows, chunks.numpy(), strict=True))
+        return np.stack([found[row] for row in range(len(examples))])
+
+    def _wanted(self, previous: PreviousActions) -> tuple[Tensor, Tensor]:
+        """Normalized actions (T, max_action_dim) and their weights (T,)."""
+        sampler, left = self._sampler, len(previous.actions)
+        wanted = torch.zeros(sampler.horizon, sampler.model.config.max_action_dim)
+        normalized = self._processor.action.normalize(previous.actions, "previous actions")
+        wanted[:left, : self.action_dimensions] = torch.from_numpy(normalized)
+        return wanted, prefix_weights(previous.delay, left, sampler.horizon)
 
     def _generated(self, examples: Sequence[Example]) -> Floats:
         answers = self._sampler.generate(examples, TOKENS_PER_ACTION * self._settings.chunk_size)
         decoded = [self._processor.decode_tokens(ids) for ids in answers]
-        self.undecoded += sum(each.actions is None for each in decoded)
+        undecoded = [each for each in decoded if each.actions is None]
+        self.undecoded += len(undecoded)
+        if undecoded and self._refuse_undecoded:
+            raise ServerError(
+                f"no actions can be read from the policy's answer: {undecoded[0].error}",
+                remedy="train it longer, or answer by flow matching if it was trained for both",
+            )
         nothing = np.zeros((self._settings.chunk_size, self.action_dimensions), np.float32)
         return np.stack([nothing if each.actions is None else each.actions for each in decoded])
 
@@ -150,12 +201,14 @@ def open_policy(
     num_inference_steps: int | None = None,
     image_attention: Literal["bidirectional", "as_trained"] | None = None,
     torch_compile: bool = False,
+    refuse_undecoded: bool = False,
 ) -> MolmoAct2Policy:
     """The policy of an artifact or a checkpoint, on the GPU where there is one.
 
     Args:
         n_action_steps, num_inference_steps, image_attention: instead of the policy's own, where given.
         torch_compile: see `MolmoAct2.compile_layers`.
+        refuse_undecoded: see `MolmoAct2Policy`.
 
     Raises:
         ConfigurationError: the policy cannot act in this way.
@@ -172,7 +225,7 @@ def open_policy(
     }
     given = {name: value for name, value in changes.items() if value is not None}
     settings = loaded.settings.model_copy(update=given)
-    return MolmoAct2Policy(loaded.model, loaded.processor(), settings, mode, rows)
+    return MolmoAct2Policy(loaded.model, loaded.processor(), settings, mode, rows, refuse_undecoded)
 
 
 def _refuse(settings: RobotPolicySettings, mode: InferenceMode) -> None:

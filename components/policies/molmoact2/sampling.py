@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, sqrt
 
 import torch
@@ -20,6 +21,7 @@ from components.contracts.errors import DataError
 from components.policies.molmoact2.configuration import MolmoAct2Config
 from components.policies.molmoact2.modeling.flow_sde import drift, noise_scales
 from components.policies.molmoact2.modeling.graphs import GraphedFunction
+from components.policies.molmoact2.modeling.guidance import guided_velocity
 from components.policies.molmoact2.modeling.masks import context_index, context_mask
 from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.policies.molmoact2.modeling.vlm import KeyValue
@@ -124,6 +126,23 @@ class Sampler:
         return torch.cat(chunks)[: len(examples)]
 
     @torch.no_grad()
+    def extend(self, examples: Sequence[Example], seeds: Sequence[int], wanted: Tensor, weights: Tensor) -> Tensor:
+        """As `sample`, from the same noise, but pulled to other actions; see `guided_velocity`. Never one CUDA graph.
+
+        Args:
+            wanted: (N, T, max_action_dim) float32, normalized. weights: (N, T) float32.
+
+        Raises:
+            DataError: an example is longer than `width`.
+        """
+        noise = row_noise(seeds, self.horizon, self.model.config.max_action_dim)
+        chunks = [
+            self._guided([noise[rows], wanted[rows], weights[rows], *batch.observed()]).cpu()
+            for rows, batch in self._groups(examples)
+        ]
+        return torch.cat(chunks)[: len(examples)]
+
+    @torch.no_grad()
     def explore(self, examples: Sequence[Example], seeds: Sequence[int], noise_level: float) -> ExploredChunks:
         """As `sample`, from the same noise, but with one step of Flow-SDE in each row.
 
@@ -194,6 +213,18 @@ class Sampler:
                 x = x + velocity * given.used / self.plan.steps
         return x
 
+    def _guided(self, inputs: Sequence[Tensor]) -> Tensor:
+        """noise and wanted (N, T, D), weights (N, T), then the batch's `observed`."""
+        noise, wanted, weights, *observed = (one.to(self.device) for one in inputs)
+        steps = self.plan.steps
+        with self.model.autocast(self.device):
+            given = self._conditions(observed)
+            x = noise * given.used
+            for step in range(steps):
+                own = partial(self._used_velocity, step=step, given=given)
+                x = x + guided_velocity(own, x, step / steps, wanted, weights) * given.used / steps
+        return x
+
     def _flow_sde(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """noise and kicks (N, T, D), sigmas (N, steps), 0 but for each row's drawn step, then `observed`.
 
@@ -240,6 +271,10 @@ class Sampler:
         modulations = [each[step : step + 1] for each in given.modulations]
         velocity, states = self.model.action_expert.velocity(x, modulations, given.contexts, given.mask)
         return velocity.to(x.dtype), states
+
+    def _used_velocity(self, x: Tensor, step: int, given: SharedConditions) -> Tensor:
+        """0 where a dimension is not the robot's, which nothing is to be pulled by."""
+        return self._velocity(x, step, given) * given.used
 
     def _generate(self, batch: PolicyBatch, max_steps: int) -> list[list[int]]:
         text, eos = self.model.vlm.model.language_model, self.model.config.eos_token_id

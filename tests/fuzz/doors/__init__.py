@@ -37,6 +37,7 @@ DOORS = {
     "artifacts": Door("artifacts", 6, 10.0),
     "checkpoints": Door("checkpoints", 3, 60.0),
     "policies": Door("policies", 3, 60.0),
+    "observations": Door("observations", 6, 10.0),
     "games": Door("games", 6, 20.0),
     "datasets": Door("datasets", 5, 30.0),
     "environments": Door("environments", 6, 30.0),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from components.contracts.errors import ConfigurationError
+from components.contracts.errors import ConfigurationError, ServerError
 from components.contracts.robots import RobotObservation
 from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy, save_policy
 from components.policies.molmoact2.policy import MolmoAct2Policy, open_policy
@@ -85,7 +85,9 @@ def test_a_policy_acts_only_as_it_was_trained_to(loaded: LoadedPolicy, tmp_path:
         open_policy(tmp_path, "continuous", rows=1, n_action_steps=5)
 
 
-def speaking(loaded: LoadedPolicy, tokens: ActionTokens, answer: list[int]) -> MolmoAct2Policy:
+def speaking(
+    loaded: LoadedPolicy, tokens: ActionTokens, answer: list[int], refuse_undecoded: bool = False
+) -> MolmoAct2Policy:
     """A policy that says `answer`: its layers add nothing, so each token is chosen by the one before it."""
     settings = loaded.settings.model_copy(update={"action_mode": "both"})
     parts = replace(loaded.parts, settings=settings, action_tokens=tokens)
@@ -107,7 +109,7 @@ def speaking(loaded: LoadedPolicy, tokens: ActionTokens, answer: list[int]) -> M
         for place, (before, after) in enumerate(itertools.pairwise(ids)):
             model.vlm.model.language_model.embed_tokens.embedding[before, place] = 1.0
             model.vlm.lm_head.weight[after, place] = 1.0
-    return MolmoAct2Policy(model, parts.processor(), settings, "discrete", rows=1)
+    return MolmoAct2Policy(model, parts.processor(), settings, "discrete", 1, refuse_undecoded)
 
 
 def test_action_tokens_become_actions_and_those_that_say_none_are_counted(loaded: LoadedPolicy) -> None:
@@ -126,3 +128,5 @@ def test_action_tokens_become_actions_and_those_that_say_none_are_counted(loaded
     mute = speaking(loaded, tokens, said[:-1])
     np.testing.assert_allclose(mute.predict(OBSERVATIONS[:2], SEEDS[:2])[1, 0], (low + high) / 2, atol=1e-5)
     assert mute.undecoded == mute.facts()["undecoded_answers"] == 2
+    with pytest.raises(ServerError, match=r"no actions can be read from the policy.s answer: \d+ coefficients"):
+        speaking(loaded, tokens, said[:-1], refuse_undecoded=True).predict(OBSERVATIONS[:1], SEEDS[:1])

@@ -1,0 +1,119 @@
+"""`armature serve-policy`: a robot policy that robots and simulators ask, until it is interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import secrets
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from armature.export import find_checkpoint
+from armature.services import STATE
+from components.contracts.errors import ConfigurationError
+from components.policies.molmoact2.policy import open_policy
+from components.policy_server.events import EventFormatter, log
+from components.policy_server.metrics import PolicyServerMetrics
+from components.policy_server.observations import ObservationFormat
+from components.policy_server.server import PolicyServer, refuse_open_address
+from components.policy_server.settings import PolicyServerSettings
+from components.private_files import write_private
+from components.prometheus import metrics_server
+
+KEY = "ARMATURE_POLICY_KEY"
+KEY_FILE = STATE / "serve-policy.key"
+
+
+def serve_policy(
+    checkpoint: str,
+    store: Path,
+    settings: PolicyServerSettings,
+    with_key: bool = True,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Serve a policy until it is interrupted.
+
+    Args:
+        checkpoint: Folder, digest of an artifact in `store`, or models:/NAME@ALIAS.
+        with_key: False lets any program of this machine ask.
+        say: is told how to connect, when the server answers.
+
+    Raises:
+        ConfigurationError: an option that cannot be.
+        DataError: there is no such checkpoint, or it is not whole.
+        ServerError: the policy cannot answer.
+    """
+    refuse_open_address(settings, with_key)
+    folder = find_checkpoint(checkpoint, store)
+    key = _key() if with_key else None
+    policy = open_policy(
+        folder,
+        mode=settings.inference_action_mode,
+        rows=settings.batch,
+        n_action_steps=settings.n_action_steps,
+        num_inference_steps=settings.num_inference_steps,
+        torch_compile=settings.torch_compile,
+        refuse_undecoded=True,  # the middle of the range is no action for a real robot
+    )
+    most = policy.most_previous_actions
+    previous = (most, policy.action_dimensions) if most else None
+    form = ObservationFormat.of(policy.cameras, policy.state_dimensions, settings.state, settings.cameras, previous)
+    metrics = PolicyServerMetrics()
+    server = PolicyServer(policy, form, settings, key, {"checkpoint": checkpoint, **policy.facts()}, metrics)
+    _log_lines()
+    with ExitStack() as stack:
+        if settings.metrics is not None:
+            url = stack.enter_context(metrics_server(settings.metrics, metrics.registry, "--metrics"))
+            say(f"metrics at {url}")
+        with suppress(asyncio.CancelledError):
+            asyncio.run(_serve(server, lambda url: say("\n".join(how_to_connect(url, form, key)))))
+
+
+async def _serve(server: PolicyServer, ready: Callable[[str], None]) -> None:
+    own = asyncio.current_task()
+    assert own is not None
+    for interruption in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(interruption, own.cancel)
+    await server.run(ready)
+
+
+def how_to_connect(url: str, form: ObservationFormat, key: str | None) -> list[str]:
+    """What whoever operates a robot is told. The key itself is not shown."""
+    lines = [f"serving at {url}; observations have the fields {', '.join(form.fields)}"]
+    if key is not None:
+        own = f"the key is in {KEY_FILE}" if KEY not in os.environ else f"the key is {KEY}'s"
+        lines.append(f"  {own}: clients send the header Authorization: Api-Key KEY")
+    return [*lines, "Ctrl-C ends it"]
+
+
+def _key() -> str:
+    """The environment's, else this folder's, made when first needed.
+
+    Raises:
+        ConfigurationError: it could not be sent in a header, or is easily guessed.
+    """
+    given = os.environ.get(KEY)
+    if given is None:
+        write_private(KEY_FILE, secrets.token_urlsafe(32), replace=False)
+        KEY_FILE.chmod(0o600)
+    found = KEY_FILE.read_text(errors="replace").strip() if given is None else given
+    if not re.fullmatch(r"[!-~]{16,}", found):
+        raise ConfigurationError(
+            "the key is not 16 or more letters, digits and signs without spaces",
+            where=str(KEY_FILE) if given is None else KEY,
+            remedy="remove it, and a new one is made" if given is None else "correct it, or unset it",
+        )
+    return found
+
+
+def _log_lines() -> None:
+    """What happens, to the error output, one JSON object a line."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(EventFormatter())
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False

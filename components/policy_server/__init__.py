@@ -1,0 +1,1 @@
+"""Robot policies over a websocket: observations in, chunks of actions out."""
