@@ -14,7 +14,7 @@ run: environments  ## train a tiny vision-language model with GRPO on this machi
 	$(BIN)/armature run train-vlm/colors
 
 test: environments  ## every test; choose with ARGS="-m 'not slow'"
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)  # on two cores: much of it waits
 
 interop: interop-cluster interop-ray interop-verifiers interop-openenv interop-lerobot  ## tests against what others write: verifiers, OpenEnv, LeRobot, S3, Postgres's drivers, Prefect's Kubernetes worker, checkov, Ray
 
