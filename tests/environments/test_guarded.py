@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -18,14 +17,14 @@ TASK = Task("blocks", "train", {})
 
 
 class Blocking:
-    """Environment and episode in one. `step` blocks for as many seconds as the action says."""
+    """Environment and episode in one. A `step` of "wait" blocks until `release` is set."""
 
     name, system_prompt, dialogue, max_turns = "blocking", None, True, 8
 
     def __init__(self) -> None:
         self.reward_weights = {"done": 1.0}
         self.threads: list[int] = []
-        self.closed = 0
+        self.inside, self.release, self.closed = threading.Event(), threading.Event(), threading.Event()
 
     def tasks(self, split: Split) -> Iterator[Task]:
         yield TASK
@@ -40,12 +39,17 @@ class Blocking:
 
     async def step(self, action: str) -> Outcome:
         self.threads.append(threading.get_ident())
-        time.sleep(float(action))
+        if action == "wait":
+            self.inside.set()
+            assert self.release.wait(60)
+        else:
+            int(action)
         return Outcome(Observation(("go on",)), {"done": 1.0})
 
     async def close(self) -> None:
         self.threads.append(threading.get_ident())
-        self.closed += 1
+        assert not self.closed.is_set()
+        self.closed.set()
 
 
 def guarded(blocking: Blocking, timeout: float = 60.0) -> GuardedEpisode:
@@ -57,48 +61,47 @@ def test_an_episode_stays_in_one_thread_that_is_not_the_loops() -> None:
         blocking = Blocking()
         episode = guarded(blocking)
         assert (await episode.reset()).content == ("start",)
-        with pytest.raises(RolloutFailed, match="could not convert"):
+        with pytest.raises(RolloutFailed, match="invalid literal"):
             await episode.step("raise")
         assert (await episode.step("0")).reward_parts == {"done": 1.0}
         await episode.close()
-        assert blocking.closed == 1 and len(blocking.threads) == 5 and len(set(blocking.threads)) == 1
+        assert blocking.closed.is_set() and len(blocking.threads) == 5 and len(set(blocking.threads)) == 1
         assert blocking.threads[0] != threading.get_ident()
 
     asyncio.run(play())
 
 
 def test_twenty_block_at_the_same_time_and_the_loop_goes_on() -> None:
-    async def play() -> float:
-        episodes = [guarded(Blocking()) for _ in range(20)]
+    async def play() -> None:
+        blocking = [Blocking() for _ in range(20)]
+        episodes = [guarded(each) for each in blocking]
         await asyncio.gather(*(episode.reset() for episode in episodes))
-        started = time.monotonic()
-        steps = asyncio.gather(*(episode.step("0.5") for episode in episodes))
-        await asyncio.sleep(0.1)
-        assert time.monotonic() - started < 0.4 and not steps.done()
+        steps = asyncio.gather(*(episode.step("wait") for episode in episodes))
+        while not all(each.inside.is_set() for each in blocking):
+            assert not steps.done()
+            await asyncio.sleep(0.01)
+        for each in blocking:
+            each.release.set()
         await steps
         await asyncio.gather(*(episode.close() for episode in episodes))
-        return time.monotonic() - started
 
-    assert asyncio.run(play()) < 5
+    asyncio.run(play())
 
 
 def test_a_step_given_up_is_closed_when_it_returns() -> None:
     blocking = Blocking()
 
-    async def play() -> float:
-        episode = guarded(blocking, timeout=0.1)
+    async def play() -> None:
+        episode = guarded(blocking, timeout=1.0)
         await episode.reset()
-        started = time.monotonic()
-        with pytest.raises(RolloutFailed, match=r"step took more than 0\.1 s"):
-            await episode.step("3")
+        with pytest.raises(RolloutFailed, match=r"step took more than 1 s"):
+            await episode.step("wait")
         await episode.close()  # nobody waits for it
-        return time.monotonic() - started
 
-    assert asyncio.run(play()) < 2.5 and not blocking.closed
-    until = time.monotonic() + 10
-    while not blocking.closed and time.monotonic() < until:
-        time.sleep(0.01)
-    assert blocking.closed == 1 and len(set(blocking.threads)) == 1
+    asyncio.run(play())
+    assert not blocking.closed.is_set()
+    blocking.release.set()
+    assert blocking.closed.wait(30) and len(set(blocking.threads)) == 1
 
 
 def test_a_cancelled_step_ends_the_waiting_and_not_the_episode() -> None:
@@ -108,24 +111,23 @@ def test_a_cancelled_step_ends_the_waiting_and_not_the_episode() -> None:
         episode = guarded(blocking)
         await episode.reset()
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(episode.step("1.5"), 0.1)
+            await asyncio.wait_for(episode.step("wait"), 0.1)
         await episode.close()
 
     asyncio.run(play())
-    until = time.monotonic() + 10
-    while not blocking.closed and time.monotonic() < until:
-        time.sleep(0.01)
-    assert blocking.closed == 1
+    assert not blocking.closed.is_set()
+    blocking.release.set()
+    assert blocking.closed.wait(30)
 
 
 def test_a_call_that_is_cancelled_before_it_began_is_not_stuck() -> None:
     async def play() -> None:
         thread, began = LoopThread("busy"), asyncio.Event()
-        here, ran = asyncio.get_running_loop(), []
+        here, release, ran = asyncio.get_running_loop(), threading.Event(), []
 
         async def block() -> None:
             here.call_soon_threadsafe(began.set)
-            time.sleep(0.3)
+            assert release.wait(60)
 
         async def late() -> None:
             ran.append("late")
@@ -135,6 +137,8 @@ def test_a_call_that_is_cancelled_before_it_began_is_not_stuck() -> None:
         waiting = asyncio.create_task(thread.call(late))
         await asyncio.sleep(0)
         waiting.cancel()
+        await asyncio.sleep(0)
+        release.set()
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert not thread.stuck and not ran
@@ -154,6 +158,6 @@ def test_a_cancelled_close_closes() -> None:
         closing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await closing
-        assert blocking.closed == 1
+        assert blocking.closed.is_set()
 
     asyncio.run(play())

@@ -402,10 +402,8 @@ def test_cancelled_requests_free_their_place(
         for _ in range(3):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(pool.complete(MESSAGES, sampling, 1), 0.05)
-        began = time.monotonic()
-        assert (await pool.complete(MESSAGES, sampling, 2)).text == "a"
-        await pool.sync(pool.weights.folder, 1)
-        assert time.monotonic() - began < 2
+        assert (await asyncio.wait_for(pool.complete(MESSAGES, sampling, 2), 30)).text == "a"
+        await asyncio.wait_for(pool.sync(pool.weights.folder, 1), 30)
         assert pool.replicas[0].outstanding == 0
 
     run(pool, work)

@@ -67,8 +67,8 @@ def test_a_server_that_never_gets_ready_is_ended(tmp_path: Path, checkpoint: Che
     here = Path.cwd()
     os.chdir(tmp_path)
     try:
-        with pytest.raises(ServerError, match=r"not ready after 1 s.*\nloading"):
-            start(tmp_path, checkpoint("a"), Machine(server_python=python, ready_timeout=0.6))
+        with pytest.raises(ServerError, match=r"not ready after 4 s.*\nloading"):
+            start(tmp_path, checkpoint("a"), Machine(server_python=python, ready_timeout=4.0))
     finally:
         os.chdir(here)
     pid = int((tmp_path / "pid").read_text())
@@ -117,7 +117,7 @@ def with_images_both_ways(folder: Path, **more: object) -> Path:
 def test_images_that_vllm_would_attend_to_otherwise_are_refused_before_anything_starts(
     model_type: str, tmp_path: Path, checkpoint: Checkpoint
 ) -> None:
-    machine = Machine(server_python=script(tmp_path, f"touch {tmp_path}/started; sleep 9"), ready_timeout=0.5)
+    machine = Machine(server_python=script(tmp_path, f"touch {tmp_path}/started; sleep 9"), ready_timeout=4.0)
     folder = with_images_both_ways(checkpoint("a"), model_type=model_type)
     with pytest.raises(ConfigurationError, match="attention on CPU is causal") as caught:
         start(tmp_path, folder, machine)
