@@ -5,16 +5,21 @@ BIN    := .venv/bin
 INTEROP := checkov cluster lerobot openenv ray verifiers-legacy verifiers-v1
 
 .DEFAULT_GOAL := help
-.PHONY: help run test interop production lint docs check up down fuzz chaos bench images test-images clean
+.PHONY: help run test end-to-end interop production lint docs check up down fuzz chaos bench images test-images clean
 
 help:  ## what each command does
-	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
 run: environments  ## train a tiny vision-language model with GRPO on this machine, from dataset to evaluation
 	$(BIN)/armature run train-vlm/colors
 
-test: environments  ## every test; choose with ARGS="-m 'not slow'"
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)  # on two cores: much of it waits
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder  # on two cores: much of it waits
+
+test: environments  ## the tests; choose with ARGS="-m 'not slow'"
+	$(PYTEST) $(ARGS)
+
+end-to-end: environments  ## whole runs as users start them: recipes, examples, flows on Prefect, the platform and its pages
+	$(PYTEST) tests/end_to_end tests/examples tests/flows tests/platform $(ARGS)
 
 interop: interop-cluster interop-ray interop-verifiers interop-openenv interop-lerobot  ## tests against what others write: verifiers, OpenEnv, LeRobot, S3, Postgres's drivers, Prefect's Kubernetes worker, checkov, Ray
 
