@@ -98,6 +98,9 @@ class CountingEpisode:
         await self.fault("close")
 
 
+IMPATIENT = Machine(environment_timeout=2.0)
+
+
 def play(
     environment: Environment,
     policy: ScriptedPolicy | Script,
@@ -303,8 +306,7 @@ def test_an_environment_that_raises_loses_its_own_episodes(
 
 @pytest.mark.parametrize("place", ["reset", "step", "close"])
 def test_an_environment_that_hangs_is_given_up(place: str, store: ImageStore, events: RecordedEvents) -> None:
-    machine = Machine(environment_timeout=2.0)
-    outputs = play(Counting(**{place: hangs}), says("yes"), store, events, tasks=3, machine=machine)
+    outputs = play(Counting(**{place: hangs}), says("yes"), store, events, tasks=3, machine=IMPATIENT)
     only_the_second_group_failed(outputs, "environment_timeout")
 
 

@@ -31,7 +31,7 @@ from components.rollouts.collect import collect
 from components.rollouts.table import read_rollouts, write_rollouts
 
 from .conftest import SAMPLING, RecordedEvents, ScriptedPolicy
-from .test_collect import Counting, CountingEpisode, play, png, says
+from .test_collect import IMPATIENT, Counting, CountingEpisode, play, png, says
 
 
 class Ends(BaseException):
@@ -292,7 +292,8 @@ def test_a_call_that_never_returns_costs_its_own_rollouts(
     """It blocks its thread: a coroutine that waits is what `test_collect` has."""
     released = threading.Event()
     try:
-        outputs = play(Hostile(place=place, act=lambda: released.wait(20)), says("yes"), store, events)
+        environment = Hostile(place=place, act=lambda: released.wait(60))
+        outputs = play(environment, says("yes"), store, events, machine=IMPATIENT)
         assert outputs.drops == {"environment_timeout": 2}
         only_its_own_rollouts(outputs, {"environment_timeout"}, tmp_path / "rollouts")
         assert not released.is_set()
@@ -312,7 +313,7 @@ def test_a_call_that_ignores_its_cancellation_costs_its_own_rollouts(
             except asyncio.CancelledError:
                 continue
 
-    outputs = play(Counting(step=stubborn), says("yes"), store, events)
+    outputs = play(Counting(step=stubborn), says("yes"), store, events, machine=IMPATIENT)
     over.set()
     only_its_own_rollouts(outputs, {"environment_timeout"}, tmp_path / "rollouts")
     assert outputs.drops == {"environment_timeout": 2}
@@ -329,7 +330,8 @@ def test_what_blocked_is_closed_when_it_returns(store: ImageStore, events: Recor
         def episode(self, task: Task) -> Any:
             return Late(self, task) if task.task_id == "t1" else super().episode(task)
 
-    play(Environment(place="step", act=lambda: released.wait(20)), says("yes"), store, events)
+    environment = Environment(place="step", act=lambda: released.wait(60))
+    play(environment, says("yes"), store, events, machine=IMPATIENT)
     assert not closed.is_set()
     released.set()
     assert closed.wait(10)
