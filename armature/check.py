@@ -150,7 +150,7 @@ def check_machine(machine: Machine, with_servers: bool) -> None:
             where="machine.server_gpus, machine.trainer_gpus",
             remedy="name devices that are there: --machine 'trainer_gpus=[0]'",
         )
-    if with_servers and not machine.endpoints and not _has_vllm(machine.server_interpreter):
+    if with_servers and not machine.joins_servers and not _has_vllm(machine.server_interpreter):
         raise ConfigurationError(
             "no Python interpreter with vLLM to start servers with",
             where=f"machine.server_python = {machine.server_interpreter}",

@@ -110,7 +110,7 @@ def pod_variables(recipe: Recipe, template: Mapping[str, Any]) -> dict[str, Any]
             remedy="provision the platform again: kubectl apply -k",
         ) from error
     machine = machine_of(recipe)
-    starts_servers = "inference" in recipe.sections and not machine.endpoints
+    starts_servers = "inference" in recipe.sections and not machine.joins_servers
     return {**job_variables(machine), "image": standalone if starts_servers else flows}
 
 

@@ -36,6 +36,11 @@ class Machine(Settings):
     endpoints: Annotated[tuple[str, ...], BeforeValidator(refuse_plain_url)] = Field(
         (), description="Base URLs of running vLLM servers to join instead."
     )
+    endpoints_file: Path | None = Field(
+        None,
+        description="File with such URLs, one in a line, which is read again and again: servers added to it join the "
+        "run, servers taken out of it leave it once they have answered what they were asked.",
+    )
     weight_transfer: Literal["file", "nccl", "ipc"] = Field(
         "file", description="How new weights reach the servers; nccl and ipc need GPUs."
     )
@@ -127,6 +132,13 @@ class Machine(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.endpoints_file and self.endpoints:
+            raise ValueError("endpoints and endpoints_file both say which servers to join: leave one out")
+        if self.endpoints_file and self.weight_transfer != "file":
+            raise ValueError(
+                f'endpoints_file needs weight_transfer = "file": {self.weight_transfer} is set up for the servers that '
+                "are there at the start"
+            )
         if self.trainer_nodes > 1 and self.trainer_interface is None:
             raise ValueError(
                 f"trainer_nodes = {self.trainer_nodes} needs trainer_interface, the private network between the nodes"
@@ -153,9 +165,14 @@ class Machine(Settings):
         return resolve(self.trainer_environment, "machine.trainer_environment")
 
     @property
+    def joins_servers(self) -> bool:
+        """Whether a run asks servers that run already, and starts none."""
+        return bool(self.endpoints or self.endpoints_file)
+
+    @property
     def started_server_gpus(self) -> frozenset[int]:
-        """CUDA devices of the servers that a run starts; none of the servers at `endpoints`."""
-        return frozenset() if self.endpoints else frozenset(device for each in self.server_gpus for device in each)
+        """CUDA devices of the servers that a run starts; none of those that it joins."""
+        return frozenset() if self.joins_servers else frozenset(device for each in self.server_gpus for device in each)
 
     @property
     def playing_processes(self) -> int:

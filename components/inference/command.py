@@ -190,5 +190,5 @@ def is_deterministic(settings: ServerSettings, machine: Machine) -> bool:
             remedy="leave it out; it holds on CPU in float32",
         )
     if settings.deterministic is None:
-        return not obstacle and not machine.endpoints
+        return not obstacle and not machine.joins_servers
     return settings.deterministic

@@ -70,8 +70,14 @@ class ReplicaMonitor:
             log.warning("%s cannot be used again, and is started: %s", self.replica.name, error)
             await self._start_again()
 
-    async def run(self) -> None:
+    async def run(self, *, up: bool = True) -> None:
+        """
+        Args:
+            up: `start` has returned. False: the server joins a pool that answers already.
+        """
         try:
+            if not up:
+                await self._bring_back()
             while not self.replica.given_up:
                 await self._trouble()
                 await self._take_out()

@@ -32,10 +32,12 @@ from components.inference.client import (
     request_body,
 )
 from components.inference.determinism import Repeatability
+from components.inference.endpoints_file import read_endpoints
 from components.inference.kept import KeptServers, kept_servers
 from components.inference.lease import describe_run
+from components.inference.members import PoolMembers
 from components.inference.merge import RequestMerger
-from components.inference.monitor import PoolContext, ReplicaMonitor
+from components.inference.monitor import PoolContext
 from components.inference.probe import ProbeAnswer, make_probe
 from components.inference.proof import SyncProof
 from components.inference.replica import Replica, reset_caches
@@ -55,7 +57,7 @@ OPEN: WeakSet[ServerPool] = WeakSet()
 
 
 class ServerPool:
-    """Starts `machine.servers` local servers, or joins `machine.endpoints`; used as `async with`.
+    """Starts `machine.servers` local servers, or joins those of `machine.endpoints`; used as `async with`.
 
     A request is answered exactly once or raises; what fails on one server is tried on another, up to
     `MAX_ATTEMPTS` times. A server that dies or hangs is taken out, started again with the current weights, and
@@ -102,12 +104,13 @@ class ServerPool:
         self.in_flight = 0
         self._broken: WeightSyncError | None = None
         self.lease = secrets.token_hex(16)
-        self._watching: list[asyncio.Task[None]] = []
         self.replicas = self._make_replicas()
         self._kept = kept_servers(machine)
         self._first_weights = weights
 
     def _make_replicas(self) -> list[Replica]:
+        if self.machine.endpoints_file:
+            return [Replica(url, self._api_key, url=url) for url in read_endpoints(self.machine.endpoints_file)]
         if self.machine.endpoints:
             return [Replica(url, self._api_key, url=url.rstrip("/")) for url in self.machine.endpoints]
         servers = [
@@ -136,18 +139,12 @@ class ServerPool:
             describe_run(self.log_folder),
             self.notify,
         )
-        self._monitors = [ReplicaMonitor(shared, replica) for replica in self.replicas]
+        self._members = PoolMembers(shared, self.replicas, self._api_key)
         try:
-            async with asyncio.TaskGroup() as group:
-                for monitor in self._monitors:
-                    group.create_task(monitor.start())
-        except BaseExceptionGroup as error:
-            await self._close()
-            raise error.exceptions[0] from None
+            await self._members.start()
         except BaseException:
             await self._close()
             raise
-        self._watching = [asyncio.create_task(monitor.run()) for monitor in self._monitors]
         OPEN.add(self)
         return self
 
@@ -164,10 +161,7 @@ class ServerPool:
 
     async def _close(self, keep: bool = False) -> None:
         OPEN.discard(self)
-        for task in self._watching:
-            task.cancel()
-        await asyncio.gather(*self._watching, return_exceptions=True)
-        await asyncio.gather(*(monitor.close() for monitor in self._monitors))
+        await self._members.close()
         await self._session.close()
         await self.http.aclose()
         servers = [replica.server for replica in self.replicas if replica.server]
@@ -276,7 +270,7 @@ class ServerPool:
                     best.outstanding += 1
                     return best
                 reasons = [replica.given_up for replica in self.replicas if replica.given_up]
-                if len(reasons) == len(self.replicas):
+                if reasons and len(reasons) == len(self.replicas):
                     raise ServerError(
                         f"no server is left; the last one: {reasons[-1]}", where=str(self.log_folder)
                     ) from reasons[-1]

@@ -22,6 +22,8 @@ class PoolStatistics:
     timeouts: int = 0
     ejections: int = 0
     restarts: int = 0
+    joined: int = 0
+    left: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     request_seconds: float = 0.0
