@@ -6,12 +6,15 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
 
 from tests.hub_server import HubServer, serve_hub
+
+if TYPE_CHECKING:
+    from components.inference.server import VllmServer
 
 hypothesis.settings.register_profile("armature", deadline=None)  # a busy machine is not a failure
 hypothesis.settings.load_profile("armature")
@@ -30,6 +33,7 @@ os.environ.update(
 ON_ONE_WORKER = {
     "shared_server": (
         "tests/chaos/test_kills.py",
+        "tests/end_to_end/test_elastic_servers.py",
         "tests/end_to_end/test_joined_server.py",
         "tests/end_to_end/test_skipped_batch.py",
         "tests/evaluation/test_stage.py",
@@ -136,6 +140,23 @@ class SharedServer:
     checkpoint: Path
 
 
+def real_server(log_folder: Path, key: str) -> VllmServer:
+    """One to join, not yet started, whose answers depend on nothing else that it is asked."""
+    from components.contracts.machine import Machine
+    from components.inference.server import VllmServer
+    from components.inference.settings import ServerSettings
+
+    python = Path(__file__).parents[1] / ".venv-vllm/bin/python"
+    if not python.exists():
+        pytest.skip("needs .venv-vllm: make environments")
+    # The plug-in of this checkout, also where another one is installed beside vLLM.
+    served = Path(__file__).parents[1] / "components/inference/served"
+    variables = {"PYTHONPATH": str(served), "VLLM_CPU_ATTN_SPLIT_KV": "0"}
+    machine = Machine(server_python=python, threads=1, server_environment=variables)
+    settings = ServerSettings(max_model_len=1024, max_images_per_prompt=2, dtype="float32")
+    return VllmServer(settings, machine, index=0, log_folder=log_folder, api_key=key)
+
+
 @pytest.fixture(scope="session")
 def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
     """One real vLLM server of a model with the sizes and the tokenizer of train-vlm/colors; starting it takes 40 s.
@@ -145,26 +166,16 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedSe
     from anyio.from_thread import start_blocking_portal
 
     from components.configuration import load_recipe
-    from components.contracts.machine import Machine
-    from components.inference.server import VllmServer
-    from components.inference.settings import ServerSettings
     from components.models.settings import ModelSettings
     from components.models.tiny import make_tiny_checkpoint
 
-    python = Path(__file__).parents[1] / ".venv-vllm/bin/python"
-    if not python.exists():
-        pytest.skip("needs .venv-vllm: make environments")
     folder, model = tmp_path_factory.mktemp("shared-server"), load_recipe("train-vlm/colors").sections["model"]
     assert isinstance(model, ModelSettings) and model.tiny is not None and model.tiny.format is not None
     # Its tokenizer knows the answers' words: a server turns tokens into text with the one that it began with.
     sizes = model.tiny.model_copy(update={"format": model.tiny.format.model_copy(update={"steps": 1})})
     checkpoint = make_tiny_checkpoint("qwen2-vl", folder / "model", seed=0, settings=sizes)
-    settings = ServerSettings(max_model_len=1024, max_images_per_prompt=2, dtype="float32")
     key = "a key for the tests"
-    # The plug-in of this checkout, also where another one is installed beside vLLM.
-    served = Path(__file__).parents[1] / "components/inference/served"
-    machine = Machine(server_python=python, threads=1, server_environment={"PYTHONPATH": str(served)})
-    server = VllmServer(settings, machine, index=0, log_folder=folder / "logs", api_key=key)
+    server = real_server(folder / "logs", key)
     with start_blocking_portal() as portal:
         portal.call(server.start, checkpoint)
         yield SharedServer(server.url, key, checkpoint)
