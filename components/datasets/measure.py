@@ -14,7 +14,8 @@ from components.contracts.machine import Machine
 from components.cpus import available_cpus
 from components.datasets import histograms, quantiles
 from components.datasets.histograms import Histogram
-from components.datasets.lerobot.reader import Dataset, EpisodeRange
+from components.datasets.lerobot.episodes import EpisodeRange
+from components.datasets.lerobot.reader import Dataset
 from components.datasets.lerobot.sampling import sampled
 from components.datasets.quantiles import FeatureValues
 from components.datasets.settings import QuantileStatsSettings

@@ -58,8 +58,8 @@ class RemoteFiles:
     def __str__(self) -> str:
         return self.url
 
-    def names(self) -> list[str]:
-        return sorted(name for name in self.listing.files if belongs(name))
+    def names(self, part: str = "") -> list[str]:
+        return sorted(name for name in self.listing.files if belongs(name) and name.startswith(part))
 
     def has(self, name: str | PurePosixPath) -> bool:
         return str(name) in self.listing.files

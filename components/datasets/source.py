@@ -18,6 +18,7 @@ from components.datasets.lerobot.files import DatasetFiles, LocalFiles
 from components.datasets.lerobot.layout import INFO
 from components.datasets.lerobot.reader import Dataset, open_dataset
 from components.datasets.remote import RECORDED, open_files
+from components.datasets.selection import EpisodeSelection, selection
 from components.datasets.settings import ALONE, DatasetSettings, SourceSettings
 from components.home import original
 from components.hub import hub_commit
@@ -37,7 +38,10 @@ class DatasetReference(BaseModel):
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """A dataset, and how a policy is to see it: see `SourceSettings`. `cameras` are in the policy's order."""
+    """A dataset, and how a policy is to see it: see `SourceSettings`. `cameras` are in the policy's order.
+
+    `episodes` are ascending.
+    """
 
     dataset: Dataset
     tag: str
@@ -46,7 +50,7 @@ class DatasetSource:
     state: str | None
     action: str
     cameras: Mapping[str, str]
-    episodes: tuple[int, ...]
+    episodes: Sequence[int]
 
 
 def content_digest(files: DatasetFiles, cache: DownloadCache) -> str:
@@ -102,8 +106,7 @@ def refer(
     for source in sources:
         commit = f" at {source.revision}" if source.revision else ""
         context.events.message(f"dataset: refers to {source.path}{commit}, digest {source.digest}")
-    lengths = [each.dataset.episodes[index].length for each in opened for index in each.episodes]
-    return StageReport(rows={"episodes": len(lengths), "frames": sum(lengths)})
+    return StageReport(rows=counted(opened))
 
 
 DATASET_STAGE = Stage("dataset", 2, DatasetSettings, (), refer, resolve=lambda settings, inputs, say: pinned(settings))
@@ -128,6 +131,12 @@ def open_sources(artifact: Path) -> tuple[DatasetSource, ...]:
     return tuple(_source(_opened(source, path, cache), source) for source in reference.sources)
 
 
+def counted(sources: Sequence[DatasetSource]) -> dict[str, int]:
+    """Episodes and frames that are used."""
+    frames = [selection(source.episodes).frames(source.dataset.episodes)[1][-1] for source in sources]
+    return {"episodes": sum(len(source.episodes) for source in sources), "frames": int(sum(frames))}
+
+
 def split(
     sources: Sequence[DatasetSource], held_out: float, seed: int
 ) -> tuple[tuple[DatasetSource, ...], tuple[DatasetSource, ...]]:
@@ -150,10 +159,10 @@ def split(
                 where=str(source.dataset.files),
                 remedy="record more episodes, or hold out a smaller share",
             )
-        order = np.random.default_rng([seed, number]).permutation(len(source.episodes))
-        chosen = {source.episodes[i] for i in order[:count]}
-        training.append(replace(source, episodes=tuple(each for each in source.episodes if each not in chosen)))
-        kept.append(replace(source, episodes=tuple(sorted(chosen))))
+        chosen = np.sort(np.random.default_rng([seed, number]).permutation(len(source.episodes))[:count])
+        numbers = selection(source.episodes).numbers()
+        training.append(replace(source, episodes=EpisodeSelection(np.delete(numbers, chosen))))
+        kept.append(replace(source, episodes=EpisodeSelection(numbers[chosen])))
     return tuple(training), tuple(kept)
 
 
@@ -205,14 +214,14 @@ def _source(dataset: Dataset, settings: SourceSettings) -> DatasetSource:
     for name in cameras.values():
         if not dataset.feature(name).is_visual:
             raise ConfigurationError(f"feature {name!r} is not a camera", where=str(dataset.files))
-    episodes = tuple(range(count)) if settings.episodes is None else tuple(sorted(set(settings.episodes)))
+    episodes = range(count) if settings.episodes is None else tuple(sorted(set(settings.episodes)))
     if not episodes or episodes[-1] >= count:
         chosen = episodes[-1] if episodes else "no episode"
         raise ConfigurationError(f"{chosen} is chosen of {count} episodes", where=str(dataset.files))
     for name in filter(None, (state, settings.action)):  # a dataset without the usual names can still be measured
         if not dataset.feature(name).is_number:
             raise ConfigurationError(f"feature {name!r} is {dataset.feature(name).dtype}", where=str(dataset.files))
-    return DatasetSource(dataset, settings.tag, settings.weight, settings.horizon, state, action, cameras, episodes)
+    return DatasetSource(dataset, settings.tag, settings.weight, settings.horizon, state, action, cameras, selection(episodes))
 
 
 def _put(text: str, path: Path) -> None:

@@ -19,7 +19,7 @@ from components.datasets.lerobot.layout import STATS
 from components.datasets.measure import Measured, cores, measure_dataset, merge, overall, plan
 from components.datasets.page import statistics_report
 from components.datasets.settings import QuantileStatsSettings
-from components.datasets.source import DatasetSource, open_sources
+from components.datasets.source import DatasetSource, counted, open_sources
 from components.datasets.statistics import document
 from components.reports.report import HtmlReport as Page
 from components.reports.report import write_report
@@ -52,8 +52,7 @@ def write_statistics(
     if len(homes) > 1:
         links = {tag: f"{home.relative_to(folder).as_posix()}/report.html" for tag, home in homes.items()}
         write_report(folder / "report.html", Page("Statistics", {"datasets": f"{len(sources):,}"}, links))
-    lengths = [source.dataset.episodes[index].length for source in sources for index in source.episodes]
-    return StageReport(rows={"episodes": len(lengths), "frames": sum(lengths)})
+    return StageReport(rows=counted(sources))
 
 
 QUANTILE_STATS_STAGE = Stage("quantile-stats", 3, QuantileStatsSettings, ("dataset",), write_statistics)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -21,8 +22,8 @@ class DatasetFiles(Protocol):
     def root(self) -> Path:
         """The folder that holds them, or those that were fetched."""
 
-    def names(self) -> list[str]:
-        """All files that a dataset consists of, sorted; meta/stats.json is not among them."""
+    def names(self, part: str = "") -> list[str]:
+        """All files that a dataset consists of, sorted, or those in its folder `part`; meta/stats.json is not among them."""
 
     def has(self, name: str | PurePosixPath) -> bool: ...
 
@@ -68,9 +69,11 @@ class LocalFiles:
     def __str__(self) -> str:
         return str(self.root)
 
-    def names(self) -> list[str]:
-        found = (path for part in ("meta", "data", "videos") for path in (self.root / part).rglob("*"))
-        names = (path.relative_to(self.root).as_posix() for path in found)
+    def names(self, part: str = "") -> list[str]:
+        folders = [self.root / each for each in ([part] if part else ["meta", "data", "videos"])]
+        walked = (found for folder in folders for found in os.walk(folder))
+        paths = (f"{folder}/{name}" for folder, _, names in walked for name in names)
+        names = (path[len(str(self.root)) + 1 :] for path in paths)
         return sorted(name for name in names if belongs(name))
 
     def has(self, name: str | PurePosixPath) -> bool:

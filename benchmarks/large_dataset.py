@@ -1,0 +1,116 @@
+"""A robot dataset of a million episodes and 20,000 video files: what a node needs to use it.
+
+The videos are one real file under many names, and a dataset's description is repeated over them; tables are real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from components.datasets.lerobot.columns import arrow_type, to_arrow
+from components.datasets.lerobot.layout import DATA, EPISODES, INFO, OWN_FEATURES, TASKS, VERSION, VIDEOS, Feature, place
+from components.datasets.lerobot.video import VideoSettings, VideoWriter
+
+CAMERAS = ("observation.images.front", "observation.images.wrist")
+SIDE, FPS, LENGTH, TASK_COUNT = 64, 10, 8, 1000
+OF_DATA_FILE, OF_META_FILE = 1000, 250_000
+"""Episodes of a data file, and of a file of meta/episodes."""
+WIDTHS = {"observation.state": 8, "action": 7}
+
+
+def write_dataset(root: Path, episodes: int, video_files: int) -> None:
+    """`episodes` of `LENGTH` frames, `video_files` over both cameras."""
+    of_video_file = episodes * len(CAMERAS) // video_files
+    features = {name: Feature(dtype="float32", shape=(width,)) for name, width in WIDTHS.items()} | OWN_FEATURES
+    _write_data(root, episodes, features)
+    _write_episodes(root, episodes, of_video_file)
+    for camera in CAMERAS:
+        features[camera] = Feature(dtype="video", shape=(SIDE, SIDE, 3), names=["height", "width", "channels"])
+    _write_videos(root, video_files // len(CAMERAS), of_video_file)
+    tasks = [f"put object {number} into the drawer" for number in range(TASK_COUNT)]
+    pq.write_table(pa.table({"task": tasks, "task_index": range(TASK_COUNT)}), root / TASKS)
+    info = {
+        "codebase_version": VERSION,
+        "robot_type": "panda",
+        "total_episodes": episodes,
+        "total_frames": episodes * LENGTH,
+        "total_tasks": TASK_COUNT,
+        "chunks_size": 1000,
+        "fps": FPS,
+        "data_path": DATA,
+        "video_path": VIDEOS,
+        "features": {name: each.model_dump(mode="json") for name, each in features.items()},
+    }
+    (root / INFO).write_text(json.dumps(info))
+
+
+def _write_data(root: Path, episodes: int, features: dict[str, Feature]) -> None:
+    schema = pa.schema([(name, arrow_type(each)) for name, each in features.items()])
+    rng = np.random.default_rng(0)
+    for first in range(0, episodes, OF_DATA_FILE):
+        count = min(OF_DATA_FILE, episodes - first)
+        frames = count * LENGTH
+        numbers = np.repeat(np.arange(first, first + count), LENGTH)
+        frame = np.tile(np.arange(LENGTH), count)
+        values = {name: rng.normal(size=(frames, width)).astype(np.float32) for name, width in WIDTHS.items()}
+        values |= {
+            "timestamp": (frame / FPS).astype(np.float32),
+            "frame_index": frame,
+            "episode_index": numbers,
+            "index": first * LENGTH + np.arange(frames),
+            "task_index": numbers % TASK_COUNT,
+        }
+        path = root / place(DATA, **_file(first // OF_DATA_FILE))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        columns = [to_arrow(values[name], features[name]) for name in schema.names]
+        pq.write_table(pa.Table.from_arrays(columns, schema=schema), path)
+
+
+def _write_episodes(root: Path, episodes: int, of_video_file: int) -> None:
+    for number, first in enumerate(range(0, episodes, OF_META_FILE)):
+        index = np.arange(first, min(first + OF_META_FILE, episodes))
+        file = index // OF_DATA_FILE
+        columns = {
+            "episode_index": index,
+            "tasks": pa.array([[f"put object {each % TASK_COUNT} into the drawer"] for each in index]),
+            "length": np.full(len(index), LENGTH),
+            "data/chunk_index": file // 1000,
+            "data/file_index": file % 1000,
+            "dataset_from_index": index * LENGTH,
+            "dataset_to_index": index * LENGTH + LENGTH,
+        }
+        for camera in CAMERAS:
+            file, within = np.divmod(index, of_video_file)
+            columns[f"videos/{camera}/chunk_index"] = file // 1000
+            columns[f"videos/{camera}/file_index"] = file % 1000
+            columns[f"videos/{camera}/from_timestamp"] = within * LENGTH / FPS
+        path = root / place(EPISODES, **_file(number))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table(columns), path)
+
+
+def _write_videos(root: Path, files: int, episodes: int) -> None:
+    """Hard links to one film of as many frames as each has."""
+    settings = VideoSettings(codec="libx264", pixel_format="yuv420p", quality=30, keyframe_every=LENGTH)
+    film = root / "film.mp4"
+    writer = VideoWriter(film, FPS, SIDE, SIDE, settings)
+    ground = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+    for _ in range(episodes):
+        writer.append([ground] * LENGTH)
+    writer.close()
+    for camera in CAMERAS:
+        for number in range(files):
+            path = root / place(VIDEOS, video_key=camera, **_file(number))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.link(film, path)
+    film.unlink()
+
+
+def _file(number: int) -> dict[str, int]:
+    return {"chunk_index": number // 1000, "file_index": number % 1000}
