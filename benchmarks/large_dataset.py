@@ -14,7 +14,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from components.datasets.lerobot.columns import arrow_type, to_arrow
-from components.datasets.lerobot.layout import DATA, EPISODES, INFO, OWN_FEATURES, TASKS, VERSION, VIDEOS, Feature, place
+from components.datasets.lerobot.layout import (
+    DATA,
+    EPISODES,
+    INFO,
+    OWN_FEATURES,
+    TASKS,
+    VERSION,
+    VIDEOS,
+    Feature,
+    place,
+)
 from components.datasets.lerobot.video import VideoSettings, VideoWriter
 
 CAMERAS = ("observation.images.front", "observation.images.wrist")

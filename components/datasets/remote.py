@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -67,6 +68,9 @@ class RemoteFiles:
     def digest(self) -> str:
         files = self.listing.files
         return listing_digest({name: f"{files[name].size} {files[name].version}" for name in self.names()})
+
+    def quick_digest(self) -> str:
+        return self.digest()
 
     def path(self, name: str | PurePosixPath) -> Path:
         """
@@ -161,6 +165,22 @@ def open_files(path: str, revision: str | None, cache: DownloadCache) -> Dataset
     kept = _home(url, cache) / "listing.json"  # a commit never changes, so it is listed once
     make_once(kept, lambda path: _keep(_list(url), path))
     return remote_folder(url, FileListing.model_validate_json(kept.read_bytes()), cache)
+
+
+def same_files(where: str, quick_digest: str, cache: DownloadCache) -> DatasetFiles:
+    """The files that another process has opened; `where` is what `str` gives of them.
+
+    Raises:
+        DataError: they cannot be reached from here, or are others.
+    """
+    files = remote_folder(where, _list(where), cache) if "://" in where else LocalFiles(Path(where))
+    if (found := files.quick_digest()) != quick_digest:
+        raise DataError(
+            f"the dataset's names, sizes or times differ here: {found}, not {quick_digest}",
+            where=f"{where} on {platform.node()}",
+            remedy="all nodes need the same files under the same path or URL",
+        )
+    return files
 
 
 def _filesystem(url: str) -> tuple[Any, str]:

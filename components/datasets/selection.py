@@ -45,7 +45,7 @@ class EpisodeSelection(Sequence[int]):
 
     def __contains__(self, number: object) -> bool:
         run = int(np.searchsorted(self._firsts, number, side="right")) - 1 if isinstance(number, int) else -1
-        return run >= 0 and number - self._firsts[run] < self._counts[run]  # type: ignore[operator]
+        return run >= 0 and number - self._firsts[run] < self._counts[run]
 
     @property
     def _counts(self) -> Array:

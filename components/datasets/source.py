@@ -19,7 +19,7 @@ from components.datasets.lerobot.layout import INFO
 from components.datasets.lerobot.reader import Dataset, open_dataset
 from components.datasets.remote import RECORDED, open_files
 from components.datasets.selection import EpisodeSelection, selection
-from components.datasets.settings import ALONE, DatasetSettings, SourceSettings
+from components.datasets.settings import ALONE, QUICK, DatasetSettings, SourceSettings
 from components.home import original
 from components.hub import hub_commit
 from components.project import project_path, project_source
@@ -65,6 +65,17 @@ def content_digest(files: DatasetFiles, cache: DownloadCache) -> str:
     key = hashlib.sha256(f"{files}\n{versions}".encode()).hexdigest()
     kept = make_once(cache.folder / "digests" / key, lambda path: _put(files.digest(), path))
     return kept.read_text()
+
+
+def _digest(files: DatasetFiles, cache: DownloadCache, like: str | None) -> str:
+    """Of the same kind as `like`: of the content, or with the word `QUICK` before it, of what is listed.
+
+    Raises:
+        DataError: there is no dataset.
+    """
+    if like is not None and like.partition(":")[0] == QUICK:
+        return f"{QUICK}:{files.quick_digest()}"
+    return content_digest(files, cache)
 
 
 def pinned(settings: DatasetSettings) -> DatasetSettings:
@@ -169,8 +180,8 @@ def split(
 def _pinned(source: SourceSettings) -> SourceSettings:
     commit = hub_commit(source.path, source.revision, "dataset").commit if source.revision is not None else None
     cache = DownloadCache.standard()
-    digest = content_digest(open_files(project_source(source.path), commit, cache), cache)
-    if source.digest not in (None, digest):
+    digest = _digest(open_files(project_source(source.path), commit, cache), cache, source.digest)
+    if source.digest not in (None, QUICK, digest):
         raise ConfigurationError(
             f"the dataset has the digest {digest}, the settings say {source.digest!r}",
             where=f"{source.path} at {commit}" if commit else source.path,
@@ -187,7 +198,7 @@ def _absolute(source: SourceSettings) -> SourceSettings:
     if (
         lasting != here
         and lasting.is_dir()
-        and content_digest(open_files(str(lasting), None, cache), cache) == source.digest
+        and _digest(open_files(str(lasting), None, cache), cache, source.digest) == source.digest
     ):
         here = lasting
     return source.model_copy(update={"path": str(here)})
@@ -195,7 +206,7 @@ def _absolute(source: SourceSettings) -> SourceSettings:
 
 def _opened(source: SourceSettings, reference: str, cache: DownloadCache) -> Dataset:
     files = open_files(source.path, source.revision, cache)
-    digest = content_digest(files, cache)
+    digest = _digest(files, cache, source.digest)
     if digest != source.digest:
         raise DataError(
             f"the dataset has changed: its digest is {digest}, not {source.digest}",
@@ -214,14 +225,16 @@ def _source(dataset: Dataset, settings: SourceSettings) -> DatasetSource:
     for name in cameras.values():
         if not dataset.feature(name).is_visual:
             raise ConfigurationError(f"feature {name!r} is not a camera", where=str(dataset.files))
-    episodes = range(count) if settings.episodes is None else tuple(sorted(set(settings.episodes)))
+    episodes: Sequence[int] = range(count) if settings.episodes is None else sorted(set(settings.episodes))
     if not episodes or episodes[-1] >= count:
         chosen = episodes[-1] if episodes else "no episode"
         raise ConfigurationError(f"{chosen} is chosen of {count} episodes", where=str(dataset.files))
     for name in filter(None, (state, settings.action)):  # a dataset without the usual names can still be measured
         if not dataset.feature(name).is_number:
             raise ConfigurationError(f"feature {name!r} is {dataset.feature(name).dtype}", where=str(dataset.files))
-    return DatasetSource(dataset, settings.tag, settings.weight, settings.horizon, state, action, cameras, selection(episodes))
+    return DatasetSource(
+        dataset, settings.tag, settings.weight, settings.horizon, state, action, cameras, selection(episodes)
+    )
 
 
 def _put(text: str, path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -92,8 +93,9 @@ class EpisodeIndex(Sequence[EpisodeRange]):
         return len(self.numbers)
 
     def __eq__(self, other: object) -> bool:
-        same = isinstance(other, EpisodeIndex) and self._videos == other._videos
-        return same and np.array_equal(self.numbers, other.numbers)
+        if not isinstance(other, EpisodeIndex) or self._videos != other._videos:
+            return False
+        return np.array_equal(self.numbers, other.numbers)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -180,8 +182,6 @@ _COLUMNS_OF_CLIP = ("chunk_index", "file_index", "from_timestamp")
 
 def _header(record: np.dtype[Any], count: int) -> bytes:
     """Of a .npy file; as long for any count."""
-    import io
-
     out = io.BytesIO()
     description = np.lib.format.dtype_to_descr(record)
     np.lib.format.write_array_header_1_0(out, {"descr": description, "fortran_order": False, "shape": (count,)})

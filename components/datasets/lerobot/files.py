@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class DatasetFiles(Protocol):
         """The folder that holds them, or those that were fetched."""
 
     def names(self, part: str = "") -> list[str]:
-        """All files that a dataset consists of, sorted, or those in its folder `part`; meta/stats.json is not among them."""
+        """All files that a dataset consists of, or those below `part`, sorted; meta/stats.json is not among them."""
 
     def has(self, name: str | PurePosixPath) -> bool: ...
 
@@ -46,6 +46,12 @@ class DatasetFiles(Protocol):
 
     def digest(self) -> str:
         """SHA-256 of what is in the dataset, without meta/stats.json, which is computed from the rest."""
+
+    def quick_digest(self) -> str:
+        """SHA-256 of what is listed: of files in meta/ the content, of others name, size, and time or ETag.
+
+        Reads no data and no video. Who changes a file and keeps its size and time is not seen.
+        """
 
 
 def belongs(name: str) -> bool:
@@ -96,12 +102,28 @@ class LocalFiles:
         Raises:
             DataError: there is no dataset.
         """
+        return self._digest(_sha256)
+
+    def quick_digest(self) -> str:
+        """
+        Raises:
+            DataError: there is no dataset.
+        """
+        meta = self.root / "meta"
+        return self._digest(lambda path: _sha256(path) if path.is_relative_to(meta) else _facts(path))
+
+    def _digest(self, of: Callable[[Path], str]) -> str:
         names = self.names()
         if INFO not in names:
             raise DataError("not a LeRobot dataset: it has no meta/info.json", where=str(self.root))
         with ThreadPoolExecutor() as executor:
-            digests = executor.map(_sha256, (self.root / name for name in names))
+            digests = executor.map(of, (self.root / name for name in names))
             return listing_digest(dict(zip(names, digests, strict=True)))
+
+
+def _facts(path: Path) -> str:
+    state = path.stat()
+    return f"{state.st_size} {state.st_mtime_ns}"
 
 
 def _sha256(path: Path) -> str:
