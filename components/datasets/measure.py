@@ -19,7 +19,7 @@ from components.datasets.lerobot.sampling import sampled
 from components.datasets.measured import Measured, episodes_table, from_data, merge
 from components.datasets.selection import selection
 from components.datasets.settings import QuantileStatsSettings
-from components.datasets.statistics import FeatureStatistics
+from components.datasets.statistics import Array, FeatureStatistics
 from components.workers.pool import WorkerPool
 from components.workers.worker import Worker, make_worker
 
@@ -75,22 +75,26 @@ def measure_unit(unit: MeasurementUnit, dataset: Dataset) -> Measured:
     Raises:
         DataError: a file is not what it should be, or a value is not finite.
     """
-    episodes = dataset.episodes[unit.first : unit.last + 1]
-    found: dict[str, list[FeatureStatistics]] = {}
+    found: dict[str, dict[str, Array]] = {}
     values, counted = {}, {}
-    columns = dataset.columns(unit.numbers, episodes[0], episodes[-1]) if unit.numbers else {}
-    for name, rows in columns.items():
-        each, values[name] = quantiles.measure(rows, [episode.length for episode in episodes], name, unit.first)
-        found[name] = [statistics.reshape(dataset.feature(name).shape) for statistics in each]
+    lengths = dataset.episodes.lengths(unit.first, unit.last)
+    first, last = dataset.episodes[unit.first], dataset.episodes[unit.last]
+    for name, rows in (dataset.columns(unit.numbers, first, last) if unit.numbers else {}).items():
+        each, values[name] = quantiles.measure_columns(rows, lengths, name, unit.first)
+        shape = dataset.feature(name).shape
+        found[name] = {
+            key: value if key == "count" else value.reshape(len(lengths), *shape) for key, value in each.items()
+        }
     for name in unit.images:
         parts = []
-        for episode in episodes:
+        for episode in dataset.episodes[unit.first : unit.last + 1]:
             frames = range(episode.length) if unit.all_images else sampled(episode.length)
             histogram = Histogram.empty()
             for image in dataset.images(name, episode, frames):
                 histogram = histogram.add(image)
             parts.append(histogram)
-        found[name] = [part.statistics() for part in parts]
+        arrays = [part.statistics().arrays() for part in parts]
+        found[name] = {key: np.stack([each[key] for each in arrays]) for key in arrays[0]}
         counted[name] = histograms.merge(parts)
     return Measured(episodes_table(found), values, counted)
 

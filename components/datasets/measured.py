@@ -13,7 +13,7 @@ from components.contracts.errors import DataError
 from components.datasets import histograms, quantiles
 from components.datasets.histograms import Histogram
 from components.datasets.quantiles import FeatureValues
-from components.datasets.statistics import Array, FeatureStatistics
+from components.datasets.statistics import Array
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,9 @@ class Measured:
     histograms: dict[str, Histogram]
 
 
-def episodes_table(found: Mapping[str, Sequence[FeatureStatistics]]) -> pa.Table:
-    """`found` are each feature's statistics, one per episode."""
-    columns = {}
-    for name, each in found.items():
-        documents = [statistics.arrays() for statistics in each]
-        for key in documents[0]:
-            columns[f"stats/{name}/{key}"] = _lists(np.stack([document[key] for document in documents]))
-    return pa.table(columns)
+def episodes_table(found: Mapping[str, Mapping[str, Array]]) -> pa.Table:
+    """`found` are each feature's statistics by name, (episodes, *shape)."""
+    return pa.table({f"stats/{name}/{key}": _lists(each[key]) for name, each in found.items() for key in each})
 
 
 def merge(parts: Sequence[Measured]) -> Measured:
