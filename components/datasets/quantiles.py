@@ -69,7 +69,7 @@ def measure(
 
 
 def measure_columns(
-    rows: Array, lengths: Sequence[int], feature: str, first_episode: int = 0
+    rows: Array, lengths: Sequence[int] | Array, feature: str, first_episode: int = 0
 ) -> tuple[dict[str, Array], FeatureValues]:
     """Statistics of each episode by their names in stats.json, (episodes, width) each, and what all merge from.
 
@@ -118,7 +118,7 @@ def _order(values: Array) -> Array:
     return np.concatenate([[values[0], values[-1]], between(low, high, weight)]).astype(np.float64)
 
 
-def _check(rows: Array, lengths: Sequence[int], feature: str, first_episode: int) -> None:
+def _check(rows: Array, lengths: Sequence[int] | Array, feature: str, first_episode: int) -> None:
     if rows.ndim != 2 or rows.dtype.kind not in "fiub":
         raise DataError(f"{rows.dtype} of shape {rows.shape} are not rows of numbers", where=f"feature {feature!r}")
     for number, length in enumerate(lengths, first_episode):

@@ -26,6 +26,8 @@ from components.installation import install_command
 
 RECORDED = "dataset"
 """The folder with the dataset itself in the artifact of a stage that records one."""
+BLOCKS = {"cache_type": "blockcache", "block_size": 2**20, "cache_options": {"maxblocks": 8}}
+"""How fsspec reads a file here and there: 1 MiB at a time, the last 8 are kept."""
 VERSIONS = ("ETag", "etag", "sha256", "md5", "mtime", "LastModified", "last_modified", "created")
 """What filesystems call the thing that changes with a file's content, best first."""
 
@@ -49,12 +51,16 @@ class FileListing(BaseModel):
 
 @dataclass(frozen=True)
 class RemoteFiles:
-    """Files that `url` has; `listing` was read when it was opened, and what arrives is compared with it."""
+    """Files that `url` has; `listing` was read when it was opened, and what arrives is compared with it.
+
+    With `ranges` no file is fetched but for those in meta/: data and videos are read where they lie.
+    """
 
     url: str
     listing: FileListing
     root: Path
     limit_bytes: int
+    ranges: bool = False
 
     def __str__(self) -> str:
         return self.url
@@ -83,14 +89,14 @@ class RemoteFiles:
         return make_once(target, partial(self._fetch, str(name), self._entry(name)))
 
     @contextmanager
-    def view(self, name: str | PurePosixPath) -> Iterator[Path | IO[bytes]]:
+    def view(self, name: str | PurePosixPath, whole: bool) -> Iterator[Path | IO[bytes]]:
         target, entry = self.root / name, self._entry(name)
-        if target.is_file():
-            yield target
+        if target.is_file() or (whole and not self.ranges):
+            yield self.path(name)
             return
         filesystem, base = _filesystem(self.url)
         try:
-            file = filesystem.open(f"{base}/{name}", "rb", cache_type="none")
+            file = filesystem.open(f"{base}/{name}", "rb", **(BLOCKS if whole else {"cache_type": "none"}))
         except Exception as error:  # each kind of filesystem has errors of its own
             raise DataError(f"{str(name)!r} cannot be read: {error!r:.300}", where=self.url) from error
         with file:
@@ -124,7 +130,8 @@ class RemoteFiles:
                 f"{name!r} has {entry.size / 1e9:.3g} GB: with the {fetched / 1e9:.3g} GB fetched before, more than "
                 f"the {self.limit_bytes / 1e9:.3g} GB that one dataset may take",
                 where=self.url,
-                remedy="choose fewer episodes or cameras, or raise ARMATURE_FETCH_LIMIT_GB",
+                remedy="choose fewer episodes or cameras, raise ARMATURE_FETCH_LIMIT_GB, or read the files where they "
+                "lie: ARMATURE_FETCH=ranges",
             )
         filesystem, base = _filesystem(self.url)
         try:
@@ -246,7 +253,7 @@ def _home(url: str, cache: DownloadCache) -> Path:
 def remote_folder(url: str, listing: FileListing, cache: DownloadCache) -> RemoteFiles:
     """Files of other content lie in another folder, so that a changed bucket is not taken for the old one."""
     content = listing_digest({name: entry.version for name, entry in listing.files.items()})
-    return RemoteFiles(url, listing, _home(url, cache) / content[:16], cache.limit_bytes)
+    return RemoteFiles(url, listing, _home(url, cache) / content[:16], cache.limit_bytes, cache.ranges)
 
 
 def _no_revision(path: str, revision: str | None) -> None:

@@ -34,8 +34,9 @@ class DatasetFiles(Protocol):
             DataError: it cannot be fetched.
         """
 
-    def view(self, name: str | PurePosixPath) -> AbstractContextManager[Path | IO[bytes]]:
-        """The file for reading parts of it: what is not on this machine is fetched as far as it is read.
+    def view(self, name: str | PurePosixPath, whole: bool) -> AbstractContextManager[Path | IO[bytes]]:
+        """The file for reading. What is not on this machine is fetched as far as it is read, or if it is going to be
+        read as a `whole`, by anyone and in time, completely.
 
         Raises:
             DataError: it cannot be reached, or is not what it was.
@@ -88,7 +89,7 @@ class LocalFiles:
     def path(self, name: str | PurePosixPath) -> Path:
         return self.root / name
 
-    def view(self, name: str | PurePosixPath) -> AbstractContextManager[Path | IO[bytes]]:
+    def view(self, name: str | PurePosixPath, whole: bool) -> AbstractContextManager[Path | IO[bytes]]:
         return nullcontext(self.root / name)
 
     def version(self, name: str | PurePosixPath) -> str:

@@ -61,9 +61,8 @@ class FrameReader:
         dataset = self.dataset
         if dataset.feature(name).dtype == VIDEO:
             time = episode.clips[name].start + frame / dataset.info.fps
-            path = dataset.video_path(name, episode)
             where = f"episode {episode.index}, frame {frame}"
-            return self._videos.at(path).frame(time, 0.5 / dataset.info.fps - TOLERANCE, where)
+            return self._videos.at(dataset.video(name, episode)).frame(time, 0.5 / dataset.info.fps - TOLERANCE, where)
         stored = self._column(name, episode)[episode.row + frame].as_py()
         return np.asarray(dataset.decoded(name, episode, frame, stored))
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,7 +22,7 @@ from components.datasets.lerobot.columns import to_numpy
 from components.datasets.lerobot.episodes import EpisodeIndex, EpisodeRange
 from components.datasets.lerobot.files import DatasetFiles, LocalFiles
 from components.datasets.lerobot.layout import IMAGE, INFO, STATS, TASKS, VIDEO, DatasetInfo, Feature, read_info
-from components.datasets.lerobot.video import read_frames
+from components.datasets.lerobot.video import VideoFile, read_frames
 from components.datasets.statistics import Array
 
 TOLERANCE = 1e-4
@@ -49,14 +48,11 @@ class Dataset:
         """meta/stats.json, empty where there is none."""
         return json.loads(self.files.path(STATS).read_text()) if self.files.has(STATS) else {}
 
-    def video_path(self, name: str, episode: EpisodeRange) -> Path:
-        """A camera's video file with the episode, fetched where it is not yet.
-
-        Raises:
-            DataError: it cannot be fetched.
-        """
+    def video(self, name: str, episode: EpisodeRange) -> VideoFile:
+        """A camera's video file with the episode."""
         clip = episode.clips[name]
-        return self.files.path(self.info.video_file(name, clip.chunk, clip.file))
+        file = self.info.video_file(name, clip.chunk, clip.file)
+        return VideoFile(f"{self.files}/{file}", partial(self.files.view, file, whole=True))
 
     def episode_at(self, index: int) -> EpisodeRange:
         """The episode that frame `index` of the dataset belongs to."""
@@ -84,8 +80,7 @@ class Dataset:
         stored = {key for key, feature in self.info.features.items() if feature.dtype == IMAGE}
         try:
             # numbers beside images are a small part of the file
-            view = self.files.view(name) if stored and not stored & set(names) else nullcontext(self.files.path(name))
-            with view as file:
+            with self.files.view(name, whole=not stored or bool(stored & set(names))) as file:
                 columns = sorted({"episode_index", *names})
                 skipped, whole = _rows(file, columns, episode.row, last.stop - episode.start)
         except (OSError, pa.ArrowException) as error:
@@ -124,7 +119,7 @@ class Dataset:
         if self.feature(name).dtype == VIDEO:
             times = [episode.clips[name].start + frame / self.info.fps for frame in frames]
             tolerance = 0.5 / self.info.fps - TOLERANCE
-            yield from read_frames(self.video_path(name, episode), times, tolerance, f"episode {episode.index}")
+            yield from read_frames(self.video(name, episode), times, tolerance, f"episode {episode.index}")
             return
         column = self.table(episode, [name])[name].take(list(frames))
         for frame, stored in zip(frames, column, strict=True):
