@@ -1,18 +1,25 @@
 """A robot dataset of a million episodes and 20,000 video files: what a node needs to use it.
 
-The videos are one real file under many names, and a dataset's description is repeated over them; tables are real.
+The tables are whole; the videos are one file under many names.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
+import tempfile
+from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from benchmarks.table import Row, seconds
+from components.contracts.machine import Machine
 from components.datasets.lerobot.columns import arrow_type, to_arrow
 from components.datasets.lerobot.layout import (
     DATA,
@@ -25,13 +32,22 @@ from components.datasets.lerobot.layout import (
     Feature,
     place,
 )
+from components.datasets.lerobot.reader import Dataset, open_dataset
 from components.datasets.lerobot.video import VideoSettings, VideoWriter
+from components.datasets.measure import measure_dataset, measure_unit, overall, plan
+from components.datasets.measured import Measured, as_data
+from components.datasets.mixture import Mixture
+from components.datasets.settings import ALONE, QuantileStatsSettings
+from components.datasets.source import DatasetSource
+from components.datasets.statistics import document
+from components.workers.channel import encoded
 
 CAMERAS = ("observation.images.front", "observation.images.wrist")
 SIDE, FPS, LENGTH, TASK_COUNT = 64, 10, 8, 1000
 OF_DATA_FILE, OF_META_FILE = 1000, 250_000
 """Episodes of a data file, and of a file of meta/episodes."""
 WIDTHS = {"observation.state": 8, "action": 7}
+SIZE, VIDEO_FILES, WORKERS = 1_000_000, 20_000, 4
 
 
 def write_dataset(root: Path, episodes: int, video_files: int) -> None:
@@ -124,3 +140,68 @@ def _write_videos(root: Path, files: int, episodes: int) -> None:
 
 def _file(number: int) -> dict[str, int]:
     return {"chunk_index": number // 1000, "file_index": number % 1000}
+
+
+def first_sample(root: Path) -> None:
+    dataset = open_dataset(root)
+    cameras = {name: name for name in CAMERAS}
+    source = DatasetSource(
+        dataset, ALONE, 1.0, None, "observation.state", "action", cameras, range(len(dataset.episodes))
+    )
+    _ = Mixture([source], 5, 0)[0]
+
+
+def listed(dataset: Dataset) -> list[dict[str, Any]]:
+    """What the index has, with objects for each episode."""
+    paths = (dataset.root / name for name in dataset.files.names("meta/episodes"))
+    return [row for path in paths for row in pq.read_table(path, partitioning=None).to_pylist()]
+
+
+def measured_by(dataset: Dataset, workers: int) -> tuple[float, Measured]:
+    units = plan(dataset, QuantileStatsSettings(features=tuple(WIDTHS)), range(len(dataset.episodes)))
+    found: list[Measured] = []
+    machine = Machine(statistics_workers=workers)
+    return seconds(lambda: found.append(measure_dataset(dataset, units, machine, lambda done: None))), found[0]
+
+
+def measure() -> list[Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["ARMATURE_CACHE"] = f"{folder}/cache"
+        root = Path(folder) / "dataset"
+        write_dataset(root, SIZE, VIDEO_FILES)
+        first, further = seconds(lambda: first_sample(root)), seconds(lambda: first_sample(root))
+        dataset = open_dataset(root)
+        before = psutil.Process().memory_info().rss
+        rows: list[dict[str, Any]] = []
+        reading = seconds(lambda: rows.extend(listed(dataset)))
+        objects = psutil.Process().memory_info().rss - before
+        pickled = len(pickle.dumps(rows))
+        rows.clear()
+        quick, exact = seconds(dataset.files.quick_digest), seconds(dataset.files.digest)
+        alone, one = measured_by(dataset, 1)
+        shared, four = measured_by(dataset, WORKERS)
+        assert one.episodes.equals(four.episodes) and document(overall(dataset, one, 1)) == document(
+            overall(dataset, four, 1)
+        )
+        units = plan(dataset, QuantileStatsSettings(features=tuple(WIDTHS)), range(SIZE))
+        sent = max(len(encoded(["measure", astuple(unit)])) for unit in units)
+        answer = len(encoded(as_data(measure_unit(units[0], dataset))))
+    mib = dataset.episodes.numbers.nbytes / 2**20
+    what = f"{SIZE:,} episodes, {VIDEO_FILES:,} video files, {len(CAMERAS)} cameras"
+    each = f"{len(units):,} tasks of {OF_DATA_FILE:,} episodes; {answer / 2**20:.3g} MiB come back from each"
+    return [
+        Row(
+            "index",
+            mib,
+            objects / 2**20,
+            "an object per episode",
+            "MiB",
+            "lower",
+            f"{what}; all processes map one file",
+        ),
+        Row("first sample, on a new node", first, reading, "the list alone, as objects", "s", "lower"),
+        Row("first sample, in every further process", further, reading, "the list alone, as objects", "s", "lower"),
+        Row("digest", quick, exact, "of the content", "s", "lower", 'digest = "quick", of which a video costs a stat'),
+        Row("sent for a task of statistics", sent, pickled, "the list, pickled", "bytes", "lower", each),
+        Row(f"statistics by {WORKERS} workers", shared, alone, "one worker", "s", "lower", "the same bits"),
+    ]
