@@ -12,6 +12,7 @@ from dataclasses import astuple
 
 import numpy as np
 import pandas as pd
+import psutil
 import pytest
 
 from components.artifacts.cache import DownloadCache
@@ -161,6 +162,25 @@ def test_a_worker_s_finding_is_named_and_a_file_that_changed_is_refused(copied):
     os.utime(path, (1, 1))
     with pytest.raises(DataError, match="differ here"):
         same_files(str(copied), before, DownloadCache.standard())
+
+
+def test_a_unit_whose_worker_is_killed_is_measured_again(tmp_path):
+    write(tmp_path / "files", data_files_size_in_mb=1e-3)
+    dataset = open_dataset(tmp_path / "files")
+    units = plan(dataset, QuantileStatsSettings(features=("action",)), range(3))
+    killed = []
+
+    def kill(done):
+        mine = psutil.Process().children(recursive=True)
+        workers = [each for each in mine if "components.datasets.worker" in each.cmdline()]
+        if not killed:
+            killed.extend(workers)
+            for each in workers:
+                each.kill()
+
+    found = measure_dataset(dataset, units, Machine(statistics_workers=1), kill)
+    assert killed
+    assert found.episodes.equals(measure_dataset(dataset, units, Machine(), lambda done: None).episodes)
 
 
 def test_a_unit_travels_as_its_numbers(written):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Protocol
 
+from components.artifacts.cache import file_sha256
 from components.contracts.errors import DataError
 from components.datasets.lerobot.layout import INFO, TASKS
 
@@ -111,7 +112,7 @@ class LocalFiles:
             DataError: there is no dataset.
         """
         meta = self.root / "meta"
-        return self._digest(lambda path: _sha256(path) if path.is_relative_to(meta) else _facts(path))
+        return self._digest(lambda path: file_sha256(path) if path.is_relative_to(meta) else _facts(path))
 
     def _digest(self, of: Callable[[Path], str]) -> str:
         names = self.names()
