@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import astuple
 
 import numpy as np
@@ -15,6 +16,7 @@ import pandas as pd
 import psutil
 import pytest
 
+from benchmarks.large_dataset import write_dataset
 from components.artifacts.cache import DownloadCache
 from components.configuration import load_recipe
 from components.contracts.errors import ConfigurationError, DataError
@@ -165,21 +167,21 @@ def test_a_worker_s_finding_is_named_and_a_file_that_changed_is_refused(copied):
 
 
 def test_a_unit_whose_worker_is_killed_is_measured_again(tmp_path):
-    write(tmp_path / "files", data_files_size_in_mb=1e-3)
+    write_dataset(tmp_path / "files", 12_000, video_files=12)
     dataset = open_dataset(tmp_path / "files")
-    units = plan(dataset, QuantileStatsSettings(features=("action",)), range(3))
-    killed = []
+    units = plan(dataset, QuantileStatsSettings(features=("action",)), range(12_000))
+    progress = []
 
     def kill(done):
-        mine = psutil.Process().children(recursive=True)
-        workers = [each for each in mine if "components.datasets.worker" in each.cmdline()]
-        if not killed:
-            killed.extend(workers)
-            for each in workers:
-                each.kill()
+        progress.append(done)
+        for each in psutil.Process().children(recursive=True) if done == 1 else ():
+            with suppress(psutil.Error):  # its guard, or what it guarded, has ended by itself
+                if "components.datasets.worker" in each.cmdline():
+                    each.kill()
+                    progress.append("killed")
 
     found = measure_dataset(dataset, units, Machine(statistics_workers=1), kill)
-    assert killed
+    assert "killed" in progress and [done for done in progress if done != "killed"] == list(range(1, 13))
     assert found.episodes.equals(measure_dataset(dataset, units, Machine(), lambda done: None).episodes)
 
 
