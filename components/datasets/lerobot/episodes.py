@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +13,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from components.artifacts.cache import DownloadCache, make_once
 from components.contracts.errors import DataError
 from components.datasets.lerobot.files import DatasetFiles
 from components.datasets.lerobot.layout import VIDEO, DatasetInfo
+from components.datasets.lerobot.mapped import MappedFile
 from components.datasets.statistics import Array
 
 AT_ONCE = 2**16
@@ -57,12 +56,11 @@ class EpisodeRange:
         return self.tasks_of(self.index)
 
 
-class EpisodeIndex(Sequence[EpisodeRange]):
+class EpisodeIndex(MappedFile, Sequence[EpisodeRange]):
     """Episodes in their order, with no object for those that nobody asks for.
 
     `numbers` (episodes,) has `stop`, `row`, `chunk` and `file` of each, and its `clips` by video: 32 bytes and 24 more
-    for each video. It is written once, under the cache, and mapped from there: every process shares the pages. Pickles
-    without it.
+    for each video.
     """
 
     def __init__(self, files: DatasetFiles, info: DatasetInfo) -> None:
@@ -74,20 +72,16 @@ class EpisodeIndex(Sequence[EpisodeRange]):
         self._videos = tuple(name for name, feature in info.features.items() if feature.dtype == VIDEO)
         lists = (PurePosixPath(name) for name in files.names("meta/episodes"))
         self._lists = sorted(lists, key=_number)
-        versions = "\n".join([*self._videos, *map(files.version, self._lists)])
-        key = hashlib.sha256(versions.encode()).hexdigest()
-        self._target = DownloadCache.standard().folder / "episodes" / f"{key[:24]}.npy"
-        self._map()
+        kinds = [(name, "<i8") for name in ("stop", "row", "chunk", "file")]
+        self._record = np.dtype([*kinds, ("clips", _CLIP, (len(self._videos),))])
+        versions = map(files.version, self._lists)
+        super().__init__("episodes", "\n".join([str(self._record), *self._videos, *versions]))
+
+    def _open(self, path: Path) -> None:
+        self.numbers: Array = np.load(path, mmap_mode="r")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("numbers", "_tasks")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._map()
-
-    def _map(self) -> None:
-        self.numbers: Array = np.load(make_once(self._target, self._write), mmap_mode="r")
+        return {name: value for name, value in super().__getstate__().items() if name not in ("numbers", "_tasks")}
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -152,19 +146,17 @@ class EpisodeIndex(Sequence[EpisodeRange]):
             raise DataError(f"the list of episodes cannot be read: {error}", where=str(path)) from error
 
     def _write(self, target: Path) -> None:
-        kinds = [("stop", "<i8"), ("row", "<i8"), ("chunk", "<i8"), ("file", "<i8")]
-        record = np.dtype([*kinds, ("clips", _CLIP, (len(self._videos),))])
         parts = [f"videos/{key}/{each}" for key in self._videos for each in _COLUMNS_OF_CLIP]
         columns = ["episode_index", "data/chunk_index", "data/file_index"]
         columns += ["dataset_from_index", "dataset_to_index", *parts]
         begins: dict[tuple[int, int], int] = {}
         count, stop = 0, 0
         with target.open("wb") as file:
-            file.write(_header(record, 0))
+            file.write(_header(self._record, 0))
             for path in self._lists:
                 for table in self._tables(path, columns):
                     found = _checked(table, count, stop, str(self._files.path(path)))
-                    block = np.zeros(len(table), record)
+                    block = np.zeros(len(table), self._record)
                     start, block["stop"] = found["dataset_from_index"], found["dataset_to_index"]
                     block["chunk"], block["file"] = found["data/chunk_index"], found["data/file_index"]
                     block["row"] = start - _begins(block, start, begins)
@@ -174,7 +166,7 @@ class EpisodeIndex(Sequence[EpisodeRange]):
                     file.write(block.tobytes())
                     count, stop = count + len(block), int(block["stop"][-1]) if len(block) else stop
             file.seek(0)
-            file.write(_header(record, count))
+            file.write(_header(self._record, count))
 
 
 _COLUMNS_OF_CLIP = ("chunk_index", "file_index", "from_timestamp")

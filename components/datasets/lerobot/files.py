@@ -104,28 +104,28 @@ class LocalFiles:
         Raises:
             DataError: there is no dataset.
         """
-        return self._digest(_sha256)
+        return self._digest(lambda name: _sha256(self.root / name))
 
     def quick_digest(self) -> str:
         """
         Raises:
             DataError: there is no dataset.
         """
-        meta = self.root / "meta"
-        return self._digest(lambda path: file_sha256(path) if path.is_relative_to(meta) else _facts(path))
+        return self._digest(self._listed)
 
-    def _digest(self, of: Callable[[Path], str]) -> str:
+    def _listed(self, name: str) -> str:
+        if name.startswith("meta/"):
+            return file_sha256(self.root / name)
+        state = (self.root / name).stat()
+        return f"{state.st_size} {state.st_mtime_ns}"
+
+    def _digest(self, of: Callable[[str], str]) -> str:
         names = self.names()
         if INFO not in names:
             raise DataError("not a LeRobot dataset: it has no meta/info.json", where=str(self.root))
         with ThreadPoolExecutor() as executor:
-            digests = executor.map(of, (self.root / name for name in names))
+            digests = executor.map(of, names)
             return listing_digest(dict(zip(names, digests, strict=True)))
-
-
-def _facts(path: Path) -> str:
-    state = path.stat()
-    return f"{state.st_size} {state.st_mtime_ns}"
 
 
 def _sha256(path: Path) -> str:

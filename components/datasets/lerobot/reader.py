@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
@@ -21,7 +20,8 @@ from components.contracts.images import EncodedImage
 from components.datasets.lerobot.columns import to_numpy
 from components.datasets.lerobot.episodes import EpisodeIndex, EpisodeRange
 from components.datasets.lerobot.files import DatasetFiles, LocalFiles
-from components.datasets.lerobot.layout import IMAGE, INFO, STATS, TASKS, VIDEO, DatasetInfo, Feature, read_info
+from components.datasets.lerobot.layout import IMAGE, INFO, STATS, VIDEO, DatasetInfo, Feature, read_info
+from components.datasets.lerobot.tasks import TaskList
 from components.datasets.lerobot.video import VideoFile, read_frames
 from components.datasets.statistics import Array
 
@@ -36,7 +36,7 @@ class Dataset:
     files: DatasetFiles
     info: DatasetInfo
     episodes: EpisodeIndex
-    tasks: tuple[str, ...]
+    tasks: TaskList
 
     @property
     def root(self) -> Path:
@@ -185,7 +185,7 @@ def open_dataset(files: DatasetFiles | Path) -> Dataset:
             f"meta/info.json says {info.total_episodes} of {info.total_frames}",
             where=f"{files}/meta/episodes",
         )
-    return Dataset(files, info, episodes, _tasks(files.path(TASKS)))
+    return Dataset(files, info, episodes, TaskList(files))
 
 
 def media_type(data: bytes) -> str:
@@ -205,13 +205,3 @@ def _rows(source: Path | IO[bytes], names: Sequence[str], first: int, count: int
         groups = [g for g, end in enumerate(ends) if end > first and end - sizes[g] < first + count]
         skipped = int(ends[groups[0]] - sizes[groups[0]]) if groups else first
         return skipped, file.read_row_groups(groups, columns=list(names))
-
-
-def _tasks(path: Path) -> tuple[str, ...]:
-    try:
-        frame = pd.read_parquet(path)
-        names = frame["task"] if "task" in frame.columns else frame.index
-        listed = dict(zip(frame["task_index"].tolist(), map(str, names), strict=True))
-        return tuple(listed[number] for number in range(len(frame)))
-    except (OSError, KeyError, ValueError, pa.ArrowException) as error:
-        raise DataError(f"the tasks cannot be read: {error!r}", where=str(path)) from error
