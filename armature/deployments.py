@@ -89,7 +89,8 @@ def job_variables(machine: Machine) -> dict[str, Any]:
     servers = machine.started_server_gpus
     gpus = max({*servers, *machine.trainer_gpus}, default=-1) + 1
     memory = 16 + 96 * len(machine.trainer_gpus) + 24 * len(servers)
-    return {"gpus": gpus, "cpus": str(2 + 4 * gpus + machine.environment_processes), "memory": f"{memory}Gi"}
+    workers = max(machine.environment_processes, machine.statistics_workers)  # one after the other
+    return {"gpus": gpus, "cpus": str(2 + 4 * gpus + workers), "memory": f"{memory}Gi"}
 
 
 def pod_variables(recipe: Recipe, template: Mapping[str, Any]) -> dict[str, Any]:

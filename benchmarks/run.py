@@ -73,6 +73,12 @@ BENCHMARKS = {
         "How many frames, each with two images and a chunk of actions, are read at random per second, against "
         "opening the files again for each?",
     ),
+    "large_dataset": Benchmark(
+        "large_dataset",
+        "A million episodes",
+        "What does a robot dataset of a million episodes and 20,000 video files cost a node before and while it is "
+        "used, against objects for each episode, reading all of it, and one worker?",
+    ),
     "episodes": Benchmark(
         "episodes",
         "Evaluation in LIBERO",

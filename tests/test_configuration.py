@@ -130,7 +130,7 @@ def test_an_unknown_key_and_a_bad_value_name_their_place():
         ("environment.args.noise=loud", r"environment.args.noise: Input should be a valid number .given 'loud'."),
         ("environment.evaluation_args={nose=1.0}", r"environment.nose is not a setting; did you mean 'noise'"),
         ("evaluation.sampling={max_tokens=4, temperature=0.0, top_k=5}", r"top_p and top_k have no effect"),
-        ("machine.dask_scheduler='tcp://a:1'", r"no effect with task_runner"),
+        ("machine.dask_scheduler='tcp://a:1'", r"dask_scheduler is not a setting any more: use statistics_workers"),
     ],
 )
 def test_what_has_no_effect_and_what_is_misspelled_is_refused_with_what_to_write(override, said):

@@ -53,7 +53,7 @@ def test_every_extra_that_is_named_exists():
     for text in tracked().values():
         named |= set(re.findall(r"install_command\([\"'](\w+)[\"']\)", text))
         named |= {extra for each in re.findall(rf"{DISTRIBUTION}\[([\w,]+)\]", text) for extra in each.split(",")}
-    assert {"alfworld", "thor", "libero", "datasets", "dask", "s3", "verifiers"} <= named
+    assert {"alfworld", "thor", "libero", "datasets", "s3", "verifiers"} <= named
     assert named <= set(PROJECT["optional-dependencies"])
 
 

@@ -20,7 +20,7 @@ from components.installation import CHECKOUT, MADE, REQUIREMENTS, SERVED
 
 TORCHVISION_OPERATORS = Path(__file__).with_name("torchvision_operators.py")
 PYTHONS = ((3, 11), (3, 12))
-EXTRAS = ("train", "thor", "datasets", "huggingface", "math", "dask")
+EXTRAS = ("train", "thor", "datasets", "huggingface", "math")
 TOOLS = ("docs", "dev")
 """Extras for work on the project itself."""
 

@@ -15,25 +15,32 @@ from components.contracts.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class DownloadCache:
-    """Where fetched files and opened tables are kept, and how much one dataset may fetch.
+    """Where fetched files and opened tables are kept, and how much one dataset may fetch; nothing but ranges of files
+    with `ranges`.
 
     All of it can be deleted at any time that nothing uses it.
     """
 
     folder: Path
     limit_bytes: int
+    ranges: bool = False
 
     @classmethod
     def standard(cls) -> DownloadCache:
-        """`ARMATURE_CACHE` or ~/.cache/armature, and 200 GB or `ARMATURE_FETCH_LIMIT_GB`.
+        """`ARMATURE_CACHE` or ~/.cache/armature, 200 GB or `ARMATURE_FETCH_LIMIT_GB`, files or `ARMATURE_FETCH`.
 
         Raises:
-            ConfigurationError: the limit is not a number.
+            ConfigurationError: the limit is not a number, or what is fetched is something else.
         """
         folder = os.environ.get("ARMATURE_CACHE") or Path.home() / ".cache/armature"
         limit = os.environ.get("ARMATURE_FETCH_LIMIT_GB", "200")
+        fetched = os.environ.get("ARMATURE_FETCH", "files")
+        if fetched not in ("files", "ranges"):
+            raise ConfigurationError(
+                f"neither files nor ranges: {fetched!r}", where="ARMATURE_FETCH", remedy="set it to one, or not"
+            )
         try:
-            return cls(Path(folder).absolute(), int(float(limit) * 1e9))
+            return cls(Path(folder).absolute(), int(float(limit) * 1e9), fetched == "ranges")
         except (ValueError, OverflowError) as error:
             raise ConfigurationError(
                 f"not a number of gigabytes: {limit!r}", where="ARMATURE_FETCH_LIMIT_GB", remedy="set it to one, or not"

@@ -1,4 +1,4 @@
-"""Where the workers of environments are, if not on this machine."""
+"""Where workers are, of environments and of statistics, if not on this machine."""
 
 from __future__ import annotations
 

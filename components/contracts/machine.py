@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
@@ -22,6 +23,10 @@ class Machine(Settings):
     """Where artifacts lie, which servers generate, which devices train, and how long to wait for each."""
 
     model_config = ConfigDict(title="Machine")
+    FORMER: ClassVar[Mapping[str, str]] = {
+        "task_runner": "use statistics_workers, on machine.cluster if there is one",
+        "dask_scheduler": "use statistics_workers, on machine.cluster if there is one",
+    }
 
     store: str = Field(".armature/store", description="Folder of the artifact store.")
     remote_store: Annotated[str | None, BeforeValidator(refuse_plain_url)] = Field(
@@ -84,14 +89,13 @@ class Machine(Settings):
         0, ge=0, description="Processes that play episodes of environments that need some; 0: half of the cores."
     )
     cluster: ClusterSettings | None = Field(
-        None, description="The Ray cluster that has those processes, in place of this machine."
+        None, description="The Ray cluster that has those processes, and those of statistics, in place of this machine."
     )
-    task_runner: Literal["threads", "dask"] = Field(
-        "threads", description="What computes statistics of datasets: threads of this process, or a Dask cluster."
-    )
-    dask_scheduler: Annotated[str | None, BeforeValidator(refuse_plain_url)] = Field(
-        None,
-        description="Address of a Dask scheduler (tcp://host:8786) that sees the dataset; none starts a local one.",
+    statistics_workers: int = Field(
+        0,
+        ge=0,
+        description="Worker processes that compute statistics of datasets, on the cluster if there is one; 0: threads "
+        "of this process.",
     )
     skip_batches: tuple[PositiveInt, ...] = Field(
         (),
@@ -145,10 +149,8 @@ class Machine(Settings):
             )
         if self.trainer_rendezvous and self.trainer_nodes == 1:
             raise ValueError("trainer_rendezvous has no effect with trainer_nodes = 1")
-        if self.cluster and not self.environment_processes:
-            raise ValueError("cluster needs environment_processes, how many workers it is to have")
-        if self.dask_scheduler and self.task_runner != "dask":
-            raise ValueError('dask_scheduler has no effect with task_runner = "threads": set task_runner = "dask"')
+        if self.cluster and not (self.environment_processes or self.statistics_workers):
+            raise ValueError("cluster needs environment_processes or statistics_workers, how many it is to have")
         return self
 
     @property

@@ -1,28 +1,34 @@
-"""The statistics of a dataset: measured in units of some episodes, on threads or on Dask, and merged."""
+"""The statistics of a dataset: measured in units of some episodes, on threads or on workers, and merged."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
-from typing import Any
 
-from components.contracts.errors import ConfigurationError, DataError
+import numpy as np
+
+from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
 from components.cpus import available_cpus
 from components.datasets import histograms, quantiles
 from components.datasets.histograms import Histogram
-from components.datasets.lerobot.reader import Dataset, EpisodeRange
+from components.datasets.lerobot.reader import Dataset
 from components.datasets.lerobot.sampling import sampled
-from components.datasets.quantiles import FeatureValues
+from components.datasets.measured import Measured, episodes_table, from_data, merge
+from components.datasets.selection import selection
 from components.datasets.settings import QuantileStatsSettings
-from components.datasets.statistics import FeatureStatistics
-from components.installation import install_command
+from components.datasets.statistics import Array, FeatureStatistics
+from components.workers.pool import WorkerPool
+from components.workers.worker import Worker, make_worker
+
+Finished = Callable[[tuple[int, Measured]], None]
 
 NUMBERS_AT_ONCE, IMAGES_AT_ONCE = 1024, 8
 """Episodes of a unit, without and with images."""
+UNIT_SECONDS, ATTEMPTS = 3600.0, 3
+"""For a unit on a worker, and how many workers may be lost with it."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +40,6 @@ class MeasurementUnit:
     numbers: tuple[str, ...]
     images: tuple[str, ...]
     all_images: bool
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Statistics of each episode, in order, and what those of all merge from."""
-
-    episodes: Sequence[dict[str, FeatureStatistics]]
-    values: dict[str, FeatureValues]
-    histograms: dict[str, Histogram]
 
 
 def plan(dataset: Dataset, settings: QuantileStatsSettings, episodes: Sequence[int]) -> list[MeasurementUnit]:
@@ -62,16 +59,15 @@ def plan(dataset: Dataset, settings: QuantileStatsSettings, episodes: Sequence[i
     images = tuple(name for name in chosen if dataset.feature(name).is_visual)
     numbers = tuple(name for name in chosen if name not in images)
     most = IMAGES_AT_ONCE if images else NUMBERS_AT_ONCE
-    groups: list[list[EpisodeRange]] = []
-    for episode in (dataset.episodes[index] for index in episodes):
-        before = groups[-1] if groups else []
-        follows = bool(before) and before[-1].index + 1 == episode.index
-        if follows and len(before) < most and (before[0].chunk, before[0].file) == (episode.chunk, episode.file):
-            before.append(episode)
-        else:
-            groups.append([episode])
     every = settings.images == "all"
-    return [MeasurementUnit(group[0].index, group[-1].index, numbers, images, every) for group in groups]
+    listed = selection(episodes).numbers()
+    chunks, files = (dataset.episodes.numbers[name][listed] for name in ("chunk", "file"))
+    parts = np.flatnonzero((np.diff(listed) != 1) | (np.diff(chunks) != 0) | (np.diff(files) != 0)) + 1
+    return [
+        MeasurementUnit(int(part[place]), int(part[place : place + most][-1]), numbers, images, every)
+        for part in np.split(listed, parts)
+        for place in range(0, len(part), most)
+    ]
 
 
 def measure_unit(unit: MeasurementUnit, dataset: Dataset) -> Measured:
@@ -79,63 +75,43 @@ def measure_unit(unit: MeasurementUnit, dataset: Dataset) -> Measured:
     Raises:
         DataError: a file is not what it should be, or a value is not finite.
     """
-    episodes = dataset.episodes[unit.first : unit.last + 1]
-    found: list[dict[str, FeatureStatistics]] = [{} for _ in episodes]
+    found: dict[str, dict[str, Array]] = {}
     values, counted = {}, {}
-    columns = dataset.columns(unit.numbers, episodes[0], episodes[-1]) if unit.numbers else {}
-    for name, rows in columns.items():
-        each, values[name] = quantiles.measure(rows, [episode.length for episode in episodes], name, unit.first)
-        for place, statistics in zip(found, each, strict=True):
-            place[name] = statistics.reshape(dataset.feature(name).shape)
+    lengths = dataset.episodes.lengths(unit.first, unit.last)
+    first, last = dataset.episodes[unit.first], dataset.episodes[unit.last]
+    for name, rows in (dataset.columns(unit.numbers, first, last) if unit.numbers else {}).items():
+        each, values[name] = quantiles.measure_columns(rows, lengths, name, unit.first)
+        shape = dataset.feature(name).shape
+        found[name] = {
+            key: value if key == "count" else value.reshape(len(lengths), *shape) for key, value in each.items()
+        }
     for name in unit.images:
         parts = []
-        for place, episode in zip(found, episodes, strict=True):
+        for episode in dataset.episodes[unit.first : unit.last + 1]:
             frames = range(episode.length) if unit.all_images else sampled(episode.length)
             histogram = Histogram.empty()
             for image in dataset.images(name, episode, frames):
                 histogram = histogram.add(image)
-            place[name] = histogram.statistics()
             parts.append(histogram)
+        arrays = [part.statistics().arrays() for part in parts]
+        found[name] = {key: np.stack([each[key] for each in arrays]) for key in arrays[0]}
         counted[name] = histograms.merge(parts)
-    return Measured(found, values, counted)
+    return Measured(episodes_table(found), values, counted)
 
 
 def measure_dataset(
     dataset: Dataset, units: Sequence[MeasurementUnit], machine: Machine, progress: Callable[[int], None]
 ) -> Measured:
     """All units, merged in their order: who computes them changes nothing. `progress` is told how many are done."""
-    measured: list[Measured] = []
-    with runner(machine) as run:
-        for each in run(partial(measure_unit, dataset=dataset), units):
-            measured.append(each)
-            progress(len(measured))
-    return merge(measured)
+    measured: dict[int, Measured] = {}
 
+    def finished(result: tuple[int, Measured]) -> None:
+        measured.update([result])
+        progress(len(measured))
 
-def merge(parts: Sequence[Measured]) -> Measured:
-    """All of what was measured, as one: the features that all parts have.
-
-    Raises:
-        DataError: a feature has another width in another part, or they have none in common.
-    """
-    values = [name for name in parts[0].values if all(name in part.values for part in parts)]
-    images = [name for name in parts[0].histograms if all(name in part.histograms for part in parts)]
-    if not values and not images:
-        raise DataError(
-            "they have no feature in common", where="datasets of the same tag", remedy="give them different tags"
-        )
-    for name in values:
-        if len(widths := {len(part.values[name].mean) for part in parts}) > 1:
-            raise DataError(
-                f"feature {name!r} has {sorted(widths)} values a frame",
-                where="datasets of the same tag",
-                remedy="give datasets of different robots different tags",
-            )
-    return Measured(
-        [each for part in parts for each in part.episodes],
-        {name: quantiles.merge([part.values[name] for part in parts]) for name in values},
-        {name: histograms.merge([part.histograms[name] for part in parts]) for name in images},
-    )
+    run = _on_workers if machine.statistics_workers else _on_threads
+    run(dataset, units, machine, finished)
+    return merge([measured[number] for number in range(len(units))])
 
 
 def overall(dataset: Dataset, measured: Measured, threads: int) -> dict[str, FeatureStatistics]:
@@ -150,27 +126,24 @@ def cores(machine: Machine) -> int:
     return machine.threads or available_cpus()
 
 
-@contextmanager
-def runner(machine: Machine) -> Iterator[Callable[..., Iterator[Any]]]:
-    """Maps a function over units, results in order.
+def _on_threads(dataset: Dataset, units: Sequence[MeasurementUnit], machine: Machine, finished: Finished) -> None:
+    with ThreadPoolExecutor(cores(machine), thread_name_prefix="statistics") as executor:
+        try:
+            for result in enumerate(executor.map(partial(measure_unit, dataset=dataset), units)):
+                finished(result)
+        finally:
+            executor.shutdown(cancel_futures=True)
 
-    Raises:
-        ConfigurationError: Dask is asked for and not installed.
-    """
-    if machine.task_runner == "threads":
-        with ThreadPoolExecutor(cores(machine), thread_name_prefix="statistics") as executor:
-            try:
-                yield executor.map
-            finally:
-                executor.shutdown(cancel_futures=True)
-        return
-    try:
-        from distributed import Client, LocalCluster
-    except ImportError as error:
-        raise ConfigurationError("task_runner is dask", remedy=install_command("dask")) from error
-    with ExitStack() as stack:
-        where = machine.dask_scheduler or stack.enter_context(
-            LocalCluster(n_workers=cores(machine), threads_per_worker=1, dashboard_address=None)
-        )
-        client = stack.enter_context(Client(where))
-        yield lambda work, units: (future.result() for future in client.map(work, units, pure=False))
+
+def _on_workers(dataset: Dataset, units: Sequence[MeasurementUnit], machine: Machine, finished: Finished) -> None:
+    """Workers open the dataset by its name; a unit travels as its numbers, and units of a data file stay together."""
+    opened = {"files": str(dataset.files), "quick_digest": dataset.files.quick_digest()}
+    files = dataset.episodes.numbers[["chunk", "file"]]
+
+    def measure(worker: Worker, job: tuple[int, MeasurementUnit]) -> tuple[int, Measured]:
+        return job[0], from_data(worker.call("measure", *astuple(job[1])))
+
+    with WorkerPool(
+        lambda: make_worker("components.datasets.worker", opened, timeout=UNIT_SECONDS), machine.statistics_workers
+    ) as workers:
+        workers.run(enumerate(units), measure, lambda job: files[job[1].first].item(), finished, ATTEMPTS)

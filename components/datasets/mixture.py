@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 from components.artifacts.cache import DownloadCache
 from components.contracts.errors import ConfigurationError
 from components.contracts.robots import RobotObservation
+from components.datasets.lerobot.episodes import EpisodeRange
 from components.datasets.lerobot.frames import FrameReader
-from components.datasets.lerobot.reader import EpisodeRange, window
+from components.datasets.lerobot.reader import window
 from components.datasets.order import MixtureSchedule, mixed, permuted
 from components.datasets.samples import RobotSample
+from components.datasets.selection import selection
 from components.datasets.source import DatasetSource
 
 
@@ -55,9 +57,8 @@ class Mixture:
         self._schedule = MixtureSchedule([source.weight for source in sources], seed)
         cache = DownloadCache.standard()
         self._frames = [FrameReader(source.dataset, cache) for source in sources]
-        self._stops = [
-            np.cumsum([source.dataset.episodes[index].length for index in source.episodes]) for source in sources
-        ]
+        runs = [selection(source.episodes).frames(source.dataset.episodes) for source in sources]
+        self._firsts, self._stops = [first for first, _ in runs], [stops for _, stops in runs]
 
     @property
     def horizon(self) -> int:
@@ -81,8 +82,13 @@ class Mixture:
 
     def every(self) -> Iterator[FrameIndex]:
         """Each frame once, in the datasets' order."""
-        for source, stops in enumerate(self._stops):
-            yield from (FrameIndex(source, frame) for frame in range(int(stops[-1])))
+        return map(self.nth, range(self.frames))
+
+    def nth(self, number: int) -> FrameIndex:
+        """What comes after `number` others in `every`."""
+        ends = np.cumsum([int(stops[-1]) for stops in self._stops])
+        source = int(np.searchsorted(ends, number, side="right"))
+        return FrameIndex(source, number - int(ends[source - 1]) if source else number)
 
     def sample(self, place: FrameIndex) -> RobotSample:
         """
@@ -107,7 +113,8 @@ class Mixture:
 
     def _episode(self, place: FrameIndex) -> tuple[EpisodeRange, int]:
         """The episode, and the frame in it."""
-        source, stops = self.sources[place.source], self._stops[place.source]
-        number = int(np.searchsorted(stops, place.frame, side="right"))
-        episode = source.dataset.episodes[source.episodes[number]]
-        return episode, place.frame - int(stops[number]) + episode.length
+        firsts, stops = self._firsts[place.source], self._stops[place.source]
+        run = int(np.searchsorted(stops, place.frame, side="right"))
+        frame = int(firsts[run]) + place.frame - (int(stops[run - 1]) if run else 0)
+        episode = self.sources[place.source].dataset.episode_at(frame)
+        return episode, frame - episode.start

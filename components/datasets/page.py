@@ -11,7 +11,7 @@ import numpy as np
 from components.contracts.images import data_url
 from components.datasets.histograms import Histogram
 from components.datasets.lerobot.reader import Dataset
-from components.datasets.measure import Measured
+from components.datasets.measured import Measured
 from components.datasets.quantiles import FeatureValues
 from components.datasets.statistics import QUANTILES, Array, FeatureStatistics
 from components.reports.report import HtmlReport, ReportImage, Table
@@ -26,7 +26,7 @@ def statistics_report(
 ) -> HtmlReport:
     figures = {
         "datasets": f"{len(datasets):,}",
-        "episodes": f"{len(measured.episodes):,}",
+        "episodes": f"{measured.episodes.num_rows:,}",
         "frames": f"{max(each.count for each in whole.values()):,}",
         "frames per second": ", ".join(sorted({f"{dataset.info.fps:g}" for dataset in datasets})),
         "tasks": f"{len({task for dataset in datasets for task in dataset.tasks}):,}",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from components.contracts.errors import DataError
-from components.datasets.statistics import Array, FeatureStatistics, between, ranks
+from components.datasets.statistics import QUANTILES, Array, FeatureStatistics, between, ranks
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,36 @@ def merge(shards: Sequence[FeatureValues]) -> FeatureValues:
 
     Moments by Chan, Golub and LeVeque (1979): no sum of squares is ever subtracted from another.
     """
-    counts = np.array([shard.count for shard in shards], np.float64)[:, None]
-    means = np.stack([shard.mean for shard in shards])
+    means, squares = (np.stack([getattr(shard, name) for shard in shards]) for name in ("mean", "squares"))
+    count, mean, total = _merged(np.array([shard.count for shard in shards]), means, squares)
+    return FeatureValues(tuple(part for shard in shards for part in shard.parts), count, mean, total)
+
+
+def _merged(counts: Array, means: Array, squares: Array) -> tuple[int, Array, Array]:
+    """Count, mean and squares of all; means and squares are (shards, width)."""
+    weights = counts.astype(np.float64)[:, None]
     base = means[0]
-    mean = base + ((means - base) * counts).sum(0) / counts.sum()
-    squares = np.sum([shard.squares for shard in shards], axis=0) + ((means - mean) ** 2 * counts).sum(0)
-    parts = tuple(part for shard in shards for part in shard.parts)
-    return FeatureValues(parts, sum(shard.count for shard in shards), mean, squares)
+    mean = base + ((means - base) * weights).sum(0) / weights.sum()
+    return int(counts.sum()), mean, squares.sum(0) + ((means - mean) ** 2 * weights).sum(0)
 
 
 def measure(
     rows: Array, lengths: Sequence[int], feature: str, first_episode: int = 0
 ) -> tuple[list[FeatureStatistics], FeatureValues]:
-    """Statistics of each episode, and what all of them merge from.
+    """Statistics of each episode, and what all of them merge from: see `measure_columns`."""
+    found, values = measure_columns(rows, lengths, feature, first_episode)
+    low, high, mean, std, *quantiles, counts = found.values()
+    levels = np.stack(quantiles, axis=1)
+    episodes = [
+        FeatureStatistics(low[i], high[i], mean[i], std[i], int(counts[i, 0]), levels[i]) for i in range(len(counts))
+    ]
+    return episodes, values
+
+
+def measure_columns(
+    rows: Array, lengths: Sequence[int] | Array, feature: str, first_episode: int = 0
+) -> tuple[dict[str, Array], FeatureValues]:
+    """Statistics of each episode by their names in stats.json, (episodes, width) each, and what all merge from.
 
     Args:
         rows: (frames, width), the episodes' frames one after another.
@@ -77,16 +94,10 @@ def measure(
     quantiles = between(low, high, weight)
     ends = ordered[:, starts].astype(np.float64), ordered[:, starts + counts - 1].astype(np.float64)
     std = np.sqrt(squares / counts)
-    episodes = [
-        FeatureStatistics(ends[0][:, i], ends[1][:, i], mean[:, i], std[:, i], int(count), quantiles[:, :, i].T)
-        for i, count in enumerate(counts)
-    ]
-    each = [
-        FeatureValues((columns[:, start : start + count],), int(count), mean[:, i], squares[:, i])
-        for i, (start, count) in enumerate(zip(starts, counts, strict=True))
-    ]
-    merged = merge(each)
-    return episodes, FeatureValues((columns,), merged.count, merged.mean, merged.squares)
+    moments = np.ascontiguousarray(mean.T), np.ascontiguousarray(squares.T)
+    found = {"min": ends[0].T, "max": ends[1].T, "mean": moments[0], "std": std.T}
+    found |= dict(zip(QUANTILES, quantiles.transpose(1, 2, 0), strict=True)) | {"count": counts[:, None]}
+    return found, FeatureValues((columns,), *_merged(counts, *moments))
 
 
 def _moments(columns: Array, starts: Array, counts: Array) -> tuple[Array, Array]:
@@ -107,7 +118,7 @@ def _order(values: Array) -> Array:
     return np.concatenate([[values[0], values[-1]], between(low, high, weight)]).astype(np.float64)
 
 
-def _check(rows: Array, lengths: Sequence[int], feature: str, first_episode: int) -> None:
+def _check(rows: Array, lengths: Sequence[int] | Array, feature: str, first_episode: int) -> None:
     if rows.ndim != 2 or rows.dtype.kind not in "fiub":
         raise DataError(f"{rows.dtype} of shape {rows.shape} are not rows of numbers", where=f"feature {feature!r}")
     for number, length in enumerate(lengths, first_episode):

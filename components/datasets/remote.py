@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from components.installation import install_command
 
 RECORDED = "dataset"
 """The folder with the dataset itself in the artifact of a stage that records one."""
+BLOCKS = {"cache_type": "blockcache", "block_size": 2**20, "cache_options": {"maxblocks": 8}}
+"""How fsspec reads a file here and there: 1 MiB at a time, the last 8 are kept."""
 VERSIONS = ("ETag", "etag", "sha256", "md5", "mtime", "LastModified", "last_modified", "created")
 """What filesystems call the thing that changes with a file's content, best first."""
 
@@ -48,18 +51,22 @@ class FileListing(BaseModel):
 
 @dataclass(frozen=True)
 class RemoteFiles:
-    """Files that `url` has; `listing` was read when it was opened, and what arrives is compared with it."""
+    """Files that `url` has; `listing` was read when it was opened, and what arrives is compared with it.
+
+    With `ranges` no file is fetched but for those in meta/: data and videos are read where they lie.
+    """
 
     url: str
     listing: FileListing
     root: Path
     limit_bytes: int
+    ranges: bool = False
 
     def __str__(self) -> str:
         return self.url
 
-    def names(self) -> list[str]:
-        return sorted(name for name in self.listing.files if belongs(name))
+    def names(self, part: str = "") -> list[str]:
+        return sorted(name for name in self.listing.files if belongs(name) and name.startswith(part))
 
     def has(self, name: str | PurePosixPath) -> bool:
         return str(name) in self.listing.files
@@ -67,6 +74,9 @@ class RemoteFiles:
     def digest(self) -> str:
         files = self.listing.files
         return listing_digest({name: f"{files[name].size} {files[name].version}" for name in self.names()})
+
+    def quick_digest(self) -> str:
+        return self.digest()
 
     def path(self, name: str | PurePosixPath) -> Path:
         """
@@ -79,14 +89,14 @@ class RemoteFiles:
         return make_once(target, partial(self._fetch, str(name), self._entry(name)))
 
     @contextmanager
-    def view(self, name: str | PurePosixPath) -> Iterator[Path | IO[bytes]]:
+    def view(self, name: str | PurePosixPath, whole: bool) -> Iterator[Path | IO[bytes]]:
         target, entry = self.root / name, self._entry(name)
-        if target.is_file():
-            yield target
+        if target.is_file() or (whole and not self.ranges):
+            yield self.path(name)
             return
         filesystem, base = _filesystem(self.url)
         try:
-            file = filesystem.open(f"{base}/{name}", "rb", cache_type="none")
+            file = filesystem.open(f"{base}/{name}", "rb", **(BLOCKS if whole else {"cache_type": "none"}))
         except Exception as error:  # each kind of filesystem has errors of its own
             raise DataError(f"{str(name)!r} cannot be read: {error!r:.300}", where=self.url) from error
         with file:
@@ -120,7 +130,8 @@ class RemoteFiles:
                 f"{name!r} has {entry.size / 1e9:.3g} GB: with the {fetched / 1e9:.3g} GB fetched before, more than "
                 f"the {self.limit_bytes / 1e9:.3g} GB that one dataset may take",
                 where=self.url,
-                remedy="choose fewer episodes or cameras, or raise ARMATURE_FETCH_LIMIT_GB",
+                remedy="choose fewer episodes or cameras, raise ARMATURE_FETCH_LIMIT_GB, or read the files where they "
+                "lie: ARMATURE_FETCH=ranges",
             )
         filesystem, base = _filesystem(self.url)
         try:
@@ -161,6 +172,22 @@ def open_files(path: str, revision: str | None, cache: DownloadCache) -> Dataset
     kept = _home(url, cache) / "listing.json"  # a commit never changes, so it is listed once
     make_once(kept, lambda path: _keep(_list(url), path))
     return remote_folder(url, FileListing.model_validate_json(kept.read_bytes()), cache)
+
+
+def same_files(where: str, quick_digest: str, cache: DownloadCache) -> DatasetFiles:
+    """The files that another process has opened; `where` is what `str` gives of them.
+
+    Raises:
+        DataError: they cannot be reached from here, or are others.
+    """
+    files = remote_folder(where, _list(where), cache) if "://" in where else LocalFiles(Path(where))
+    if (found := files.quick_digest()) != quick_digest:
+        raise DataError(
+            f"the dataset's names, sizes or times differ here: {found}, not {quick_digest}",
+            where=f"{where} on {platform.node()}",
+            remedy="all nodes need the same files under the same path or URL",
+        )
+    return files
 
 
 def _filesystem(url: str) -> tuple[Any, str]:
@@ -226,7 +253,7 @@ def _home(url: str, cache: DownloadCache) -> Path:
 def remote_folder(url: str, listing: FileListing, cache: DownloadCache) -> RemoteFiles:
     """Files of other content lie in another folder, so that a changed bucket is not taken for the old one."""
     content = listing_digest({name: entry.version for name, entry in listing.files.items()})
-    return RemoteFiles(url, listing, _home(url, cache) / content[:16], cache.limit_bytes)
+    return RemoteFiles(url, listing, _home(url, cache) / content[:16], cache.limit_bytes, cache.ranges)
 
 
 def _no_revision(path: str, revision: str | None) -> None:

@@ -9,6 +9,13 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 
 from components.contracts.settings import Settings
 
+QUICK = "quick"
+"""Asks for a digest that reads no data and no video, and begins it."""
+_DIGEST = (
+    "Digest that its content must have; leave out to take it as it is and be told the digest. quick: of names, sizes "
+    "and times or ETags, and of the content of meta/ alone."
+)
+
 
 class SourceSettings(Settings):
     """A dataset, and how a policy is to see it."""
@@ -19,9 +26,7 @@ class SourceSettings(Settings):
         "URL (s3://bucket/dataset). Of the last two only the files that are needed are fetched.",
     )
     revision: str | None = Field(None, description="Commit of a hub dataset; needed for hub names.")
-    digest: str | None = Field(
-        None, description="Digest that its content must have; leave out to take it as it is and be told the digest."
-    )
+    digest: str | None = Field(None, description=_DIGEST)
     tag: str = Field(
         pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$",
         description="Names the robot: datasets of one tag share their statistics.",
@@ -45,9 +50,7 @@ class DatasetSettings(Settings):
 
     path: str | None = Field(None, min_length=1, description="Folder, hub name or URL of the only dataset.")
     revision: str | None = Field(None, description="Commit of a hub dataset; needed for hub names.")
-    digest: str | None = Field(
-        None, description="Digest that its content must have; leave out to take it as it is and be told the digest."
-    )
+    digest: str | None = Field(None, description=_DIGEST)
     sources: tuple[SourceSettings, ...] | None = Field(None, description="Several datasets, instead of path.")
 
     @model_validator(mode="after")

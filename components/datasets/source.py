@@ -18,7 +18,8 @@ from components.datasets.lerobot.files import DatasetFiles, LocalFiles
 from components.datasets.lerobot.layout import INFO
 from components.datasets.lerobot.reader import Dataset, open_dataset
 from components.datasets.remote import RECORDED, open_files
-from components.datasets.settings import ALONE, DatasetSettings, SourceSettings
+from components.datasets.selection import EpisodeSelection, selection
+from components.datasets.settings import ALONE, QUICK, DatasetSettings, SourceSettings
 from components.home import original
 from components.hub import hub_commit
 from components.project import project_path, project_source
@@ -37,7 +38,10 @@ class DatasetReference(BaseModel):
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """A dataset, and how a policy is to see it: see `SourceSettings`. `cameras` are in the policy's order."""
+    """A dataset, and how a policy is to see it: see `SourceSettings`. `cameras` are in the policy's order.
+
+    `episodes` are ascending.
+    """
 
     dataset: Dataset
     tag: str
@@ -46,7 +50,7 @@ class DatasetSource:
     state: str | None
     action: str
     cameras: Mapping[str, str]
-    episodes: tuple[int, ...]
+    episodes: Sequence[int]
 
 
 def content_digest(files: DatasetFiles, cache: DownloadCache) -> str:
@@ -61,6 +65,17 @@ def content_digest(files: DatasetFiles, cache: DownloadCache) -> str:
     key = hashlib.sha256(f"{files}\n{versions}".encode()).hexdigest()
     kept = make_once(cache.folder / "digests" / key, lambda path: _put(files.digest(), path))
     return kept.read_text()
+
+
+def _digest(files: DatasetFiles, cache: DownloadCache, like: str | None) -> str:
+    """Of the same kind as `like`: of the content, or with the word `QUICK` before it, of what is listed.
+
+    Raises:
+        DataError: there is no dataset.
+    """
+    if like is not None and like.partition(":")[0] == QUICK:
+        return f"{QUICK}:{files.quick_digest()}"
+    return content_digest(files, cache)
 
 
 def pinned(settings: DatasetSettings) -> DatasetSettings:
@@ -102,8 +117,7 @@ def refer(
     for source in sources:
         commit = f" at {source.revision}" if source.revision else ""
         context.events.message(f"dataset: refers to {source.path}{commit}, digest {source.digest}")
-    lengths = [each.dataset.episodes[index].length for each in opened for index in each.episodes]
-    return StageReport(rows={"episodes": len(lengths), "frames": sum(lengths)})
+    return StageReport(rows=counted(opened))
 
 
 DATASET_STAGE = Stage("dataset", 2, DatasetSettings, (), refer, resolve=lambda settings, inputs, say: pinned(settings))
@@ -128,6 +142,12 @@ def open_sources(artifact: Path) -> tuple[DatasetSource, ...]:
     return tuple(_source(_opened(source, path, cache), source) for source in reference.sources)
 
 
+def counted(sources: Sequence[DatasetSource]) -> dict[str, int]:
+    """Episodes and frames that are used."""
+    frames = [selection(source.episodes).frames(source.dataset.episodes)[1][-1] for source in sources]
+    return {"episodes": sum(len(source.episodes) for source in sources), "frames": int(sum(frames))}
+
+
 def split(
     sources: Sequence[DatasetSource], held_out: float, seed: int
 ) -> tuple[tuple[DatasetSource, ...], tuple[DatasetSource, ...]]:
@@ -150,18 +170,18 @@ def split(
                 where=str(source.dataset.files),
                 remedy="record more episodes, or hold out a smaller share",
             )
-        order = np.random.default_rng([seed, number]).permutation(len(source.episodes))
-        chosen = {source.episodes[i] for i in order[:count]}
-        training.append(replace(source, episodes=tuple(each for each in source.episodes if each not in chosen)))
-        kept.append(replace(source, episodes=tuple(sorted(chosen))))
+        chosen = np.sort(np.random.default_rng([seed, number]).permutation(len(source.episodes))[:count])
+        numbers = selection(source.episodes).numbers()
+        training.append(replace(source, episodes=EpisodeSelection(np.delete(numbers, chosen))))
+        kept.append(replace(source, episodes=EpisodeSelection(numbers[chosen])))
     return tuple(training), tuple(kept)
 
 
 def _pinned(source: SourceSettings) -> SourceSettings:
     commit = hub_commit(source.path, source.revision, "dataset").commit if source.revision is not None else None
     cache = DownloadCache.standard()
-    digest = content_digest(open_files(project_source(source.path), commit, cache), cache)
-    if source.digest not in (None, digest):
+    digest = _digest(open_files(project_source(source.path), commit, cache), cache, source.digest)
+    if source.digest not in (None, QUICK, digest):
         raise ConfigurationError(
             f"the dataset has the digest {digest}, the settings say {source.digest!r}",
             where=f"{source.path} at {commit}" if commit else source.path,
@@ -178,7 +198,7 @@ def _absolute(source: SourceSettings) -> SourceSettings:
     if (
         lasting != here
         and lasting.is_dir()
-        and content_digest(open_files(str(lasting), None, cache), cache) == source.digest
+        and _digest(open_files(str(lasting), None, cache), cache, source.digest) == source.digest
     ):
         here = lasting
     return source.model_copy(update={"path": str(here)})
@@ -186,7 +206,7 @@ def _absolute(source: SourceSettings) -> SourceSettings:
 
 def _opened(source: SourceSettings, reference: str, cache: DownloadCache) -> Dataset:
     files = open_files(source.path, source.revision, cache)
-    digest = content_digest(files, cache)
+    digest = _digest(files, cache, source.digest)
     if digest != source.digest:
         raise DataError(
             f"the dataset has changed: its digest is {digest}, not {source.digest}",
@@ -205,14 +225,16 @@ def _source(dataset: Dataset, settings: SourceSettings) -> DatasetSource:
     for name in cameras.values():
         if not dataset.feature(name).is_visual:
             raise ConfigurationError(f"feature {name!r} is not a camera", where=str(dataset.files))
-    episodes = tuple(range(count)) if settings.episodes is None else tuple(sorted(set(settings.episodes)))
+    episodes: Sequence[int] = range(count) if settings.episodes is None else sorted(set(settings.episodes))
     if not episodes or episodes[-1] >= count:
         chosen = episodes[-1] if episodes else "no episode"
         raise ConfigurationError(f"{chosen} is chosen of {count} episodes", where=str(dataset.files))
     for name in filter(None, (state, settings.action)):  # a dataset without the usual names can still be measured
         if not dataset.feature(name).is_number:
             raise ConfigurationError(f"feature {name!r} is {dataset.feature(name).dtype}", where=str(dataset.files))
-    return DatasetSource(dataset, settings.tag, settings.weight, settings.horizon, state, action, cameras, episodes)
+    return DatasetSource(
+        dataset, settings.tag, settings.weight, settings.horizon, state, action, cameras, selection(episodes)
+    )
 
 
 def _put(text: str, path: Path) -> None:

@@ -9,6 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -16,10 +17,12 @@ from components.artifacts.disk import write_file
 from components.contracts.errors import DataError
 from components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from components.datasets.lerobot.layout import STATS
-from components.datasets.measure import Measured, cores, measure_dataset, merge, overall, plan
+from components.datasets.measure import cores, measure_dataset, overall, plan
+from components.datasets.measured import Measured, merge
 from components.datasets.page import statistics_report
+from components.datasets.selection import selection
 from components.datasets.settings import QuantileStatsSettings
-from components.datasets.source import DatasetSource, open_sources
+from components.datasets.source import DatasetSource, counted, open_sources
 from components.datasets.statistics import document
 from components.reports.report import HtmlReport as Page
 from components.reports.report import write_report
@@ -46,14 +49,13 @@ def write_statistics(
         whole = overall(datasets[0], merged, cores(context.machine))
         home.mkdir(parents=True, exist_ok=True)
         (home / "stats.json").write_text(_text(document(whole)))
-        named = [(number, index) for number in numbers for index in sources[number].episodes]
-        pq.write_table(_episodes(named, merged), home / "episodes.parquet", compression="zstd")
+        episodes = _episodes({number: sources[number].episodes for number in numbers}, merged)
+        pq.write_table(episodes, home / "episodes.parquet", compression="zstd")
         write_report(home / "report.html", statistics_report(datasets, merged, whole, settings.model_dump(mode="json")))
     if len(homes) > 1:
         links = {tag: f"{home.relative_to(folder).as_posix()}/report.html" for tag, home in homes.items()}
         write_report(folder / "report.html", Page("Statistics", {"datasets": f"{len(sources):,}"}, links))
-    lengths = [source.dataset.episodes[index].length for source in sources for index in source.episodes]
-    return StageReport(rows={"episodes": len(lengths), "frames": sum(lengths)})
+    return StageReport(rows=counted(sources))
 
 
 QUANTILE_STATS_STAGE = Stage("quantile-stats", 3, QuantileStatsSettings, ("dataset",), write_statistics)
@@ -123,11 +125,9 @@ def _text(values: Mapping[str, Any]) -> str:
     return json.dumps(values, indent=4, allow_nan=False) + "\n"
 
 
-def _episodes(named: Sequence[tuple[int, int]], measured: Measured) -> pa.Table:
-    """One row per episode, columns named as in a dataset's meta/episodes; `named` are (source, episode)."""
-    rows = [
-        {"source": source, "episode_index": index}
-        | {f"stats/{name}/{stat}": value for name, each in found.items() for stat, value in each.document().items()}
-        for (source, index), found in zip(named, measured.episodes, strict=True)
-    ]
-    return pa.Table.from_pylist(rows)
+def _episodes(chosen: Mapping[int, Sequence[int]], measured: Measured) -> pa.Table:
+    """One row per episode, columns named as in a dataset's meta/episodes; `chosen` are the episodes of each source."""
+    sources = np.repeat(list(chosen), [len(episodes) for episodes in chosen.values()])
+    indices = np.concatenate([selection(episodes).numbers() for episodes in chosen.values()])
+    table = measured.episodes.combine_chunks()
+    return table.add_column(0, "episode_index", pa.array(indices)).add_column(0, "source", pa.array(sources))

@@ -29,11 +29,14 @@ class FeatureStatistics:
     count: int
     quantiles: Array
 
+    def arrays(self) -> dict[str, Array]:
+        """By their names in stats.json."""
+        entry = {"min": self.min, "max": self.max, "mean": self.mean, "std": self.std}
+        return entry | dict(zip(QUANTILES, self.quantiles, strict=True)) | {"count": np.array([self.count])}
+
     def document(self) -> dict[str, list[Any]]:
         """The feature's entry of stats.json."""
-        entry = {"min": self.min, "max": self.max, "mean": self.mean, "std": self.std}
-        entry |= dict(zip(QUANTILES, self.quantiles, strict=True))
-        return {**{name: value.tolist() for name, value in entry.items()}, "count": [self.count]}
+        return {name: value.tolist() for name, value in self.arrays().items()}
 
     def reshape(self, shape: tuple[int, ...]) -> FeatureStatistics:
         """The same for a feature whose frames have `shape`."""

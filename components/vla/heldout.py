@@ -22,9 +22,8 @@ ACTION_ERROR, MEAN_ACTION_ERROR = "heldout/action_error", "heldout/mean_action_e
 
 def evenly_spread(mixture: Mixture, frames: int) -> list[RobotSample]:
     """`frames` of the mixture's, or all if it has no more."""
-    places = list(mixture.every())
-    chosen = np.unique(np.linspace(0, len(places) - 1, frames).round().astype(int))
-    return [mixture.sample(places[index]) for index in chosen]
+    chosen = np.unique(np.linspace(0, mixture.frames - 1, frames).round().astype(int))
+    return [mixture.sample(mixture.nth(int(number))) for number in chosen]
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ class WorkerActor:
                 f"no node of the cluster had room for a worker within {self._cluster.start_timeout:g} s: it takes "
                 f"{wanted}, free on all nodes together: {free}",
                 where="machine.cluster",
-                remedy="add nodes, or let fewer environment_processes take less",
+                remedy="add nodes, or let fewer environment_processes or statistics_workers take less",
             ) from error
         except ray.exceptions.RayActorError as error:
             if not error.actor_init_failed:

@@ -44,11 +44,10 @@ def test_a_secret_in_plain_text_is_refused_and_not_repeated(override: str) -> No
         'machine.server_environment={SSL_KEYFILE="/etc/key.pem", AWS_WEB_IDENTITY_TOKEN_FILE="/run/token"}',
         'machine.server_arguments={max_num_batched_tokens=8192, tokenizer_mode="slow", ssl_keyfile="/etc/key.pem"}',
         'machine.remote_store="s3://bucket/prefix"',
-        'machine.dask_scheduler="tcp://host:8786"',
     ],
 )
 def test_what_only_sounds_like_one_is_taken(override: str) -> None:
-    load_recipe("train-vlm/colors", [override, "machine.task_runner=dask"])
+    load_recipe("train-vlm/colors", [override])
 
 
 @pytest.mark.parametrize("value", ['"x"', "3", '{ env = "A B" }', '{ env = "" }', '{ env = "A", default = "x" }', "[]"])

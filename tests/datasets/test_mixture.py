@@ -116,7 +116,7 @@ def test_held_out_episodes_are_never_trained_on(mixed_sources):
     training, kept = split(mixed_sources, held_out=0.4, seed=0)
     assert [len(source.episodes) for source in training] == [2, 1]
     for source, left, right in zip(mixed_sources, training, kept, strict=True):
-        assert sorted(left.episodes + right.episodes) == list(source.episodes)
+        assert sorted([*left.episodes, *right.episodes]) == list(source.episodes)
     held = Mixture(kept, horizon=1, seed=0)
     assert {held.sample(place).episode for place in held.every() if place.source == 0} == set(kept[0].episodes)
     assert len(list(held.every())) == held.frames

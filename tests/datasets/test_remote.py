@@ -111,6 +111,41 @@ def test_a_dataset_fetches_no_more_than_it_may(bucket, many, tmp_path):
     assert not list(dataset.root.rglob("data/*/*.parquet"))
 
 
+def test_files_are_read_where_they_lie(bucket, many, tmp_path):
+    meta = sum((many / name).stat().st_size for name in LocalFiles(many).names("meta"))
+    dataset = open_dataset(open_files(bucket, None, DownloadCache(tmp_path, meta, ranges=True)))
+    folder = open_dataset(many)
+    for camera in ("observation.images.front", "observation.images.wrist"):
+        found, expected = (list(each.images(camera, each.episodes[2], [0, 4, 11])) for each in (dataset, folder))
+        np.testing.assert_array_equal(np.stack(found), np.stack(expected))
+    assert fetched(dataset.root) == LocalFiles(many).names("meta")
+    with fsspec.open(f"{bucket}/videos/observation.images.wrist/chunk-000/file-001.mp4", "wb") as file:
+        file.write(b"short")
+    with pytest.raises(DataError, match="has 5 bytes, not"):
+        list(dataset.images("observation.images.wrist", dataset.episodes[1], [0]))
+
+
+def test_samples_of_a_hub_are_read_where_they_lie(hub, many, tmp_path, monkeypatch):
+    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("ARMATURE_FETCH", "ranges")
+    monkeypatch.setenv("ARMATURE_FETCH_LIMIT_GB", "0.0001")
+    artifact = run_stage(
+        "dataset", pinned(DatasetSettings(path="someone/small", revision="v1")), {}, Machine(store=str(tmp_path))
+    )
+    mixture = Mixture(open_sources(artifact.path), 3, 0)
+    here = run_stage("dataset", pinned(DatasetSettings(path=str(many))), {}, Machine(store=str(tmp_path)))
+    expected = Mixture(open_sources(here.path), 3, 0)
+    for position in range(8):
+        sample, other = mixture[position], expected[position]
+        np.testing.assert_array_equal(sample.actions, other.actions)
+        for camera, image in other.observation.images.items():
+            np.testing.assert_array_equal(sample.observation.images[camera], image)
+    assert fetched(mixture.sources[0].dataset.root) == LocalFiles(many).names("meta")
+    monkeypatch.setenv("ARMATURE_FETCH", "all")
+    with pytest.raises(ConfigurationError, match="neither files nor ranges: 'all'"):
+        DownloadCache.standard()
+
+
 def test_a_file_that_arrives_short_is_not_kept(bucket, cache):
     dataset = open_dataset(open_files(bucket, None, cache))
     with fsspec.open(f"{bucket}/data/chunk-000/file-000.parquet", "wb") as file:

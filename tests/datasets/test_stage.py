@@ -8,22 +8,31 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
+from dataclasses import astuple
 
 import numpy as np
 import pandas as pd
+import psutil
 import pytest
 
+from benchmarks.large_dataset import write_dataset
+from components.artifacts.cache import DownloadCache
 from components.configuration import load_recipe
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.machine import Machine
 from components.datasets.lerobot.files import LocalFiles
 from components.datasets.lerobot.reader import open_dataset
+from components.datasets.measure import measure_dataset, measure_unit, plan
+from components.datasets.measured import as_data, from_data
+from components.datasets.remote import same_files
 from components.datasets.settings import DatasetSettings, QuantileStatsSettings
 from components.datasets.source import open_sources, pinned
 from components.datasets.stage import augment
 from components.stages import run_stage
+from components.workers.channel import decoded, encoded
 
-from .conftest import LENGTHS
+from .conftest import LENGTHS, write
 
 SETTINGS = QuantileStatsSettings(features=("action", "observation.images.front"), images="all")
 EVERYTHING = QuantileStatsSettings(features=(), images="all")
@@ -107,16 +116,85 @@ def test_a_dataset_that_changed_since_it_was_named_is_refused(copied, tmp_path):
         pinned(named)
 
 
+def test_a_quick_digest_reads_no_data_and_is_recorded(copied, tmp_path):
+    facts = Machine(store=str(tmp_path / "store"))
+    settings = pinned(DatasetSettings(path=str(copied), digest="quick"))
+    assert settings.digest == f"quick:{LocalFiles(copied).quick_digest()}" and pinned(settings) == settings
+    source = run_stage("dataset", settings, {}, facts)
+    (recorded,) = json.loads((source.path / "dataset.json").read_text())["sources"]
+    assert recorded["digest"] == settings.digest
+    data = copied / "data/chunk-000/file-000.parquet"
+    state, content = data.stat(), data.read_bytes()
+    data.write_bytes(bytes(len(content)))  # no one reads it
+    os.utime(data, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert open_sources(source.path)[0].dataset.info.total_episodes == 3
+    os.utime(data)
+    with pytest.raises(DataError, match="the dataset has changed"):
+        open_sources(source.path)
+    os.utime(data, ns=(state.st_atime_ns, state.st_mtime_ns))
+    with (copied / "meta/tasks.parquet").open("r+b") as file:  # what it does read
+        file.write(b"PAR2")
+    with pytest.raises(DataError, match="the dataset has changed"):
+        open_sources(source.path)
+
+
 def test_the_name_of_a_dataset_does_not_count(written, copied):
     assert LocalFiles(written[0]).digest() == LocalFiles(copied).digest()
     with pytest.raises(DataError, match=r"no meta/info\.json"):
         LocalFiles(copied / "meta").digest()
 
 
-def test_a_local_dask_cluster_gives_the_same_bytes(written, tmp_path):
-    threads = run(written[0], tmp_path / "threads", threads=2)
-    dask = run(written[0], tmp_path / "dask", threads=1, task_runner="dask")
-    assert dask.digest == threads.digest
+def test_four_workers_give_the_same_bytes_as_threads(tmp_path):
+    write(tmp_path / "files", data_files_size_in_mb=1e-3)
+    threads = run(tmp_path / "files", tmp_path / "threads", EVERYTHING, threads=2)
+    workers = run(tmp_path / "files", tmp_path / "workers", EVERYTHING, statistics_workers=4)
+    assert workers.digest == threads.digest
+
+
+def test_a_worker_s_finding_is_named_and_a_file_that_changed_is_refused(copied):
+    dataset = open_dataset(copied)
+    path = copied / "data/chunk-000/file-000.parquet"
+    table = pd.read_parquet(path)
+    table.at[9, "action"] = np.array([0, 0, np.inf, 0, 0, 0, 0], np.float32)
+    table.to_parquet(path)
+    units = plan(dataset, QuantileStatsSettings(features=("action",)), range(3))
+    with pytest.raises(DataError, match=r"value 2 of feature 'action' is inf"):
+        measure_dataset(dataset, units, Machine(statistics_workers=1), lambda done: None)
+    before = LocalFiles(copied).quick_digest()
+    os.utime(path, (1, 1))
+    with pytest.raises(DataError, match="differ here"):
+        same_files(str(copied), before, DownloadCache.standard())
+
+
+def test_a_unit_whose_worker_is_killed_is_measured_again(tmp_path):
+    write_dataset(tmp_path / "files", 12_000, video_files=12)
+    dataset = open_dataset(tmp_path / "files")
+    units = plan(dataset, QuantileStatsSettings(features=("action",)), range(12_000))
+    progress = []
+
+    def kill(done):
+        progress.append(done)
+        for each in psutil.Process().children(recursive=True) if done == 1 else ():
+            with suppress(psutil.Error):  # its guard, or what it guarded, has ended by itself
+                if "components.datasets.worker" in each.cmdline():
+                    each.kill()
+                    progress.append("killed")
+
+    found = measure_dataset(dataset, units, Machine(statistics_workers=1), kill)
+    assert "killed" in progress and [done for done in progress if done != "killed"] == list(range(1, 13))
+    assert found.episodes.equals(measure_dataset(dataset, units, Machine(), lambda done: None).episodes)
+
+
+def test_a_unit_travels_as_its_numbers(written):
+    dataset = open_dataset(written[0])
+    (unit,) = plan(dataset, QuantileStatsSettings(features=("action",)), range(3))
+    assert len(encoded(["measure", astuple(unit)])) < 100
+    measured = measure_unit(unit, dataset)
+    again = from_data(decoded(encoded(as_data(measured))))
+    assert again.episodes.equals(measured.episodes)
+    for name, values in measured.values.items():
+        np.testing.assert_array_equal(again.values[name].parts[0], values.parts[0])
+        assert again.values[name].mean.tolist() == values.mean.tolist()
 
 
 def test_a_value_that_is_not_finite_is_named(copied, tmp_path):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Protocol
 
+from components.artifacts.cache import file_sha256
 from components.contracts.errors import DataError
 from components.datasets.lerobot.layout import INFO, TASKS
 
@@ -21,8 +23,8 @@ class DatasetFiles(Protocol):
     def root(self) -> Path:
         """The folder that holds them, or those that were fetched."""
 
-    def names(self) -> list[str]:
-        """All files that a dataset consists of, sorted; meta/stats.json is not among them."""
+    def names(self, part: str = "") -> list[str]:
+        """All files that a dataset consists of, or those below `part`, sorted; meta/stats.json is not among them."""
 
     def has(self, name: str | PurePosixPath) -> bool: ...
 
@@ -33,8 +35,9 @@ class DatasetFiles(Protocol):
             DataError: it cannot be fetched.
         """
 
-    def view(self, name: str | PurePosixPath) -> AbstractContextManager[Path | IO[bytes]]:
-        """The file for reading parts of it: what is not on this machine is fetched as far as it is read.
+    def view(self, name: str | PurePosixPath, whole: bool) -> AbstractContextManager[Path | IO[bytes]]:
+        """The file for reading. What is not on this machine is fetched as far as it is read, or if it is going to be
+        read as a `whole`, by anyone and in time, completely.
 
         Raises:
             DataError: it cannot be reached, or is not what it was.
@@ -45,6 +48,12 @@ class DatasetFiles(Protocol):
 
     def digest(self) -> str:
         """SHA-256 of what is in the dataset, without meta/stats.json, which is computed from the rest."""
+
+    def quick_digest(self) -> str:
+        """SHA-256 of what is listed: of files in meta/ the content, of others name, size, and time or ETag.
+
+        Reads no data and no video. Who changes a file and keeps its size and time is not seen.
+        """
 
 
 def belongs(name: str) -> bool:
@@ -68,9 +77,11 @@ class LocalFiles:
     def __str__(self) -> str:
         return str(self.root)
 
-    def names(self) -> list[str]:
-        found = (path for part in ("meta", "data", "videos") for path in (self.root / part).rglob("*"))
-        names = (path.relative_to(self.root).as_posix() for path in found)
+    def names(self, part: str = "") -> list[str]:
+        folders = [self.root / each for each in ([part] if part else ["meta", "data", "videos"])]
+        walked = (found for folder in folders for found in os.walk(folder))
+        paths = (f"{folder}/{name}" for folder, _, names in walked for name in names)
+        names = (path[len(str(self.root)) + 1 :] for path in paths)
         return sorted(name for name in names if belongs(name))
 
     def has(self, name: str | PurePosixPath) -> bool:
@@ -79,7 +90,7 @@ class LocalFiles:
     def path(self, name: str | PurePosixPath) -> Path:
         return self.root / name
 
-    def view(self, name: str | PurePosixPath) -> AbstractContextManager[Path | IO[bytes]]:
+    def view(self, name: str | PurePosixPath, whole: bool) -> AbstractContextManager[Path | IO[bytes]]:
         return nullcontext(self.root / name)
 
     def version(self, name: str | PurePosixPath) -> str:
@@ -93,11 +104,27 @@ class LocalFiles:
         Raises:
             DataError: there is no dataset.
         """
+        return self._digest(lambda name: _sha256(self.root / name))
+
+    def quick_digest(self) -> str:
+        """
+        Raises:
+            DataError: there is no dataset.
+        """
+        return self._digest(self._listed)
+
+    def _listed(self, name: str) -> str:
+        if name.startswith("meta/"):
+            return file_sha256(self.root / name)
+        state = (self.root / name).stat()
+        return f"{state.st_size} {state.st_mtime_ns}"
+
+    def _digest(self, of: Callable[[str], str]) -> str:
         names = self.names()
         if INFO not in names:
             raise DataError("not a LeRobot dataset: it has no meta/info.json", where=str(self.root))
         with ThreadPoolExecutor() as executor:
-            digests = executor.map(_sha256, (self.root / name for name in names))
+            digests = executor.map(of, names)
             return listing_digest(dict(zip(names, digests, strict=True)))
 
 

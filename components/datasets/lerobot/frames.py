@@ -14,8 +14,9 @@ import pyarrow as pa
 
 from components.artifacts.cache import DownloadCache, make_once
 from components.contracts.errors import DataError
+from components.datasets.lerobot.episodes import EpisodeRange
 from components.datasets.lerobot.layout import VIDEO
-from components.datasets.lerobot.reader import TOLERANCE, Dataset, EpisodeRange, window
+from components.datasets.lerobot.reader import TOLERANCE, Dataset, window
 from components.datasets.lerobot.video import VideoReaders
 from components.datasets.statistics import Array
 
@@ -60,9 +61,8 @@ class FrameReader:
         dataset = self.dataset
         if dataset.feature(name).dtype == VIDEO:
             time = episode.clips[name].start + frame / dataset.info.fps
-            path = dataset.video_path(name, episode)
             where = f"episode {episode.index}, frame {frame}"
-            return self._videos.at(path).frame(time, 0.5 / dataset.info.fps - TOLERANCE, where)
+            return self._videos.at(dataset.video(name, episode)).frame(time, 0.5 / dataset.info.fps - TOLERANCE, where)
         stored = self._column(name, episode)[episode.row + frame].as_py()
         return np.asarray(dataset.decoded(name, episode, frame, stored))
 
@@ -131,12 +131,11 @@ class FrameReader:
 
     def _write(self, name: str, episode: EpisodeRange, number: bool, target: Path) -> None:
         """The column of all episodes in the data file."""
-        place = (episode.chunk, episode.file)
-        here = [each for each in self.dataset.episodes if (each.chunk, each.file) == place]
+        first, last = self.dataset.episodes.in_file(episode.chunk, episode.file)
         with target.open("wb") as file:
             if number:
-                np.save(file, self.dataset.columns([name], here[0], here[-1])[name])
+                np.save(file, self.dataset.columns([name], first, last)[name])
                 return
-            table = self.dataset.table(here[0], [name], here[-1]).select([name])
+            table = self.dataset.table(first, [name], last).select([name])
             with pa.ipc.new_file(file, table.schema) as writer:
                 writer.write_table(table)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path, PurePosixPath
+from functools import cached_property, partial
+from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
@@ -20,40 +18,15 @@ from components.artifacts.images import decode
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.images import EncodedImage
 from components.datasets.lerobot.columns import to_numpy
+from components.datasets.lerobot.episodes import EpisodeIndex, EpisodeRange
 from components.datasets.lerobot.files import DatasetFiles, LocalFiles
-from components.datasets.lerobot.layout import IMAGE, INFO, STATS, TASKS, VIDEO, DatasetInfo, Feature, read_info
-from components.datasets.lerobot.video import read_frames
+from components.datasets.lerobot.layout import IMAGE, INFO, STATS, VIDEO, DatasetInfo, Feature, read_info
+from components.datasets.lerobot.tasks import TaskList
+from components.datasets.lerobot.video import VideoFile, read_frames
 from components.datasets.statistics import Array
 
 TOLERANCE = 1e-4
 """Seconds that a time may be off, beside half a frame in a video."""
-
-
-@dataclass(frozen=True)
-class Clip:
-    """An episode's part of a video file, in seconds."""
-
-    chunk: int
-    file: int
-    start: float
-
-
-@dataclass(frozen=True)
-class EpisodeRange:
-    """Frames `start` to `stop` (exclusive) of the dataset, rows `row` and on of a data file."""
-
-    index: int
-    tasks: tuple[str, ...]
-    start: int
-    stop: int
-    chunk: int
-    file: int
-    row: int
-    clips: Mapping[str, Clip]
-
-    @property
-    def length(self) -> int:
-        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -62,8 +35,8 @@ class Dataset:
 
     files: DatasetFiles
     info: DatasetInfo
-    episodes: tuple[EpisodeRange, ...]
-    tasks: tuple[str, ...]
+    episodes: EpisodeIndex
+    tasks: TaskList
 
     @property
     def root(self) -> Path:
@@ -75,22 +48,15 @@ class Dataset:
         """meta/stats.json, empty where there is none."""
         return json.loads(self.files.path(STATS).read_text()) if self.files.has(STATS) else {}
 
-    def video_path(self, name: str, episode: EpisodeRange) -> Path:
-        """A camera's video file with the episode, fetched where it is not yet.
-
-        Raises:
-            DataError: it cannot be fetched.
-        """
+    def video(self, name: str, episode: EpisodeRange) -> VideoFile:
+        """A camera's video file with the episode."""
         clip = episode.clips[name]
-        return self.files.path(self.info.video_file(name, clip.chunk, clip.file))
+        file = self.info.video_file(name, clip.chunk, clip.file)
+        return VideoFile(f"{self.files}/{file}", partial(self.files.view, file, whole=True))
 
     def episode_at(self, index: int) -> EpisodeRange:
         """The episode that frame `index` of the dataset belongs to."""
-        return self.episodes[int(np.searchsorted(self._starts, index, side="right")) - 1]
-
-    @cached_property
-    def _starts(self) -> Array:
-        return np.array([episode.start for episode in self.episodes])
+        return self.episodes.at(index)
 
     def feature(self, name: str) -> Feature:
         """
@@ -114,8 +80,7 @@ class Dataset:
         stored = {key for key, feature in self.info.features.items() if feature.dtype == IMAGE}
         try:
             # numbers beside images are a small part of the file
-            view = self.files.view(name) if stored and not stored & set(names) else nullcontext(self.files.path(name))
-            with view as file:
+            with self.files.view(name, whole=not stored or bool(stored & set(names))) as file:
                 columns = sorted({"episode_index", *names})
                 skipped, whole = _rows(file, columns, episode.row, last.stop - episode.start)
         except (OSError, pa.ArrowException) as error:
@@ -127,8 +92,7 @@ class Dataset:
         table = whole.slice(episode.row - skipped, last.stop - episode.start)
         found = table["episode_index"].to_numpy()
         numbers = np.arange(episode.index, last.index + 1)
-        lengths = [each.length for each in self.episodes[episode.index : last.index + 1]]
-        expected = np.repeat(numbers, lengths)
+        expected = np.repeat(numbers, self.episodes.lengths(episode.index, last.index))
         if len(found) != len(expected) or (found != expected).any():
             wrong = int(np.argmax(found != expected[: len(found)])) if len(found) else 0
             raise DataError(
@@ -155,7 +119,7 @@ class Dataset:
         if self.feature(name).dtype == VIDEO:
             times = [episode.clips[name].start + frame / self.info.fps for frame in frames]
             tolerance = 0.5 / self.info.fps - TOLERANCE
-            yield from read_frames(self.video_path(name, episode), times, tolerance, f"episode {episode.index}")
+            yield from read_frames(self.video(name, episode), times, tolerance, f"episode {episode.index}")
             return
         column = self.table(episode, [name])[name].take(list(frames))
         for frame, stored in zip(frames, column, strict=True):
@@ -213,7 +177,7 @@ def open_dataset(files: DatasetFiles | Path) -> Dataset:
     """
     files = LocalFiles(files) if isinstance(files, Path) else files
     info = read_info(files.path(INFO))
-    episodes = tuple(_episodes(files, info))
+    episodes = EpisodeIndex(files, info)
     frames = episodes[-1].stop if episodes else 0
     if (len(episodes), frames) != (info.total_episodes, info.total_frames) or not episodes:
         raise DataError(
@@ -221,7 +185,7 @@ def open_dataset(files: DatasetFiles | Path) -> Dataset:
             f"meta/info.json says {info.total_episodes} of {info.total_frames}",
             where=f"{files}/meta/episodes",
         )
-    return Dataset(files, info, episodes, _tasks(files.path(TASKS)))
+    return Dataset(files, info, episodes, TaskList(files))
 
 
 def media_type(data: bytes) -> str:
@@ -241,63 +205,3 @@ def _rows(source: Path | IO[bytes], names: Sequence[str], first: int, count: int
         groups = [g for g, end in enumerate(ends) if end > first and end - sizes[g] < first + count]
         skipped = int(ends[groups[0]] - sizes[groups[0]]) if groups else first
         return skipped, file.read_row_groups(groups, columns=list(names))
-
-
-def _episodes(files: DatasetFiles, info: DatasetInfo) -> Iterator[EpisodeRange]:
-    videos = [name for name, feature in info.features.items() if feature.dtype == VIDEO]
-    parts = [f"videos/{key}/{each}" for key in videos for each in ("chunk_index", "file_index", "from_timestamp")]
-    columns = ["episode_index", "tasks", "data/chunk_index", "data/file_index"]
-    columns += ["dataset_from_index", "dataset_to_index", *parts]
-    begins: dict[tuple[int, int], int] = {}
-    expected, stop = 0, 0
-    lists = [PurePosixPath(name) for name in files.names() if name.startswith("meta/episodes/")]
-    for path in map(files.path, sorted(lists, key=_number)):
-        try:
-            rows = pq.read_table(path, columns=columns, partitioning=None).select(columns).to_pylist()
-        except (OSError, KeyError, pa.ArrowException) as error:
-            raise DataError(f"the list of episodes cannot be read: {error}", where=str(path)) from error
-        for row in rows:
-            if wrong := [key for key in columns if key != "tasks" and not _counts(row[key], key)]:
-                raise DataError(
-                    f"{wrong[0]} of episode {row['episode_index']!r:.80} is {row[wrong[0]]!r:.80}",
-                    where=str(path),
-                    remedy="it should be a number from 0 on; fetch the dataset again",
-                )
-            start, stop_before, stop = row["dataset_from_index"], stop, row["dataset_to_index"]
-            if row["episode_index"] != expected or start != stop_before or stop <= start:
-                raise DataError(
-                    f"episode {row['episode_index']} has the frames {start} to {stop}; "
-                    f"episode {expected} should come here and begin at {stop_before}",
-                    where=str(path),
-                    remedy="an episode is empty, missing or listed twice; remove or record it again with lerobot",
-                )
-            chunk, file = row["data/chunk_index"], row["data/file_index"]
-            clips = {
-                key: Clip(*(row[f"videos/{key}/{each}"] for each in ("chunk_index", "file_index", "from_timestamp")))
-                for key in videos
-            }
-            begin = begins.setdefault((chunk, file), start)
-            tasks = tuple(row["tasks"] or ())
-            yield EpisodeRange(expected, tasks, start, stop, chunk, file, start - begin, clips)
-            expected += 1
-
-
-def _counts(value: Any, key: str) -> bool:
-    """Whether a cell of the list of episodes is a number that its column can have."""
-    kinds = (int, float) if key.endswith("timestamp") else (int,)
-    return type(value) in kinds and 0 <= value < float("inf")
-
-
-def _number(path: PurePosixPath) -> tuple[int, str, int, str]:
-    """Sorts chunk-1000 after chunk-999."""
-    return len(path.parent.name), path.parent.name, len(path.name), path.name
-
-
-def _tasks(path: Path) -> tuple[str, ...]:
-    try:
-        frame = pd.read_parquet(path)
-        names = frame["task"] if "task" in frame.columns else frame.index
-        listed = dict(zip(frame["task_index"].tolist(), map(str, names), strict=True))
-        return tuple(listed[number] for number in range(len(frame)))
-    except (OSError, KeyError, ValueError, pa.ArrowException) as error:
-        raise DataError(f"the tasks cannot be read: {error!r}", where=str(path)) from error

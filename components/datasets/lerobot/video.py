@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -48,13 +49,20 @@ def codec_name(encoder: str) -> str:
         raise ConfigurationError(f"PyAV cannot encode {encoder!r}: {error}") from error
 
 
-def read_frames(path: Path, times: Sequence[float], tolerance: float, where: str) -> Iterator[Image.Image]:
+class VideoFile(NamedTuple):
+    """Named in errors, and opened by `view`: a path, or a stream that can be read anywhere."""
+
+    name: str
+    view: Callable[[], AbstractContextManager[Path | IO[bytes]]]
+
+
+def read_frames(file: VideoFile, times: Sequence[float], tolerance: float, where: str) -> Iterator[Image.Image]:
     """The RGB frames nearest to `times` (seconds, ascending).
 
     Raises:
         DataError: the file cannot be decoded, or has no frame within `tolerance` seconds of a time.
     """
-    with VideoReader(path, threads=0) as reader:
+    with VideoReader(file, threads=0) as reader:
         for frame in reader.frames(times, tolerance, where):
             yield frame.to_image()
 
@@ -62,8 +70,9 @@ def read_frames(path: Path, times: Sequence[float], tolerance: float, where: str
 class VideoReader:
     """One file, opened when the first frame is asked for; `threads` decode, 0 being as many as there are cores."""
 
-    def __init__(self, path: Path, threads: int) -> None:
-        self._path, self._threads = path, threads
+    def __init__(self, file: VideoFile, threads: int) -> None:
+        self._file, self._threads = file, threads
+        self._opened = ExitStack()
         self._container: Any = None
 
     def __enter__(self) -> VideoReader:
@@ -85,14 +94,16 @@ class VideoReader:
             DataError: the file cannot be decoded, is turned, or has no frame within `tolerance` seconds of a time.
         """
         wanted = list(times)
-        with foreign("the video cannot be decoded", where=f"{self._path}, {where}", remedy="fetch or record it again"):
+        with foreign(
+            "the video cannot be decoded", where=f"{self._file.name}, {where}", remedy="fetch or record it again"
+        ):
             stream = self._open()
             self._container.seek(max(0, int((times[0] - tolerance) / stream.time_base)), stream=stream)
             for frame in self._container.decode(stream):
                 if frame.rotation:
                     raise DataError(
                         f"the video is to be shown turned by {frame.rotation} degrees, which is not supported",
-                        where=f"{self._path}, {where}",
+                        where=f"{self._file.name}, {where}",
                         remedy="encode its frames upright",
                     )
                 while wanted and abs(frame.time - wanted[0]) <= tolerance:
@@ -104,18 +115,19 @@ class VideoReader:
                     break
         raise DataError(
             f"the video has no frame at {wanted[0]:.4f} s",
-            where=f"{self._path}, {where}, frame {len(times) - len(wanted)} of the {len(times)} asked for",
+            where=f"{self._file.name}, {where}, frame {len(times) - len(wanted)} of the {len(times)} asked for",
             remedy="the video is cut short, or fps in meta/info.json is not the video's",
         )
 
     def close(self) -> None:
-        if self._container is not None:
-            self._container.close()
-            self._container = None
+        self._opened.close()
+        self._container = None
 
     def _open(self) -> Any:
         if self._container is None:
-            self._container = pyav().open(str(self._path), metadata_errors="replace")
+            source = self._opened.enter_context(self._file.view())
+            opened = pyav().open(str(source) if isinstance(source, Path) else source, metadata_errors="replace")
+            self._container = self._opened.enter_context(opened)
             stream = self._container.streams.video[0]
             stream.thread_count = self._threads
             stream.thread_type = "AUTO"
@@ -128,14 +140,14 @@ class VideoReaders(threading.local):
     OPEN = 16
 
     def __init__(self) -> None:
-        self._readers: OrderedDict[Path, VideoReader] = OrderedDict()
+        self._readers: OrderedDict[str, VideoReader] = OrderedDict()
         self._process = os.getpid()
 
-    def at(self, path: Path) -> VideoReader:
+    def at(self, file: VideoFile) -> VideoReader:
         if self._process != os.getpid():  # two processes would move each other's place in a file
             self._readers, self._process = OrderedDict(), os.getpid()
-        reader = self._readers.pop(path, None) or VideoReader(path, threads=1)
-        self._readers[path] = reader
+        reader = self._readers.pop(file.name, None) or VideoReader(file, threads=1)
+        self._readers[file.name] = reader
         if len(self._readers) > self.OPEN:
             self._readers.popitem(last=False)[1].close()
         return reader

@@ -15,12 +15,15 @@ import pytest
 from components.contracts.cluster import ClusterSettings
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
+from components.datasets.settings import DatasetSettings, QuantileStatsSettings
+from components.datasets.source import pinned
 from components.environments.alfworld.text.host import EngineHost
 from components.stages import run_stage
 from components.workers import actor
 from components.workers.actor import WorkerActor
 from components.workers.errors import WorkerError
 from components.workers.worker import workers_on
+from tests.datasets.conftest import write
 from tests.environments.alfworld.text.test_engine import games, said_by
 from tests.environments.libero.demonstrations.test_stage import files, settings
 from tests.workers.test_worker import gone
@@ -83,6 +86,21 @@ def test_demonstrations_are_the_same_bytes_though_a_node_is_lost(ray_cluster: An
     there = run_stage("demonstrations", chosen, {}, machine)
     thread.join()
     assert lost[0] in nodes and files(there.path) == files(here.path)
+
+
+def test_statistics_are_the_same_bytes(
+    cluster: ClusterSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
+    write(tmp_path / "dataset", data_files_size_in_mb=1e-3)
+    chosen = QuantileStatsSettings(features=("action", "observation.images.front"))
+
+    def measured(machine: Machine) -> str:
+        source = run_stage("dataset", pinned(DatasetSettings(path=str(tmp_path / "dataset"))), {}, machine)
+        return run_stage("quantile-stats", chosen, {"dataset": source}, machine).digest
+
+    here = measured(Machine(store=str(tmp_path / "here")))
+    assert measured(Machine(store=str(tmp_path / "there"), statistics_workers=2, cluster=cluster)) == here
 
 
 def test_text_games_say_the_same(cluster: ClusterSettings) -> None:

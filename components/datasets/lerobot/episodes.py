@@ -1,0 +1,237 @@
+"""The list of a dataset's episodes: numbers in one file that all processes of a machine map, an episode when asked."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any, overload
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from components.contracts.errors import DataError
+from components.datasets.lerobot.files import DatasetFiles
+from components.datasets.lerobot.layout import VIDEO, DatasetInfo
+from components.datasets.lerobot.mapped import MappedFile
+from components.datasets.statistics import Array
+
+AT_ONCE = 2**16
+"""Rows of meta/episodes in memory while the numbers are written."""
+_CLIP = np.dtype([("chunk", "<i8"), ("file", "<i8"), ("start", "<f8")])
+
+
+@dataclass(frozen=True)
+class Clip:
+    """An episode's part of a video file, in seconds."""
+
+    chunk: int
+    file: int
+    start: float
+
+
+@dataclass(frozen=True)
+class EpisodeRange:
+    """Frames `start` to `stop` (exclusive) of the dataset, rows `row` and on of a data file."""
+
+    index: int
+    start: int
+    stop: int
+    chunk: int
+    file: int
+    row: int
+    clips: Mapping[str, Clip]
+    tasks_of: Callable[[int], tuple[str, ...]] = field(repr=False, compare=False)
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """As meta/episodes has them; read when first asked for."""
+        return self.tasks_of(self.index)
+
+
+class EpisodeIndex(MappedFile, Sequence[EpisodeRange]):
+    """Episodes in their order, with no object for those that nobody asks for.
+
+    `numbers` (episodes,) has `stop`, `row`, `chunk` and `file` of each, and its `clips` by video: 32 bytes and 24 more
+    for each video.
+    """
+
+    def __init__(self, files: DatasetFiles, info: DatasetInfo) -> None:
+        """
+        Raises:
+            DataError: episodes leave gaps, overlap or are empty, or the list cannot be read.
+        """
+        self._files = files
+        self._videos = tuple(name for name, feature in info.features.items() if feature.dtype == VIDEO)
+        lists = (PurePosixPath(name) for name in files.names("meta/episodes"))
+        self._lists = sorted(lists, key=_number)
+        kinds = [(name, "<i8") for name in ("stop", "row", "chunk", "file")]
+        self._record = np.dtype([*kinds, ("clips", _CLIP, (len(self._videos),))])
+        versions = map(files.version, self._lists)
+        super().__init__("episodes", "\n".join([str(self._record), *self._videos, *versions]))
+
+    def _open(self, path: Path) -> None:
+        self.numbers: Array = np.load(path, mmap_mode="r")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name not in ("numbers", "_tasks")}
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, EpisodeIndex) or self._videos != other._videos:
+            return False
+        return np.array_equal(self.numbers, other.numbers)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @overload
+    def __getitem__(self, index: int) -> EpisodeRange: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[EpisodeRange, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> EpisodeRange | tuple[EpisodeRange, ...]:
+        if isinstance(index, slice):
+            return tuple(self[each] for each in range(*index.indices(len(self))))
+        number = range(len(self))[index]
+        stop, row, chunk, file, clips = self.numbers[number].item()
+        named = {key: Clip(*clip) for key, clip in zip(self._videos, clips, strict=True)}
+        return EpisodeRange(number, self.start(number), stop, chunk, file, row, named, self._tasks_of)
+
+    def start(self, number: int) -> int:
+        """The first frame of an episode."""
+        return int(self.numbers["stop"][number - 1]) if number else 0
+
+    def stop(self, number: int) -> int:
+        """The frame after its last."""
+        return int(self.numbers["stop"][number])
+
+    def at(self, frame: int) -> EpisodeRange:
+        """The episode that a frame of the dataset belongs to."""
+        return self[int(np.searchsorted(self.numbers["stop"], frame, side="right"))]
+
+    def lengths(self, first: int, last: int) -> Array:
+        """Frames of the episodes `first` to `last`: int64 (last - first + 1,)."""
+        return np.diff(self.numbers["stop"][first : last + 1], prepend=self.start(first))
+
+    def in_file(self, chunk: int, file: int) -> tuple[EpisodeRange, EpisodeRange]:
+        """The first and the last episode of a data file that has some."""
+        here = np.flatnonzero((self.numbers["chunk"] == chunk) & (self.numbers["file"] == file))
+        return self[int(here[0])], self[int(here[-1])]
+
+    def _tasks_of(self, number: int) -> tuple[str, ...]:
+        return tuple(self._tasks[number].as_py() or ())
+
+    @cached_property
+    def _tasks(self) -> pa.ChunkedArray:
+        parts = [table["tasks"] for path in self._lists for table in self._tables(path, ["tasks"])]
+        return pa.chunked_array([chunk for part in parts for chunk in part.chunks])
+
+    def _tables(self, name: PurePosixPath, columns: Sequence[str]) -> Iterator[pa.Table]:
+        path = self._files.path(name)
+        try:
+            with pq.ParquetFile(path) as file:
+                for batch in file.iter_batches(AT_ONCE, columns=columns):
+                    yield pa.Table.from_batches([batch]).select(columns)
+        except (OSError, KeyError, pa.ArrowException) as error:
+            raise DataError(f"the list of episodes cannot be read: {error}", where=str(path)) from error
+
+    def _write(self, target: Path) -> None:
+        parts = [f"videos/{key}/{each}" for key in self._videos for each in _COLUMNS_OF_CLIP]
+        columns = ["episode_index", "data/chunk_index", "data/file_index"]
+        columns += ["dataset_from_index", "dataset_to_index", *parts]
+        begins: dict[tuple[int, int], int] = {}
+        count, stop = 0, 0
+        with target.open("wb") as file:
+            file.write(_header(self._record, 0))
+            for path in self._lists:
+                for table in self._tables(path, columns):
+                    found = _checked(table, count, stop, str(self._files.path(path)))
+                    block = np.zeros(len(table), self._record)
+                    start, block["stop"] = found["dataset_from_index"], found["dataset_to_index"]
+                    block["chunk"], block["file"] = found["data/chunk_index"], found["data/file_index"]
+                    block["row"] = start - _begins(block, start, begins)
+                    for place, key in enumerate(self._videos):
+                        for name, column in zip(_CLIP.names or (), _COLUMNS_OF_CLIP, strict=True):
+                            block["clips"][name][:, place] = found[f"videos/{key}/{column}"]
+                    file.write(block.tobytes())
+                    count, stop = count + len(block), int(block["stop"][-1]) if len(block) else stop
+            file.seek(0)
+            file.write(_header(self._record, count))
+
+
+_COLUMNS_OF_CLIP = ("chunk_index", "file_index", "from_timestamp")
+
+
+def _header(record: np.dtype[Any], count: int) -> bytes:
+    """Of a .npy file; as long for any count."""
+    out = io.BytesIO()
+    description = np.lib.format.dtype_to_descr(record)
+    np.lib.format.write_array_header_1_0(out, {"descr": description, "fortran_order": False, "shape": (count,)})
+    return out.getvalue()
+
+
+def _begins(block: Array, start: Array, begins: dict[tuple[int, int], int]) -> Array:
+    """Where the data file of each episode begins; `begins` remembers those of the files before."""
+    changes = np.flatnonzero((np.diff(block["chunk"]) != 0) | (np.diff(block["file"]) != 0)) + 1
+    firsts = np.concatenate([[0], changes]) if len(block) else np.zeros(0, np.int64)
+    places = ((int(block["chunk"][first]), int(block["file"][first]), int(start[first])) for first in firsts)
+    known = [begins.setdefault((chunk, file), begin) for chunk, file, begin in places]
+    return np.repeat(np.array(known, np.int64), np.diff(firsts, append=len(block)))
+
+
+def _checked(table: pa.Table, count: int, stop: int, where: str) -> dict[str, Array]:
+    """The table's columns as numbers.
+
+    Raises:
+        DataError: one is none, or the episodes do not follow the `count` before, which have `stop` frames.
+    """
+    found, invalid = {}, np.zeros(len(table), bool)
+    by_column = {}
+    for name in table.column_names:
+        found[name], by_column[name] = _numbers(table[name], name.endswith("timestamp"))
+        invalid |= by_column[name]
+    begin, end = found["dataset_from_index"], found["dataset_to_index"]
+    before = np.concatenate([[stop], end[:-1]])
+    expected = count + np.arange(len(table))
+    broken = (found["episode_index"] != expected) | (begin != before) | (end <= begin)
+    if not (invalid | broken).any():
+        return found
+    row = int(np.argmax(invalid | broken))
+    (cells,) = table.slice(row, 1).to_pylist()
+    if wrong := [name for name in table.column_names if by_column[name][row]]:
+        raise DataError(
+            f"{wrong[0]} of episode {cells['episode_index']!r:.80} is {cells[wrong[0]]!r:.80}",
+            where=where,
+            remedy="it should be a number from 0 on; fetch the dataset again",
+        )
+    raise DataError(
+        f"episode {cells['episode_index']} has the frames {begin[row]} to {end[row]}; "
+        f"episode {expected[row]} should come here and begin at {before[row]}",
+        where=where,
+        remedy="an episode is empty, missing or listed twice; remove or record it again with lerobot",
+    )
+
+
+def _numbers(column: pa.ChunkedArray, fractions: bool) -> tuple[Array, Array]:
+    """A column, and where it is no finite number from 0 on; fractions are refused where there should be none."""
+    kind = np.float64 if fractions else np.int64
+    if not pa.types.is_integer(column.type) and not (fractions and pa.types.is_floating(column.type)):
+        return np.zeros(len(column), kind), np.ones(len(column), bool)
+    missing = column.is_null().to_numpy()
+    values = column.fill_null(0).to_numpy().astype(kind)  # what int64 cannot hold becomes negative
+    return values, missing | ~((values >= 0) & (values < np.inf))
+
+
+def _number(path: PurePosixPath) -> tuple[int, str, int, str]:
+    """Sorts chunk-1000 after chunk-999."""
+    return len(path.parent.name), path.parent.name, len(path.name), path.name

@@ -1,0 +1,89 @@
+"""What was measured of some episodes: it merges, and travels between processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from components.contracts.errors import DataError
+from components.datasets import histograms, quantiles
+from components.datasets.histograms import Histogram
+from components.datasets.quantiles import FeatureValues
+from components.datasets.statistics import Array
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Statistics of each episode, in order, and what those of all merge from.
+
+    `episodes` has a row for each, with columns named as in a dataset's meta/episodes: `stats/<feature>/<statistic>`.
+    """
+
+    episodes: pa.Table
+    values: dict[str, FeatureValues]
+    histograms: dict[str, Histogram]
+
+
+def episodes_table(found: Mapping[str, Mapping[str, Array]]) -> pa.Table:
+    """`found` are each feature's statistics by name, (episodes, *shape)."""
+    return pa.table({f"stats/{name}/{key}": _lists(each[key]) for name, each in found.items() for key in each})
+
+
+def merge(parts: Sequence[Measured]) -> Measured:
+    """All of what was measured, as one: the features that all parts have.
+
+    Raises:
+        DataError: a feature has another width in another part, or they have none in common.
+    """
+    values = [name for name in parts[0].values if all(name in part.values for part in parts)]
+    images = [name for name in parts[0].histograms if all(name in part.histograms for part in parts)]
+    if not values and not images:
+        raise DataError(
+            "they have no feature in common", where="datasets of the same tag", remedy="give them different tags"
+        )
+    for name in values:
+        if len(widths := {len(part.values[name].mean) for part in parts}) > 1:
+            raise DataError(
+                f"feature {name!r} has {sorted(widths)} values a frame",
+                where="datasets of the same tag",
+                remedy="give datasets of different robots different tags",
+            )
+    episodes = pa.concat_tables([part.episodes for part in parts], promote_options="default")
+    return Measured(
+        episodes.select(parts[0].episodes.column_names),
+        {name: quantiles.merge([part.values[name] for part in parts]) for name in values},
+        {name: histograms.merge([part.histograms[name] for part in parts]) for name in images},
+    )
+
+
+def as_data(measured: Measured) -> dict[str, Any]:
+    """JSON and arrays."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, measured.episodes.schema) as writer:
+        writer.write_table(measured.episodes)
+    return {
+        "episodes": np.frombuffer(sink.getvalue(), np.uint8),
+        "values": {name: [each.parts, each.count, each.mean, each.squares] for name, each in measured.values.items()},
+        "histograms": {name: [each.counts, each.images] for name, each in measured.histograms.items()},
+    }
+
+
+def from_data(data: Mapping[str, Any]) -> Measured:
+    """What `as_data` was given."""
+    return Measured(
+        pa.ipc.open_stream(data["episodes"]).read_all(),
+        {name: FeatureValues(tuple(parts), *rest) for name, (parts, *rest) in data["values"].items()},
+        {name: Histogram(*each) for name, each in data["histograms"].items()},
+    )
+
+
+def _lists(values: Array) -> pa.Array:
+    """A cell per first index, nested as the other dimensions are."""
+    array = pa.array(values.reshape(-1))
+    for length in reversed(values.shape[1:]):
+        array = pa.ListArray.from_arrays(np.arange(len(array) // length + 1, dtype=np.int32) * length, array)
+    return array

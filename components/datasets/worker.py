@@ -1,0 +1,29 @@
+"""The process that measures a dataset's episodes. It is started as `python -m components.datasets.worker`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from components.artifacts.cache import DownloadCache
+from components.datasets.lerobot.reader import open_dataset
+from components.datasets.measure import MeasurementUnit, measure_unit
+from components.datasets.measured import as_data
+from components.datasets.remote import same_files
+from components.workers.serve import serve
+
+
+class MeasuringWorker:
+    """Opens the dataset in the folder or behind the URL `files`, which has to have the same digest here."""
+
+    def __init__(self, files: str, quick_digest: str) -> None:
+        self._dataset = open_dataset(same_files(files, quick_digest, DownloadCache.standard()))
+
+    def measure(self, first: int, last: int, numbers: list[str], images: list[str], every: bool) -> dict[str, Any]:
+        return as_data(measure_unit(MeasurementUnit(first, last, tuple(numbers), tuple(images), every), self._dataset))
+
+    def close(self) -> None:
+        pass
+
+
+if __name__ == "__main__":
+    serve(MeasuringWorker)
