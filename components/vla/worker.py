@@ -58,7 +58,7 @@ class PolicyWorker(ServiceWorker):
         self._updates = UpdateDataset(
             Mixture(trained, policy.chunk_size, self.trainer.seed), encoder, ranks.rank, ranks.size
         )
-        sharded = settings.processes.shard
+        sharded = settings.processes.sharding is not None
         loaded = load_model(training.policy, self._parts) if ranks.first or not sharded else None
         model = empty_model(self._parts) if sharded or loaded is None else loaded
         self._dtypes = {name: value.dtype for name, value in model.state_dict().items()}
@@ -69,7 +69,8 @@ class PolicyWorker(ServiceWorker):
             if loaded is not None:
                 prepare(loaded, self.trainer, policy.semantics)
             weights = loaded.state_dict() if loaded is not None else None
-            shard = sharder(ranks, partial(units, precision=policy.dtype), weights, cast_inputs=False)
+            copies, split = settings.processes.copies, partial(units, precision=policy.dtype)
+            shard = sharder(ranks, copies, split, weights, cast_inputs=False)
         self.learner = PolicyLearner(model, self.trainer, LossPlan.of(policy), ranks, shard)
         self._batches: Iterator[list[PolicyMicroBatch]] | None = None
         self._upcoming = 0

@@ -30,7 +30,7 @@ class RobotRLWorker(ServiceWorker):
 
     def __init__(self, settings: ServiceSettings, ranks: Ranks) -> None:
         training = RobotRLTraining.model_validate(settings.training)
-        if settings.processes.shard:
+        if settings.processes.sharding:
             raise ConfigurationError(
                 "reinforcement learning of a policy trains on one GPU, or on CPU processes",
                 where="machine.trainer_gpus, machine.trainer_nodes",

@@ -153,7 +153,7 @@ class TrainerWorker(TokenWorker):
         policy = TrainerPolicySettings.model_validate(settings.training)
         processor = load_processor(policy.model_path, policy.model)
         collator = get_collator(policy.model_path, processor)
-        sharded = settings.processes.shard
+        sharded = settings.processes.sharding is not None
         loaded = load_model(policy.model_path, policy.model) if ranks.first or not sharded else None
         model = load_model(policy.model_path, policy.model, empty=True) if sharded or loaded is None else loaded
         family = family_of(base_model(model).config)
@@ -165,7 +165,8 @@ class TrainerWorker(TokenWorker):
             weights = {f"model.{name}": value for name, value in loaded.state_dict().items()} if loaded else None
             low = policy.trainer.autocast == "bf16" or policy.trainer.weights == "bfloat16"
             units = partial(blocks, classes=family.wrap_classes, dtype=torch.bfloat16 if low else None)
-            shard = sharder(ranks, units, weights, cast_inputs=True, methods=["next_tokens", "own_logits"])
+            methods = ["next_tokens", "own_logits"]
+            shard = sharder(ranks, settings.processes.copies, units, weights, cast_inputs=True, methods=methods)
         learner = Learner(
             model,
             policy.trainer,

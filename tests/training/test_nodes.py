@@ -276,4 +276,4 @@ def test_an_interface_that_the_node_lacks_is_refused(settings: ServiceSettings, 
 def test_several_nodes_of_one_gpu_share_one_model() -> None:
     machine = Machine(trainer_nodes=2, trainer_interface="eth1", trainer_gpus=(0,))
     processes = TrainerProcesses.of(machine)
-    assert (processes.ranks, processes.shard) == (2, True)
+    assert (processes.ranks, processes.sharding) == (2, "full")

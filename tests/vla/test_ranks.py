@@ -37,7 +37,9 @@ if other:
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
 """
 ROOT = Path(__file__).parents[2]
-TWO = Machine(trainer_processes=2, threads=1, loader_workers=0, ready_timeout=120)
+RANKS: dict[str, Any] = {"threads": 1, "loader_workers": 0, "ready_timeout": 120}
+TWO = Machine(trainer_processes=2, **RANKS)
+SPLIT = Machine(trainer_processes=2, trainer_sharding="full", **RANKS)
 SAME: dict[str, dict[str, Any]] = {
     "full": {"policy": {"action_mode": "both"}},
     "lora": {"mode": "lora", "lora": LORA, "ema_decay": 0.5},
@@ -51,7 +53,7 @@ def test_two_ranks_make_the_training_of_one(inputs: dict[str, Path], tmp_path: P
     for name, shard in CASES:
         folder = tmp_path / f"{name}-{shard}"
         common = {"adam_epsilon": 1e-3, "micro_batch_size": 1, **SAME[name]}
-        jobs[name, shard] = make_job(inputs, folder, machine=TWO, shard=shard, **common)
+        jobs[name, shard] = make_job(inputs, folder, machine=SPLIT if shard else TWO, **common)
         files.append(folder / "job.pickle")
         files[-1].write_bytes(pickle.dumps(jobs[name, shard]))
         jobs[name, None] = make_job(inputs, tmp_path / name, **common | {"micro_batch_size": 4})
@@ -81,7 +83,7 @@ def test_two_gpus_make_the_training_of_one(inputs: dict[str, Path], tmp_path: Pa
     for gpus in ((0,), (0, 1)):
         machine = Machine(trainer_processes=len(gpus), trainer_gpus=gpus, loader_workers=1, ready_timeout=120)
         common = {"adam_epsilon": 1e-3, "micro_batch_size": 4 // len(gpus), "save_every": 2}
-        job = make_job(inputs, tmp_path / str(len(gpus)), machine=machine, shard=len(gpus) > 1, **common, **SAME[case])
+        job = make_job(inputs, tmp_path / str(len(gpus)), machine=machine, **common, **SAME[case])
         history, settings = History(job.history), job.training.settings.training
         with PolicyTrainerClient(job.training, machine, job.service.workspace) as trainer:
             for step in (1, 2):
