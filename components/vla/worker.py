@@ -69,8 +69,8 @@ class PolicyWorker(ServiceWorker):
             if loaded is not None:
                 prepare(loaded, self.trainer, policy.semantics)
             weights = loaded.state_dict() if loaded is not None else None
-            copies, split = settings.processes.copies, partial(units, precision=policy.dtype)
-            shard = sharder(ranks, copies, split, weights, cast_inputs=False)
+            parts = partial(units, precision=policy.dtype)
+            shard = sharder(ranks, settings.processes.copies, parts, weights, cast_inputs=False)
         self.learner = PolicyLearner(model, self.trainer, LossPlan.of(policy), ranks, shard)
         self._batches: Iterator[list[PolicyMicroBatch]] | None = None
         self._upcoming = 0
