@@ -81,6 +81,11 @@ class TrainerProcesses(BaseModel):
         """How often all ranks together hold the model."""
         return {"full": 1, "hybrid": self.nodes, None: self.ranks}[self.sharding]
 
+    @property
+    def shards(self) -> int:
+        """Ranks that one copy is split over."""
+        return self.ranks // self.copies
+
     def start(
         self,
         arguments: Sequence[str | Path],
