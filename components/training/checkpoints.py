@@ -152,7 +152,7 @@ class Checkpoints:
         return kept_state
 
     def _own(self, learner: Resumable) -> dict[str, Tensor]:
-        """What this rank writes: of what several ranks have, whole tensors or the same shards, those that fall to it."""
+        """What this rank writes: of what several ranks have, as whole tensors or copied shards, its part."""
         tensors = state_tensors(learner.optimizer, _trained(learner))
         own = {}
         for number, (name, value) in enumerate(tensors.items()):
