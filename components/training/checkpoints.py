@@ -45,16 +45,21 @@ class Resumable(Protocol):
     def optimizer(self) -> torch.optim.Optimizer: ...
 
 
-def identity(model: nn.Module, settings: Settings, **more: Any) -> dict[str, Any]:
+def identity(
+    model: nn.Module, settings: Settings, weights: Mapping[str, Tensor] | None = None, **more: Any
+) -> dict[str, Any]:
     """What a checkpoint must share with the run that resumes from it: parameters, settings, frozen weights.
 
     Call it before the model is sharded. Of a frozen parameter some values are hashed: enough to tell two
     models apart without reading all of either.
+
+    Args:
+        weights: those of the model by name, where it has none in memory.
     """
     digest = sha256()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
-            flat = parameter.detach().flatten()
+            flat = (weights[name] if weights else parameter).detach().flatten()
             picked = flat[:: max(1, len(flat) // _SAMPLED)].float().cpu()
             digest.update(name.encode() + picked.numpy().tobytes())
     values = settings.model_dump(mode="json", exclude=_NOT_COMPARED)
