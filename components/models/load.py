@@ -124,7 +124,9 @@ def read_model(source: str | Path, settings: ModelSettings) -> tuple[PreTrainedM
     kinds = {kind for kind, _ in read_tensors(locate(source, settings.revision)).values()} & FLOATS.keys()
     dtype = FLOATS[kinds.pop()] if len(kinds) == 1 else torch.float32  # any other is rounded in the same way later
     stored = _loaded(config, source, settings, dtype).state_dict()
-    model = _frozen_and_adapted(hollow(_empty(config, settings)), settings)
+    with torch.random.fork_rng(devices=()):  # so that adapters have the numbers that they have in a whole model
+        model = hollow(_empty(config, settings))
+    model = _frozen_and_adapted(model, settings)
     return model, MappedWeights(model, stored)
 
 
