@@ -32,8 +32,8 @@ def sharder(
     Args:
         copies: 1, or with more (HSDP) each equal part of the ranks, one after the other, holds all of the model.
         units: those of a model, inner ones first, the model itself last.
-        weights: all parameters and buffers by name, on the first rank, which sends each rank its shards one
-            parameter at a time; None on the others.
+        weights: all parameters and buffers by name, on the first rank, which asks for one at a time and sends each
+            rank its shards; None on the others.
         cast_inputs: whether a unit's inputs are cast to its dtype as well.
         methods: of the model, which gather its weights as `forward` does.
     """
