@@ -119,7 +119,6 @@ def test_two_nodes_of_which_one_loses_its_rank_in_mid_step_make_the_training_of_
             other.program.stop()
     (death,) = [text for text in other.said if "died" in text]
     assert "starting it again" in death
-    print(max(float((found[name] - value).abs().max()) for name, value in expected.items()), death)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, atol=1e-6, rtol=0, msg=name)
 

@@ -231,7 +231,6 @@ def test_a_copy_on_each_node_makes_the_step_of_one_rank(
         assert largest_difference(one, two) < 1e-6
         saved = runs.folder(name, 2, " of 2 nodes") / "checkpoints/step-000002" / TENSORS
         sizes = [sum(file.stat().st_size for file in (saved / f"rank-{rank}").iterdir()) for rank in range(4)]
-        print(name, largest_difference(one, two), sizes)
         assert max(sizes) < 2 * min(sizes)
 
 
@@ -248,7 +247,6 @@ def test_a_checkpoint_of_two_nodes_is_resumed_on_another_number(
     results = runs.run(RESUMED, processes, suffix=suffix, nodes=nodes)
     for name in RESUMED:
         assert len(results[name].metrics) == 1
-        print(name, nodes, processes, largest_difference(results[name], two_nodes[name]))
         assert largest_difference(results[name], two_nodes[name]) < 1e-6
 
 
