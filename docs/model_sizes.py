@@ -117,10 +117,9 @@ def estimates(model_type: str, sizes: dict[str, Any]) -> tuple[MemoryEstimate, M
 
 def gpus(estimate: MemoryEstimate) -> str:
     """The fewest GPUs of usual sizes over which FSDP2 shards weights, gradients and moments."""
-    shared, own = estimate.weights + estimate.optimizer, estimate.activations + estimate.logits
     for count in (1, 2, 4, 8):
         for size in (24, 48, 80):
-            if (shared / count + own) * OVERHEAD <= size * 1e9:
+            if estimate.over(count).trainer * OVERHEAD <= size * 1e9:
                 return f"{count}\u00a0x\u00a0{size}\u00a0GB"
     return "more than 8\u00a0x\u00a080\u00a0GB"
 

@@ -155,6 +155,10 @@ def test_several_nodes_need_a_place_to_meet():
     load_recipe("train-vla/molmoact2", ["machine.trainer_nodes=2", "machine.trainer_interface=eth1"])
     with pytest.raises(ConfigurationError, match=r"trainer_rendezvous has no effect with trainer_nodes = 1"):
         load_recipe("train-vla/molmoact2", ["machine.trainer_rendezvous=nodes"])
+    with pytest.raises(ConfigurationError, match=r"with trainer_nodes = 1 it is \"full\""):
+        load_recipe("train-vla/molmoact2", ["machine.trainer_sharding=hybrid"])
+    with pytest.raises(ConfigurationError, match=r"trainer_sharding has no effect with one rank"):
+        load_recipe("train-vla/tiny", ["machine.trainer_sharding=full"])
 
 
 @pytest.mark.parametrize("name", recipe_names())

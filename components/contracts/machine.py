@@ -68,6 +68,11 @@ class Machine(Settings):
     trainer_nodes: PositiveInt = Field(
         1, description="Nodes that train, this one first; the others run `armature join`."
     )
+    trainer_sharding: Literal["full", "hybrid"] | None = Field(
+        None,
+        description="How the trainer's ranks split the model with FSDP2: full, over all of them; hybrid (HSDP), over "
+        "those of a node, with a copy on each node. None: full on several GPUs; on CPU each rank has the whole model.",
+    )
     trainer_interface: str | None = Field(
         None,
         pattern=r"^[^\s=,^]+$",
@@ -149,6 +154,10 @@ class Machine(Settings):
             )
         if self.trainer_rendezvous and self.trainer_nodes == 1:
             raise ValueError("trainer_rendezvous has no effect with trainer_nodes = 1")
+        if self.trainer_sharding and self.trainer_nodes * self.trainer_processes == 1:
+            raise ValueError("trainer_sharding has no effect with one rank of the trainer")
+        if self.trainer_sharding == "hybrid" and self.trainer_nodes == 1:
+            raise ValueError('trainer_sharding = "hybrid" has a copy on each node: with trainer_nodes = 1 it is "full"')
         if self.cluster and not (self.environment_processes or self.statistics_workers):
             raise ValueError("cluster needs environment_processes or statistics_workers, how many it is to have")
         return self

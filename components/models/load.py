@@ -27,6 +27,7 @@ from components.contracts.foreign import foreign
 from components.models.attention import check_image_attention, follow_image_attention
 from components.models.families import Family, family_of
 from components.models.lora import add_adapters, base_model, merged_weights
+from components.models.mapped import MappedWeights, hollow
 from components.models.molmo2 import has_second_layout, to_hub
 from components.models.remote import complete_processor, is_remote, register_body
 from components.models.settings import ModelSettings
@@ -35,6 +36,7 @@ from components.models.varlen import choose_kernels
 
 _DEPTH = re.compile(r"(n|num|num_hidden)_(hidden_)?layers|depth")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 RECOMPUTATION = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
 """How layers recompute their activations: without dropout there is nothing random to repeat."""
 
@@ -90,27 +92,58 @@ def load_model(
         DataError: the weights do not belong to the configuration.
     """
     config = load_config(source, settings)
-    family = family_of(config)
     _check_attention(settings.attn_implementation)
-    model = _empty(config, settings) if empty else _loaded(config, source, settings)
+    dtype = DTYPES[settings.dtype]
+    model = _empty(config, settings) if empty else _loaded(config, source, settings, dtype)
     if settings.attn_implementation == "auto":
         choose_kernels(model)
     follow_image_attention(model)
     register_body(model)
-    freeze(model, family, settings.freeze)
-    if settings.lora is not None:
-        model = add_adapters(model, family, settings.lora, settings.freeze)
+    model = _frozen_and_adapted(model, settings)
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=RECOMPUTATION)
     return (model if empty else model.to(device)).eval()
 
 
-def _loaded(config: PreTrainedConfig, source: str | Path, settings: ModelSettings) -> PreTrainedModel:
+def read_model(source: str | Path, settings: ModelSettings) -> tuple[PreTrainedModel, MappedWeights]:
+    """What `load_model` loads, for who needs one tensor at a time: a model without memory for them, and its weights.
+
+    The weights stay in their files, which are mapped, and are the same bits. Those of files with several dtypes take
+    memory, as do tensors that transformers puts together from several.
+
+    Raises:
+        ConfigurationError, DataError: as `load_model`, or the weights are quantized.
+    """
+    config = load_config(source, settings)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigurationError(
+            "a model with quantized weights cannot be split over ranks",
+            where=str(source),
+            remedy="train it on one GPU, or give a checkpoint in bfloat16",
+        )
+    kinds = {kind for kind, _ in read_tensors(locate(source, settings.revision)).values()} & FLOATS.keys()
+    dtype = FLOATS[kinds.pop()] if len(kinds) == 1 else torch.float32  # any other is rounded in the same way later
+    stored = _loaded(config, source, settings, dtype).state_dict()
+    with torch.random.fork_rng(devices=()):  # so that adapters have the numbers that they have in a whole model
+        model = hollow(_empty(config, settings))
+    model = _frozen_and_adapted(model, settings)
+    return model, MappedWeights(model, stored)
+
+
+def _frozen_and_adapted(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
+    family = family_of(model.config)
+    freeze(model, family, settings.freeze)
+    return add_adapters(model, family, settings.lora, settings.freeze) if settings.lora is not None else model
+
+
+def _loaded(
+    config: PreTrainedConfig, source: str | Path, settings: ModelSettings, dtype: torch.dtype
+) -> PreTrainedModel:
     refuse_other_sizes(config, locate(source, settings.revision))
     with foreign("the model cannot be loaded", where=str(source)):
         model, report = AutoModelForImageTextToText.from_pretrained(
             locate(source, settings.revision),
-            dtype=DTYPES[settings.dtype],
+            dtype=dtype,
             attn_implementation=_implementation(settings),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported here instead, with what to do

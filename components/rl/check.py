@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -18,6 +18,7 @@ from components.models.source import locate
 from components.rl.open import open_run
 from components.rl.settings import TrainVLMSettings
 from components.stages import open_store
+from components.training.processes import TrainerProcesses
 from components.vlm.settings import ChunkedLogprobs, TrainerSettings
 
 GIB = 2**30
@@ -32,7 +33,8 @@ def check(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], context: S
     """
     weights = locate(inputs["model"].path, settings.model.revision)
     estimate = estimate_memory(weights, settings.model, settings.trainer, settings.inference.dtype)
-    for line in estimate.lines(*available_memory(context.machine.trainer_gpus)):
+    processes = TrainerProcesses.of(context.machine)
+    for line in estimate.over(processes.shards).lines(*available_memory(processes)):
         context.events.message(line)
     with open_run(settings, inputs, context, open_store(context.machine), load_on_join=False) as (run, _):
         for line in run.preflight().lines():
@@ -42,9 +44,11 @@ def check(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], context: S
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of the trainer on one device, unsharded, and of one server's weights.
+    """Bytes of one rank of the trainer, and of one server's weights.
 
-    `optimizer` counts fp32 gradients, two AdamW moments and, for bf16 weights, the fp32 master copy;
+    `models` is 2 where there is a frozen copy for the KL to the initial model. `optimizer` counts fp32 gradients, two
+    AdamW moments and, for bf16 weights, the fp32 master copy. Of a model that is split over `shards` ranks, weights
+    are fp32, and `gathered` is what a rank has whole besides its shards: what is in no block, and two blocks.
     `activations` is what a transformer layer keeps for the backward pass (34 bytes per token and hidden unit in
     bf16, arXiv 2205.05198 without the attention scores), once per layer, or once with gradient checkpointing;
     `logits` is one chunk of log-probs in fp32 with its gradient, or all of a micro-batch with logprobs = normal.
@@ -52,15 +56,26 @@ class MemoryEstimate:
 
     parameters: int
     trainable: int
+    models: int
     weights: int
     optimizer: int
+    gathered: int
     activations: int
     logits: int
     server_weights: int
+    shards: int = 1
 
     @property
     def trainer(self) -> int:
-        return self.weights + self.optimizer + self.activations + self.logits
+        gathered = self.gathered if self.shards > 1 else 0
+        return self.weights + self.optimizer + gathered + self.activations + self.logits
+
+    def over(self, shards: int) -> MemoryEstimate:
+        """The same training with the model split over `shards` ranks (FSDP2)."""
+        if shards == 1:
+            return self
+        weights, optimizer = self.models * self.parameters * 4, self.trainable * (4 + 8)
+        return replace(self, shards=shards, weights=weights // shards, optimizer=optimizer // shards)
 
     def lines(self, available: int, where: str) -> list[str]:
         parts = {
@@ -69,10 +84,13 @@ class MemoryEstimate:
             "activations of a micro-batch": self.activations,
             "log-prob chunk": self.logits,
         }
+        split = "unsharded"
+        if self.shards > 1:
+            parts["gathered at a time"], split = self.gathered, f"on each of {self.shards} ranks"
         table = [f"  {name:<34}{size / GIB:8.2f} GiB" for name, size in parts.items()]
         return [
             f"parameters             {self.parameters / 1e6:,.1f} M, {self.trainable / 1e6:,.1f} M trained",
-            f"trainer needs          {self.trainer / GIB:.2f} GiB unsharded; {available / GIB:.2f} GiB free on {where}",
+            f"trainer needs          {self.trainer / GIB:.2f} GiB {split}; {available / GIB:.2f} GiB free on {where}",
             *table,
             f"server weights         {self.server_weights / GIB:.2f} GiB, and its KV cache",
         ]
@@ -86,6 +104,7 @@ def estimate_memory(source: Path, model: ModelSettings, trainer: TrainerSettings
         skeleton = AutoModelForImageTextToText.from_config(config, trust_remote_code=model.trust_remote_code)
     sizes = {name: parameter.numel() for name, parameter in skeleton.named_parameters()}
     parameters = sum(sizes.values())
+    blocks = [_count(module) for module in skeleton.modules() if type(module).__name__ in family.wrap_classes]
     text = config.get_text_config()
     if model.lora is None:
         trainable = sum(size for name, size in sizes.items() if family.component_of(name) not in model.freeze)
@@ -99,11 +118,14 @@ def estimate_memory(source: Path, model: ModelSettings, trainer: TrainerSettings
     layers = 1 if model.gradient_checkpointing else text.num_hidden_layers
     kept = text.num_hidden_layers * tokens * text.hidden_size * width if model.gradient_checkpointing else 0
     master = 4 if model.dtype == "bfloat16" else 0
+    models = 2 if trainer.kl_coefficient and model.lora is None else 1
     return MemoryEstimate(
         parameters=parameters,
         trainable=trainable,
-        weights=parameters * BYTES[model.dtype],
+        models=models,
+        weights=models * parameters * BYTES[model.dtype],
         optimizer=trainable * (4 + 8 + master),
+        gathered=(parameters - sum(blocks) + 2 * max(blocks, default=0)) * width,
         activations=17 * width * tokens * text.hidden_size * layers + kept,
         logits=(trainer.logprobs.chunk_tokens if isinstance(trainer.logprobs, ChunkedLogprobs) else tokens)
         * text.vocab_size
@@ -113,8 +135,13 @@ def estimate_memory(source: Path, model: ModelSettings, trainer: TrainerSettings
     )
 
 
-def available_memory(gpus: tuple[int, ...]) -> tuple[int, str]:
-    """Free bytes on the trainer's first GPU, or in main memory."""
-    if gpus:
-        return torch.cuda.mem_get_info(gpus[0])[0], f"GPU {gpus[0]}"
-    return psutil.virtual_memory().available, "this machine"
+def available_memory(processes: TrainerProcesses) -> tuple[int, str]:
+    """Free bytes on the trainer's first GPU, or of main memory the part of each rank here."""
+    if processes.gpus:
+        return torch.cuda.mem_get_info(processes.gpus[0])[0], f"GPU {processes.gpus[0]}"
+    where = "this machine" + (f" for each of {processes.processes} ranks" if processes.processes > 1 else "")
+    return psutil.virtual_memory().available // processes.processes, where
+
+
+def _count(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -45,16 +45,21 @@ class Resumable(Protocol):
     def optimizer(self) -> torch.optim.Optimizer: ...
 
 
-def identity(model: nn.Module, settings: Settings, **more: Any) -> dict[str, Any]:
+def identity(
+    model: nn.Module, settings: Settings, weights: Mapping[str, Tensor] | None = None, **more: Any
+) -> dict[str, Any]:
     """What a checkpoint must share with the run that resumes from it: parameters, settings, frozen weights.
 
     Call it before the model is sharded. Of a frozen parameter some values are hashed: enough to tell two
     models apart without reading all of either.
+
+    Args:
+        weights: those of the model by name, where it has none in memory.
     """
     digest = sha256()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
-            flat = parameter.detach().flatten()
+            flat = (weights[name] if weights else parameter).detach().flatten()
             picked = flat[:: max(1, len(flat) // _SAMPLED)].float().cpu()
             digest.update(name.encode() + picked.numpy().tobytes())
     values = settings.model_dump(mode="json", exclude=_NOT_COMPARED)
@@ -152,11 +157,21 @@ class Checkpoints:
         return kept_state
 
     def _own(self, learner: Resumable) -> dict[str, Tensor]:
-        """What this rank writes: its shards, and of whole tensors, which all ranks have, those that fall to it."""
+        """What this rank writes: of what several ranks have, as whole tensors or copied shards, its part."""
         tensors = state_tensors(learner.optimizer, _trained(learner))
-        whole = [name for name, value in tensors.items() if not isinstance(value, DTensor)]
-        others = {name for i, name in enumerate(whole) if i % self.ranks.size != self.ranks.rank}
-        return {name: value for name, value in tensors.items() if name not in others} | _rng(self.ranks.rank)
+        own = {}
+        for number, (name, value) in enumerate(tensors.items()):
+            holder, holders = self._held(value)
+            if number % holders == holder:
+                own[name] = value
+        return own | _rng(self.ranks.rank)
+
+    def _held(self, value: Tensor) -> tuple[int, int]:
+        """Which of the ranks that have the same of it this one is, and their number."""
+        if not isinstance(value, DTensor):
+            return self.ranks.rank, self.ranks.size
+        mesh = value.device_mesh
+        return (mesh.get_local_rank("replicate"), mesh.size(0)) if mesh.ndim > 1 else (0, 1)
 
     def _write(self, tensors: Mapping[str, Tensor], document: bytes, new: Path, target: Path) -> None:
         """Write a checkpoint and give it its name, once all of it is on the disk."""

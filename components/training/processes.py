@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -44,7 +45,9 @@ class TrainerProcesses(BaseModel):
         "elsewhere; None: loopback.",
     )
     gpus: tuple[int, ...] = Field((), description="CUDA devices of each node, one per process; empty on CPU.")
-    shard: bool = Field(False, description="Split the model over all ranks (FSDP2) instead of copying it to each.")
+    sharding: Literal["full", "hybrid"] | None = Field(
+        None, description="Split the model over all ranks (FSDP2), or over those of a node; None: copy it to each rank."
+    )
     threads: NonNegativeInt = Field(0, description="Of torch in each rank; 0 lets it choose.")
     environment: Environment = Field(default_factory=dict, description="More variables of the ranks.")
     ready_timeout: PositiveFloat = Field(600.0, description="Seconds that ranks wait for each other to start.")
@@ -54,12 +57,13 @@ class TrainerProcesses(BaseModel):
     @classmethod
     def of(cls, machine: Machine) -> TrainerProcesses:
         """Those of `machine`: several GPUs share one model, several CPU processes have one each."""
+        several = machine.trainer_nodes * machine.trainer_processes > 1
         return cls(
             processes=machine.trainer_processes,
             nodes=machine.trainer_nodes,
             interface=machine.trainer_interface,
             gpus=machine.trainer_gpus,
-            shard=machine.trainer_nodes * machine.trainer_processes > 1 and bool(machine.trainer_gpus),
+            sharding=machine.trainer_sharding or ("full" if several and machine.trainer_gpus else None),
             threads=machine.threads,
             environment=machine.trainer_environment,
             ready_timeout=machine.ready_timeout,
@@ -71,6 +75,16 @@ class TrainerProcesses(BaseModel):
     def ranks(self) -> int:
         """Those of all nodes."""
         return self.nodes * self.processes
+
+    @property
+    def copies(self) -> int:
+        """How often all ranks together hold the model."""
+        return {"full": 1, "hybrid": self.nodes, None: self.ranks}[self.sharding]
+
+    @property
+    def shards(self) -> int:
+        """Ranks that one copy is split over."""
+        return self.ranks // self.copies
 
     def start(
         self,

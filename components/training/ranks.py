@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout  # there is no public way to change it
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from components.contracts.errors import TrainerError
@@ -43,6 +45,16 @@ class Ranks:
     def another_group(self) -> Ranks:
         """The same ranks with a group of their own, for a thread: what it sends cannot meet what others send."""
         return self if self.size == 1 else replace(self, group=dist.new_group(backend="gloo", timeout=self.timeout))
+
+    def mesh(self, copies: int) -> DeviceMesh:
+        """The ranks in `copies` rows, each of which holds the model in shards. Every rank calls it."""
+        if copies == 1:
+            return init_device_mesh(self.device.type, (self.size,), mesh_dim_names=("shard",))
+        shape = copies, self.size // copies
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        for group in mesh.get_all_groups():
+            _set_pg_timeout(self.timeout, group)
+        return mesh
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Add up the gradients of whole (not sharded) parameters over the ranks; a missing one counts as zero."""

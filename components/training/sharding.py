@@ -8,7 +8,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -21,6 +20,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def sharder(
     ranks: Ranks,
+    copies: int,
     units: Callable[[Model], Iterable[Unit]],
     weights: Mapping[str, Tensor] | None,
     *,
@@ -30,13 +30,14 @@ def sharder(
     """What splits a model, whose parameters may be on the meta device, over `ranks`.
 
     Args:
+        copies: 1, or with more (HSDP) each equal part of the ranks, one after the other, holds all of the model.
         units: those of a model, inner ones first, the model itself last.
-        weights: all parameters and buffers by name, on the first rank, which sends each rank its shards one
-            parameter at a time; None on the others.
+        weights: all parameters and buffers by name, on the first rank, which asks for one at a time and sends each
+            rank its shards; None on the others.
         cast_inputs: whether a unit's inputs are cast to its dtype as well.
         methods: of the model, which gather its weights as `forward` does.
     """
-    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    mesh = ranks.mesh(copies)
 
     def shard(model: Model) -> None:
         model.float()
@@ -61,11 +62,15 @@ def _distribute(model: nn.Module, ranks: Ranks, weights: Mapping[str, Tensor] | 
     """Fill the model with the first rank's weights."""
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=ranks.device)
-        if weights is not None:
-            whole.copy_(weights[name])
-        mine = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=0)
-        parameter.to_local().copy_(mine.to_local())
+        mine, mesh = parameter.to_local(), parameter.device_mesh
+        copied = mesh.ndim > 1
+        if not copied or mesh.get_local_rank("replicate") == 0:
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=ranks.device)
+            if weights is not None:
+                whole.copy_(weights[name])
+            mine.copy_(distribute_tensor(whole, mesh["shard"], parameter.placements[-1:]).to_local())
+        if copied:
+            dist.broadcast(mine, group=mesh.get_group("replicate"), group_src=0)
     kept = model.state_dict().keys()
     for name, buffer in model.named_buffers():
         if name in kept:  # others are made from the configuration

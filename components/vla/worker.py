@@ -13,7 +13,8 @@ from components.datasets.mixture import Mixture
 from components.datasets.source import open_sources, split
 from components.datasets.stage import read_statistics
 from components.models.lora import merged_weights
-from components.policies.molmoact2.checkpoints.checkpoint import empty_model, load_model, save_policy
+from components.models.mapped import MappedWeights
+from components.policies.molmoact2.checkpoints.checkpoint import empty_model, load_model, read_model, save_policy
 from components.policies.molmoact2.modeling.losses import LossPlan
 from components.training.ranks import Ranks, whole
 from components.training.service_settings import ServiceSettings
@@ -58,18 +59,20 @@ class PolicyWorker(ServiceWorker):
         self._updates = UpdateDataset(
             Mixture(trained, policy.chunk_size, self.trainer.seed), encoder, ranks.rank, ranks.size
         )
-        sharded = settings.processes.shard
-        loaded = load_model(training.policy, self._parts) if ranks.first or not sharded else None
-        model = empty_model(self._parts) if sharded or loaded is None else loaded
+        sharded = settings.processes.sharding is not None
+        model = empty_model(self._parts) if sharded else load_model(training.policy, self._parts)
         self._dtypes = {name: value.dtype for name, value in model.state_dict().items()}
         prepare(model, self.trainer, policy.semantics)
         shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
         shard = None
         if sharded:
-            if loaded is not None:
-                prepare(loaded, self.trainer, policy.semantics)
-            weights = loaded.state_dict() if loaded is not None else None
-            shard = sharder(ranks, partial(units, precision=policy.dtype), weights, cast_inputs=False)
+            weights = None
+            if ranks.first:
+                hollow, stored = read_model(training.policy, self._parts)
+                prepare(hollow, self.trainer, policy.semantics)
+                weights = MappedWeights(hollow, stored)
+            parts = partial(units, precision=policy.dtype)
+            shard = sharder(ranks, settings.processes.copies, parts, weights, cast_inputs=False)
         self.learner = PolicyLearner(model, self.trainer, LossPlan.of(policy), ranks, shard)
         self._batches: Iterator[list[PolicyMicroBatch]] | None = None
         self._upcoming = 0

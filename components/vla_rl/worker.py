@@ -30,11 +30,11 @@ class RobotRLWorker(ServiceWorker):
 
     def __init__(self, settings: ServiceSettings, ranks: Ranks) -> None:
         training = RobotRLTraining.model_validate(settings.training)
-        if settings.processes.shard:
+        if settings.processes.sharding:
             raise ConfigurationError(
                 "reinforcement learning of a policy trains on one GPU, or on CPU processes",
-                where="machine.trainer_gpus, machine.trainer_nodes",
-                remedy="name one GPU at most, and one node",
+                where="machine.trainer_gpus, machine.trainer_nodes, machine.trainer_sharding",
+                remedy="name one GPU at most, and one node, and no sharding",
             )
         loaded = load_policy(training.policy)
         self._parts = loaded.parts

@@ -25,7 +25,7 @@ from components.inference.endpoint import Endpoint
 from components.inference.probe import Probe
 from components.inference.weights import WEIGHT_SENDERS, WeightSender
 from components.models.families import family_of
-from components.models.load import load_model, load_processor
+from components.models.load import load_model, load_processor, read_model
 from components.models.lora import base_model
 from components.training.checkpoints import identity
 from components.training.ranks import Ranks
@@ -153,19 +153,30 @@ class TrainerWorker(TokenWorker):
         policy = TrainerPolicySettings.model_validate(settings.training)
         processor = load_processor(policy.model_path, policy.model)
         collator = get_collator(policy.model_path, processor)
-        sharded = settings.processes.shard
-        loaded = load_model(policy.model_path, policy.model) if ranks.first or not sharded else None
-        model = load_model(policy.model_path, policy.model, empty=True) if sharded or loaded is None else loaded
+        sharded = settings.processes.sharding is not None
+        # First, so that adapters have the random numbers that they would have in one process.
+        read = read_model(policy.model_path, policy.model) if sharded and ranks.first else None
+        model = load_model(policy.model_path, policy.model, empty=sharded)
+        whole, weights = read or (model, None)
         family = family_of(base_model(model).config)
         loading = policy.model.model_dump(mode="json")
-        who = identity(loaded, policy.trainer, temperature=policy.temperature, loading=loading) if loaded else None
+        who = None
+        if ranks.first:
+            who = identity(whole, policy.trainer, weights, temperature=policy.temperature, loading=loading)
         publisher = Publisher(model, processor, settings.workspace / "processor")
         shard = None
         if sharded:
-            weights = {f"model.{name}": value for name, value in loaded.state_dict().items()} if loaded else None
             low = policy.trainer.autocast == "bf16" or policy.trainer.weights == "bfloat16"
             units = partial(blocks, classes=family.wrap_classes, dtype=torch.bfloat16 if low else None)
-            shard = sharder(ranks, units, weights, cast_inputs=True, methods=["next_tokens", "own_logits"])
+            methods = ["next_tokens", "own_logits"]
+            shard = sharder(
+                ranks,
+                settings.processes.copies,
+                units,
+                weights.of("model") if weights else None,
+                cast_inputs=True,
+                methods=methods,
+            )
         learner = Learner(
             model,
             policy.trainer,

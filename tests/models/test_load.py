@@ -19,7 +19,7 @@ from torch import nn
 
 from components.contracts.errors import ConfigurationError, DataError, StoreError
 from components.models.families import COMPONENTS, FAMILIES
-from components.models.load import load_config, load_model, load_processor, save_checkpoint
+from components.models.load import load_config, load_model, load_processor, read_model, save_checkpoint
 from components.models.settings import LoraSettings, ModelSettings
 from components.models.tiny import SMALL, make_tiny_checkpoint
 
@@ -131,6 +131,28 @@ def test_dtype_attention_and_checkpointing_are_as_set(checkpoint: Callable[[str]
     assert model.config.text_config._attn_implementation == "eager"
     assert model.is_gradient_checkpointing
     assert not model.training
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_weights_that_stay_in_their_files_are_those_of_the_model(name: str, checkpoint: Callable[[str], Path]) -> None:
+    folder, settings = checkpoint(name), SETTINGS.model_copy(update={"dtype": "bfloat16", "lora": LORA})
+    torch.manual_seed(1)
+    expected = load_model(folder, settings).state_dict()
+    torch.manual_seed(1)
+    model, weights = read_model(folder, settings)
+    assert list(weights) == list(expected)
+    for key, value in expected.items():
+        assert value.dtype == weights[key].dtype and torch.equal(value, weights[key]), key
+    parameters = {key: p for key, p in model.named_parameters() if ".lora_" not in key}
+    assert all(p.untyped_storage().nbytes() == p.element_size() for p in parameters.values())
+    assert str(folder / "model.safetensors") in Path("/proc/self/maps").read_text()
+
+
+def test_quantized_weights_are_not_split(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    config = json.loads((checkpoint("llava") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ConfigurationError, match="a model with quantized weights cannot be split over ranks"):
+        read_model(tmp_path, SETTINGS)
 
 
 def test_adapters_may_reach_the_vision_tower_when_asked(checkpoint: Callable[[str], Path]) -> None:

@@ -1,4 +1,4 @@
-"""Training on several nodes, which here are two on the loopback, one gloo rank on each."""
+"""Training on several nodes, which here are two on the loopback, with a copy of the model on the two ranks of each."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ from tests.listeners import beyond_loopback
 from tests.vlm.conftest import Tiny, model_settings, trainer_settings
 
 STEPS, KILLED_IN = 5, 4
-TWO = Machine(
-    trainer_nodes=2, trainer_interface="lo", threads=1, loader_workers=0, ready_timeout=120, train_timeout=120
-)
-ONE = TWO.model_copy(update={"trainer_nodes": 1, "trainer_interface": None})
+ONE = Machine(threads=1, loader_workers=0, ready_timeout=120, train_timeout=120)
+HYBRID = {"trainer_nodes": 2, "trainer_processes": 2, "trainer_interface": "lo", "trainer_sharding": "hybrid"}
+TWO = ONE.model_copy(update=HYBRID)
 
 
 class OtherNode:
@@ -63,12 +62,13 @@ class OtherNode:
             self.program = Program(words, log=self.folder / "log")
 
     def kill(self) -> None:
-        """Of the ranks alone, not of what would notice it at once."""
+        """Of a rank alone, not of what would notice it at once."""
         assert self.program is not None
         for process in self.program.family():
             with suppress(psutil.NoSuchProcess):
-                if "components.training.service" in process.cmdline():
+                if process.cmdline()[1:3] == ["-m", "components.training.service"]:
                     process.kill()
+                    return
 
 
 def policy_of(tiny: Tiny) -> TrainerPolicySettings:
@@ -276,4 +276,4 @@ def test_an_interface_that_the_node_lacks_is_refused(settings: ServiceSettings, 
 def test_several_nodes_of_one_gpu_share_one_model() -> None:
     machine = Machine(trainer_nodes=2, trainer_interface="eth1", trainer_gpus=(0,))
     processes = TrainerProcesses.of(machine)
-    assert (processes.ranks, processes.shard) == (2, True)
+    assert (processes.ranks, processes.sharding) == (2, "full")

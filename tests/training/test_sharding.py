@@ -1,4 +1,4 @@
-"""FSDP2 on two gloo ranks: the same step as one rank, and checkpoints that either can read."""
+"""FSDP2 on gloo ranks, over all of them and by nodes: the same step as one rank, and checkpoints that any can read."""
 
 from __future__ import annotations
 
@@ -68,8 +68,19 @@ class Runs:
     def folder(self, name: str, processes: int, suffix: str = "") -> Path:
         return self.root / f"{name} on {processes}{suffix}"
 
-    def run(self, names: Iterable[str], processes: int, most_batches: int = 3, suffix: str = "") -> dict[str, Result]:
-        machine = Machine(trainer_processes=processes, threads=1, loader_workers=0)
+    def run(
+        self, names: Iterable[str], processes: int, most_batches: int = 3, suffix: str = "", nodes: int = 1
+    ) -> dict[str, Result]:
+        """Of several nodes each has a copy of the model, `processes` ranks on each."""
+        sharding = "hybrid" if nodes > 1 else "full" if processes > 1 else None
+        machine = Machine(
+            trainer_nodes=nodes,
+            trainer_interface="lo" if nodes > 1 else None,
+            trainer_processes=processes,
+            trainer_sharding=sharding,
+            threads=1,
+            loader_workers=0,
+        )
         folders = {name: self.folder(name, processes, suffix) for name in names}
         cases = []
         for name, folder in folders.items():
@@ -81,13 +92,11 @@ class Runs:
                 images=self.tiny.images.root,
             )
             settings = service_settings(policy, machine, folder)
-            split = settings.processes.model_copy(update={"shard": processes > 1})
-            settings = settings.model_copy(update={"processes": split})
             folder.mkdir(parents=True, exist_ok=True)
             batches = self.batches[: min(most_batches, CASES[name].batches)]
             cases.append((settings.model_dump(mode="json"), [str(batch) for batch in batches]))
         (self.root / "cases.json").write_text(json.dumps(cases))
-        asked = [processes, str(private_folder(self.root / "rendezvous")), str(self.root / "cases.json")]
+        asked = [nodes * processes, str(private_folder(self.root / "rendezvous")), str(self.root / "cases.json")]
         assert self.program.stdin is not None and self.program.stdout is not None
         self.program.stdin.write(json.dumps(asked) + "\n")
         self.program.stdin.flush()
@@ -195,6 +204,50 @@ def test_a_checkpoint_of_two_ranks_is_resumed_on_another_number(
         assert len(list(parts)) == processes
         one, other = two_ranks[name].weights, results[name].weights
         assert all(torch.equal(value, other[key]) for key, value in one.items())
+
+
+@pytest.fixture(scope="module")
+def two_nodes(runs: Runs) -> dict[str, Result]:
+    """Two ranks on each, with a checkpoint after step 2 that others resume from, and then step 3."""
+    runs.run(RESUMED, processes=2, most_batches=2, suffix=" of 2 nodes", nodes=2)
+    return runs.run(RESUMED, processes=2, suffix=" of 2 nodes", nodes=2)
+
+
+def largest_difference(one: Result, two: Result) -> float:
+    assert one.weights.keys() == two.weights.keys()
+    return max(float((value - two.weights[name]).abs().max()) for name, value in one.weights.items())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_copy_on_each_node_makes_the_step_of_one_rank(
+    runs: Runs, one_rank: dict[str, Result], two_nodes: dict[str, Result]
+) -> None:
+    for name in RESUMED:
+        one, two = one_rank[name], two_nodes[name]
+        assert len(two.metrics) == 1
+        for metric in ("loss", "entropy", "mismatch_kl", "grad_norm"):
+            assert two.metrics[0][metric] == pytest.approx(one.metrics[2][metric], rel=1e-4, abs=1e-6), metric
+        assert largest_difference(one, two) < 1e-6
+        saved = runs.folder(name, 2, " of 2 nodes") / "checkpoints/step-000002" / TENSORS
+        sizes = [sum(file.stat().st_size for file in (saved / f"rank-{rank}").iterdir()) for rank in range(4)]
+        assert max(sizes) < 2 * min(sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("nodes", "processes"), [(1, 2), (1, 1), (2, 1)])
+def test_a_checkpoint_of_two_nodes_is_resumed_on_another_number(
+    runs: Runs, two_nodes: dict[str, Result], nodes: int, processes: int
+) -> None:
+    suffix = f" of {nodes} nodes from 2"
+    for name in RESUMED:
+        folders = runs.folder(name, 2, " of 2 nodes"), runs.folder(name, processes, suffix)
+        shutil.copytree(*(folder / "checkpoints/step-000002" for folder in folders))
+    results = runs.run(RESUMED, processes, suffix=suffix, nodes=nodes)
+    for name in RESUMED:
+        assert len(results[name].metrics) == 1
+        assert largest_difference(results[name], two_nodes[name]) < 1e-6
 
 
 @pytest.mark.gpu(2)

@@ -161,13 +161,11 @@ def make_job(
     folder: Path,
     policy: dict[str, Any] | None = None,
     machine: Machine | None = None,
-    shard: bool = False,
     **training: Any,
 ) -> Job:
     settings = TrainVLASettings(policy=policy_settings(**(policy or {})), training=training_settings(**training))
     training_of = PolicyTraining(settings=settings, **inputs, fingerprint="test")
     machine = machine or Machine(threads=1, loader_workers=0, ready_timeout=120)
     service = service_settings(training_of, machine, folder / "trainer")
-    split = service.processes.model_copy(update={"shard": shard})
     folder.mkdir(parents=True, exist_ok=True)
-    return Job(training_of, service.model_copy(update={"processes": split}), folder)
+    return Job(training_of, service, folder)

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from components.contracts.errors import ArmatureError, ConfigurationError, DataError
 from components.contracts.robots import RobotObservation
-from components.policies.molmoact2.checkpoints.checkpoint import load_model, load_policy, save_policy
+from components.models.mapped import MappedWeights
+from components.policies.molmoact2.checkpoints.checkpoint import load_model, load_policy, read_model, save_policy
 from components.policies.molmoact2.checkpoints.parts import load_parts
 from components.policies.molmoact2.checkpoints.weights import to_released
 from components.policies.molmoact2.configuration import MolmoAct2Config
@@ -190,6 +191,9 @@ def test_bfloat16_keeps_the_expert_and_the_norms_as_precise_as_the_file(folder: 
     assert torch.equal(state["vlm.lm_head.weight"], file["lm_head.weight"].bfloat16())
     expert = [name for name in state if name.startswith("action_expert.")]
     assert all(torch.equal(state[name], file[f"model.{name}"]) for name in expert)
+    model, stored = read_model(folder, load_parts(folder, settings))
+    assert same_bits(dict(MappedWeights(model, stored)), dict(state))
+    assert all(p.untyped_storage().nbytes() == p.element_size() for p in model.parameters())
 
 
 def test_the_released_size_has_the_published_number_of_tensors_and_parameters() -> None:

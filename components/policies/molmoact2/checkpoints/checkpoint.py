@@ -18,6 +18,7 @@ from torch import Tensor
 
 from components.artifacts.disk import replaced_folder
 from components.artifacts.tensors import saving
+from components.models.mapped import hollow
 from components.models.source import locate
 from components.policies.molmoact2.checkpoints.lerobot_export import write_processors
 from components.policies.molmoact2.checkpoints.lerobot_layout import BASE, LeRobotTensors, is_lerobot
@@ -28,6 +29,7 @@ from components.policies.molmoact2.checkpoints.weights import (
     TensorFiles,
     load_value_head,
     load_weights,
+    read_weights,
     write_released,
 )
 from components.policies.molmoact2.configuration import MolmoAct2Config
@@ -102,6 +104,20 @@ def load_model(source: str | Path, parts: PolicyParts, device: str | torch.devic
     model = empty_model(parts).to_empty(device=device)
     fill_model(model, locate(source, parts.settings.revision, POLICY))
     return model.eval()
+
+
+def read_model(source: str | Path, parts: PolicyParts) -> tuple[MolmoAct2, dict[str, Tensor]]:
+    """What `load_model` loads, for who needs one tensor at a time: a hollow model, and its weights as they are stored.
+
+    The weights are views of mapped files; only layers into which adapters of LeRobot are merged take memory.
+
+    Raises:
+        DataError: a weight is missing, unknown or of another shape.
+    """
+    model, folder = hollow(empty_model(parts)), locate(source, parts.settings.revision, POLICY)
+    with TensorFiles(folder) as files:
+        tensors = LeRobotTensors(files, folder) if is_lerobot(folder) else files
+        return model, dict(read_weights(model, tensors, model.config.molmo2(), str(folder)))
 
 
 def fill_model(model: MolmoAct2, folder: Path) -> None:

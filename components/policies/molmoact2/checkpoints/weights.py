@@ -6,7 +6,7 @@ Released text layers have their projections fused, and the rotary frequencies ar
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -96,6 +96,17 @@ def load_weights(model: nn.Module, tensors: Tensors, config: Molmo2Config, where
         DataError: a weight is missing, unknown or of another shape.
     """
     state = model.state_dict()
+    for name, tensor in read_weights(model, tensors, config, where):
+        state[name].copy_(tensor)
+
+
+def read_weights(model: nn.Module, tensors: Tensors, config: Molmo2Config, where: str) -> Iterator[tuple[str, Tensor]]:
+    """A checkpoint's weights by their names in the model, as they are stored.
+
+    Raises:
+        DataError: as `load_weights`, before the first one.
+    """
+    state = model.state_dict()
     expected = to_released({name: tensor.to("meta") for name, tensor in state.items()}, config)
     expected[FREQUENCIES] = frequencies(config)
     _refuse_others(expected, tensors, where)
@@ -106,8 +117,7 @@ def load_weights(model: nn.Module, tensors: Tensors, config: Molmo2Config, where
             remedy="correct rope_theta in config.json; scaled rotary embeddings are not supported",
         )
     for released in expected:
-        for name, tensor in from_released({released: tensors[released]}, config).items():
-            state[name].copy_(tensor)
+        yield from from_released({released: tensors[released]}, config).items()
 
 
 @torch.no_grad()
