@@ -126,6 +126,9 @@ def read_model(source: str | Path, settings: ModelSettings) -> tuple[PreTrainedM
     stored = _loaded(config, source, settings, dtype).state_dict()
     with torch.random.fork_rng(devices=()):  # so that adapters have the numbers that they have in a whole model
         model = hollow(_empty(config, settings))
+    for name, module in model.named_modules():
+        if not model._keep_in_fp32_modules_strict.isdisjoint(name.split(".")):  # as from_pretrained does
+            module.float()
     model = _frozen_and_adapted(model, settings)
     return model, MappedWeights(model, stored)
 

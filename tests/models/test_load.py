@@ -148,6 +148,18 @@ def test_weights_that_stay_in_their_files_are_those_of_the_model(name: str, chec
     assert str(folder / "model.safetensors") in Path("/proc/self/maps").read_text()
 
 
+def test_modules_that_stay_in_float32_are_not_rounded(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, settings = checkpoint("qwen2-vl"), SETTINGS.model_copy(update={"dtype": "bfloat16"})
+    kind = type(load_model(folder, settings, empty=True))
+    monkeypatch.setattr(kind, "_keep_in_fp32_modules_strict", ["merger"])
+    expected, (_, weights) = load_model(folder, settings).state_dict(), read_model(folder, settings)
+    assert {value.dtype for value in expected.values()} == {torch.float32, torch.bfloat16}
+    for key, value in expected.items():
+        assert value.dtype == weights[key].dtype and torch.equal(value, weights[key]), key
+
+
 def test_quantized_weights_are_not_split(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     config = json.loads((checkpoint("llava") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
