@@ -130,7 +130,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
 def test_failures_cost_time_and_lose_no_rollout(resumes_alone: bool) -> None:
     trainer = TrainerSettings(learning_rate=1e-3, max_steps=99, save_every=1, max_tokens_per_micro_batch=600)
     sound = make_run(servers=4, steps=30, trainer=trainer)
-    failures = FailureCosts(hours_between=0.04, server_restart_seconds=20, trainer_restart_seconds=5)
+    failures = FailureCosts(hours_between=0.02, server_restart_seconds=20, trainer_restart_seconds=5)
     failing = COSTS.model_copy(update={"failures": failures})
     found = replace(sound, costs=failing, resumes_alone=resumes_alone).simulate()
     assert found.server_failures > 0 and found.trainer_failures > 0
