@@ -10,8 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from components.models.families import family_of
 from components.models.load import load_model
@@ -76,3 +79,27 @@ def test_with_its_optimizer_a_rank_has_sixteen_bytes_for_each_of_its_weights(
     estimate = sizes.estimate
     whole = (sizes.root + 2 * sizes.largest) * 4 + max(sizes.root, sizes.largest) * 8
     assert bytes_ == trainer_bytes(sizes, TRAINER, ranks.size) - whole - estimate.activations - estimate.logits
+
+
+def test_a_model_of_a_real_size_over_a_thousand_ranks(tmp_path: Path) -> None:
+    """Qwen2.5-VL-7B without its weights, split by FSDP2 in the blocks that a trainer splits it in."""
+    config = CONFIG_MAPPING["qwen2_5_vl"](
+        text_config={"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
+        | {"intermediate_size": 18944, "vocab_size": 152_064},
+        vision_config={"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584},
+        tie_word_embeddings=False,
+    )
+    settings = ModelSettings(source=str(tmp_path), gradient_checkpointing=True)
+    sizes = geometry(config, settings, TRAINER, "bfloat16")
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    dist.init_process_group("fake", rank=0, world_size=1024, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (1024,))
+        for module, _ in blocks(model, family_of(config).wrap_classes, None):
+            fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        parameters = list(model.parameters())
+        assert sum(parameter.to_local().numel() for parameter in parameters) == sizes.shard(1024)
+    finally:
+        dist.destroy_process_group()
+    assert sizes.parameters > 8e9 and 1 < 1024 * sizes.shard(1024) / sizes.parameters < 1.2
