@@ -47,10 +47,12 @@ PlannedEpisode = tuple[PlannedTurn, ...]
 class Workload:
     """Episodes to draw from; `dialogue`: a turn's prompt holds those before it; `source` says where all is from.
 
-    Which episode a rollout is depends on `seed` and its place in the run alone, whatever else happens.
+    `steps` are the episodes of each step that was made, or one for all: what slowed one episode of a step down may
+    have slowed down the others. The steps follow one another, again and again; which of its episodes a rollout is
+    depends on `seed` and its place in the run alone, whatever else happens.
     """
 
-    episodes: Sequence[PlannedEpisode]
+    steps: Sequence[Sequence[PlannedEpisode]]
     dialogue: bool
     no_signal: float
     source: str
@@ -58,7 +60,8 @@ class Workload:
 
     def episode(self, place: RolloutId) -> PlannedEpisode:
         key = (self.seed, place.step, place.group, place.member)
-        return self.episodes[int(np.random.default_rng(key).integers(len(self.episodes)))]
+        episodes = self.steps[place.step % len(self.steps)]
+        return episodes[int(np.random.default_rng(key).integers(len(episodes)))]
 
     def has_signal(self, place: RolloutId) -> bool:
         """Whether the rewards of the rollout's group differ."""
@@ -66,9 +69,11 @@ class Workload:
 
     def evened(self) -> Workload:
         """Every episode is the mean of all."""
-        turns = max(1, round(fmean(len(episode) for episode in self.episodes)))
-        every = [turn for episode in self.episodes for turn in episode]
-        scale = fmean(len(episode) for episode in self.episodes) / turns
+        episodes = [episode for step in self.steps for episode in step]
+        every = [turn for episode in episodes for turn in episode]
+        mean_turns = fmean(map(len, episodes))
+        turns = max(1, round(mean_turns))
+        scale = mean_turns / turns
         mean = PlannedTurn(
             prompt_tokens=round(fmean(turn.prompt_tokens for turn in every)),
             new_tokens=round(scale * fmean(turn.new_tokens for turn in every)),
@@ -76,7 +81,7 @@ class Workload:
             images=round(fmean(turn.images for turn in every)),
             environment_seconds=scale * fmean(turn.environment_seconds for turn in every),
         )
-        return replace(self, episodes=((mean,) * turns,))
+        return replace(self, steps=(((mean,) * turns,),))
 
 
 def drawn(
@@ -104,4 +109,4 @@ def drawn(
             turns.append(PlannedTurn(prompt, new, answer, images, seconds))
             prompt += answer + settings.turn_tokens if dialogue else 0
         episodes.append(tuple(turns))
-    return Workload(tuple(episodes), dialogue, settings.no_signal, source, seed)
+    return Workload((tuple(episodes),), dialogue, settings.no_signal, source, seed)

@@ -34,7 +34,7 @@ def make_run(episodes: Sequence[Any] = (EPISODE,), **changes: Any) -> SimulatedR
         batches=BatchSettings(max_sequence_tokens=4096),
         trainer=TrainerSettings(learning_rate=1e-3, max_steps=99, save_every=99, max_tokens_per_micro_batch=600),
         costs=COSTS,
-        workload=Workload(tuple(episodes), False, 0.0, "by hand"),
+        workload=Workload((tuple(episodes),), False, 0.0, "by hand"),
         servers=1,
         ranks=2,
         max_concurrent=GROUPS * SIZE,
