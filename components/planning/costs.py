@@ -86,4 +86,8 @@ class Costs(Settings):
             for name, table in self.model_dump(exclude={"sources"}).items()
             for key, value in (table.items() if isinstance(table, dict) else [("", table)])
         }
-        return [f"{name:<32} {values[name]!s:>10.10}  {source}" for name, source in sorted(self.sources.items())]
+        return [f"{name:<32} {_said(values[name]):>10}  {source}" for name, source in sorted(self.sources.items())]
+
+
+def _said(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"

@@ -103,7 +103,7 @@ def _sources(gpu: Gpu, said: Assumptions, fast_trainer: bool, by_file: bool, ran
     fields = type(said).model_fields
 
     def of(*names: str) -> str:
-        return "; ".join(f"{getattr(said, name):.4g} {fields[name].description}" for name in names)
+        return "; ".join(f"{name} = {getattr(said, name):.3g}, {fields[name].description}" for name in names)
 
     sheet = f"computed: sizes of the model, {gpu.source}"
     where = "NVLink" if ranks <= gpu.per_node else "the network between nodes"

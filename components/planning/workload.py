@@ -17,7 +17,9 @@ from components.rollouts.play import RolloutId
 class WorkloadSettings(Settings):
     """Episodes that are drawn: numbers of tokens and seconds are log-normal with a mean and a relative spread."""
 
-    turns: PositiveFloat = Field(1.0, description="Mean turns of an episode.")
+    turns: PositiveFloat = Field(description="Mean turns of an episode.")
+    max_turns: PositiveInt = Field(description="Most turns of an episode.")
+    dialogue: bool = Field(description="Whether a turn's prompt holds the whole conversation before it.")
     prompt_tokens: PositiveInt = Field(512, description="Tokens of the first prompt, images included.")
     turn_tokens: PositiveInt = Field(256, description="Tokens of a later observation, images included.")
     images_per_turn: NonNegativeInt = Field(1, description="Images of an observation.")
@@ -84,13 +86,9 @@ class Workload:
         return replace(self, steps=(((mean,) * turns,),))
 
 
-def drawn(
-    settings: WorkloadSettings, max_turns: int, max_tokens: int, dialogue: bool, seed: int, source: str
-) -> Workload:
-    """1,024 episodes of at most `max_turns` turns with answers of at most `max_tokens` tokens.
-
-    With `dialogue` a turn's prompt is the whole conversation before it.
-    """
+def drawn(settings: WorkloadSettings, max_tokens: int, seed: int, source: str) -> Workload:
+    """1,024 episodes with answers of at most `max_tokens` tokens."""
+    dialogue = settings.dialogue
     random = np.random.default_rng((seed, 0x9A7))
     sigma = sqrt(log(1 + settings.spread**2))
 
@@ -101,7 +99,7 @@ def drawn(
     for _ in range(1024):
         turns: list[PlannedTurn] = []
         prompt, images = settings.prompt_tokens, 0
-        for index in range(int(np.clip(round(draw(settings.turns)), 1, max_turns))):
+        for index in range(int(np.clip(round(draw(settings.turns)), 1, settings.max_turns))):
             answer = int(np.clip(round(draw(settings.completion_tokens)), 1, max_tokens))
             images = images + settings.images_per_turn if dialogue else settings.images_per_turn
             new = settings.turn_tokens if index and dialogue else prompt
