@@ -13,7 +13,7 @@ from components.configuration import Recipe, explain, read_toml
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
 from components.environments import ENVIRONMENTS
-from components.planning.costs import Costs
+from components.planning.costs import Costs, FlowCosts, ServerCosts, TrainerCosts
 from components.planning.geometry import geometry, read_config
 from components.planning.gpus import GIB, GPUS
 from components.planning.layout import Planner
@@ -26,6 +26,12 @@ from components.registry import suggestion
 from components.rl.settings import TrainVLMSettings
 
 SIZES = (8, 64, 512, 4096)
+NO_COSTS = Costs(
+    servers=ServerCosts(pass_seconds=0.0, token_seconds=0.0),
+    trainer=TrainerCosts(token_seconds=0.0),
+    flow=FlowCosts(request_seconds=0.0),
+    sync_seconds=0.0,
+)
 SHOWN = ("wait_for_rollouts", "batch", "train", "sync", "step")
 
 
@@ -135,8 +141,10 @@ def _as_measured(
         rows.append(row)
     yield from _table(rows)
     yield ""
-    yield f"servers busy {found.server_share:.0%}, trainer busy {found.trainer_share:.0%}, "
-    yield f"event loop of the flow busy {found.flow_share:.0%}"
+    yield (
+        f"busy: servers {found.server_share:.0%}, trainer {found.trainer_share:.0%}, event loop of the flow process "
+        f"{found.flow_share:.0%} of the time"
+    )
     yield ""
     yield "what this rests on:"
     yield f"  {'episodes':<32} {'':>10}  {run.workload.source}"
@@ -147,11 +155,15 @@ def _given(file: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The costs and the workload of a file.
 
     Raises:
-        ConfigurationError: it cannot be read.
+        ConfigurationError: it cannot be read, or has an unknown cost.
     """
     values = dict(read_toml(file)) if file is not None else {}
-    workload = values.pop("workload", {})
-    return values, dict(workload)
+    workload = dict(values.pop("workload", {}))
+    try:
+        NO_COSTS.replaced(values, "")
+    except ValidationError as error:
+        raise ConfigurationError(explain(error, "", Costs), where=str(file)) from error
+    return values, workload
 
 
 def _described(settings: TrainVLMSettings, values: Mapping[str, Any], file: Path | None) -> Workload:

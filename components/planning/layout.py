@@ -47,7 +47,7 @@ class Planner:
         gpu: Gpu,
         workload: Workload,
         given: tuple[dict[str, object], str] = ({}, ""),
-        steps: int = 3,
+        steps: int = 2,
     ) -> None:
         self.settings, self.machine, self.sizes, self.gpu, self.workload = settings, machine, sizes, gpu, workload
         self._given, self._steps = given, steps

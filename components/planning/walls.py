@@ -20,8 +20,8 @@ def _no_flow(run: SimulatedRun) -> SimulatedRun:
 
 
 def _more_episodes(run: SimulatedRun) -> SimulatedRun:
-    plan = run.rollouts.model_copy(update={"groups_per_step": 4 * run.rollouts.groups_per_step})
-    return replace(run, rollouts=plan, max_concurrent=4 * run.max_concurrent)
+    plan = run.rollouts.model_copy(update={"groups_per_step": 2 * run.rollouts.groups_per_step})
+    return replace(run, rollouts=plan, max_concurrent=2 * run.max_concurrent)
 
 
 WALLS = {
@@ -37,7 +37,7 @@ def first_wall(run: SimulatedRun, found: Simulated) -> tuple[str, float]:
     """That without which a rollout costs least, and the share of its cost; "" where none takes a tenth.
 
     Each is taken away in turn and the run simulated again: no seconds of the flow's event loop, of a sync, of gathering
-    weights; every episode the mean of all; four times the groups in a step.
+    weights; every episode the mean of all; twice the groups in a step.
     """
     gains = {name: 1 - change(run).simulate().gpu_seconds / found.gpu_seconds for name, change in WALLS.items()}
     name = max(gains, key=lambda each: gains[each])
