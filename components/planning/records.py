@@ -87,7 +87,7 @@ def workload_of(records: RunRecords) -> Workload:
 
 
 def _groups(outputs: GenerateOutputs) -> int:
-    return len({one.group_id for one in (*outputs.trajectories, *outputs.failures)})
+    return len({one.group_id for one in outputs.trajectories} | {one.group_id for one in outputs.failures})
 
 
 def _continues(one: Trajectory, index: int) -> bool:

@@ -20,16 +20,12 @@ from components.batches.settings import BatchSettings
 from components.contracts.episodes import Task
 from components.contracts.rollouts import Failure, GenerateOutputs, Trajectory, Turn
 from components.contracts.stages import Artifact
-from components.inference.client import Completion, GenerationFailure, Message, Sampling, TransientError
-from components.inference.merge import RequestMerger
-from components.inference.replica import Replica
-from components.inference.routing import Router
-from components.inference.statistics import PoolStatistics
-from components.planning.clock import SerialResource, VirtualLoop, VirtualUnits
+from components.inference.client import GenerationFailure
+from components.planning.clock import VirtualLoop, VirtualUnits
 from components.planning.costs import Costs
-from components.planning.server import SimulatedServer
+from components.planning.pool import SimulatedPool
 from components.planning.trainer import PlannedRollout, SimulatedTrainer, samples_of, training_seconds
-from components.planning.workload import PlannedTurn, Workload
+from components.planning.workload import Workload
 from components.rl.loop import Ahead, run_loop
 from components.rollouts.collect import play_groups
 from components.rollouts.play import RolloutId
@@ -41,7 +37,6 @@ from components.training.restarts import with_restarts
 from components.vlm.settings import TrainerSettings
 
 _NOTHING = np.zeros(0, np.int32)
-_ANSWER = Completion(_NOTHING, _NOTHING, np.zeros(0, np.float32), "", "stop", 0, "", 0.0)
 
 
 @dataclass(frozen=True)
@@ -71,8 +66,8 @@ class SimulatedRun:
         """The first step that counts: before it, servers or trainer have not begun to take turns."""
         return 2 + self.rollouts.max_staleness
 
-    def simulate(self) -> Simulated:
-        """The run, on a loop of its own.
+    def simulate(self, last: int | None = None) -> Simulated:
+        """The run, on a loop of its own, up to the step `last`; None: far enough that `steps` of it count.
 
         Raises:
             TrainerError: the trainer fails so often that the run does not go on.
@@ -81,7 +76,7 @@ class SimulatedRun:
         before = routing.level
         routing.setLevel(logging.CRITICAL)  # it warns of every request of a server that died
         try:
-            return _Steps(self, loop).run()
+            return _Steps(self, loop).run(last)
         finally:
             routing.setLevel(before)
             for task in asyncio.all_tasks(loop):
@@ -95,6 +90,8 @@ class Simulated:
     """Means over the steps that count. Shares are of the time that passed, or of servers times that."""
 
     step_seconds: float
+    every: tuple[float, ...]
+    """Seconds of each step of the run, those that do not count as well."""
     timings: Mapping[str, float]
     samples_per_step: float
     server_share: float
@@ -117,38 +114,32 @@ class _Steps:
         self.run_, self.loop = run, loop
         self.costs, self.plan = run.costs, run.rollouts
         self.random = np.random.default_rng((run.workload.seed, 1))
-        self.flow = SerialResource()
-        self.servers = [SimulatedServer(run.costs.servers) for _ in range(run.servers)]
-        replicas = [Replica(str(index), "", ready=True) for index in range(run.servers)]
-        self.router = Router(replicas, run.max_concurrent, PoolStatistics(), Path())
-        self.merger = RequestMerger(self._sample)
+        self.pool = SimulatedPool(run.costs, run.servers, run.max_concurrent, run.resumes_alone)
         self.room = asyncio.Semaphore(run.max_concurrent)
         self.trainer = SimulatedTrainer(run.costs, run.ranks, loop, self.random)
         self.tasks = [Task(str(index), "train", {}) for index in range(run.train_tasks)]
         self.outputs: dict[int, GenerateOutputs] = {}
-        self.asked: dict[int, PlannedTurn] = {}
         self.records: list[_Record] = []
-        self.failing: list[asyncio.Task[None]] = []
-        self.failures = self.lost = 0
         self.played: list[float] = []
         self.waited: list[float] = []
 
-    def run(self) -> Simulated:
+    def run(self, last: int | None) -> Simulated:
         run, ahead = self.run_, Ahead(self.plan.max_staleness, self.plan.in_flight_updates)
-        if (rate := self._failures_per_second(run.gpus_per_server)) > 0:
-            self.failing = [self.loop.create_task(self._fail(index, rate)) for index in range(run.servers)]
+        if hours := self.costs.failures.hours_between:
+            self.pool.fail(hours * 3600 / run.gpus_per_server, self.loop, self.random)
         # The last step has no sync, and the last steps have none after them to play.
-        last = run.settled - 1 + run.steps + max(1, self.plan.max_staleness)
-        run_loop(self, 1, last, ahead, VirtualUnits(self.loop), _NoEvents(), now=self.loop.time)
+        enough = run.settled - 1 + run.steps + max(1, self.plan.max_staleness)
+        run_loop(self, 1, last or enough, ahead, VirtualUnits(self.loop), _NoEvents(), now=self.loop.time)
         counted = self.records[run.settled - 1 : run.settled - 1 + run.steps]
         return self._means(self.records[run.settled - 2], counted)
 
     def _means(self, before: _Record, counted: Sequence[_Record]) -> Simulated:
-        last, servers = counted[-1], len(self.servers)
+        last, servers = counted[-1], self.run_.servers
         seconds = max(last.at - before.at, 1e-12)
         rollouts = fmean(record.rollouts for record in counted)
         return Simulated(
             step_seconds=seconds / len(counted),
+            every=tuple(record.timings["timing/step"] for record in self.records),
             timings={
                 name: fmean(record.timings[name] for record in counted)
                 for name in counted[0].timings
@@ -162,7 +153,7 @@ class _Steps:
             generate_seconds=fmean(self.waited),
             longest_episode=max(self.played),
             gpu_seconds=seconds / len(counted) * self.run_.gpus / rollouts,
-            server_failures=self.failures,
+            server_failures=self.pool.failures,
             trainer_failures=self.trainer.failures,
         )
 
@@ -206,17 +197,12 @@ class _Steps:
             self._of_trainer(step, lambda: self.trainer.save(step))
 
     def sync(self, version: int) -> None:
-        if self.lost:  # the weights cannot be given to it alone: the run ends, and resumes from its checkpoint
-            self.lost = 0
+        if self.pool.lost:  # the weights cannot be given to it alone: the run ends, and resumes from its checkpoint
+            self.pool.lost = 0
             self.trainer.alive = False
             self._of_trainer(version, self.trainer.needed)
         self.loop.wait(self.costs.publish_seconds)
-        self.loop.run_until_complete(self._sync())
-
-    async def _sync(self) -> None:
-        async with self.router.drained():
-            await asyncio.sleep(self.costs.sync_seconds)
-        await self.router.notify()
+        self.loop.run_until_complete(self.pool.sync())
 
     def evaluates(self, step: int) -> bool:
         return False
@@ -226,17 +212,16 @@ class _Steps:
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         outputs = self.outputs.pop(step)
-        for server in self.servers:
-            server.advance(self.loop.time())
+        busy, decoded = self.pool.work(self.loop.time())
         self.records.append(
             _Record(
                 at=self.loop.time(),
                 timings=dict(metrics),
                 rollouts=len(outputs.trajectories) + len(outputs.failures),
-                servers=sum(server.busy for server in self.servers),
-                decoded=sum(server.decoded for server in self.servers),
+                servers=busy,
+                decoded=decoded,
                 trainer=self.trainer.busy,
-                flow=self.flow.busy,
+                flow=self.pool.flow.busy,
             )
         )
 
@@ -250,49 +235,14 @@ class _Steps:
             # The members of a group are shown the same at first, and then what each has done.
             shown = place.group_id if index == 0 else f"{place.trajectory_id}, turn {index}"
             asked, seed = self.loop.time(), place.request_seed(self.plan.seed, index)
-            self.asked[seed] = turn
             try:
-                await self.merger.complete([{"role": "user", "content": shown}], self.plan.sampling, seed)
+                await self.pool.complete(shown, self.plan.sampling, seed, turn)
             except GenerationFailure as failed:
                 return Failure(place.trajectory_id, place.group_id, task.task_id, failed.reason, "")
             self.waited.append(self.loop.time() - asked)
         self.played.append(self.loop.time() - began)
         reward = float(place.member % 2) if self.run_.workload.has_signal(place) else 0.0
         return Trajectory(place.trajectory_id, place.group_id, "", task.task_id, "train", (_turn(reward),), False)
-
-    async def _sample(
-        self, messages: Sequence[Message], sampling: Sampling, seed: int, n: int
-    ) -> list[Completion | GenerationFailure]:
-        turns = [self.asked.pop(seed + member) for member in range(n)]
-        async with self.router.admitted():
-            await self.router.answered(partial(self._attempt, turns))
-        return [_ANSWER] * n
-
-    async def _attempt(self, turns: Sequence[PlannedTurn], replica: Replica) -> None:
-        flow, first = self.costs.flow, turns[0]
-        await self.flow.use(len(turns) * flow.request_seconds + first.images * flow.image_seconds)
-        if not replica.ready:
-            raise TransientError("connection_lost", "the server died")
-        server = self.servers[int(replica.name)]
-        await server.answer(first.new_tokens, first.prompt_tokens, [turn.completion_tokens for turn in turns])
-
-    # Failures
-
-    def _failures_per_second(self, gpus: int) -> float:
-        hours = self.costs.failures.hours_between
-        return gpus / hours / 3600 if hours else 0.0
-
-    async def _fail(self, index: int, rate: float) -> None:
-        replica = self.router.replicas[index]
-        while True:
-            await asyncio.sleep(float(self.random.exponential(1 / rate)))
-            self.failures += 1
-            self.lost += not self.run_.resumes_alone
-            replica.ready = False
-            self.servers[index].die()
-            await asyncio.sleep(self.costs.failures.server_restart_seconds)
-            replica.ready = True
-            await self.router.notify()
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from components.batches.settings import BatchSettings
 from components.inference.merge import WINDOW
 from components.planning.costs import Costs, FailureCosts, FlowCosts, ServerCosts, TrainerCosts
-from components.planning.simulate import Simulated, SimulatedRun
+from components.planning.simulate import SimulatedRun
 from components.planning.workload import PlannedTurn, Workload
 from components.rollouts.settings import RolloutSettings
 from components.vlm.settings import TrainerSettings
@@ -99,7 +100,7 @@ def test_the_event_loop_of_the_flow_is_a_wall() -> None:
     assert found.timings["timing/wait_for_rollouts"] >= 0.5 + WINDOW + serial
 
 
-def uneven(staleness: int) -> Simulated:
+def uneven(staleness: int, seed: int = 0) -> SimulatedRun:
     """As in the benchmark `in_flight`: 64 episodes a step, 16 at once; one in 8 takes 6 s, others 0.2 s."""
     episodes = [(PlannedTurn(23, 23, 2, 1, 0.2 if index % 8 else 6.0),) for index in range(8)]
     costs = COSTS.replaced(
@@ -111,19 +112,25 @@ def uneven(staleness: int) -> Simulated:
         "by hand",
     )
     plan = {"groups_per_step": 16, "group_size": 4, "max_staleness": staleness, "in_flight_updates": staleness > 1}
-    return make_run(episodes, rollouts=plan, costs=costs, max_concurrent=16, steps=12).simulate()
+    workload = Workload((episodes,), False, 0.0, "by hand", seed)
+    return make_run(rollouts=plan, costs=costs, workload=workload, max_concurrent=16, steps=12)
 
 
-def test_updates_in_flight_gain_what_the_benchmark_measured() -> None:
-    """docs/benchmarks.md, "Uneven episodes": 7.69 s in turn, 3.81 s four steps ahead."""
-    in_turn, ahead, in_flight = (uneven(staleness).step_seconds for staleness in (0, 1, 4))
-    assert in_turn == pytest.approx(7.69, rel=0.1) and in_flight == pytest.approx(3.81, rel=0.15)
+@pytest.mark.parametrize(("staleness", "measured"), [(0, 7.69), (1, 6.24), (4, 3.81)])
+def test_steps_of_uneven_episodes_take_as_long_as_in_the_benchmark(staleness: int, measured: float) -> None:
+    """docs/benchmarks.md, "Uneven episodes": means of steps 3 to 8 of three runs; here of five."""
+    runs = [uneven(staleness, seed).simulate(last=8).every[2:] for seed in range(5)]
+    assert fmean(map(fmean, runs)) == pytest.approx(measured, rel=0.1)
+
+
+def test_updates_in_flight_gain_at_least_half_with_uneven_episodes() -> None:
+    in_turn, ahead, in_flight = (uneven(staleness).simulate().step_seconds for staleness in (0, 1, 4))
     assert in_turn / in_flight >= 1.5
     assert in_flight < ahead < in_turn
 
 
 def test_the_same_seed_gives_the_same_run() -> None:
-    assert uneven(4) == uneven(4)
+    assert uneven(4).simulate() == uneven(4).simulate()
 
 
 @pytest.mark.parametrize("resumes_alone", [True, False])
