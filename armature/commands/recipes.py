@@ -74,7 +74,7 @@ def check(
 
 @app.command(
     epilog="Examples: armature plan train-vlm/geometry3k --gpus 8 --gpus 64 --gpu h100 --price 2.5; "
-    "armature plan train-vlm/colors --from .armature/store/train-vlm/1f0c2d..."
+    "armature plan train-vlm/colors --from data/train-vlm"
 )
 def plan(
     name: Name,
@@ -91,7 +91,6 @@ def plan(
             help="A finished training, whose episodes are taken; without --gpus its measured costs as well, to say how "
             "long a step of the recipe takes on its machine.",
             file_okay=False,
-            exists=True,
         ),
     ] = None,
     costs: Annotated[
