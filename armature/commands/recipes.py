@@ -72,6 +72,47 @@ def check(
     check_recipe(load_recipe(name, overrides(set_, machine)), configuration_only)
 
 
+@app.command(
+    epilog="Examples: armature plan train-vlm/geometry3k --gpus 8 --gpus 64 --gpu h100 --price 2.5; "
+    "armature plan train-vlm/colors --from data/train-vlm"
+)
+def plan(
+    name: Name,
+    gpus: Annotated[
+        Optional[list[int]],  # noqa: UP045
+        typer.Option(help="How many there are; repeat for more. Default: 8, 64, 512, 4096.", min=1),
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="Which: a100 (80 GB), h100 or h200.")] = "h100",
+    from_: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            "--from",
+            metavar="RUN",
+            help="A finished training, whose episodes are taken; without --gpus its measured costs as well, to say how "
+            "long a step of the recipe takes on its machine.",
+            file_okay=False,
+        ),
+    ] = None,
+    costs: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="TOML with costs, and what episodes are like, in place of computed ones.", dir_okay=False),
+    ] = None,
+    price: Annotated[Optional[float], typer.Option(help="Of a GPU for an hour, in dollars.", min=0)] = None,  # noqa: UP045
+    set_: Overrides = None,
+    machine: MachineOverrides = None,
+) -> None:
+    """Say what a recipe would take on many GPUs, and what limits it first.
+
+    The loop, the routing of requests and the schedule are run on a virtual clock. Nothing is started, and no weights
+    are read. Every cost is printed with where it is from.
+    """
+    from armature.plan import plan_recipe
+    from components.configuration import load_recipe
+
+    for line in plan_recipe(load_recipe(name, overrides(set_, machine)), gpus or [], gpu, from_, costs, price):
+        print(line)
+
+
 @app.command(epilog="Example: armature run train-vlm/colors --set trainer.max_steps=20 --machine servers=2")
 def run(name: Name, set_: Overrides = None, machine: MachineOverrides = None, force: Force = None) -> None:
     """Run a recipe in this process.

@@ -7,8 +7,8 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -16,7 +16,6 @@ from weakref import WeakSet
 
 import httpx
 
-from components.contracts.errors import ServerError, WeightSyncError
 from components.contracts.machine import Machine
 from components.inference.answers import AnswerLimits, read_completions
 from components.inference.checkpoint import placeholder_token_ids, sampled_token_ids, vocabulary
@@ -41,6 +40,7 @@ from components.inference.monitor import PoolContext
 from components.inference.probe import ProbeAnswer, make_probe
 from components.inference.proof import SyncProof
 from components.inference.replica import Replica, reset_caches
+from components.inference.routing import Router
 from components.inference.server import VllmServer
 from components.inference.settings import ServerSettings
 from components.inference.statistics import PoolStatistics
@@ -48,9 +48,6 @@ from components.inference.sync import ServedWeights, sync_failure
 from components.inference.weights import Publish
 
 log = logging.getLogger(__name__)
-
-MAX_ATTEMPTS = 4
-"""Times that one request is tried before it is a failure."""
 
 OPEN: WeakSet[ServerPool] = WeakSet()
 """The pools of this process that answer requests."""
@@ -98,13 +95,9 @@ class ServerPool:
         self.weights = ServedWeights(weights, machine.weight_transfer, proof, load_on_join)
         self._api_key = os.environ.get("VLLM_API_KEY") or secrets.token_urlsafe(32)
         self._merger = RequestMerger(self.sample)
-        self._slots = asyncio.Semaphore(machine.max_concurrent)
-        self._changed = asyncio.Condition()
-        self._syncing = False
-        self.in_flight = 0
-        self._broken: WeightSyncError | None = None
         self.lease = secrets.token_hex(16)
         self.replicas = self._make_replicas()
+        self._router = Router(self.replicas, machine.max_concurrent, self.statistics, log_folder)
         self._kept = kept_servers(machine)
         self._first_weights = weights
 
@@ -151,7 +144,7 @@ class ServerPool:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._close(keep=kind is None and self._broken is None)
+        await self._close(keep=kind is None and self._router.broken is None)
 
     async def _take_kept(self, kept: KeptServers) -> None:
         servers = await asyncio.to_thread(kept.take, self._first_weights, self.settings, self.machine)
@@ -193,93 +186,49 @@ class ServerPool:
         than n requests. Raises as `complete` does when the request as a whole fails.
         """
         body = request_body(messages, sampling, seed, n, self.forbidden_token_ids)
-        async with self._slots, self._admitted():
+        async with self._router.admitted():
             began = time.monotonic()
             try:
-                results = await self._attempts(body, n, sampling.max_tokens)
+                read = await self._router.answered(lambda replica: self._attempt(replica, body, n, sampling.max_tokens))
+                results = read()
             except GenerationFailure as failure:
                 self.statistics.failed(failure.reason, n)
                 raise
             self.statistics.answered(results, time.monotonic() - began)
             return results
 
-    @asynccontextmanager
-    async def _admitted(self) -> AsyncIterator[None]:
-        """Counts a request as in flight; waits while weights are being changed."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._syncing or self._broken is not None)
-            if self._broken is not None:
-                raise self._broken
-            self.in_flight += 1
+    async def _attempt(
+        self, replica: Replica, body: dict[str, object], n: int, max_tokens: int
+    ) -> Callable[[], list[Completion | GenerationFailure]]:
+        """What reads the answer, for which the server is not kept."""
+        began, version, mark = time.monotonic(), replica.version, replica.mark
         try:
-            yield
-        finally:
-            self.in_flight -= 1
-            await self.notify()
+            limit = self._bounds.answer_bytes(n, max_tokens)
+            answer = await ask(self._session, replica.endpoint, body, self.machine.generation_timeout, limit)
+            await self.weights.prove(self.http, replica, mark, answer.weights)
+        except TransientError as error:
+            if error.reason == OTHER_WEIGHTS and replica.version == version:
+                replica.doubt()
+            raise
+        return partial(
+            read_completions,
+            answer.document,
+            self._bounds,
+            n=n,
+            max_tokens=max_tokens,
+            version=version,
+            server=replica.name,
+            seconds=time.monotonic() - began,
+        )
 
-    async def _attempts(self, body: dict[str, object], n: int, max_tokens: int) -> list[Completion | GenerationFailure]:
-        limit = self._bounds.answer_bytes(n, max_tokens)
-        tried: set[str] = set()
-        last = TransientError("no_attempt", "")
-        for attempt in range(MAX_ATTEMPTS):
-            if attempt:
-                self.statistics.retries += 1
-                await asyncio.sleep(0.1 * 2**attempt)
-            replica = await self._take(tried)
-            began, version, mark = time.monotonic(), replica.version, replica.mark
-            try:
-                answer = await ask(self._session, replica.endpoint, body, self.machine.generation_timeout, limit)
-                await self.weights.prove(self.http, replica, mark, answer.weights)
-            except TransientError as error:
-                last = error
-                tried.add(replica.name)
-                replica.failures += 1
-                replica.suspect.set()
-                if error.reason == OTHER_WEIGHTS and replica.version == version:
-                    replica.doubt()
-                self.statistics.timeouts += error.reason == "generation_timeout"
-                log.warning("attempt %d of %d failed: %s", attempt + 1, MAX_ATTEMPTS, error)
-                continue
-            finally:
-                replica.outstanding -= 1
-                await self.notify()
-            replica.failures = replica.restarts = 0
-            return read_completions(
-                answer.document,
-                self._bounds,
-                n=n,
-                max_tokens=max_tokens,
-                version=version,
-                server=replica.name,
-                seconds=time.monotonic() - began,
-            )
-        raise GenerationFailure(
-            f"{MAX_ATTEMPTS} attempts failed, the last one: {last.detail}",
-            reason=last.reason,
-            where=", ".join(sorted(tried)),
-            remedy="read the servers' logs in " + str(self.log_folder),
-        ) from last
-
-    async def _take(self, tried: set[str]) -> Replica:
-        """The ready server with the fewest requests, one not yet tried if there is one; waits for any."""
-        async with self._changed:
-            while True:
-                ready = [replica for replica in self.replicas if replica.ready]
-                if ready:
-                    best = min(ready, key=lambda replica: (replica.name in tried, replica.outstanding))
-                    best.outstanding += 1
-                    return best
-                reasons = [replica.given_up for replica in self.replicas if replica.given_up]
-                if reasons and len(reasons) == len(self.replicas):
-                    raise ServerError(
-                        f"no server is left; the last one: {reasons[-1]}", where=str(self.log_folder)
-                    ) from reasons[-1]
-                await self._changed.wait()
+    @property
+    def in_flight(self) -> int:
+        """Requests that servers answer now."""
+        return self._router.in_flight
 
     async def notify(self) -> None:
         """Wake whatever waits for a change of the servers or of the requests in flight."""
-        async with self._changed:
-            self._changed.notify_all()
+        await self._router.notify()
 
     # Weights
 
@@ -303,15 +252,15 @@ class ServerPool:
                 should, or `machine.sync_timeout` passed after the last request was done. From then on every request
                 raises it too.
         """
-        if self._broken is not None:
-            raise self._broken
+        if self._router.broken is not None:
+            raise self._router.broken
         try:
-            async with self._drained(), self.weights.changing, asyncio.timeout(self.machine.sync_timeout):
+            async with self._router.drained(), self.weights.changing, asyncio.timeout(self.machine.sync_timeout):
                 await self.weights.give(self.http, self.replicas, weights, version, publish, answer)
         except BaseException as error:
             # Some servers may have the new weights and others not, whatever it was that came between.
-            self._broken = sync_failure(error, weights, version, self.machine.sync_timeout)
-            raise (self._broken if isinstance(error, Exception) else error) from error.__cause__
+            self._router.broken = sync_failure(error, weights, version, self.machine.sync_timeout)
+            raise (self._router.broken if isinstance(error, Exception) else error) from error.__cause__
         finally:
             await self.notify()
 
@@ -322,7 +271,7 @@ class ServerPool:
             WeightSyncError: a server did not.
         """
         try:
-            async with self._drained(), self.weights.changing:
+            async with self._router.drained(), self.weights.changing:
                 await asyncio.gather(*(self._reset_caches(replica) for replica in self.replicas if replica.ready))
         finally:
             await self.notify()
@@ -332,13 +281,3 @@ class ServerPool:
             await reset_caches(self.http, replica.endpoint)
         except httpx.TransportError:
             replica.doubt()  # what brings it back resets them
-
-    @asynccontextmanager
-    async def _drained(self) -> AsyncIterator[None]:
-        self._syncing = True
-        try:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self.in_flight == 0)
-            yield
-        finally:
-            self._syncing = False

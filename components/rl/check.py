@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from components.contracts.stages import Artifact, StageContext
 from components.models.families import family_of
@@ -99,9 +99,17 @@ class MemoryEstimate:
 def estimate_memory(source: Path, model: ModelSettings, trainer: TrainerSettings, server_dtype: str) -> MemoryEstimate:
     """Counts parameters on the meta device: no weights are read."""
     config = load_config(source, model)
-    family = family_of(config)
     with torch.device("meta"):
         skeleton = AutoModelForImageTextToText.from_config(config, trust_remote_code=model.trust_remote_code)
+    return estimate_memory_of(skeleton, model, trainer, server_dtype)
+
+
+def estimate_memory_of(
+    skeleton: PreTrainedModel, model: ModelSettings, trainer: TrainerSettings, server_dtype: str
+) -> MemoryEstimate:
+    """`estimate_memory` of a model without weights."""
+    config = skeleton.config
+    family = family_of(config)
     sizes = {name: parameter.numel() for name, parameter in skeleton.named_parameters()}
     parameters = sum(sizes.values())
     blocks = [_count(module) for module in skeleton.modules() if type(module).__name__ in family.wrap_classes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -50,7 +51,14 @@ class Ahead:
 
 
 def run_loop(
-    steps: StepUnits, first: int, last: int, ahead: Ahead, units: Units, events: Events, sync_every: int = 1
+    steps: StepUnits,
+    first: int,
+    last: int,
+    ahead: Ahead,
+    units: Units,
+    events: Events,
+    sync_every: int = 1,
+    now: Callable[[], float] = time.perf_counter,
 ) -> int:
     """Steps `first` to `last`, both included; the policy version is the number of steps applied.
 
@@ -66,6 +74,8 @@ def run_loop(
 
     New weights follow after the steps that `sync_every` divides; 0: never. An evaluation plays by the weights after
     its step, while nothing else does unless updates are in flight.
+
+    `now` is the clock, in seconds, that the metrics `timing/...` are read from.
     """
     pending: deque[Future[Artifact]] = deque()
     begun, staleness = first - 1, ahead.max_staleness
@@ -81,7 +91,7 @@ def run_loop(
     begin(first + staleness * ahead.in_flight_updates)
     postfix: dict[str, float] = {}
     for step in range(first, last + 1):
-        clock = _Clock()
+        clock = _Clock(now)
         rollouts = pending.popleft().result()
         clock.lap("timing/wait_for_rollouts")
         if overlaps:
@@ -119,12 +129,12 @@ def run_loop(
 
 
 class _Clock:
-    """Seconds between laps."""
+    """Seconds between laps, as `now` counts them."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
         self.laps: dict[str, float] = {}
-        self._last = time.perf_counter()
+        self._now, self._last = now, now()
 
     def lap(self, name: str) -> None:
-        now = time.perf_counter()
+        now = self._now()
         self.laps[name], self._last = self.laps.get(name, 0.0) + now - self._last, now

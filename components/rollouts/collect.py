@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from components.artifacts.images import ImageStore
 from components.contracts.episodes import Environment, Task
@@ -47,35 +47,52 @@ async def collect(
     """
     allow_episodes(machine.max_concurrent)
     player = EpisodeRunner(environment, pool, SharedImages(images), sampling, seed, machine.environment_timeout)
-    room = room or asyncio.Semaphore(machine.max_concurrent)
     finished = CollectionProgress(name, len(tasks) * group_size, events)
 
     async def play(task: Task, place: RolloutId) -> Trajectory | Failure:
-        async with room:
-            try:
-                result: Trajectory | Failure = await player.play(task, place)
-            except RolloutFailed as failed:
-                result = Failure(place.trajectory_id, place.group_id, task.task_id, failed.reason, failed.detail)
+        try:
+            result: Trajectory | Failure = await player.play(task, place)
+        except RolloutFailed as failed:
+            result = Failure(place.trajectory_id, place.group_id, task.task_id, failed.reason, failed.detail)
         finished.add(result)
         return result
+
+    room = room or asyncio.Semaphore(machine.max_concurrent)
+    outputs = await play_groups(play, tasks, group_size, room, step=step, first_group=first_group)
+    if outputs.failures:
+        events.message(_summary(outputs, f"{name}, step {step}"))
+    return outputs
+
+
+async def play_groups(
+    play: Callable[[Task, RolloutId], Awaitable[Trajectory | Failure]],
+    tasks: Sequence[Task],
+    group_size: int,
+    room: asyncio.Semaphore,
+    *,
+    step: int,
+    first_group: int = 0,
+) -> GenerateOutputs:
+    """`play` for every member of every group, as many at once as there is `room` for; see `collect`."""
+
+    async def one(task: Task, place: RolloutId) -> Trajectory | Failure:
+        async with room:
+            return await play(task, place)
 
     try:
         async with asyncio.TaskGroup() as episodes:
             running = [
-                episodes.create_task(play(task, RolloutId(step, group, member)))
+                episodes.create_task(one(task, RolloutId(step, group, member)))
                 for group, task in enumerate(tasks, first_group)
                 for member in range(group_size)
             ]
     except BaseExceptionGroup as errors:  # what concerns the whole run, such as a full disk
         raise errors.exceptions[0] from None
     results = [episode.result() for episode in running]
-    outputs = GenerateOutputs(
+    return GenerateOutputs(
         tuple(result for result in results if isinstance(result, Trajectory)),
         tuple(result for result in results if isinstance(result, Failure)),
     )
-    if outputs.failures:
-        events.message(_summary(outputs, f"{name}, step {step}"))
-    return outputs
 
 
 class CollectionProgress:

@@ -1,0 +1,130 @@
+"""Which server of a pool answers a request, how often it is tried, and when none may begin."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from components.contracts.errors import ServerError, WeightSyncError
+from components.inference.client import GenerationFailure, TransientError
+from components.inference.replica import Replica
+from components.inference.statistics import PoolStatistics
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 4
+"""Times that one request is tried before it is a failure."""
+
+T = TypeVar("T")
+
+
+class Router:
+    """Sends each request to the least loaded of `replicas`, at most `max_concurrent` at once, none during `drained`.
+
+    It reads no clock but the event loop's. What an attempt is, its caller says.
+
+    Attributes:
+        in_flight: requests that were admitted and have no answer yet.
+        broken: what every request raises from now on.
+    """
+
+    def __init__(
+        self, replicas: Sequence[Replica], max_concurrent: int, statistics: PoolStatistics, log_folder: Path
+    ) -> None:
+        self.replicas, self.statistics, self.log_folder = replicas, statistics, log_folder
+        self.in_flight = 0
+        self.broken: WeightSyncError | None = None
+        self._slots = asyncio.Semaphore(max_concurrent)
+        self._changed = asyncio.Condition()
+        self._draining = False
+
+    @asynccontextmanager
+    async def admitted(self) -> AsyncIterator[None]:
+        """Counts a request as in flight; waits for a slot, and while weights are being changed.
+
+        Raises:
+            WeightSyncError: an earlier sync failed.
+        """
+        async with self._slots:
+            async with self._changed:
+                await self._changed.wait_for(lambda: not self._draining or self.broken is not None)
+                if self.broken is not None:
+                    raise self.broken
+                self.in_flight += 1
+            try:
+                yield
+            finally:
+                self.in_flight -= 1
+                await self.notify()
+
+    async def answered(self, attempt: Callable[[Replica], Awaitable[T]]) -> T:
+        """What `attempt` gives for a replica; another is tried where it raises `TransientError`.
+
+        Raises:
+            GenerationFailure: `MAX_ATTEMPTS` failed.
+            ServerError: no server is left.
+        """
+        tried: set[str] = set()
+        last = TransientError("no_attempt", "")
+        for number in range(MAX_ATTEMPTS):
+            if number:
+                self.statistics.retries += 1
+                await asyncio.sleep(0.1 * 2**number)
+            replica = await self._take(tried)
+            try:
+                answer = await attempt(replica)
+            except TransientError as error:
+                last = error
+                tried.add(replica.name)
+                replica.failures += 1
+                replica.suspect.set()
+                self.statistics.timeouts += error.reason == "generation_timeout"
+                log.warning("attempt %d of %d failed: %s", number + 1, MAX_ATTEMPTS, error)
+                continue
+            finally:
+                replica.outstanding -= 1
+                await self.notify()
+            replica.failures = replica.restarts = 0
+            return answer
+        raise GenerationFailure(
+            f"{MAX_ATTEMPTS} attempts failed, the last one: {last.detail}",
+            reason=last.reason,
+            where=", ".join(sorted(tried)),
+            remedy="read the servers' logs in " + str(self.log_folder),
+        ) from last
+
+    async def _take(self, tried: set[str]) -> Replica:
+        """The ready server with the fewest requests, one not yet tried if there is one; waits for any."""
+        async with self._changed:
+            while True:
+                ready = [replica for replica in self.replicas if replica.ready]
+                if ready:
+                    best = min(ready, key=lambda replica: (replica.name in tried, replica.outstanding))
+                    best.outstanding += 1
+                    return best
+                reasons = [replica.given_up for replica in self.replicas if replica.given_up]
+                if reasons and len(reasons) == len(self.replicas):
+                    raise ServerError(
+                        f"no server is left; the last one: {reasons[-1]}", where=str(self.log_folder)
+                    ) from reasons[-1]
+                await self._changed.wait()
+
+    async def notify(self) -> None:
+        """Wake whatever waits for a change of the servers or of the requests in flight."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    @asynccontextmanager
+    async def drained(self) -> AsyncIterator[None]:
+        """No request is in flight; new ones wait until the end."""
+        self._draining = True
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self.in_flight == 0)
+            yield
+        finally:
+            self._draining = False

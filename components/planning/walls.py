@@ -1,0 +1,44 @@
+"""What keeps more GPUs from helping."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from components.planning.simulate import Simulated, SimulatedRun
+
+LEAST = 0.1
+"""Of the cost of a rollout, that a wall takes at least."""
+
+
+def _with(run: SimulatedRun, **values: Any) -> SimulatedRun:
+    return replace(run, costs=run.costs.replaced(values, ""))
+
+
+def _no_flow(run: SimulatedRun) -> SimulatedRun:
+    return _with(run, flow={"request_seconds": 0.0, "image_seconds": 0.0, "rollout_seconds": 0.0})
+
+
+def _more_episodes(run: SimulatedRun) -> SimulatedRun:
+    plan = run.rollouts.model_copy(update={"groups_per_step": 2 * run.rollouts.groups_per_step})
+    return replace(run, rollouts=plan, max_concurrent=2 * run.max_concurrent)
+
+
+WALLS = {
+    "event loop of the flow process": _no_flow,
+    "sync of weights": lambda run: _with(run, publish_seconds=0.0, sync_seconds=0.0),
+    "weights gathered between ranks": lambda run: _with(run, trainer={"gather_seconds": 0.0}),
+    "longest episodes": lambda run: replace(run, workload=run.workload.evened()),
+    "too few groups in a step": _more_episodes,
+}
+
+
+def first_wall(run: SimulatedRun, found: Simulated) -> tuple[str, float]:
+    """That without which a rollout costs least, and the share of its cost; "" where none takes a tenth.
+
+    Each is taken away in turn and the run simulated again: no seconds of the flow's event loop, of a sync, of gathering
+    weights; every episode the mean of all; twice the groups in a step.
+    """
+    gains = {name: 1 - change(run).simulate().gpu_seconds / found.gpu_seconds for name, change in WALLS.items()}
+    name = max(gains, key=lambda each: gains[each])
+    return (name if gains[name] >= LEAST else ""), gains[name]

@@ -1,0 +1,145 @@
+"""The simulated loop against formulas by hand, and against a benchmark of the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from components.batches.settings import BatchSettings
+from components.inference.merge import WINDOW
+from components.planning.costs import Costs, FailureCosts, FlowCosts, ServerCosts, TrainerCosts
+from components.planning.simulate import SimulatedRun
+from components.planning.workload import PlannedTurn, Workload
+from components.rollouts.settings import RolloutSettings
+from components.vlm.settings import TrainerSettings
+
+GROUPS, SIZE, PROMPT, ANSWER = 4, 8, 100, 50
+EPISODE = (PlannedTurn(PROMPT, PROMPT, ANSWER, 1, 0.5),)
+COSTS = Costs(
+    servers=ServerCosts(pass_seconds=0.01, token_seconds=1e-4),
+    trainer=TrainerCosts(token_seconds=1e-3, update_seconds=0.25),
+    flow=FlowCosts(request_seconds=0.0, rollout_seconds=0.01),
+    sync_seconds=0.75,
+)
+
+
+def make_run(episodes: Sequence[Any] = (EPISODE,), **changes: Any) -> SimulatedRun:
+    plan = {"groups_per_step": GROUPS, "group_size": SIZE, "sampling": {"max_tokens": ANSWER}}
+    settings = RolloutSettings.model_validate(plan | changes.pop("rollouts", {}))
+    run = SimulatedRun(
+        rollouts=settings,
+        batches=BatchSettings(max_sequence_tokens=4096),
+        trainer=TrainerSettings(learning_rate=1e-3, max_steps=99, save_every=99, max_tokens_per_micro_batch=600),
+        costs=COSTS,
+        workload=Workload((tuple(episodes),), False, 0.0, "by hand"),
+        servers=1,
+        ranks=2,
+        max_concurrent=GROUPS * SIZE,
+    )
+    return replace(run, **changes)
+
+
+def hand_rollouts(costs: Costs = COSTS) -> float:
+    """All are alike: the environment, the window of merging, each group's prompt once, then tokens of all at once."""
+    server = costs.servers
+    prompts = GROUPS * PROMPT * server.token_seconds
+    return 0.5 + WINDOW + prompts + ANSWER * (server.pass_seconds + GROUPS * SIZE * server.token_seconds)
+
+
+ROLLOUTS = hand_rollouts()
+BATCH = GROUPS * SIZE * 0.01
+TRAIN = 4 * 4 * (PROMPT + ANSWER) * 1e-3 + 0.25
+"""32 rows of 150 tokens are 8 micro-batches of 4 rows: 4 rounds of 2 ranks."""
+SYNC = 0.75
+
+
+def test_in_turn_a_step_is_the_sum_of_its_parts() -> None:
+    found = make_run().simulate()
+    assert found.step_seconds == pytest.approx(ROLLOUTS + BATCH + TRAIN + SYNC, rel=1e-6)
+    assert found.timings["timing/wait_for_rollouts"] == pytest.approx(ROLLOUTS, rel=1e-6)
+    assert found.timings["timing/train"] == pytest.approx(TRAIN, rel=1e-6)
+    assert found.trainer_share == pytest.approx(TRAIN / found.step_seconds, rel=1e-6)
+    assert found.server_share == pytest.approx((ROLLOUTS - 0.5 - WINDOW) / found.step_seconds, rel=1e-6)
+
+
+@pytest.mark.parametrize("token_seconds", [1e-4, 1e-2])
+def test_one_step_ahead_the_longer_of_the_two_counts(token_seconds: float) -> None:
+    costs = COSTS.replaced({"trainer": {"token_seconds": token_seconds}}, "by hand")
+    found = make_run(rollouts={"max_staleness": 1}, costs=costs).simulate()
+    train = 4 * 4 * (PROMPT + ANSWER) * token_seconds + 0.25
+    assert found.step_seconds == pytest.approx(max(ROLLOUTS, BATCH + train) + SYNC, rel=1e-6)
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+@pytest.mark.parametrize("seconds", [0.5, 40.0])
+def test_updates_in_flight_let_the_steps_of_a_cycle_share_their_rollouts(staleness: int, seconds: float) -> None:
+    """Rollouts of step k begin with version k - 1 - staleness; a step trains once they and the step before are done."""
+    costs = COSTS.replaced({"servers": {"pass_seconds": 0.0, "token_seconds": 0.0}, "sync_seconds": 0.0}, "by hand")
+    run = make_run(
+        [(PlannedTurn(PROMPT, PROMPT, ANSWER, 1, seconds),)],
+        rollouts={"max_staleness": staleness, "in_flight_updates": True},
+        costs=costs,
+        max_concurrent=10_000,
+        steps=staleness + 1,
+    )
+    rest = BATCH + TRAIN
+    assert run.simulate().step_seconds == pytest.approx(
+        max(rest, (seconds + WINDOW + rest) / (staleness + 1)), rel=1e-6
+    )
+
+
+def test_the_event_loop_of_the_flow_is_a_wall() -> None:
+    costs = COSTS.replaced({"flow": {"request_seconds": 0.5, "image_seconds": 0.1}}, "by hand")
+    found = make_run(costs=costs).simulate()
+    serial = GROUPS * (SIZE * 0.5 + 0.1)
+    assert found.flow_share == pytest.approx(serial / found.step_seconds, rel=1e-6)
+    assert found.timings["timing/wait_for_rollouts"] >= 0.5 + WINDOW + serial
+
+
+def uneven(staleness: int, seed: int = 0) -> SimulatedRun:
+    """As in the benchmark `in_flight`: 64 episodes a step, 16 at once; one in 8 takes 6 s, others 0.2 s."""
+    episodes = [(PlannedTurn(23, 23, 2, 1, 0.2 if index % 8 else 6.0),) for index in range(8)]
+    costs = COSTS.replaced(
+        {
+            "trainer": {"token_seconds": 1e-5, "update_seconds": 0.3},
+            "sync_seconds": 0.3,
+            "flow": {"rollout_seconds": 0},
+        },
+        "by hand",
+    )
+    plan = {"groups_per_step": 16, "group_size": 4, "max_staleness": staleness, "in_flight_updates": staleness > 1}
+    workload = Workload((episodes,), False, 0.0, "by hand", seed)
+    return make_run(rollouts=plan, costs=costs, workload=workload, max_concurrent=16, steps=12)
+
+
+@pytest.mark.parametrize(("staleness", "measured"), [(0, 7.69), (1, 6.24), (4, 3.81)])
+def test_steps_of_uneven_episodes_take_as_long_as_in_the_benchmark(staleness: int, measured: float) -> None:
+    """docs/benchmarks.md, "Uneven episodes": means of steps 3 to 8 of three runs; here of five."""
+    runs = [uneven(staleness, seed).simulate(last=8).every[2:] for seed in range(5)]
+    assert fmean(map(fmean, runs)) == pytest.approx(measured, rel=0.1)
+
+
+def test_updates_in_flight_gain_at_least_half_with_uneven_episodes() -> None:
+    in_turn, ahead, in_flight = (uneven(staleness).simulate().step_seconds for staleness in (0, 1, 4))
+    assert in_turn / in_flight >= 1.5
+    assert in_flight < ahead < in_turn
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    assert uneven(4).simulate() == uneven(4).simulate()
+
+
+@pytest.mark.parametrize("resumes_alone", [True, False])
+def test_failures_cost_time_and_lose_no_rollout(resumes_alone: bool) -> None:
+    trainer = TrainerSettings(learning_rate=1e-3, max_steps=99, save_every=1, max_tokens_per_micro_batch=600)
+    sound = make_run(servers=4, steps=30, trainer=trainer)
+    failures = FailureCosts(hours_between=0.02, server_restart_seconds=20, trainer_restart_seconds=5)
+    failing = COSTS.model_copy(update={"failures": failures})
+    found = replace(sound, costs=failing, resumes_alone=resumes_alone).simulate()
+    assert found.server_failures > 0 and found.trainer_failures > 0
+    assert found.samples_per_step == GROUPS * SIZE
+    assert found.step_seconds > 1.05 * sound.simulate().step_seconds
