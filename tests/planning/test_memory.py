@@ -52,7 +52,7 @@ def sharded(folder: Path, ranks: Ranks) -> nn.Module:
     loaded = load_model(folder, MODEL)
     model = load_model(folder, MODEL, empty=True)
     units = partial(blocks, classes=family_of(model.config).wrap_classes, dtype=None)
-    sharder(ranks, units, dict(loaded.state_dict()), cast_inputs=True)(model)
+    sharder(ranks, 1, units, dict(loaded.state_dict()), cast_inputs=True)(model)
     return model
 
 
