@@ -284,3 +284,17 @@ def test_fingerprints_of_numbers_that_json_lacks_are_refused():
     for settings in (Plain(rate=float("nan"), more={}), Plain(rate=None, more={"a": [float("inf")]})):
         with pytest.raises(ConfigurationError, match="not a finite number"):
             assert fingerprint(stage, settings, {}) != kept
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"machine": {"store": "a\ud800b"}},
+        {"machine": {"server_environment": {"A\ud800b": "1"}}},
+        {"trainer": {"logprobs": "a\ud800b"}},
+    ],
+)
+def test_half_a_character_is_refused_wherever_it_is(values):
+    with pytest.raises(ConfigurationError, match=r"half a character.*\\ud800") as raised:
+        build_recipe("train-vlm/colors", merge(load_recipe("train-vlm/colors").dump(), values), where="form")
+    str(raised.value).encode()

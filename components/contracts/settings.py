@@ -7,6 +7,7 @@ and `armature show` prints all of it. A default that changes gives other fingerp
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from datetime import date, time
 from typing import Any, ClassVar, Self
@@ -44,6 +45,20 @@ def _odd(value: Any, where: str) -> str:
         return next(filter(None, (_odd(item, f"{where}.{key}") for key, item in value.items())), "")
     if isinstance(value, list | tuple):
         return next(filter(None, (_odd(item, f"{where}[{index}]") for index, item in enumerate(value))), "")
+    return ""
+
+
+def _lone_surrogate(value: Any) -> str:
+    """A text anywhere in `value`, however deep, that UTF-8 cannot say, as ASCII; "" if there is none."""
+    left = [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, Mapping):
+            left += [*part, *part.values()]
+        elif isinstance(part, list | tuple):
+            left += part
+        elif isinstance(part, str) and re.search("[\ud800-\udfff]", part):
+            return ascii(part)
     return ""
 
 
@@ -107,6 +122,13 @@ class Settings(BaseModel):
     def _tables_have_no_order(cls, values: Any) -> Any:
         """By key: fingerprints do not see the order of keys, PostgreSQL does not keep it for Prefect's parameters."""
         return _sorted_tables(values)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_is_unicode(cls, values: Any) -> Any:
+        if said := _lone_surrogate(values):
+            raise ValueError(f"half a character, which no file can hold: {said:.200}")
+        return values
 
     @model_validator(mode="after")
     def _values_of_any_type_are_json(self) -> Self:
