@@ -48,8 +48,8 @@ ON_ONE_WORKER = {
     "prefect_server": (
         "tests/flows/test_flows.py",
         "tests/flows/test_submit.py",
+        "tests/platform/test_mlflow_away.py",
         "tests/tasks/test_blocks.py",
-        "tests/tasks/test_mlflow_away.py",
         "tests/tasks/test_prometheus.py",
         "tests/tasks/test_run_stage.py",
     ),

@@ -198,7 +198,7 @@ def test_compiled_layers_train_as_plain_ones_do(make: Make, sharded: bool, monke
         if sharded:
             settings = compiled.settings.model_copy(update={"torch_compile": True})
             weights = {name: value.clone() for name, value in compiled.model.state_dict().items()}
-            shard = sharder(Ranks(), partial(units, precision="float32"), weights, cast_inputs=False)
+            shard = sharder(Ranks(), 1, partial(units, precision="float32"), weights, cast_inputs=False)
             compiled = PolicyLearner(compiled.model, settings, compiled.plan, Ranks(), shard)
         for update in (1, 2):
             first, second = plain.step(updates[update]), compiled.step(updates[update])
