@@ -17,6 +17,7 @@ import pytest
 
 from armature.services import free_port
 from tests.platform.dashboard import CHROMIUM, chromium, open_page
+from tests.platform.prefect_api import PrefectApi
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STRANGER = "http://attacker.example"
@@ -63,7 +64,7 @@ class Up:
         secret = folder / ".armature/prefect-auth-string"
         self.secret = secret.read_text() if secret.exists() else ""
         user, _, password = self.secret.partition(":")
-        self.api = httpx.Client(base_url=f"{self.prefect}/api", auth=(user, password) if user else None)
+        self.api = PrefectApi(base_url=f"{self.prefect}/api", auth=(user, password) if user else None)
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "armature", *words]

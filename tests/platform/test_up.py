@@ -26,6 +26,7 @@ from components.stages import run_stage
 from tests.conftest import SharedServer
 from tests.platform.conftest import assert_closed
 from tests.platform.dashboard import CHROMIUM, chromium, start_from_the_form, table_of_results
+from tests.platform.prefect_api import PrefectApi
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CHECKPOINTS = ["first", "second"]
@@ -78,7 +79,7 @@ class Platform:
         self.record = json.loads((state / "platform.json").read_text())
         self.auth_string = (state / "prefect-auth-string").read_text()
         user, _, password = self.auth_string.partition(":")
-        self.api = httpx.Client(base_url=f"{self.record['prefect']}/api", auth=(user, password))
+        self.api = PrefectApi(base_url=f"{self.record['prefect']}/api", auth=(user, password))
         self.supervisor = int((state / "platform.lock").read_text())
         self.family = psutil.Process(self.supervisor).children(recursive=True)
 
