@@ -74,7 +74,11 @@ def train(folder: Path, start: Artifact, arenas: Sequence[Kitchen], settings: Tr
     context = StageContext(machine, TerminalEvents(), ThreadUnits(), folder / "work", store.images, "f")
     context.workspace.mkdir(parents=True, exist_ok=True)
     training = RobotRLTraining(
-        trainer=settings.trainer, noise_level=1.0, policy=start.path, images=store.images, fingerprint="f"
+        trainer=settings.trainer,
+        noise_level=settings.rollouts.noise_level,
+        policy=start.path,
+        images=store.images,
+        fingerprint="f",
     )
     policy = open_policy(start.path, "continuous", rows=1)
     collector = Collector(settings.rollouts, policy, arenas, ImageStore(store.images), lambda done, total: None)

@@ -1,0 +1,83 @@
+"""A robot policy that learns by trying, from its demonstrations to its evaluations, over several seeds, on a GPU.
+
+`python -m benchmarks.robot_rl_gpu RECIPE --seeds 0 1 2` runs the stages of `train-vla-rl` without Prefect. Imitation on
+demonstrations is made once; a seed is one of rollouts and updates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from components.configuration import Recipe, load_recipe
+from components.contracts.machine import Machine
+from components.contracts.stages import Artifact
+from components.evaluation.libero.stage import METRICS_FILE
+from components.stages import STAGES, run_stage
+
+
+class Chain:
+    """The stages of a recipe, and how long each took."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.seconds: dict[str, float] = {}
+
+    def run(self, name: str, **inputs: Artifact) -> Artifact:
+        settings, machine = self.recipe.settings_for(STAGES[name].settings), self.recipe.sections["machine"]
+        assert isinstance(machine, Machine)
+        began = time.perf_counter()
+        made = run_stage(name, settings, inputs, machine)
+        self.seconds[name] = time.perf_counter() - began
+        return made
+
+    def imitation(self) -> Artifact:
+        """The policy before any reward."""
+        start, data = self.run("policy"), self.run("demonstrations")
+        return self.run("train-vla", policy=start, dataset=data, statistics=self.run("quantile-stats", dataset=data))
+
+    def evaluation(self, policy: Artifact) -> dict[str, Any]:
+        """How many episodes were solved, with its interval, in all and by task."""
+        metrics: dict[str, Any] = json.loads(
+            (self.run("evaluate-libero", policy=policy).path / METRICS_FILE).read_text()
+        )
+        return metrics
+
+
+def measure(name: str, seeds: Sequence[int], changes: Sequence[str]) -> list[dict[str, Any]]:
+    """One entry for the policy before, and one for each seed."""
+    first = Chain(load_recipe(name, changes))
+    start = first.imitation()
+    found = [{"before": True, "metrics": first.evaluation(start), "seconds": first.seconds}]
+    print(json.dumps(found[-1]), flush=True)
+    for seed in seeds:
+        own = [f"rollouts.seed={seed}", f"trainer.seed={seed}"]
+        chain = Chain(load_recipe(name, [*changes, *own]))
+        trained = chain.run("train-vla-rl", policy=start)
+        history = json.loads((trained.path / "history.json").read_text())
+        entry = {"seed": seed, "metrics": chain.evaluation(trained), "seconds": chain.seconds, "history": history}
+        found.append(entry)
+        print(json.dumps({**entry, "history": [round(row["reward"], 2) for row in history]}), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("recipe", nargs="?", default="train-vla-rl/spatial-small")
+    parser.add_argument(
+        "--seeds", type=int, nargs="*", default=[0, 1, 2], help="of rollouts and updates; none: imitation alone"
+    )
+    parser.add_argument("--set", action="append", default=[], dest="changes", metavar="SECTION.KEY=VALUE")
+    parser.add_argument("--out", help="a JSON file for all of it")
+    given = parser.parse_args()
+    found = measure(given.recipe, given.seeds, given.changes)
+    if given.out:
+        Path(given.out).write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Recipes for the released policy: the settings that were published for others, and a step of them on a tiny policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.configuration import load_recipe
+from components.contracts.stages import Artifact
+from components.vla_rl.settings import TrainVLARLSettings
+from tests.vla_rl.kitchen import Kitchen, calm_policy
+from tests.vla_rl.test_run import train
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "molmoact2-spatial": {
+        "rollouts": {"suite": "libero_spatial", "group_size": 1, "max_steps": 240, "noise_level": 0.5},
+        "trainer": {"epochs": 1, "samples_per_update": 2048, "kl_coefficient": 0.0, "mode": "expert", "ratio": "chunk"},
+        "advantage": {
+            "name": "gae",
+            "gamma": 0.99,
+            "gae_lambda": 0.95,
+            "value_lr": 1e-4,
+            "value_clip": 0.2,
+            "huber_delta": 10.0,
+        },
+    },
+    "molmoact2-long": {
+        "rollouts": {"suite": "libero_10", "group_size": 8, "max_steps": 480, "noise_level": 0.5},
+        "trainer": {"epochs": 4, "samples_per_update": 2048, "kl_coefficient": 0.0, "mode": "expert", "ratio": "chunk"},
+        "advantage": {"name": "group_mean"},
+    },
+}
+"""Of RLinf's configurations for pi0.5 (libero_spatial_ppo, libero_10_grpo), under our names."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_published_settings(name: str):
+    settings = load_recipe(f"train-vla-rl/{name}").settings_for(TrainVLARLSettings)
+    assert isinstance(settings, TrainVLARLSettings)
+    rollouts, trainer = settings.rollouts, settings.trainer
+    published = PUBLISHED[name]
+    assert rollouts.groups_per_step * rollouts.group_size == 512
+    assert {key: getattr(rollouts, key) for key in published["rollouts"]} == published["rollouts"]
+    assert {key: getattr(trainer, key) for key in published["trainer"]} == published["trainer"]
+    assert trainer.advantage.model_dump().items() >= published["advantage"].items()
+    objective = trainer.objective.model_dump()
+    assert objective == {"name": "ppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
+    assert trainer.learning_rates.action_expert == 5e-6 and trainer.final_lr_fraction == 1.0
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_tiny_policy_takes_a_step_of_them(name: str, tmp_path: Path):
+    recipe = load_recipe(f"train-vla-rl/{name}")
+    small = {
+        "rollouts": {"tasks": (0, 2), "initial_states": (0, 3), "max_steps": 8, "batch": 1, "rows_per_pass": 1},
+        "trainer": {"max_steps": 1, "micro_batch_size": 8},
+    }
+    small["rollouts"] |= {"groups_per_step": recipe.dump()["rollouts"]["groups_per_step"] // 16, "torch_compile": False}
+    small["trainer"] |= {"torch_compile": False}
+    values = {key: recipe.dump()[key] | small.get(key, {}) for key in TrainVLARLSettings.model_fields}
+    calm_policy(tmp_path / "policy")
+    start = Artifact(kind="policy", path=tmp_path / "policy", digest="0")
+    run = train(tmp_path, start, [Kitchen()], TrainVLARLSettings.model_validate(values))
+    (row,) = run.history.read()
+    assert row["rollouts/planned"] == 32 and row["updates"] == values["trainer"]["epochs"] and row["grad_norm"] > 0
+    assert ("value/loss" in row) == (name == "molmoact2-spatial")
