@@ -259,7 +259,9 @@ class Sampler:
         return SharedConditions(
             used=used[:, None].float(),
             mask=context.valid[:, None, None, :],
-            contexts=expert.contexts(self.model.encode(batch, self.plan.bidirectional_images).cache, context),
+            contexts=expert.contexts(
+                self.model.encode(batch, self.plan.bidirectional_images, cache_only=True).cache, context
+            ),
             modulations=[torch.cat(parts) for parts in zip(*modulations, strict=True)],
         )
 

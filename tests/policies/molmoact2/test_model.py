@@ -54,6 +54,10 @@ def test_states_keys_and_values_are_those_of_transformers_molmo2(bidirectional: 
     for (keys, values), layer in zip(hidden.cache, found.past_key_values.layers, strict=True):
         for ours, theirs in ((keys, layer.keys), (values, layer.values)):
             torch.testing.assert_close(ours.transpose(1, 2)[real], theirs.transpose(1, 2)[real], rtol=0, atol=1e-5)
+    alone = model.encode(batch, bidirectional, cache_only=True)
+    assert alone.states.numel() == 0
+    for whole, part in zip(hidden.cache, alone.cache, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(whole, part, strict=True))
 
 
 def test_pixels_are_seen_as_8_bit_ones() -> None:

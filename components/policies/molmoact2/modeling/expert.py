@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -155,6 +156,11 @@ class ActionExpert(nn.Module):
         )
         self.final_layer = FinalLayer(hidden, config.max_action_dim)
         self.gradient_checkpointing = False
+        self._read_context = read_context
+
+    def compile_context(self, *, dynamic: bool | None, options: dict[str, Any]) -> None:
+        """Compile what has no weights of the way from text layers to the expert; see `torch.compile`."""
+        self._read_context = torch.compile(read_context, dynamic=dynamic, options=options)
 
     def forward(
         self,
@@ -221,9 +227,7 @@ class ActionExpert(nn.Module):
     def context(self, layer: KeyValue, context: ContextIndex) -> KeyValue:
         """Keys and values of text layers, (..., B, heads, L, size), as the expert's: (..., E, heads, S, head size)."""
         keys, values = (heads.transpose(-3, -2).flatten(-2) for heads in layer)
-        keys = context.gather(rms(self.context_k_proj(keys)))
-        values = context.gather(rms(self.context_v_proj(values)))
-        return rms(split_heads(keys, self.heads)), split_heads(values, self.heads)
+        return self._read_context(self.context_k_proj(keys), self.context_v_proj(values), context, self.heads)
 
     def _condition(self, times: Tensor) -> Tensor:
         condition: Tensor = self.time_embed(times.to(self.action_embed.weight.dtype))
@@ -268,6 +272,12 @@ class ActionExpert(nn.Module):
                         module.weight.mul_((2 * len(self.blocks)) ** -0.5)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+
+
+def read_context(keys: Tensor, values: Tensor, context: ContextIndex, heads: int) -> KeyValue:
+    """Projected keys and values, (..., B, L, hidden), as the expert reads them: (..., E, heads, S, head size)."""
+    keys, values = (split_heads(context.gather(rms(each)), heads) for each in (keys, values))
+    return rms(keys), values
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

@@ -98,9 +98,11 @@ class MolmoAct2(nn.Module):
             ConfigurationError: there is no compiler for C++.
         """
         check_compiler("torch_compile")
+        options = {"emulate_precision_casts": True}  # rounds where plain layers do
         body = self.vlm.model
         for layer in (*body.vision_tower.layers, *body.language_model.layers, *self.action_expert.blocks):
-            layer.compile(dynamic=dynamic, options={"emulate_precision_casts": True})  # rounds where plain layers do
+            layer.compile(dynamic=dynamic, options=options)
+        self.action_expert.compile_context(dynamic=dynamic, options=options)
 
     def autocast(self, device: torch.device) -> torch.autocast:
         """The precision that all of the model computes in."""
@@ -142,11 +144,11 @@ class MolmoAct2(nn.Module):
             z_per_example=none_each if discrete is None else discrete.z_per_example,
         )
 
-    def encode(self, batch: PolicyBatch, bidirectional_images: bool) -> BackboneOutput:
-        """The VLM's last states, and every text layer's keys and values."""
+    def encode(self, batch: PolicyBatch, bidirectional_images: bool, cache_only: bool = False) -> BackboneOutput:
+        """The VLM's last states, which are empty with `cache_only`, and every text layer's keys and values."""
         mask = attention_mask(batch, bidirectional_images)
         hidden: BackboneOutput = self.vlm.model(
-            batch.input_ids, batch.position_ids, mask, batch.pixel_values, batch.pooling
+            batch.input_ids, batch.position_ids, mask, batch.pixel_values, batch.pooling, cache_only
         )
         return hidden
 
@@ -187,7 +189,7 @@ class MolmoAct2(nn.Module):
     def _cache(self, bidirectional_images: bool, observed: Sequence[Tensor]) -> list[KeyValue]:
         batch = PolicyBatch.of_observed(observed)
         with self.autocast(batch.input_ids.device):
-            return self.encode(batch, bidirectional_images).cache
+            return self.encode(batch, bidirectional_images, cache_only=True).cache
 
     def _flow(self, batch: PolicyBatch, hidden: BackboneOutput, draws: FlowSamples, plan: LossPlan) -> Tensor:
         assert batch.actions is not None

@@ -49,12 +49,8 @@ class TextAttention(Molmo2Attention):
     def forward(
         self, x: Tensor, angles: KeyValue, mask: Tensor, past: KeyValue | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        def heads(flat: Tensor) -> Tensor:
-            return flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-        queries = rotate(self.q_norm(heads(self.q_proj(x))), *angles)
-        keys = rotate(self.k_norm(heads(self.k_proj(x))), *angles)
-        values = heads(self.v_proj(x))
+        queries = rotate(self.q_norm(self._heads(self.q_proj(x))), *angles)
+        keys, values = self.keys_values(x, angles)
         if past is not None:
             keys, values = torch.cat([past[0], keys], dim=2), torch.cat([past[1], values], dim=2)
         seen = functional.scaled_dot_product_attention(
@@ -64,6 +60,13 @@ class TextAttention(Molmo2Attention):
             attn_mask=mask,
         )
         return self.o_proj(seen.transpose(1, 2).flatten(2)), keys, values
+
+    def keys_values(self, x: Tensor, angles: KeyValue) -> KeyValue:
+        """Of the tokens given: (B, key-value heads, L, head size) each."""
+        return rotate(self.k_norm(self._heads(self.k_proj(x))), *angles), self._heads(self.v_proj(x))
+
+    def _heads(self, flat: Tensor) -> Tensor:
+        return flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class TextLayer(Molmo2DecoderLayer):
@@ -75,10 +78,14 @@ class TextLayer(Molmo2DecoderLayer):
         self.dropout = nn.Dropout(dropout)
 
     def forward(
-        self, x: Tensor, angles: KeyValue, mask: Tensor, past: KeyValue | None = None
+        self, x: Tensor, angles: KeyValue, mask: Tensor, past: KeyValue | None = None, cache_only: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The layer's output, and keys and values of all tokens that it looked at."""
-        attended, keys, values = self.self_attn(self.input_layernorm(x), angles, mask, past)
+        """The layer's output, and keys and values of all tokens that it looked at; `cache_only`: in place of the output
+        its input, and keys and values of the tokens given."""
+        normed = self.input_layernorm(x)
+        if cache_only:
+            return x, *self.self_attn.keys_values(normed, angles)
+        attended, keys, values = self.self_attn(normed, angles, mask, past)
         x = x + self.dropout(attended)
         return x + self.dropout(self.mlp(self.post_attention_layernorm(x))), keys, values
 
@@ -140,15 +147,29 @@ class TextModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
 
-    def forward(self, x: Tensor, positions: Tensor, mask: Tensor, past: list[KeyValue] | None = None) -> BackboneOutput:
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        mask: Tensor,
+        past: list[KeyValue] | None = None,
+        cache_only: bool = False,
+    ) -> BackboneOutput:
+        """
+        Args:
+            cache_only: the states are not wanted, so what the last layer makes of its keys and values is left out; they
+                are empty then.
+        """
         angles = rotary_angles(positions, self.head_dim, self.rope_theta)[:, None]
         rope = (angles.cos(), angles.sin())
         cache = []
         for index, layer in enumerate(self.layers):
             before = None if past is None else past[index]
-            x, keys, values = checkpointed(layer, self.gradient_checkpointing and self.training, x, rope, mask, before)
+            ends = cache_only and index + 1 == len(self.layers)
+            active = self.gradient_checkpointing and self.training
+            x, keys, values = checkpointed(layer, active, x, rope, mask, before, ends)
             cache.append((keys, values))
-        return BackboneOutput(self.norm(x), cache)
+        return BackboneOutput(x.new_empty(0) if cache_only else self.norm(x), cache)
 
 
 class Molmo2Body(nn.Module):
@@ -159,13 +180,22 @@ class Molmo2Body(nn.Module):
         self.multi_modal_projector = ImagePooling(config.adapter_config)
         self.language_model = TextModel(config.text_config, dropout)
 
-    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor, pixels: Tensor, pooling: Tensor) -> BackboneOutput:
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        mask: Tensor,
+        pixels: Tensor,
+        pooling: Tensor,
+        cache_only: bool = False,
+    ) -> BackboneOutput:
         """Run a batch.
 
         Args:
             ids, positions: (B, L) int64. mask: (B, 1, L, L) bool, True where a query (third) sees a key (last).
             pixels: (C, patches, pixels of a patch) uint8. pooling: (P, 4) indices of patches over all crops, -1
                 for none; the P image tokens are those of `ids`, row by row.
+            cache_only: see `TextModel`.
 
         Raises:
             DataError: see `check_images`, which whoever captures this as a CUDA graph calls before.
@@ -176,7 +206,7 @@ class Molmo2Body(nn.Module):
         if len(pixels):
             features = self.multi_modal_projector(self.vision_tower(normalized(pixels)), pooling)
             x = _with_images(x, ids == self.image_patch_id, features)
-        hidden: BackboneOutput = self.language_model(x, positions, mask)
+        hidden: BackboneOutput = self.language_model(x, positions, mask, cache_only=cache_only)
         return hidden
 
     def check_images(self, ids: Tensor, pooling: Tensor) -> None:
