@@ -10,7 +10,7 @@ import numpy as np
 
 from components.contracts.errors import ConfigurationError
 from components.environments.libero.tasks import LiberoTask
-from components.evaluation.libero.schedule import PlannedEpisode
+from components.evaluation.libero.schedule import PlannedEpisode, states_of
 from components.vla_rl.settings import RobotRolloutSettings
 
 
@@ -59,15 +59,8 @@ def _begins(settings: RobotRolloutSettings, known: Sequence[LiberoTask]) -> list
         )
     begins = []
     for index in sorted(settings.tasks or by_index):
-        task = by_index[index]
-        states = settings.initial_states or range(task.initial_states)
-        if max(states) >= task.initial_states:
-            raise ConfigurationError(
-                f"task {index} of {settings.suite} has no initial state {max(states)}",
-                where="rollouts.initial_states",
-                remedy=f"choose from 0 to {task.initial_states - 1}, or leave it empty for all",
-            )
-        begins += [(task, state) for state in states]
+        states = states_of(by_index[index], settings.initial_states, "rollouts.initial_states")
+        begins += [(by_index[index], state) for state in states]
     return begins
 
 

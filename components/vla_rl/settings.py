@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import operator
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from components.contracts.settings import Settings
 from components.environments.libero.settings import SimulatorSettings, Suite
+from components.evaluation.libero.settings import TrainLiberoEvaluationSettings
 from components.vla.settings import PolicyUpdateSettings
 from components.vlm.settings import CISPO, GSPO, PPO
 
@@ -128,6 +138,24 @@ class TrainVLARLSettings(Settings):
     rollouts: RobotRolloutSettings
     trainer: RobotRLTrainerSettings
     preflight: RobotPreflightSettings
+    evaluation: TrainLiberoEvaluationSettings | None = Field(
+        None,
+        exclude_if=operator.not_,  # what was made before there was this setting keeps its fingerprint
+    )
+
+    @field_validator("evaluation", mode="before")
+    @classmethod
+    def _what_is_played_during_training(cls, value: Any) -> Any:
+        """Of the section: how the trained policy is evaluated does not change it."""
+        return value.panel if isinstance(value, TrainLiberoEvaluationSettings) else value
+
+    @model_validator(mode="after")
+    def _compiled_once(self) -> Self:
+        if self.evaluation is not None and self.evaluation.torch_compile != self.rollouts.torch_compile:
+            raise ValueError(
+                "evaluation.torch_compile, rollouts.torch_compile: one policy plays both, set both or neither"
+            )
+        return self
 
     @model_validator(mode="after")
     def _groups_can_differ(self) -> Self:

@@ -15,12 +15,14 @@ from components.artifacts.images import ImageStore
 from components.contracts.machine import Machine
 from components.contracts.stages import Artifact, StageContext, not_sent
 from components.environments.libero.settings import SimulatorSettings
+from components.evaluation.libero.settings import TrainLiberoEvaluationSettings
 from components.policies.molmoact2.policy import open_policy
 from components.stages import TerminalEvents, ThreadUnits, open_store
 from components.training.ranks import Ranks
 from components.training.service_settings import service_settings
 from components.vla_rl.client import RobotRLTrainerClient, RobotRLTraining
 from components.vla_rl.collect import Collector
+from components.vla_rl.panel import RobotEvaluations
 from components.vla_rl.run import RobotRLRun
 from components.vla_rl.settings import RobotPreflightSettings, RobotRLTrainerSettings, TrainVLARLSettings
 from components.vla_rl.stage import summary
@@ -31,14 +33,29 @@ from tests.evaluation.libero.playground import TASKS
 from tests.vla_rl.kitchen import Kitchen, calm_policy, rollout_settings
 
 
-def settings(**changes: Any) -> TrainVLARLSettings:
+def settings(evaluation: dict[str, Any] | None = None, **changes: Any) -> TrainVLARLSettings:
     values = {"max_steps": 3, "micro_batch_size": 8, "learning_rates": {"action_expert": 1e-3}, "samples_per_update": 8}
     return TrainVLARLSettings(
         simulator=SimulatorSettings(),
         rollouts=rollout_settings(batch=4, max_steps=6, noise_level=1.0),
         trainer=RobotRLTrainerSettings.model_validate(values | changes),
         preflight=RobotPreflightSettings(),
+        evaluation=None if evaluation is None else panel(**evaluation),
     )
+
+
+def panel(**changes: Any) -> TrainLiberoEvaluationSettings:
+    values: dict[str, Any] = {
+        "suites": ("libero_spatial",),
+        "tasks": (0, 2),
+        "initial_states": (1, 2, 4),
+        "panel_episodes": 6,
+        "max_steps": {"libero_spatial": 6},
+        "batch": 2,
+        "rows_per_pass": 1,
+        "every": 1,
+    }
+    return TrainLiberoEvaluationSettings.model_validate(values | changes)
 
 
 GRPO = settings()
@@ -79,9 +96,13 @@ def train(folder: Path, start: Artifact, arenas: Sequence[Kitchen], settings: Tr
     policy = open_policy(start.path, "continuous", rows=1)
     collector = Collector(settings.rollouts, policy, arenas, ImageStore(store.images), lambda done, total: None)
     trainer = InProcessTrainer(training, machine, context.workspace / "trainer")
-    run = RobotRLRun(settings, context, store, policy, TASKS, collector, trainer, start)
-    run.train_all()
-    run.finish(folder / "checkpoint")
+    evaluations = None
+    if settings.evaluation is not None:
+        examined, known = policy.asked("continuous", rows=1), {"libero_spatial": TASKS}
+        last = settings.trainer.max_steps
+        evaluations = RobotEvaluations(settings.evaluation, known, examined, arenas, {}, context, store, last)
+    run = RobotRLRun(settings, context, store, policy, TASKS, collector, trainer, start, evaluations)
+    run.finish(folder / "checkpoint", run.train_all())
     return run
 
 
@@ -108,7 +129,7 @@ def test_a_run_that_was_stopped_is_one_that_was_not(plan: TrainVLARLSettings, tm
     with pytest.raises(WorkerError, match="could not be played"):
         train(tmp_path / "stopped", start, [Doomed(), Doomed()], plan)
     resumed = train(tmp_path / "stopped", start, [Kitchen(), Kitchen()], plan)
-    assert rows(resumed) == rows(whole) and resumed.lineage() == whole.lineage()
+    assert rows(resumed) == rows(whole) and resumed.lineage(3) == whole.lineage(3)
     weights = [load_file(tmp_path / name / "checkpoint/model.safetensors") for name in ("whole", "stopped")]
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
     before = load_file(start.path / "checkpoint/model.safetensors")

@@ -143,6 +143,22 @@ class MolmoAct2Policy:
         """
         fill_model(self._sampler.model, checkpoint)
 
+    def asked(
+        self,
+        mode: InferenceMode,
+        rows: int,
+        n_action_steps: int | None = None,
+        num_inference_steps: int | None = None,
+        image_attention: Literal["bidirectional", "as_trained"] | None = None,
+    ) -> MolmoAct2Policy:
+        """The same weights, asked in another way; `load_weights` of one gives them to both.
+
+        Args, Raises:
+            as `open_policy`.
+        """
+        settings = _changed(self._settings, n_action_steps, num_inference_steps, image_attention)
+        return MolmoAct2Policy(self._sampler.model, self._processor, settings, mode, rows, self._refuse_undecoded)
+
     def facts(self) -> dict[str, Any]:
         told = ("semantics", "action_mode", "chunk_size", "setup_type", "control_mode", "norm_tag", "dtype")
         return {
@@ -218,14 +234,22 @@ def open_policy(
     loaded.model.cast_for_inference()
     if torch_compile:
         loaded.model.compile_layers(dynamic=None)
+    settings = _changed(loaded.settings, n_action_steps, num_inference_steps, image_attention)
+    return MolmoAct2Policy(loaded.model, loaded.processor(), settings, mode, rows, refuse_undecoded)
+
+
+def _changed(
+    settings: RobotPolicySettings,
+    n_action_steps: int | None,
+    num_inference_steps: int | None,
+    image_attention: Literal["bidirectional", "as_trained"] | None,
+) -> RobotPolicySettings:
     changes = {
         "n_action_steps": n_action_steps,
         "num_inference_steps": num_inference_steps,
         "image_attention_at_inference": image_attention,
     }
-    given = {name: value for name, value in changes.items() if value is not None}
-    settings = loaded.settings.model_copy(update=given)
-    return MolmoAct2Policy(loaded.model, loaded.processor(), settings, mode, rows, refuse_undecoded)
+    return settings.model_copy(update={name: value for name, value in changes.items() if value is not None})
 
 
 def _refuse(settings: RobotPolicySettings, mode: InferenceMode) -> None:
