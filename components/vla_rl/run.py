@@ -93,14 +93,15 @@ class RobotRLRun:
             self.evaluations.refuse_lost_weights(done)
         if not done:
             self._preflight()
-        return run_loop(self, done + 1, last, Ahead(), units, events)
+        return run_loop(self, done + 1, last, Ahead(self.settings.rollouts.max_staleness), units, events)
 
     def rollouts(self, step: int) -> Artifact:
-        """The rollouts of `step`, found or collected by the weights after the step before."""
+        """The rollouts of `step`, found or collected by the weights that the policy has: those after the step before,
+        or with `max_staleness` after the one before that."""
         if made := self.store.find(ROLLOUTS, self._key(step)):
             return made
         groups = plan_step(self.settings.rollouts, self._tasks, step)
-        answers = self._collector.collect(groups, step, step - 1, self._bootstrap)
+        answers = self._collector.collect(groups, step, self._version, self._bootstrap)
 
         def fill(folder: Path) -> None:
             write_rollouts(folder, answers)

@@ -39,6 +39,13 @@ class RobotRolloutSettings(Settings):
     noise_level: PositiveFloat = Field(
         0.5, description="Flow-SDE's η: how widely the one random denoising step of an answer is drawn."
     )
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        le=1,
+        exclude_if=operator.not_,  # what was made before there was this setting keeps its fingerprint
+        description="0: play and train in turn; 1: play the next step, by weights one step older, meanwhile.",
+    )
     seed: NonNegativeInt = Field(0, description="Seed of the order of initial states, the simulator and all noise.")
     batch: PositiveInt = Field(32, description="Episodes that are played at once. No result depends on it.")
     rows_per_pass: PositiveInt = Field(

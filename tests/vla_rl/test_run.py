@@ -33,11 +33,11 @@ from tests.evaluation.libero.playground import TASKS
 from tests.vla_rl.kitchen import Kitchen, calm_policy, rollout_settings
 
 
-def settings(evaluation: dict[str, Any] | None = None, **changes: Any) -> TrainVLARLSettings:
+def settings(evaluation: dict[str, Any] | None = None, max_staleness: int = 0, **changes: Any) -> TrainVLARLSettings:
     values = {"max_steps": 3, "micro_batch_size": 8, "learning_rates": {"action_expert": 1e-3}, "samples_per_update": 8}
     return TrainVLARLSettings(
         simulator=SimulatorSettings(),
-        rollouts=rollout_settings(batch=4, max_steps=6, noise_level=1.0),
+        rollouts=rollout_settings(batch=4, max_steps=6, noise_level=1.0, max_staleness=max_staleness),
         trainer=RobotRLTrainerSettings.model_validate(values | changes),
         preflight=RobotPreflightSettings(),
         evaluation=None if evaluation is None else panel(**evaluation),
@@ -60,6 +60,7 @@ def panel(**changes: Any) -> TrainLiberoEvaluationSettings:
 
 GRPO = settings()
 PPO = settings(advantage={"name": "gae", "value_lr": 1e-2}, micro_batch_size=1, kl_coefficient=0.1)
+AHEAD = settings(evaluation={"every": 2}, max_staleness=1)
 
 
 class InProcessTrainer(RobotRLTrainerClient):
@@ -112,25 +113,30 @@ def rows(run: RobotRLRun) -> list[dict[str, float]]:
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in run.history.read()]
 
 
-@pytest.mark.parametrize("plan", [GRPO, PPO], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("plan", [GRPO, PPO, AHEAD], ids=["grpo", "ppo", "ahead"])
 def test_a_run_that_was_stopped_is_one_that_was_not(plan: TrainVLARLSettings, tmp_path: Path, start: Artifact) -> None:
     whole = train(tmp_path / "whole", start, [Kitchen()], plan)
     history = whole.history.read()
+    if plan is AHEAD:
+        assert history.pop(0)["step"] == 0
     assert [row["step"] for row in history] == [1, 2, 3]
+    versions = [{each.policy_version for each in read_rollouts(whole.rollouts(step).path)} for step in (1, 2, 3)]
+    assert versions == [{max(step - 1 - plan.rollouts.max_staleness, 0)} for step in (1, 2, 3)]
     assert sum(row["updates"] for row in history) > 1 and history[0]["rollouts/planned"] == 8
     assert summary(history)["reward"] == history[-1]["reward"]
 
     class Doomed(Kitchen):
-        """Its process never comes back after the 15th chunk."""
+        """Its process never comes back after so many chunks."""
 
         def __init__(self) -> None:
-            super().__init__(range(15, 10_000))
+            super().__init__(range(35 if plan is AHEAD else 15, 10_000))
 
     with pytest.raises(WorkerError, match="could not be played"):
         train(tmp_path / "stopped", start, [Doomed(), Doomed()], plan)
     resumed = train(tmp_path / "stopped", start, [Kitchen(), Kitchen()], plan)
     assert rows(resumed) == rows(whole) and resumed.lineage(3) == whole.lineage(3)
-    weights = [load_file(tmp_path / name / "checkpoint/model.safetensors") for name in ("whole", "stopped")]
+    made = "work/weights/000003" if plan is AHEAD else "checkpoint"  # evaluations keep the best, which may be the first
+    weights = [load_file(tmp_path / name / made / "model.safetensors") for name in ("whole", "stopped")]
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
     before = load_file(start.path / "checkpoint/model.safetensors")
     changed = {name for name, value in before.items() if not torch.equal(value, weights[0][name])}
