@@ -19,13 +19,13 @@ from components.environments.libero.tasks import LiberoTask
 from components.policies.molmoact2.policy import MolmoAct2Policy
 from components.rl.loop import Ahead, run_loop
 from components.training.restarts import with_restarts
-from components.vla_rl.batch import build_batch
+from components.vla_rl.batch import build_batch, groups_that_differ
 from components.vla_rl.client import RobotRLTrainerClient
 from components.vla_rl.collect import Collector
 from components.vla_rl.panel import RobotEvaluations
 from components.vla_rl.schedule import plan_step
 from components.vla_rl.settings import GAE, TrainVLARLSettings
-from components.vla_rl.table import read_rollouts, with_advantage, write_batch, write_rollouts
+from components.vla_rl.table import Answer, read_rollouts, with_advantage, write_batch, write_rollouts
 
 BATCH_METRICS = "metrics.json"
 ROLLOUTS, BATCHES = "robot-rollouts", "robot-batches"
@@ -100,12 +100,17 @@ class RobotRLRun:
         or with `max_staleness` after the one before that."""
         if made := self.store.find(ROLLOUTS, self._key(step)):
             return made
-        groups = plan_step(self.settings.rollouts, self._tasks, step)
-        answers = self._collector.collect(groups, step, self._version, self._bootstrap)
+        plan, answers, episodes = self.settings.rollouts, list[Answer](), 0
+        for number in range(plan.max_rounds):
+            groups = plan_step(plan, self._tasks, step, number)
+            answers += self._collector.collect(groups, step, self._version, self._bootstrap)
+            episodes += sum(map(len, groups))
+            if len(groups_that_differ(answers)) >= plan.groups_per_step:
+                break
 
         def fill(folder: Path) -> None:
             write_rollouts(folder, answers)
-            rows = {"answers": len(answers), "episodes": sum(map(len, groups))}
+            rows = {"answers": len(answers), "episodes": episodes}
             self._describe(folder, ROLLOUTS, step, rows, {}, {"policy": self._start.digest})
 
         return self._said(self.store.write(ROLLOUTS, self._key(step), fill), step)
@@ -114,7 +119,9 @@ class RobotRLRun:
         """The training samples of `step` with their advantages."""
         if made := self.store.find(BATCHES, self._key(step)):
             return made
-        built = build_batch(read_rollouts(rollouts.path), self.settings.trainer.advantage)
+        plan = self.settings.rollouts
+        wanted = plan.groups_per_step if plan.max_rounds > 1 else None
+        built = build_batch(read_rollouts(rollouts.path), self.settings.trainer.advantage, wanted)
         metrics = built.metrics | {f"drops/{reason}": float(count) for reason, count in built.drops.items()}
 
         def fill(folder: Path) -> None:

@@ -46,12 +46,12 @@ def train_vla_rl(
 
     plan, machine = settings.rollouts, context.machine
     policy = open_policy(
-        inputs["policy"].path, mode="continuous", rows=plan.rows_per_pass, torch_compile=plan.torch_compile
+        inputs["policy"].path, plan.inference_action_mode, rows=plan.rows_per_pass, torch_compile=plan.torch_compile
     )
     refuse_cameras(policy.cameras, settings.simulator)
     training = RobotRLTraining(
         trainer=settings.trainer,
-        noise_level=plan.noise_level,
+        rollouts=plan,
         policy=inputs["policy"].path.resolve(),
         images=context.images,
         fingerprint=context.fingerprint,
@@ -96,13 +96,15 @@ def train_vla_rl(
     write_json(out / "lineage.json", lineage)
     write_json(out / "metrics.json", numbers)
     write_pages(out, settings, history, best)
-    episodes, agreeing = (int(sum(row.get(name, 0) for row in history)) for name in ("rollouts/planned", DROPS))
+    names = sorted({name for row in steps for name in row if name.startswith(DROPS)})
+    episodes, *dropped = (int(sum(row.get(name, 0) for row in steps)) for name in ("rollouts/planned", *names))
     return StageReport(
-        rows={"steps": len(steps), "episodes": episodes}, drops={"group_agrees": agreeing} if agreeing else {}
+        rows={"steps": len(steps), "episodes": episodes},
+        drops={name.removeprefix(DROPS): count for name, count in zip(names, dropped, strict=True)},
     )
 
 
-DROPS = "drops/group_agrees"
+DROPS = "drops/"
 
 
 def summary(history: History) -> dict[str, float]:

@@ -26,18 +26,22 @@ from components.vla_rl.panel import RobotEvaluations
 from components.vla_rl.run import RobotRLRun
 from components.vla_rl.settings import RobotPreflightSettings, RobotRLTrainerSettings, TrainVLARLSettings
 from components.vla_rl.stage import summary
-from components.vla_rl.table import read_rollouts
+from components.vla_rl.table import read_batch, read_rollouts
 from components.vla_rl.worker import RobotRLWorker
 from components.workers.errors import WorkerError
 from tests.evaluation.libero.playground import TASKS
 from tests.vla_rl.kitchen import Kitchen, calm_policy, rollout_settings
 
 
-def settings(evaluation: dict[str, Any] | None = None, max_staleness: int = 0, **changes: Any) -> TrainVLARLSettings:
+def settings(
+    evaluation: dict[str, Any] | None = None, max_staleness: int = 0, max_rounds: int = 1, **changes: Any
+) -> TrainVLARLSettings:
     values = {"max_steps": 3, "micro_batch_size": 8, "learning_rates": {"action_expert": 1e-3}, "samples_per_update": 8}
     return TrainVLARLSettings(
         simulator=SimulatorSettings(),
-        rollouts=rollout_settings(batch=4, max_steps=6, noise_level=1.0, max_staleness=max_staleness),
+        rollouts=rollout_settings(
+            batch=4, max_steps=6, noise_level=1.0, max_staleness=max_staleness, max_rounds=max_rounds
+        ),
         trainer=RobotRLTrainerSettings.model_validate(values | changes),
         preflight=RobotPreflightSettings(),
         evaluation=None if evaluation is None else panel(**evaluation),
@@ -92,7 +96,7 @@ def train(folder: Path, start: Artifact, arenas: Sequence[Kitchen], settings: Tr
     context = StageContext(machine, TerminalEvents(), ThreadUnits(), folder / "work", store.images, "f")
     context.workspace.mkdir(parents=True, exist_ok=True)
     training = RobotRLTraining(
-        trainer=settings.trainer, noise_level=1.0, policy=start.path, images=store.images, fingerprint="f"
+        trainer=settings.trainer, rollouts=settings.rollouts, policy=start.path, images=store.images, fingerprint="f"
     )
     policy = open_policy(start.path, "continuous", rows=1)
     collector = Collector(settings.rollouts, policy, arenas, ImageStore(store.images), lambda done, total: None)
@@ -158,3 +162,20 @@ def test_values_are_those_of_the_weights_that_played(tmp_path: Path, start: Arti
     assert all(row["kl/start"] > 0 for row in rows)
     assert "learning_rate/value_head" in rows[0] and "groups/zero_advantage_fraction" not in rows[0]
     assert all(row["answers/trained"] == row["rollouts/planned"] * row["answers/per_episode"] for row in rows)
+
+
+def test_groups_are_played_until_enough_of_them_differ(tmp_path: Path, start: Artifact) -> None:
+    run = train(tmp_path, start, [Kitchen()], settings(max_rounds=4, max_steps=2))
+    for step, row in enumerate(run.history.read(), start=1):
+        played = read_rollouts(run.rollouts(step).path)
+        earned: dict[str, dict[str, float]] = {}
+        for each in played:
+            episodes = earned.setdefault(each.group_id, {})
+            episodes[each.episode_id] = max(each.reward, episodes.get(each.episode_id, 0.0))
+        differs = [len(set(episodes.values())) > 1 for episodes in earned.values()]
+        rounds = [differs[start : start + 2] for start in range(0, len(differs), 2)]
+        needed = next((n for n in range(1, 4) if sum(sum(each) for each in rounds[:n]) >= 2), 4)
+        assert len(rounds) == needed == row["groups/rounds"] and row["groups/count"] == len(differs)
+        trained = {each.group_id for each in read_batch(run.batch(step, run.rollouts(step)).path)}
+        assert trained == {name for name, each in zip(earned, differs, strict=True) if each and name in trained}
+        assert len(trained) == min(2, sum(differs))

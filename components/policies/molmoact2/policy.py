@@ -46,6 +46,23 @@ class ExploredAnswer:
     value: float | None
 
 
+@dataclass(frozen=True)
+class SpokenAnswer:
+    """A chunk whose action tokens were drawn one by one.
+
+    actions: (n_action_steps, action dimensions) float32 in the dataset's units; the middle of each dimension's range
+        where the tokens say none.
+    tokens: (K,) int32, EOS included. logprobs: (K,) float64. decoded: whether the tokens say actions.
+    value: the value head's, of the prompt; None: there is no value head.
+    """
+
+    actions: Floats
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float64]
+    decoded: bool
+    value: float | None
+
+
 class MolmoAct2Policy:
     """A `RobotPolicy`.
 
@@ -131,9 +148,28 @@ class MolmoAct2Policy:
             for row in range(len(examples))
         ]
 
+    def speak(
+        self, observations: Sequence[RobotObservation], seeds: Sequence[int], temperature: float
+    ) -> list[SpokenAnswer]:
+        """As `predict` of action tokens, which are drawn: row i by seed i alone."""
+        examples = [self._processor.encode(observation) for observation in observations]
+        drawn = self._sampler.draw(examples, seeds, self._most_tokens, temperature)
+        chunks, decoded = self._decoded([each.tokens for each in drawn])
+        actions = self._processor.decode(chunks)[:, : self.n_action_steps]
+        return [
+            SpokenAnswer(
+                actions=actions[row],
+                tokens=np.array(each.tokens, np.int32),
+                logprobs=np.array(each.logprobs),
+                decoded=decoded[row],
+                value=each.value,
+            )
+            for row, each in enumerate(drawn)
+        ]
+
     def add_value_head(self, seed: int) -> None:
-        """From now on `explore` also tells values, 0 until `load_weights`; call it before the first answer."""
-        self._sampler.model.add_value_head(seed)
+        """From now on `explore` and `speak` tell values, 0 until `load_weights`; call it before the first answer."""
+        self._sampler.model.add_value_head(seed, of_tokens=self._mode == "discrete")
 
     def load_weights(self, checkpoint: Path) -> None:
         """Those of another checkpoint of the same policy, and of its value head if there is one here.
@@ -195,8 +231,19 @@ class MolmoAct2Policy:
         wanted[:left, : self.action_dimensions] = torch.from_numpy(normalized)
         return wanted, prefix_weights(previous.delay, left, sampler.horizon)
 
+    @property
+    def _most_tokens(self) -> int:
+        return TOKENS_PER_ACTION * self._settings.chunk_size
+
     def _generated(self, examples: Sequence[Example]) -> Floats:
-        answers = self._sampler.generate(examples, TOKENS_PER_ACTION * self._settings.chunk_size)
+        return self._decoded(self._sampler.generate(examples, self._most_tokens))[0]
+
+    def _decoded(self, answers: Sequence[Sequence[int]]) -> tuple[Floats, list[bool]]:
+        """Normalized actions of generated tokens, and whether they say any.
+
+        Raises:
+            ServerError: they say none, and this is refused.
+        """
         decoded = [self._processor.decode_tokens(ids) for ids in answers]
         undecoded = [each for each in decoded if each.actions is None]
         self.undecoded += len(undecoded)
@@ -206,7 +253,8 @@ class MolmoAct2Policy:
                 remedy="train it longer, or answer by flow matching if it was trained for both",
             )
         nothing = np.zeros((self._settings.chunk_size, self.action_dimensions), np.float32)
-        return np.stack([nothing if each.actions is None else each.actions for each in decoded])
+        chunks = np.stack([nothing if each.actions is None else each.actions for each in decoded])
+        return chunks, [each.actions is not None for each in decoded]
 
 
 def open_policy(
