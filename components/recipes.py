@@ -19,7 +19,11 @@ from components.environments.alfworld.stage import GamesStageSettings
 from components.environments.libero.demonstrations.settings import DemonstrationSettings
 from components.environments.libero.settings import SimulatorSettings
 from components.environments.settings import EnvironmentSettings
-from components.evaluation.libero.settings import CompareLiberoSettings, LiberoEvaluationSettings
+from components.evaluation.libero.settings import (
+    CompareLiberoSettings,
+    LiberoEvaluationSettings,
+    TrainLiberoEvaluationSettings,
+)
 from components.evaluation.settings import EvaluationSettings, TrainEvaluationSettings
 from components.evaluation.subjects import SubjectSettings, SweepSettings
 from components.inference.settings import ServerSettings
@@ -177,7 +181,10 @@ class TrainVlaRl(Sections):
     preflight: RobotPreflightSettings = Field(
         description="What sampler and trainer must agree on before the first step."
     )
-    evaluation: LiberoEvaluationSection
+    evaluation: TrainLiberoEvaluationSettings = Field(
+        description="Which tasks are played, how often, and by which seeds: by the policies before and after, and "
+        "during training."
+    )
     comparison: CompareLiberoSettings = Field(description="How the policies before and after are compared.")
     machine: MachineSection = Machine()
     demonstrations: DemonstrationSettings | None = Field(None, description="What the expert demonstrates first.")
@@ -191,6 +198,26 @@ class TrainVlaRl(Sections):
         if len({section is None for section in first.values()}) > 1:
             missing = ", ".join(name for name, section in first.items() if section is None)
             raise ValueError(f"training on demonstrations needs {', '.join(first)}: add {missing}, or leave all out")
+        return self
+
+    @model_validator(mode="after")
+    def _evaluation_is_held_out(self) -> Self:
+        """Of initial states that are named for it, and of all where it decides what is kept."""
+        played, tried = self.evaluation, self.rollouts
+        same_tasks = not (played.tasks and tried.tasks) or set(played.tasks) & set(tried.tasks)
+        if tried.suite not in played.suites or not same_tasks or not (played.every or played.initial_states):
+            return self
+        both = sorted(set(played.initial_states) & set(tried.initial_states))
+        if not (played.initial_states and tried.initial_states):
+            raise ValueError(
+                "evaluation.initial_states, rollouts.initial_states: an empty one means all, and an evaluation that is "
+                "held out begins in states that training never tries: name some in each"
+            )
+        if both:
+            raise ValueError(
+                f"evaluation.initial_states: training tries {', '.join(map(str, both))} as well: leave them out here "
+                "or in rollouts.initial_states"
+            )
         return self
 
 

@@ -43,6 +43,7 @@ class Panel:
 PANELS = (
     Panel("Reward of the rollouts", ("reward",), band="reward/std"),
     Panel("Held-out accuracy", ("heldout/accuracy",), band=("heldout/low", "heldout/high"), limits=(-0.02, 1.02)),
+    Panel("Held-out success", ("heldout/success",), band=("heldout/low", "heldout/high"), limits=(-0.02, 1.02)),
     Panel("Reward by part", (r"^reward/(?!std|mean)",)),
     Panel(
         "Mismatch KL, trainer against sampler",

@@ -18,6 +18,7 @@ SHOWN = {
     "kl": "mismatch_kl",
     "rew": "reward",
     "acc": "heldout/accuracy",
+    "success": "heldout/success",
 }
 """What the progress bar shows of a step's metrics, and how it calls them."""
 
@@ -118,7 +119,8 @@ def run_loop(
         metrics = metrics | clock.laps | {"timing/step": sum(clock.laps.values())}
         steps.record(step, metrics)
         events.metrics(metrics, step)
-        kept = {short: value for short, value in postfix.items() if short == "acc"}  # until the next evaluation
+        # Until the next evaluation.
+        kept = {short: value for short, value in postfix.items() if SHOWN[short].startswith("heldout/")}
         postfix = kept | {short: metrics[name] for short, name in SHOWN.items() if name in metrics}
         events.progress("Training", step, last, **postfix)
         if ends:

@@ -25,7 +25,8 @@ from components.inference.checkpoint import vocabulary
 from components.inference.pool import ServerPool
 from components.models.load import load_processor
 from components.models.source import locate
-from components.rl.panel import BEST, HeldoutPanel
+from components.rl.evaluations import BEST
+from components.rl.panel import HeldoutPanel
 from components.rl.run import RLRun, RunParts
 from components.rl.settings import LoopSettings, TrainVLMSettings
 from components.vlm.client import TrainerClient, TrainerPolicySettings

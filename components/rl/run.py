@@ -31,7 +31,7 @@ from components.inference.pool import ServerPool
 from components.rl.agreement import LogprobAgreement, compare, refuse_mismatch, step_mismatch
 from components.rl.loop import Ahead, run_loop
 from components.rl.metrics import rollout_metrics
-from components.rl.panel import Evaluations, HeldoutPanel
+from components.rl.panel import HeldoutPanel, PanelEvaluations
 from components.rl.reporting import ShownStep
 from components.rl.settings import LoopSettings
 from components.rl.signal import no_signal
@@ -96,7 +96,9 @@ class RLRun:
         self.weights = context.workspace / "weights"
         self.skipped: frozenset[int] = frozenset()
         self.evaluations = (
-            Evaluations(parts.panel, context, store, settings.trainer.max_steps) if parts.panel is not None else None
+            PanelEvaluations(parts.panel, context, store, settings.trainer.max_steps)
+            if parts.panel is not None
+            else None
         )
         self._sampler = SignalSampler(parts.tasks, settings.rollouts)
         self._room = asyncio.Semaphore(context.machine.max_concurrent)

@@ -23,15 +23,27 @@ class RobotBatch:
     metrics: dict[str, float]
 
 
-def build_batch(answers: Sequence[Answer], advantage: EpisodeGroupMean | GAE) -> RobotBatch:
-    """The answers with their advantages; with GAE all of them, with values to learn."""
+def build_batch(answers: Sequence[Answer], advantage: EpisodeGroupMean | GAE, wanted: int | None = None) -> RobotBatch:
+    """The answers with their advantages; with GAE all of them, with values to learn.
+
+    Args:
+        wanted: the first so many groups whose episodes differ are trained on; None: all of them.
+    """
     groups = _returns(answers)
+    drops: Counter[str] = Counter()
     if isinstance(advantage, GAE):
         advantages, targets, metrics = answer_advantages(answers, advantage)
         rows = zip(answers, advantages.tolist(), targets.tolist(), strict=True)
         samples = [with_advantage(*row) for row in rows]
     else:
-        samples, metrics = _compared(answers, groups)
+        differing = groups_that_differ(answers)
+        chosen, surplus = set(differing[:wanted]), set(differing) - set(differing[:wanted])
+        samples = _compared([each for each in answers if each.group_id in chosen], groups)
+        drops["surplus_group"] = sum(each.group_id in surplus for each in answers)
+        drops["group_agrees"] = len(answers) - len(samples) - drops["surplus_group"]
+        metrics = {"groups/zero_advantage_fraction": (len(groups) - len(differing)) / len(groups)}
+        if wanted is not None:
+            metrics |= {"groups/rounds": len(groups) / wanted, "groups/surplus": float(len(surplus))}
     earned = [value for group in groups.values() for value in group.values()]
     metrics |= {
         "reward": float(np.mean(earned)),
@@ -40,8 +52,14 @@ def build_batch(answers: Sequence[Answer], advantage: EpisodeGroupMean | GAE) ->
         "answers/per_episode": len(answers) / len(earned),
         "answers/trained": float(len(samples)),
     }
-    drops = Counter({"group_agrees": len(answers) - len(samples)})
+    if undecoded := sum(not each.decoded for each in answers):
+        metrics["answers/undecoded"] = float(undecoded)
     return RobotBatch(samples, +drops, metrics)
+
+
+def groups_that_differ(answers: Sequence[Answer]) -> list[str]:
+    """The groups, in order, whose episodes did not all earn the same."""
+    return [name for name, group in _returns(answers).items() if len(set(group.values())) > 1]
 
 
 def _returns(answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
@@ -53,15 +71,9 @@ def _returns(answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
     return returns
 
 
-def _compared(
-    answers: Sequence[Answer], returns: dict[str, dict[str, float]]
-) -> tuple[list[AnswerSample], dict[str, float]]:
+def _compared(answers: Sequence[Answer], returns: dict[str, dict[str, float]]) -> list[AnswerSample]:
     """Each answer of an episode with its advantage A = (R - mean_group R) / (std_group R + 1e-4) (GRPO, arXiv
-    2402.03300): R is the sum of the episode's rewards, std the population's.
-
-    The answers of a group whose episodes all earned the same are left out.
-    """
-    agreeing = {name for name, group in returns.items() if len(set(group.values())) == 1}
+    2402.03300): R is the sum of the episode's rewards, std the population's."""
     scales = {
         name: (float(np.mean(earned)), float(np.std(earned)) + EPSILON)
         for name, group in returns.items()
@@ -69,7 +81,6 @@ def _compared(
     }
     samples = []
     for answer in answers:
-        if answer.group_id not in agreeing:
-            mean, deviation = scales[answer.group_id]
-            samples.append(with_advantage(answer, (returns[answer.group_id][answer.episode_id] - mean) / deviation))
-    return samples, {"groups/zero_advantage_fraction": len(agreeing) / len(returns)}
+        mean, deviation = scales[answer.group_id]
+        samples.append(with_advantage(answer, (returns[answer.group_id][answer.episode_id] - mean) / deviation))
+    return samples

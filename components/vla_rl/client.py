@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat
+from pydantic import BaseModel, ConfigDict
 
 from components.training.client import ServiceClient
-from components.vla_rl.settings import RobotRLTrainerSettings
+from components.vla_rl.settings import RobotRLTrainerSettings, RobotRolloutSettings
 
 
 class RobotRLTraining(BaseModel):
-    """What is trained: `policy` is the folder of an artifact, `images` the root of the image store.
+    """What is trained, and on which rollouts: `policy` is the folder of an artifact, `images` the root of the store of
+    images.
 
     fingerprint: names the run, and no other resumes from it.
     """
@@ -22,7 +23,7 @@ class RobotRLTraining(BaseModel):
     WORKER: ClassVar[str] = "policy-rl"
 
     trainer: RobotRLTrainerSettings
-    noise_level: PositiveFloat
+    rollouts: RobotRolloutSettings
     policy: Path
     images: Path
     fingerprint: str

@@ -13,8 +13,8 @@ from components.evaluation.libero.batching import InferenceQueue
 from components.evaluation.libero.episode import SimulatorClient, play_episode
 from components.evaluation.libero.run import SimulatorSlot, simulator_slots, task_of
 from components.evaluation.libero.schedule import PlannedEpisode, TaskKey
-from components.policies.molmoact2.policy import ExploredAnswer
-from components.vla_rl.record import AnswerRecorder
+from components.policies.molmoact2.policy import ExploredAnswer, SpokenAnswer
+from components.vla_rl.record import AnswerRecorder, PlayedAnswer
 from components.vla_rl.schedule import answer_seed
 from components.vla_rl.settings import RobotRolloutSettings
 from components.vla_rl.table import Answer
@@ -23,11 +23,15 @@ from components.workers.pool import StickyQueue
 
 
 class ExploringPolicy(Protocol):
-    """Row i depends on observation i and seed i alone, to the last bit; see `MolmoAct2Policy.explore`."""
+    """Row i depends on observation i and seed i alone, to the last bit; see `MolmoAct2Policy`."""
 
     def explore(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], noise_level: float
     ) -> list[ExploredAnswer]: ...
+
+    def speak(
+        self, observations: Sequence[RobotObservation], seeds: Sequence[int], temperature: float
+    ) -> list[SpokenAnswer]: ...
 
 
 class Collector:
@@ -66,10 +70,7 @@ class Collector:
         planned = [episode for group in groups for episode in group]
         played: dict[int, list[Answer]] = {}
 
-        def explore(observations: list[RobotObservation], seeds: list[int]) -> list[ExploredAnswer]:
-            return self._policy.explore(observations, seeds, self._settings.noise_level)
-
-        queue = InferenceQueue(explore, self._settings.batch)
+        queue = InferenceQueue(self._answers, self._settings.batch)
         schedule = StickyQueue(range(len(planned)), lambda number: task_of(planned[number]))
 
         def player(simulator: SimulatorSlot) -> Callable[[], None]:
@@ -88,16 +89,22 @@ class Collector:
         queue.serve([player(simulator) for simulator in simulator_slots(self._arenas, count)])
         return [answer for number in range(len(planned)) for answer in played[number]]
 
+    def _answers(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> Sequence[PlayedAnswer]:
+        settings = self._settings
+        if settings.inference_action_mode == "discrete":
+            return self._policy.speak(observations, seeds, settings.temperature)
+        return self._policy.explore(observations, seeds, settings.noise_level)
+
     def _play(
         self,
         simulator: SimulatorSlot,
         planned: PlannedEpisode,
-        queue: InferenceQueue[ExploredAnswer],
+        queue: InferenceQueue[PlayedAnswer],
         step: int,
         version: int,
         bootstrap: bool,
     ) -> list[Answer]:
-        def explored(observation: RobotObservation, chunk: int) -> ExploredAnswer:
+        def explored(observation: RobotObservation, chunk: int) -> PlayedAnswer:
             return queue.ask(observation, answer_seed(self._settings, step, planned, chunk))
 
         problem: ArmatureError | None = None

@@ -5,60 +5,24 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import ceil, sqrt
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from components.policies.molmoact2.modeling.flow_sde import noise_scales, step_divergences, step_logprobs
 from components.policies.molmoact2.modeling.model import MolmoAct2
-from components.policies.molmoact2.processing.batch import PolicyBatch
-from components.policies.molmoact2.sampling import InferencePlan
 from components.training.engine import ParameterGroup, TrainingEngine
 from components.training.memory import peak_memory_gib
 from components.training.ranks import Ranks
 from components.vla.groups import parameter_groups, scheduled
+from components.vla_rl.likelihood import ActionLikelihood, Prediction
 from components.vla_rl.settings import GAE, RobotRLTrainerSettings
 from components.vla_rl.table import AnswerSample
+from components.vla_rl.tensors import AnswerBatch
 from components.vla_rl.value_loss import value_loss
 from components.vlm.objectives import MAX_LOG_RATIO, OBJECTIVES, Tokens
-
-
-@dataclass(frozen=True)
-class AnswerBatch:
-    """E answers as tensors.
-
-    batch: the observations. before, after: (E, T, D) float32, flow_step: (E,) int64. counted: (E, T, D) bool, actions
-    that were carried out and dimensions of the robot. logprobs: (N,) float64, the sampler's of the counted numbers, in
-    order. advantages: (E,) float32. values, value_targets: (E,) float32, of the rollouts and what they are to become;
-    None without a value head.
-    """
-
-    batch: PolicyBatch
-    before: Tensor
-    after: Tensor
-    flow_step: Tensor
-    counted: Tensor
-    logprobs: Tensor
-    advantages: Tensor
-    values: Tensor | None
-    value_targets: Tensor | None
-
-    def to(self, device: torch.device) -> AnswerBatch:
-        moved: dict[str, Any] = {
-            name: None if value is None else value.to(device) for name, value in vars(self).items()
-        }
-        return AnswerBatch(**moved)
-
-    @property
-    def rows(self) -> Tensor:
-        """(N,) int64: which answer a counted number belongs to."""
-        return self.counted.nonzero()[:, 0]
-
 
 RATIOS, ANSWERS = "ratios", "answers"
 """How many there were: what sums are divided by."""
@@ -71,7 +35,7 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
     """A policy, its optimizer, and how answers change them.
 
     Args:
-        plan: how the answers were sampled. noise_level: Flow-SDE's η.
+        likelihood: of answers as they were sampled.
         load: gives samples their tensors.
     """
 
@@ -79,21 +43,21 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
         self,
         model: MolmoAct2,
         settings: RobotRLTrainerSettings,
-        plan: InferencePlan,
-        noise_level: float,
+        likelihood: ActionLikelihood,
         load: Load,
         ranks: Ranks | None = None,
     ) -> None:
         ranks = ranks or Ranks()
-        self.settings, self.plan, self._load = settings, plan, load
-        self._sigmas, self._chunks = noise_scales(plan.steps, noise_level), settings.ratio == "chunk"
+        self.settings, self.likelihood, self._load = settings, likelihood, load
+        self._chunks = settings.ratio == "chunk"
         if settings.mode == "expert":
             model.freeze_vlm(ranks.device)
         if settings.torch_compile:
             model.compile_layers(dynamic=True)
         groups = parameter_groups(model, settings)
         if isinstance(advantage := settings.advantage, GAE):
-            head, rate = model.add_value_head(settings.seed), scheduled(advantage.value_lr, settings)
+            head = model.add_value_head(settings.seed, likelihood.of_tokens)
+            rate = scheduled(advantage.value_lr, settings)
             groups.append(ParameterGroup("value_head", list(head.parameters()), rate, settings.weight_decay))
         super().__init__(
             model.to(ranks.device).eval(),  # with dropout, no ratio would be 1
@@ -148,7 +112,7 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
         scores: list[float] = []
         for start in range(0, len(samples), width):
             part = self._load(samples[start : start + width]).to(self.ranks.device)
-            scores += _row_sums(self._logprobs(part, self._velocities(part)[0][0]), part).tolist()
+            scores += _row_sums(self.likelihood.logprobs(self._predictions(part)[0], part), part).tolist()
         return scores
 
     def _updates(self, count: int, number: int) -> list[list[int]]:
@@ -169,8 +133,8 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
     def _accumulate(self, part: AnswerBatch, ratios: int, answers: int, sums: dict[str, float]) -> None:
         """Add the gradient of some answers of an update, which has so many ratios and answers in all."""
         part = part.to(self.ranks.device)
-        (velocity, states), *start = self._velocities(part)
-        logprobs = self._per_ratio(self._logprobs(part, velocity), part)
+        prediction, *start = self._predictions(part)
+        logprobs = self._per_ratio(self.likelihood.logprobs(prediction, part), part)
         behavior = self._per_ratio(part.logprobs, part)
         rows = torch.arange(len(part.advantages), device=behavior.device) if self._chunks else part.rows
         tokens = Tokens(logprobs, behavior, behavior, part.advantages[rows], rows, len(part.advantages))
@@ -183,12 +147,11 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
             "clipped_low_fraction": result.low,
             "clipped_high_fraction": result.high,
         }
-        for other, _ in start:
-            each = step_divergences(velocity, other, part.flow_step, self._sigmas)[part.counted]
-            found["kl/start"] = self._per_ratio(each, part)
+        for other in start:
+            found["kl/start"] = self._per_ratio(self.likelihood.divergences(prediction, other, part), part)
             loss = loss + self.settings.kl_coefficient * found["kl/start"].sum() / ratios
         if isinstance(gae := self.settings.advantage, GAE):
-            found |= self._value_losses(states, part, gae)
+            found |= self._value_losses(prediction.states, part, gae)
             loss = loss + gae.value_loss_coef * found["value/loss"].sum() / answers
         self.backward(loss)
         counts = {RATIOS: len(rows), ANSWERS: len(part.advantages), "loss": float(loss.detach())}
@@ -199,17 +162,9 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
         """Of each probability ratio, from those of the counted numbers (N,): (E,) sums, or as they are."""
         return _row_sums(values, part) if self._chunks else values
 
-    def _velocities(self, part: AnswerBatch) -> list[tuple[Tensor, Tensor]]:
-        """See `MolmoAct2.velocities`: of the model, and in training of the first one where there is a KL term."""
-        times, plan = part.flow_step / self.plan.steps, self.plan
-        others = self._start if torch.is_grad_enabled() else ()
-        return self.model.velocities(
-            part.batch, part.before, times, plan.bidirectional_images, plan.hides_answers, others
-        )
-
-    def _logprobs(self, part: AnswerBatch, velocity: Tensor) -> Tensor:
-        """(N,) float64 of the counted numbers."""
-        return step_logprobs(part.before, part.after, velocity, part.flow_step, self._sigmas)[part.counted]
+    def _predictions(self, part: AnswerBatch) -> list[Prediction]:
+        """Of the model, and in training of the first one where there is a KL term."""
+        return self.likelihood.predict(self.model, part, self._start if torch.is_grad_enabled() else ())
 
     def _value_losses(self, states: Tensor, part: AnswerBatch, settings: GAE) -> dict[str, Tensor]:
         """(E,) each."""

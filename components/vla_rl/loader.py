@@ -3,44 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from components.artifacts.images import ImageStore
 from components.contracts.errors import DataError
 from components.contracts.robots import RobotObservation
-from components.policies.molmoact2.processing.batch import collate
+from components.policies.molmoact2.policy import InferenceMode
+from components.policies.molmoact2.processing.batch import Example, PolicyBatch, collate
 from components.policies.molmoact2.processing.processor import Processor
-from components.vla_rl.learner import AnswerBatch
 from components.vla_rl.table import AnswerSample
+from components.vla_rl.tensors import AnswerBatch, DrawnSteps
 
 
 @dataclass(frozen=True)
 class AnswerLoader:
+    """mode: of the actions that answers give."""
+
     processor: Processor
     images: ImageStore
+    mode: InferenceMode = "continuous"
 
     def __call__(self, samples: Sequence[AnswerSample]) -> AnswerBatch:
         """
         Raises:
             DataError: an image is not in the store, or the policy cannot read the observation.
         """
-        examples = [self.processor.encode(self._observation(each), where=each.episode_id) for each in samples]
+        examples = [self._example(each) for each in samples]
         batch = collate(examples, "left", 1, self.processor.vocabulary.pad)
-        shape = (len(samples), self.processor.horizon, self.processor.config.max_action_dim)
-        counted = np.zeros(shape, bool)
-        for row, each in enumerate(samples):
-            counted[row, : each.executed, : self.processor.action_dimensions] = True
+        discrete = self.mode == "discrete"
         return AnswerBatch(
             batch=batch,
-            before=torch.from_numpy(np.stack([each.before for each in samples]).reshape(shape)),
-            after=torch.from_numpy(np.stack([each.after for each in samples]).reshape(shape)),
-            flow_step=torch.tensor([each.flow_step for each in samples]),
-            counted=torch.from_numpy(counted),
+            drawn=None if discrete else self._drawn(samples),
+            counted=_answered(batch, samples) if discrete else self._counted(samples),
             logprobs=torch.from_numpy(np.concatenate([each.logprobs for each in samples])),
             advantages=torch.tensor([each.advantage for each in samples], dtype=torch.float32),
             values=_column([each.value for each in samples]),
@@ -52,14 +51,14 @@ class AnswerLoader:
         Raises:
             DataError: a sample is not one of this policy, or has a number that is not finite.
         """
-        points = self.processor.horizon * self.processor.config.max_action_dim
         for row, each in enumerate(samples):
-            counted = each.executed * self.processor.action_dimensions
-            sizes = (len(each.before), len(each.after), len(each.logprobs))
-            if sizes != (points, points, counted):
-                problem = f"its points and log-probs have the sizes {sizes}, the policy's {(points, points, counted)}"
+            sizes, expected = (len(each.before), len(each.after), len(each.logprobs)), self._sizes(each)
+            if sizes != expected:
+                problem = f"its points and log-probs have the sizes {sizes}, the policy's {expected}"
             elif not all(np.isfinite(v).all() for v in _numbers(each)):
                 problem = "a number is not finite"
+            elif not _within(each.tokens, self.processor.config.text_config.vocab_size):
+                problem = "the policy does not have its tokens"
             else:
                 continue
             raise DataError(
@@ -68,9 +67,52 @@ class AnswerLoader:
                 remedy="collect the rollouts again, with the policy that is trained",
             )
 
+    def _sizes(self, sample: AnswerSample) -> tuple[int, int, int]:
+        """Of points and log-probs, as they are to be."""
+        if self.mode == "discrete":
+            return 0, 0, max(1, len(sample.tokens))
+        points = self.processor.horizon * self.processor.config.max_action_dim
+        return points, points, sample.executed * self.processor.action_dimensions
+
+    def _example(self, sample: AnswerSample) -> Example:
+        """The observation, and the answer after it where it is tokens."""
+        seen = self.processor.encode(self._observation(sample), where=sample.episode_id)
+        said = sample.tokens.astype(np.int64)
+        ids, images = (
+            np.concatenate([seen.input_ids, said]),
+            np.concatenate([seen.image_tokens, np.zeros(len(said), bool)]),
+        )
+        return replace(seen, input_ids=ids, image_tokens=images)
+
+    def _drawn(self, samples: Sequence[AnswerSample]) -> DrawnSteps:
+        shape = (len(samples), self.processor.horizon, self.processor.config.max_action_dim)
+        return DrawnSteps(
+            before=torch.from_numpy(np.stack([each.before for each in samples]).reshape(shape)),
+            after=torch.from_numpy(np.stack([each.after for each in samples]).reshape(shape)),
+            step=torch.tensor([each.flow_step for each in samples]),
+        )
+
+    def _counted(self, samples: Sequence[AnswerSample]) -> Tensor:
+        """(E, T, D) bool."""
+        counted = np.zeros((len(samples), self.processor.horizon, self.processor.config.max_action_dim), bool)
+        for row, each in enumerate(samples):
+            counted[row, : each.executed, : self.processor.action_dimensions] = True
+        return torch.from_numpy(counted)
+
     def _observation(self, one: AnswerSample) -> RobotObservation:
         images = {name: np.asarray(self.images.open(ref)) for name, ref in zip(one.cameras, one.images, strict=True)}
         return RobotObservation(images, one.state, one.language)
+
+
+def _answered(batch: PolicyBatch, samples: Sequence[AnswerSample]) -> Tensor:
+    """(E, L) bool: the last tokens of each row, which is padded on the left."""
+    width = batch.input_ids.shape[1]
+    left = torch.tensor([[width - len(each.tokens)] for each in samples])
+    return torch.arange(width)[None] >= left
+
+
+def _within(tokens: NDArray[np.int32], vocabulary: int) -> bool:
+    return not len(tokens) or 0 <= tokens.min() <= tokens.max() < vocabulary
 
 
 def _column(values: Sequence[float | None]) -> Tensor | None:

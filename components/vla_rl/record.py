@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from components.artifacts.images import ImageStore, encode_png
 from components.contracts.robots import RobotObservation
 from components.evaluation.libero.episode import Actions, PlayedEpisode
 from components.evaluation.libero.schedule import PlannedEpisode
-from components.policies.molmoact2.policy import ExploredAnswer
+from components.policies.molmoact2.policy import ExploredAnswer, SpokenAnswer
 from components.vla_rl.table import Answer
+
+PlayedAnswer = ExploredAnswer | SpokenAnswer
 
 
 class AnswerRecorder:
     """The actor of one attempt at an episode: `explored` is called with the observation and the chunk's number."""
 
-    def __init__(self, explored: Callable[[RobotObservation, int], ExploredAnswer]) -> None:
+    def __init__(self, explored: Callable[[RobotObservation, int], PlayedAnswer]) -> None:
         self._explored = explored
-        self._given: list[tuple[RobotObservation, ExploredAnswer]] = []
+        self._given: list[tuple[RobotObservation, PlayedAnswer]] = []
 
     def __call__(self, observation: RobotObservation, chunk: int) -> Actions:
         answer = self._explored(observation, chunk)
@@ -62,10 +66,7 @@ class AnswerRecorder:
                     cameras=cameras,
                     images=tuple(map(images.put, seen)),
                     state=observation.state,
-                    before=answer.before.reshape(-1),
-                    after=answer.after.reshape(-1),
-                    flow_step=answer.step,
-                    logprobs=answer.logprobs[:executed].reshape(-1),
+                    **_drawn(answer, executed),
                     actions=answer.actions[:executed].reshape(-1),
                     executed=executed,
                     reward=float(last and episode.success),
@@ -81,3 +82,19 @@ class AnswerRecorder:
         value = self._explored(episode.last, len(self._given)).value
         assert value is not None
         return value
+
+
+def _drawn(answer: PlayedAnswer, executed: int) -> dict[str, Any]:
+    """What of an answer, of which so many actions were carried out, was drawn at random."""
+    nothing = np.zeros(0, np.float32)
+    if isinstance(answer, SpokenAnswer):
+        drawn = {"before": nothing, "after": nothing, "flow_step": None, "logprobs": answer.logprobs}
+        return drawn | {"tokens": answer.tokens, "decoded": answer.decoded}
+    return {
+        "before": answer.before.reshape(-1),
+        "after": answer.after.reshape(-1),
+        "flow_step": answer.step,
+        "logprobs": answer.logprobs[:executed].reshape(-1),
+        "tokens": nothing.astype(np.int32),
+        "decoded": True,
+    }

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from components.artifacts.disk import link_folder
 from components.artifacts.history import History
 from components.artifacts.manifest import write_manifest
 from components.artifacts.store import ArtifactStore
@@ -18,15 +19,17 @@ from components.environments.libero.tasks import LiberoTask
 from components.policies.molmoact2.policy import MolmoAct2Policy
 from components.rl.loop import Ahead, run_loop
 from components.training.restarts import with_restarts
-from components.vla_rl.batch import build_batch
+from components.vla_rl.batch import build_batch, groups_that_differ
 from components.vla_rl.client import RobotRLTrainerClient
 from components.vla_rl.collect import Collector
+from components.vla_rl.panel import RobotEvaluations
 from components.vla_rl.schedule import plan_step
 from components.vla_rl.settings import GAE, TrainVLARLSettings
-from components.vla_rl.table import read_rollouts, with_advantage, write_batch, write_rollouts
+from components.vla_rl.table import Answer, read_rollouts, with_advantage, write_batch, write_rollouts
 
 BATCH_METRICS = "metrics.json"
 ROLLOUTS, BATCHES = "robot-rollouts", "robot-batches"
+EVALUATION = "evaluation"
 T = TypeVar("T")
 
 
@@ -39,6 +42,7 @@ class RobotRLRun:
     Args:
         policy: has the weights that the run begins with.
         tasks: of the suite.
+        evaluations: of the same weights; None: there are none during the training.
     """
 
     def __init__(
@@ -51,40 +55,62 @@ class RobotRLRun:
         collector: Collector,
         trainer: RobotRLTrainerClient,
         start: Artifact,
+        evaluations: RobotEvaluations | None = None,
     ) -> None:
         self.settings, self.context, self.store, self.trainer = settings, context, store, trainer
         self._policy, self._tasks, self._collector, self._start = policy, tasks, collector, start
         self.history = History(context.workspace / "history.jsonl")
+        self.evaluations = evaluations
+        self._version = 0
         advantage = settings.trainer.advantage
         self._bootstrap = isinstance(advantage, GAE) and advantage.bootstrap_truncated
         if isinstance(advantage, GAE):
             policy.add_value_head(settings.trainer.seed)
 
-    def train_all(self) -> None:
+    def train_all(self) -> int:
         """All steps that the newest checkpoint lacks; before the first one trainer and sampler have to agree.
 
+        Returns the last step: less than `max_steps` where the evaluations ended the training.
+
         Raises:
-            MismatchError: they do not.
+            DataError: the weights of the best evaluation are gone.
+            MismatchError: trainer and sampler do not agree.
         """
+        units, events = self.context.units, self.context.events
         done, last = self.trainer.resume(), self.settings.trainer.max_steps
         if done:
-            self.context.events.message(f"resuming after step {done}")
+            events.message(f"resuming after step {done}")
             self._complete_history(done)
             self.sync(done)
-        else:
+        if self.evaluates(done):
+            ends = units.submit(f"evaluation-{done:05d}", self.evaluate, done).result()
+            row = next((row for row in self.history.read() if row["step"] == done), {})
+            self.record(done, row)
+            events.metrics({key: value for key, value in row.items() if key != "step"}, done)
+            if ends:
+                return done
+        if self.evaluations is not None:
+            self.evaluations.refuse_lost_weights(done)
+        if not done:
             self._preflight()
-        run_loop(self, done + 1, last, Ahead(), self.context.units, self.context.events)
+        return run_loop(self, done + 1, last, Ahead(self.settings.rollouts.max_staleness), units, events)
 
     def rollouts(self, step: int) -> Artifact:
-        """The rollouts of `step`, found or collected by the weights after the step before."""
+        """The rollouts of `step`, found or collected by the weights that the policy has: those after the step before,
+        or with `max_staleness` after the one before that."""
         if made := self.store.find(ROLLOUTS, self._key(step)):
             return made
-        groups = plan_step(self.settings.rollouts, self._tasks, step)
-        answers = self._collector.collect(groups, step, step - 1, self._bootstrap)
+        plan, answers, episodes = self.settings.rollouts, list[Answer](), 0
+        for number in range(plan.max_rounds):
+            groups = plan_step(plan, self._tasks, step, number)
+            answers += self._collector.collect(groups, step, self._version, self._bootstrap)
+            episodes += sum(map(len, groups))
+            if len(groups_that_differ(answers)) >= plan.groups_per_step:
+                break
 
         def fill(folder: Path) -> None:
             write_rollouts(folder, answers)
-            rows = {"answers": len(answers), "episodes": sum(map(len, groups))}
+            rows = {"answers": len(answers), "episodes": episodes}
             self._describe(folder, ROLLOUTS, step, rows, {}, {"policy": self._start.digest})
 
         return self._said(self.store.write(ROLLOUTS, self._key(step), fill), step)
@@ -93,7 +119,9 @@ class RobotRLRun:
         """The training samples of `step` with their advantages."""
         if made := self.store.find(BATCHES, self._key(step)):
             return made
-        built = build_batch(read_rollouts(rollouts.path), self.settings.trainer.advantage)
+        plan = self.settings.rollouts
+        wanted = plan.groups_per_step if plan.max_rounds > 1 else None
+        built = build_batch(read_rollouts(rollouts.path), self.settings.trainer.advantage, wanted)
         metrics = built.metrics | {f"drops/{reason}": float(count) for reason, count in built.drops.items()}
 
         def fill(folder: Path) -> None:
@@ -120,33 +148,58 @@ class RobotRLRun:
         folder = weights / f"{version:06d}"
         self._of_trainer(version, lambda: self.trainer.publish(folder, version))
         self._policy.load_weights(folder)
+        self._version = version
         for other in weights.iterdir():
             if other != folder:
                 shutil.rmtree(other)
 
     def evaluates(self, step: int) -> bool:
-        """Never: the flow evaluates before and after."""
-        return False
+        """Whether the panel is played by the weights after `step`."""
+        return self.evaluations is not None and self.evaluations.due(step)
 
     def evaluate(self, step: int) -> bool:
-        """Nothing is played, and training goes on."""
-        return False
+        """Play the panel by the weights after `step`, unless that was done; keep the weights if they are the best.
+
+        Returns whether training ends here.
+        """
+        evaluations = self.evaluations
+        assert evaluations is not None
+        if step not in evaluations.made:
+            if self._version != step:
+                self.sync(step)
+            evaluations.play(step)
+        evaluations.keep_best(step, lambda folder: self._of_trainer(step, lambda: self.trainer.publish(folder, step)))
+        ends = evaluations.out_of_patience(step)
+        self.context.events.message(evaluations.said(step) + "; training ends here" * ends)
+        return ends
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
+        if self.evaluations is not None:
+            metrics.update(self.evaluations.history(step))
         self.history.append(step, metrics)
 
-    def finish(self, folder: Path) -> None:
-        """Write the policy, which needs nothing else."""
-        last = self.settings.trainer.max_steps
-        self._of_trainer(last, lambda: self.trainer.publish(folder, last))
+    def finish(self, folder: Path, last: int) -> None:
+        """Write the policy, which needs nothing else: that of the best evaluation, else that after step `last`."""
+        if self.evaluations is None:
+            self._of_trainer(last, lambda: self.trainer.publish(folder, last))
+        else:
+            self.evaluations.refuse_lost_weights(last)
+            link_folder(self.evaluations.best_weights, folder)
         self.trainer.finish()
 
-    def lineage(self) -> list[dict[str, Any]]:
-        """The digests of the rollouts and the batch of every step."""
-        return [
-            {"step": step, "rollouts": self._made(ROLLOUTS, step).digest, "batch": self._made(BATCHES, step).digest}
-            for step in range(1, self.settings.trainer.max_steps + 1)
-        ]
+    def lineage(self, last: int) -> list[dict[str, Any]]:
+        """The digests of the rollouts and the batch of every step, and of evaluations, of which the first is of step
+        0."""
+        played = {} if self.evaluations is None else self.evaluations.made
+        steps: list[dict[str, Any]] = []
+        for step in range(last + 1):
+            kinds = {"rollouts": ROLLOUTS, "batch": BATCHES} if step else {}
+            row = {name: self._made(kind, step).digest for name, kind in kinds.items()}
+            if step in played:
+                row[EVALUATION] = played[step].digest
+            if row:
+                steps.append({"step": step, **row})
+        return steps
 
     def _preflight(self) -> None:
         """Play one group, and compare the probabilities of its answers with the trainer's.

@@ -10,12 +10,15 @@ import numpy as np
 
 from components.contracts.errors import ConfigurationError
 from components.environments.libero.tasks import LiberoTask
-from components.evaluation.libero.schedule import PlannedEpisode
+from components.evaluation.libero.schedule import PlannedEpisode, states_of
 from components.vla_rl.settings import RobotRolloutSettings
 
 
-def plan_step(settings: RobotRolloutSettings, known: Sequence[LiberoTask], step: int) -> list[list[PlannedEpisode]]:
-    """The groups of `step`. Every (task, initial state) comes once, in a shuffled order, before any repeats.
+def plan_step(
+    settings: RobotRolloutSettings, known: Sequence[LiberoTask], step: int, round_: int = 0
+) -> list[list[PlannedEpisode]]:
+    """The groups of a round of `step`. Every (task, initial state) comes once, in a shuffled order, before any repeats;
+    rounds that are not played are left out of it.
 
     The episodes of a group differ in nothing but the noise of the policy: simulator_seed is the group's, `episode`
     counts within it, and `repetition` is the number of the group in the run.
@@ -28,7 +31,7 @@ def plan_step(settings: RobotRolloutSettings, known: Sequence[LiberoTask], step:
     """
     begins = _begins(settings, known)
     count = settings.groups_per_step if step else 1
-    first = (step - 1) * settings.groups_per_step if step else 0
+    first = ((step - 1) * settings.max_rounds + round_) * count if step else 0
     groups = []
     for number in range(first, first + count):
         lap, place = divmod(number, len(begins))
@@ -59,15 +62,8 @@ def _begins(settings: RobotRolloutSettings, known: Sequence[LiberoTask]) -> list
         )
     begins = []
     for index in sorted(settings.tasks or by_index):
-        task = by_index[index]
-        states = settings.initial_states or range(task.initial_states)
-        if max(states) >= task.initial_states:
-            raise ConfigurationError(
-                f"task {index} of {settings.suite} has no initial state {max(states)}",
-                where="rollouts.initial_states",
-                remedy=f"choose from 0 to {task.initial_states - 1}, or leave it empty for all",
-            )
-        begins += [(task, state) for state in states]
+        states = states_of(by_index[index], settings.initial_states, "rollouts.initial_states")
+        begins += [(by_index[index], state) for state in states]
     return begins
 
 

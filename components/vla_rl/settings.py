@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import operator
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from components.contracts.settings import Settings
 from components.environments.libero.settings import SimulatorSettings, Suite
+from components.evaluation.libero.settings import TrainLiberoEvaluationSettings
 from components.vla.settings import PolicyUpdateSettings
 from components.vlm.settings import CISPO, GSPO, PPO
+
+NOISE_LEVEL = 0.5
 
 
 class RobotRolloutSettings(Settings):
@@ -26,8 +38,32 @@ class RobotRolloutSettings(Settings):
     groups_per_step: PositiveInt = Field(description="Groups of a step; tasks and initial states take turns.")
     group_size: PositiveInt = Field(8, description="Episodes of a group, which are compared with each other.")
     max_steps: PositiveInt = Field(description="Actions of an episode at most.")
+    inference_action_mode: Literal["continuous", "discrete"] = Field(
+        "continuous",
+        exclude_if="continuous".__eq__,  # what was made before there was this setting keeps its fingerprint
+        description="Actions by flow matching, or as tokens; the policy must have been trained for it.",
+    )
     noise_level: PositiveFloat = Field(
-        0.5, description="Flow-SDE's η: how widely the one random denoising step of an answer is drawn."
+        NOISE_LEVEL,
+        description="Continuous actions: Flow-SDE's η, how widely the one random denoising step of an answer is drawn.",
+    )
+    temperature: PositiveFloat = Field(
+        1.0,
+        exclude_if=(1.0).__eq__,
+        description="Discrete actions: tokens are drawn from softmax(logits / temperature).",
+    )
+    max_rounds: PositiveInt = Field(
+        1,
+        exclude_if=(1).__eq__,
+        description="1: every group counts as it is. More: further groups are played, groups_per_step in each round, "
+        "until as many have rewards that differ, or after so many rounds (dynamic sampling).",
+    )
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        le=1,
+        exclude_if=operator.not_,  # what was made before there was this setting keeps its fingerprint
+        description="0: play and train in turn; 1: play the next step, by weights one step older, meanwhile.",
     )
     seed: NonNegativeInt = Field(0, description="Seed of the order of initial states, the simulator and all noise.")
     batch: PositiveInt = Field(32, description="Episodes that are played at once. No result depends on it.")
@@ -40,6 +76,14 @@ class RobotRolloutSettings(Settings):
         "last bits.",
     )
     attempts: PositiveInt = Field(3, description="How often an episode is begun whose simulator dies on the way.")
+
+    @model_validator(mode="after")
+    def _randomness_is_of_its_mode(self) -> Self:
+        if self.inference_action_mode == "continuous" and self.temperature != 1.0:
+            raise ValueError("temperature draws action tokens, and these actions are continuous: leave it out")
+        if self.inference_action_mode == "discrete" and self.noise_level != NOISE_LEVEL:
+            raise ValueError("noise_level draws a denoising step, and these actions are tokens: leave it out")
+        return self
 
 
 class EpisodeGroupMean(Settings):
@@ -87,9 +131,10 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
         exclude_if=lambda value: isinstance(value, EpisodeGroupMean),  # what was made before it keeps its fingerprint
         description="How good an answer was.",
     )
-    ratio: Literal["chunk", "dimension"] = Field(
+    ratio: Literal["chunk", "dimension", "token"] = Field(
         "chunk",
-        description="What has a probability ratio of its own: a chunk of actions, or each of its numbers.",
+        description="What has a probability ratio of its own: a chunk of actions, each of its numbers (dimension), or "
+        "each of its tokens (token).",
     )
     kl_coefficient: NonNegativeFloat = Field(
         0.0,
@@ -128,9 +173,48 @@ class TrainVLARLSettings(Settings):
     rollouts: RobotRolloutSettings
     trainer: RobotRLTrainerSettings
     preflight: RobotPreflightSettings
+    evaluation: TrainLiberoEvaluationSettings | None = Field(
+        None,
+        exclude_if=operator.not_,  # what was made before there was this setting keeps its fingerprint
+    )
+
+    @field_validator("evaluation", mode="before")
+    @classmethod
+    def _what_is_played_during_training(cls, value: Any) -> Any:
+        """Of the section: how the trained policy is evaluated does not change it."""
+        return value.panel if isinstance(value, TrainLiberoEvaluationSettings) else value
+
+    @model_validator(mode="after")
+    def _compiled_once(self) -> Self:
+        if self.evaluation is not None and self.evaluation.torch_compile != self.rollouts.torch_compile:
+            raise ValueError(
+                "evaluation.torch_compile, rollouts.torch_compile: one policy plays both, set both or neither"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _actions_are_trained(self) -> Self:
+        discrete = self.rollouts.inference_action_mode == "discrete"
+        if discrete and self.trainer.mode == "expert":
+            raise ValueError(
+                "trainer.mode expert trains the action expert alone, and discrete actions come from the VLM: set "
+                'trainer.mode = "full"'
+            )
+        if self.trainer.ratio == ("dimension" if discrete else "token"):
+            other = "token" if discrete else "dimension"
+            raise ValueError(
+                f"trainer.ratio {self.trainer.ratio}: {'discrete' if discrete else 'continuous'} actions have a "
+                f'{other}, set "{other}" or "chunk"'
+            )
+        return self
 
     @model_validator(mode="after")
     def _groups_can_differ(self) -> Self:
+        if self.rollouts.max_rounds > 1 and not isinstance(self.trainer.advantage, EpisodeGroupMean):
+            raise ValueError(
+                "rollouts.max_rounds chooses groups whose episodes differ, and with trainer.advantage gae all episodes "
+                "count: leave it out"
+            )
         if self.rollouts.group_size < 2 and isinstance(self.trainer.advantage, EpisodeGroupMean):
             raise ValueError("rollouts.group_size is 1: an episode has no advantage over itself, take 2 at least")
         return self

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from components.contracts.numbers import write_json
 from components.contracts.stages import Artifact, Stage, StageContext, StageReport
+from components.evaluation.wilson import Interval
 from components.vla_rl.settings import TrainVLARLSettings
 
 History = Sequence[Mapping[str, float]]
@@ -19,8 +21,11 @@ def train_vla_rl(
     """Writes `checkpoint/` (released layout, needs nothing else), `history.json`, `lineage.json`, `metrics.json` and
     the report.
 
+    With evaluations during training the checkpoint has the weights of the best of them.
+
     Raises:
         ConfigurationError: policy, simulator and settings do not fit each other.
+        DataError: the weights of the best evaluation are gone.
         MismatchError: trainer and sampler give other probabilities to the same answers.
         WorkerError: an episode could not be played.
         TrainerError: the training dies again and again.
@@ -32,23 +37,27 @@ def train_vla_rl(
     from components.evaluation.libero.stage import limited_threads
     from components.models.source import CHECKPOINT
     from components.policies.molmoact2.policy import open_policy
+    from components.rl.evaluations import BEST
     from components.stages import open_store
     from components.vla_rl.client import RobotRLTrainerClient, RobotRLTraining
     from components.vla_rl.collect import Collector
+    from components.vla_rl.panel import RobotEvaluations
     from components.vla_rl.run import RobotRLRun
 
     plan, machine = settings.rollouts, context.machine
     policy = open_policy(
-        inputs["policy"].path, mode="continuous", rows=plan.rows_per_pass, torch_compile=plan.torch_compile
+        inputs["policy"].path, plan.inference_action_mode, rows=plan.rows_per_pass, torch_compile=plan.torch_compile
     )
     refuse_cameras(policy.cameras, settings.simulator)
     training = RobotRLTraining(
         trainer=settings.trainer,
-        noise_level=plan.noise_level,
+        rollouts=plan,
         policy=inputs["policy"].path.resolve(),
         images=context.images,
         fingerprint=context.fingerprint,
     )
+
+    saved = partial(context.saved, best=context.workspace / BEST)
 
     def told(done: int, total: int) -> None:
         context.events.progress("episodes", done, total)
@@ -62,25 +71,40 @@ def train_vla_rl(
         ]
         collector = Collector(plan, policy, arenas, ImageStore(context.images), told)
         trainer = opened.enter_context(
-            RobotRLTrainerClient(training, machine, context.workspace / "trainer", context.events, context.saved)
+            RobotRLTrainerClient(training, machine, context.workspace / "trainer", context.events, saved)
         )
         tasks, store = suite_tasks(plan.suite), open_store(machine)
-        run = RobotRLRun(settings, context, store, policy, tasks, collector, trainer, inputs["policy"])
-        run.train_all()
-        run.finish(out / CHECKPOINT)
-    history, lineage = run.history.read(), run.lineage()
-    numbers = summary(history)
+        evaluations = None
+        if (panel := settings.evaluation) is not None:
+            known = {str(suite): suite_tasks(suite) for suite in panel.suites}
+            examined = policy.asked(
+                panel.inference_action_mode,
+                panel.rows_per_pass,
+                panel.n_action_steps,
+                panel.num_inference_steps,
+                panel.image_attention_at_inference,
+            )
+            digests, last = {"policy": inputs["policy"].digest}, settings.trainer.max_steps
+            evaluations = RobotEvaluations(panel, known, examined, arenas, digests, context, store, last)
+        run = RobotRLRun(settings, context, store, policy, tasks, collector, trainer, inputs["policy"], evaluations)
+        last = run.train_all()
+        run.finish(out / CHECKPOINT, last)
+    history, lineage = run.history.read(), run.lineage(last)
+    steps, best = [row for row in history if row["step"] > 0], {} if evaluations is None else evaluations.summary()
+    numbers = summary(steps) | best
     write_json(out / "history.json", history)
     write_json(out / "lineage.json", lineage)
     write_json(out / "metrics.json", numbers)
-    write_pages(out, settings, history)
-    episodes, agreeing = (int(sum(row.get(name, 0) for row in history)) for name in ("rollouts/planned", DROPS))
+    write_pages(out, settings, history, best)
+    names = sorted({name for row in steps for name in row if name.startswith(DROPS)})
+    episodes, *dropped = (int(sum(row.get(name, 0) for row in steps)) for name in ("rollouts/planned", *names))
     return StageReport(
-        rows={"steps": len(history), "episodes": episodes}, drops={"group_agrees": agreeing} if agreeing else {}
+        rows={"steps": len(steps), "episodes": episodes},
+        drops={name.removeprefix(DROPS): count for name, count in zip(names, dropped, strict=True)},
     )
 
 
-DROPS = "drops/group_agrees"
+DROPS = "drops/"
 
 
 def summary(history: History) -> dict[str, float]:
@@ -91,8 +115,14 @@ def summary(history: History) -> dict[str, float]:
     return {key: sum(row.get(key, 0.0) for row in tail) / len(tail) for key in known}
 
 
-def write_pages(folder: Path, settings: TrainVLARLSettings, history: History) -> None:
-    """Writes `report.html` and `curves.png`."""
+def write_pages(
+    folder: Path, settings: TrainVLARLSettings, history: History, best: Mapping[str, float] | None = None
+) -> None:
+    """Writes `report.html` and `curves.png`.
+
+    Args:
+        best: see `RobotEvaluations.summary`; none: there were no evaluations.
+    """
     from components.reports.training import write_training_report
 
     write_training_report(
@@ -100,7 +130,16 @@ def write_pages(folder: Path, settings: TrainVLARLSettings, history: History) ->
         title=f"Reinforcement learning on {settings.rollouts.suite}",
         history=history,
         configuration=settings.model_dump(mode="json"),
+        figures=_best_figures(best) if best else {},
     )
+
+
+def _best_figures(best: Mapping[str, float]) -> dict[str, str]:
+    rate = Interval(best["best/success"], best["best/low"], best["best/high"], best["best/episodes"])
+    return {
+        "best held-out success, 95 % interval": str(rate),
+        "checkpoint": f"of step {best['best/step']:.0f}, the best of {best['evaluations']:.0f} evaluations",
+    }
 
 
 TRAIN_VLA_RL_STAGE = Stage("train-vla-rl", 1, TrainVLARLSettings, ("policy",), train_vla_rl)

@@ -18,7 +18,7 @@ ROLLOUTS_FILE, BATCH_FILE = "rollouts.parquet", "batch.parquet"
 _NUMBERS = pa.list_(pa.float32())
 ROLLOUTS = TableSchema(
     "robot-rollouts",
-    2,
+    3,
     pa.schema(
         [
             ("group_id", pa.string()),
@@ -32,10 +32,12 @@ ROLLOUTS = TableSchema(
             ("cameras", pa.list_(pa.string())),
             ("images", pa.list_(IMAGE_REF)),
             ("state", _NUMBERS),
-            ("before", _NUMBERS),  # (T, max_action_dim), row by row
+            ("before", _NUMBERS),  # (T, max_action_dim), row by row; empty where the answer is tokens
             ("after", _NUMBERS),
-            ("flow_step", pa.int32()),
-            ("logprobs", pa.list_(pa.float64())),  # (executed, dimensions of the robot)
+            ("flow_step", pa.int32()),  # null where the answer is tokens
+            ("tokens", pa.list_(pa.int32())),  # EOS included; empty where it is not tokens
+            ("decoded", pa.bool_()),  # whether the answer says actions
+            ("logprobs", pa.list_(pa.float64())),  # (executed, dimensions of the robot), or of each token
             ("actions", _NUMBERS),  # those that were carried out, (executed, dimensions of the robot)
             ("executed", pa.int32()),
             ("reward", pa.float64()),
@@ -48,7 +50,7 @@ ROLLOUTS = TableSchema(
 )
 BATCH = TableSchema(
     "robot-batch",
-    2,
+    3,
     pa.schema([*ROLLOUTS.schema, ("advantage", pa.float64()), ("value_target", pa.float64())]),
 )
 
@@ -60,10 +62,12 @@ class Answer:
     """One answer of a policy within an episode, and what followed.
 
     before, after: the points of the drawn denoising step `flow_step`, (T x max_action_dim,) float32. logprobs: of
-    `after`, (executed x dimensions,) float64: actions that were not carried out and dimensions that the robot does not
-    have do not count. actions: carried out, in the dataset's units. reward: 1 where it solved the task. done: the
-    episode ended with it; truncated: because its actions were used up. value: of what was seen, None without a value
-    head. last_value: of what was seen after the episode's last action, 0 unless a truncated one is to go on with it.
+    `after`, (executed x dimensions,) float64: actions that were not carried out and dimensions that the robot does
+    not have do not count. Of an answer by action tokens these are empty and None, and logprobs are those of its
+    `tokens`, (K,) int32, all of which count; `decoded` tells whether they say actions. actions: carried out, in the
+    dataset's units. reward: 1 where it solved the task. done: the episode ended with it; truncated: because its
+    actions were used up. value: of what was seen, None without a value head. last_value: of what was seen after the
+    episode's last action, 0 unless a truncated one is to go on with it.
     """
 
     group_id: str
@@ -79,7 +83,9 @@ class Answer:
     state: Floats
     before: Floats
     after: Floats
-    flow_step: int
+    flow_step: int | None
+    tokens: NDArray[np.int32]
+    decoded: bool
     logprobs: NDArray[np.float64]
     actions: Floats
     executed: int
@@ -137,7 +143,7 @@ def _rows(path: Path, schema: TableSchema) -> list[dict[str, Any]]:
     arrays = [
         field.name
         for field in schema.schema
-        if pa.types.is_list(field.type) and pa.types.is_floating(field.type.value_type)
+        if pa.types.is_list(field.type) and pa.types.is_primitive(field.type.value_type)
     ]
     columns = {name: [np.array(value.values) for value in table[name]] for name in arrays}
     rows: list[dict[str, Any]] = table.drop_columns(arrays).to_pylist()

@@ -16,6 +16,7 @@ from components.training.service_worker import Command, ServiceWorker
 from components.vla.groups import prepare
 from components.vla_rl.client import RobotRLTraining
 from components.vla_rl.learner import RobotRLLearner
+from components.vla_rl.likelihood import likelihood_of
 from components.vla_rl.loader import AnswerLoader
 from components.vla_rl.table import AnswerSample, read_batch
 
@@ -40,9 +41,10 @@ class RobotRLWorker(ServiceWorker):
         self._parts = loaded.parts
         model = loaded.model
         prepare(model, training.trainer, loaded.settings.semantics)
-        self._load = AnswerLoader(loaded.processor(), ImageStore(training.images))
-        plan = InferencePlan.of(loaded.settings, loaded.config)
-        self.learner = RobotRLLearner(model, training.trainer, plan, training.noise_level, self._load, ranks)
+        mode = training.rollouts.inference_action_mode
+        self._load = AnswerLoader(loaded.processor(), ImageStore(training.images), mode)
+        likelihood = likelihood_of(training.rollouts, InferencePlan.of(loaded.settings, loaded.config))
+        self.learner = RobotRLLearner(model, training.trainer, likelihood, self._load, ranks)
         who = identity(model, training.trainer, run=training.fingerprint)
         super().__init__(
             settings, self.learner, ranks.broadcast(who), training.trainer.keep_checkpoints, training.trainer.max_steps

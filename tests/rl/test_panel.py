@@ -20,7 +20,8 @@ from components.contracts.errors import ConfigurationError, DataError, ServerErr
 from components.evaluation.settings import EvaluateStageSettings, PanelSettings
 from components.inference.client import Completion
 from components.rl.config import MultimodalRLConfig
-from components.rl.panel import HeldoutPanel, best_step
+from components.rl.evaluations import best_step
+from components.rl.panel import HeldoutPanel
 from components.rl.run import RLRun, RunParts
 from components.rl.settings import LoopSettings, TrainVLMSettings
 from components.rl.trainer import MultimodalGRPOTrainer

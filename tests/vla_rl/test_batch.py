@@ -7,7 +7,7 @@ import pytest
 
 from components.contracts.errors import MismatchError
 from components.contracts.images import ImageRef
-from components.vla_rl.batch import build_batch
+from components.vla_rl.batch import build_batch, groups_that_differ
 from components.vla_rl.run import refuse_ratios
 from components.vla_rl.settings import EpisodeGroupMean
 from components.vla_rl.table import Answer, read_batch, write_batch
@@ -39,6 +39,8 @@ def answers(group: str, *episodes: tuple[int, float]) -> list[Answer]:
                     before=numbers,
                     after=numbers + 1,
                     flow_step=1,
+                    tokens=np.arange(chunk, dtype=np.int32),
+                    decoded=True,
                     logprobs=numbers[:2].astype(np.float64),
                     actions=numbers[:2],
                     executed=1,
@@ -63,6 +65,23 @@ def test_advantages_are_those_of_a_hand_computation_and_agreeing_groups_are_coun
     assert built.metrics["groups/zero_advantage_fraction"] == 0.5
     assert built.metrics["reward"] == pytest.approx(0.5)
     assert (built.metrics["rollouts/planned"], built.metrics["answers/trained"]) == (6, 11)
+
+
+def test_the_first_groups_that_differ_are_trained_on_and_the_others_counted() -> None:
+    played = [
+        *answers("a", (2, 1.0), (1, 1.0)),
+        *answers("b", (1, 1.0), (2, 0.0)),
+        *answers("c", (1, 0.0), (1, 1.0)),
+        *answers("d", (4, 0.0), (1, 1.0)),
+    ]
+    assert groups_that_differ(played) == ["b", "c", "d"]
+    built = build_batch(played, GRPO, wanted=2)
+    assert [each.group_id for each in built.samples] == ["b"] * 3 + ["c"] * 2
+    assert built.drops == {"group_agrees": 3, "surplus_group": 5}
+    assert (built.metrics["groups/rounds"], built.metrics["groups/surplus"]) == (2.0, 1.0)
+    assert [each.advantage for each in built.samples[:3]] == [
+        each.advantage for each in build_batch(played, GRPO).samples[:3]
+    ]
 
 
 def test_a_batch_is_read_as_it_was_written(tmp_path: Path) -> None:

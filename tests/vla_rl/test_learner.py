@@ -18,6 +18,7 @@ from components.policies.molmoact2.sampling import InferencePlan
 from components.vla.groups import prepare
 from components.vla_rl.collect import Collector
 from components.vla_rl.learner import RobotRLLearner
+from components.vla_rl.likelihood import FlowLikelihood
 from components.vla_rl.loader import AnswerLoader
 from components.vla_rl.schedule import plan_step
 from components.vla_rl.settings import RobotRLTrainerSettings
@@ -56,8 +57,8 @@ def learner(loaded: LoadedPolicy, images: ImageStore, **changes: Any) -> RobotRL
     values = {"max_steps": 3, "micro_batch_size": 7, "learning_rates": {"action_expert": 1e-3}}
     settings = RobotRLTrainerSettings.model_validate(values | changes)
     prepare(model, settings, loaded.settings.semantics)
-    plan = InferencePlan.of(loaded.settings, loaded.config)
-    return RobotRLLearner(model, settings, plan, 0.5, AnswerLoader(loaded.processor(), images))
+    likelihood = FlowLikelihood(InferencePlan.of(loaded.settings, loaded.config), 0.5)
+    return RobotRLLearner(model, settings, likelihood, AnswerLoader(loaded.processor(), images))
 
 
 def judged(answers: Sequence[Answer]) -> list[AnswerSample]:

@@ -51,7 +51,11 @@ def batches(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(batches: Path, folder: Path, processes: int) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     training = RobotRLTraining(
-        trainer=TRAINER, noise_level=0.5, policy=batches / "policy", images=batches / "images", fingerprint="f"
+        trainer=TRAINER,
+        rollouts=rollout_settings(),
+        policy=batches / "policy",
+        images=batches / "images",
+        fingerprint="f",
     )
     machine = Machine(trainer_processes=processes, threads=1, ready_timeout=300, train_timeout=300)
     with RobotRLTrainerClient(training, machine, folder / "work") as trainer:

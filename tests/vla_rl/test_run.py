@@ -15,34 +15,56 @@ from components.artifacts.images import ImageStore
 from components.contracts.machine import Machine
 from components.contracts.stages import Artifact, StageContext, not_sent
 from components.environments.libero.settings import SimulatorSettings
+from components.evaluation.libero.settings import TrainLiberoEvaluationSettings
 from components.policies.molmoact2.policy import open_policy
 from components.stages import TerminalEvents, ThreadUnits, open_store
 from components.training.ranks import Ranks
 from components.training.service_settings import service_settings
 from components.vla_rl.client import RobotRLTrainerClient, RobotRLTraining
 from components.vla_rl.collect import Collector
+from components.vla_rl.panel import RobotEvaluations
 from components.vla_rl.run import RobotRLRun
 from components.vla_rl.settings import RobotPreflightSettings, RobotRLTrainerSettings, TrainVLARLSettings
 from components.vla_rl.stage import summary
-from components.vla_rl.table import read_rollouts
+from components.vla_rl.table import read_batch, read_rollouts
 from components.vla_rl.worker import RobotRLWorker
 from components.workers.errors import WorkerError
 from tests.evaluation.libero.playground import TASKS
 from tests.vla_rl.kitchen import Kitchen, calm_policy, rollout_settings
 
 
-def settings(**changes: Any) -> TrainVLARLSettings:
+def settings(
+    evaluation: dict[str, Any] | None = None, max_staleness: int = 0, max_rounds: int = 1, **changes: Any
+) -> TrainVLARLSettings:
     values = {"max_steps": 3, "micro_batch_size": 8, "learning_rates": {"action_expert": 1e-3}, "samples_per_update": 8}
     return TrainVLARLSettings(
         simulator=SimulatorSettings(),
-        rollouts=rollout_settings(batch=4, max_steps=6, noise_level=1.0),
+        rollouts=rollout_settings(
+            batch=4, max_steps=6, noise_level=1.0, max_staleness=max_staleness, max_rounds=max_rounds
+        ),
         trainer=RobotRLTrainerSettings.model_validate(values | changes),
         preflight=RobotPreflightSettings(),
+        evaluation=None if evaluation is None else panel(**evaluation),
     )
+
+
+def panel(**changes: Any) -> TrainLiberoEvaluationSettings:
+    values: dict[str, Any] = {
+        "suites": ("libero_spatial",),
+        "tasks": (0, 2),
+        "initial_states": (1, 2, 4),
+        "panel_episodes": 6,
+        "max_steps": {"libero_spatial": 6},
+        "batch": 2,
+        "rows_per_pass": 1,
+        "every": 1,
+    }
+    return TrainLiberoEvaluationSettings.model_validate(values | changes)
 
 
 GRPO = settings()
 PPO = settings(advantage={"name": "gae", "value_lr": 1e-2}, micro_batch_size=1, kl_coefficient=0.1)
+AHEAD = settings(evaluation={"every": 2}, max_staleness=1)
 
 
 class InProcessTrainer(RobotRLTrainerClient):
@@ -74,18 +96,18 @@ def train(folder: Path, start: Artifact, arenas: Sequence[Kitchen], settings: Tr
     context = StageContext(machine, TerminalEvents(), ThreadUnits(), folder / "work", store.images, "f")
     context.workspace.mkdir(parents=True, exist_ok=True)
     training = RobotRLTraining(
-        trainer=settings.trainer,
-        noise_level=settings.rollouts.noise_level,
-        policy=start.path,
-        images=store.images,
-        fingerprint="f",
+        trainer=settings.trainer, rollouts=settings.rollouts, policy=start.path, images=store.images, fingerprint="f"
     )
     policy = open_policy(start.path, "continuous", rows=1)
     collector = Collector(settings.rollouts, policy, arenas, ImageStore(store.images), lambda done, total: None)
     trainer = InProcessTrainer(training, machine, context.workspace / "trainer")
-    run = RobotRLRun(settings, context, store, policy, TASKS, collector, trainer, start)
-    run.train_all()
-    run.finish(folder / "checkpoint")
+    evaluations = None
+    if settings.evaluation is not None:
+        examined, known = policy.asked("continuous", rows=1), {"libero_spatial": TASKS}
+        last = settings.trainer.max_steps
+        evaluations = RobotEvaluations(settings.evaluation, known, examined, arenas, {}, context, store, last)
+    run = RobotRLRun(settings, context, store, policy, TASKS, collector, trainer, start, evaluations)
+    run.finish(folder / "checkpoint", run.train_all())
     return run
 
 
@@ -95,25 +117,30 @@ def rows(run: RobotRLRun) -> list[dict[str, float]]:
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in run.history.read()]
 
 
-@pytest.mark.parametrize("plan", [GRPO, PPO], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("plan", [GRPO, PPO, AHEAD], ids=["grpo", "ppo", "ahead"])
 def test_a_run_that_was_stopped_is_one_that_was_not(plan: TrainVLARLSettings, tmp_path: Path, start: Artifact) -> None:
     whole = train(tmp_path / "whole", start, [Kitchen()], plan)
     history = whole.history.read()
+    if plan is AHEAD:
+        assert history.pop(0)["step"] == 0
     assert [row["step"] for row in history] == [1, 2, 3]
+    versions = [{each.policy_version for each in read_rollouts(whole.rollouts(step).path)} for step in (1, 2, 3)]
+    assert versions == [{max(step - 1 - plan.rollouts.max_staleness, 0)} for step in (1, 2, 3)]
     assert sum(row["updates"] for row in history) > 1 and history[0]["rollouts/planned"] == 8
     assert summary(history)["reward"] == history[-1]["reward"]
 
     class Doomed(Kitchen):
-        """Its process never comes back after the 15th chunk."""
+        """Its process never comes back after so many chunks."""
 
         def __init__(self) -> None:
-            super().__init__(range(15, 10_000))
+            super().__init__(range(35 if plan is AHEAD else 15, 10_000))
 
     with pytest.raises(WorkerError, match="could not be played"):
         train(tmp_path / "stopped", start, [Doomed(), Doomed()], plan)
     resumed = train(tmp_path / "stopped", start, [Kitchen(), Kitchen()], plan)
-    assert rows(resumed) == rows(whole) and resumed.lineage() == whole.lineage()
-    weights = [load_file(tmp_path / name / "checkpoint/model.safetensors") for name in ("whole", "stopped")]
+    assert rows(resumed) == rows(whole) and resumed.lineage(3) == whole.lineage(3)
+    made = "work/weights/000003" if plan is AHEAD else "checkpoint"  # evaluations keep the best, which may be the first
+    weights = [load_file(tmp_path / name / made / "model.safetensors") for name in ("whole", "stopped")]
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
     before = load_file(start.path / "checkpoint/model.safetensors")
     changed = {name for name, value in before.items() if not torch.equal(value, weights[0][name])}
@@ -135,3 +162,20 @@ def test_values_are_those_of_the_weights_that_played(tmp_path: Path, start: Arti
     assert all(row["kl/start"] > 0 for row in rows)
     assert "learning_rate/value_head" in rows[0] and "groups/zero_advantage_fraction" not in rows[0]
     assert all(row["answers/trained"] == row["rollouts/planned"] * row["answers/per_episode"] for row in rows)
+
+
+def test_groups_are_played_until_enough_of_them_differ(tmp_path: Path, start: Artifact) -> None:
+    run = train(tmp_path, start, [Kitchen()], settings(max_rounds=4, max_steps=2))
+    for step, row in enumerate(run.history.read(), start=1):
+        played = read_rollouts(run.rollouts(step).path)
+        earned: dict[str, dict[str, float]] = {}
+        for each in played:
+            episodes = earned.setdefault(each.group_id, {})
+            episodes[each.episode_id] = max(each.reward, episodes.get(each.episode_id, 0.0))
+        differs = [len(set(episodes.values())) > 1 for episodes in earned.values()]
+        rounds = [differs[start : start + 2] for start in range(0, len(differs), 2)]
+        needed = next((n for n in range(1, 4) if sum(sum(each) for each in rounds[:n]) >= 2), 4)
+        assert len(rounds) == needed == row["groups/rounds"] and row["groups/count"] == len(differs)
+        trained = {each.group_id for each in read_batch(run.batch(step, run.rollouts(step)).path)}
+        assert trained == {name for name, each in zip(earned, differs, strict=True) if each and name in trained}
+        assert len(trained) == min(2, sum(differs))

@@ -19,6 +19,13 @@ def test_every_initial_state_comes_once_before_any_repeats() -> None:
     assert len({next(iter(begin))[2] for begin in begins}) == 8
 
 
+def test_rounds_of_all_steps_are_different_groups() -> None:
+    settings = rollout_settings(max_rounds=3)
+    groups = [group for step in (1, 2) for number in range(3) for group in plan_step(settings, TASKS, step, number)]
+    assert [group[0].repetition for group in groups] == [*range(12)]
+    assert plan_step(settings, TASKS, 0) == plan_step(rollout_settings(), TASKS, 0)
+
+
 def test_no_two_answers_of_a_run_have_one_seed() -> None:
     settings = rollout_settings()
     seeds = [

@@ -41,7 +41,7 @@ def plan_episodes(
     """Every episode, by suite, task and number. `known` holds the tasks of each suite.
 
     Raises:
-        ConfigurationError: a suite has no task of a number that is asked for.
+        ConfigurationError: a suite has no task of a number that is asked for, or a task no such initial state.
     """
     planned: list[PlannedEpisode] = []
     for suite in settings.suites:
@@ -58,17 +58,34 @@ def plan_episodes(
 
 
 def _of_task(task: LiberoTask, settings: LiberoEvaluationSettings, max_steps: int) -> list[PlannedEpisode]:
+    states = states_of(task, settings.initial_states, "evaluation.initial_states")
     return [
         PlannedEpisode(
             task=task,
             episode=episode,
-            initial_state=episode % task.initial_states,
-            repetition=episode // task.initial_states,
+            initial_state=states[episode % len(states)],
+            repetition=episode // len(states),
             simulator_seed=settings.seed + episode,
             max_steps=max_steps,
         )
         for episode in range(settings.episodes_per_task)
     ]
+
+
+def states_of(task: LiberoTask, chosen: Sequence[int], where: str) -> Sequence[int]:
+    """The initial states that are `chosen`, or all of the task.
+
+    Raises:
+        ConfigurationError: the task has no such initial state.
+    """
+    states = chosen or range(task.initial_states)
+    if max(states) >= task.initial_states:
+        raise ConfigurationError(
+            f"task {task.index} of {task.suite} has no initial state {max(states)}",
+            where=where,
+            remedy=f"choose from 0 to {task.initial_states - 1}, or leave it empty for all",
+        )
+    return states
 
 
 def noise_seed(settings: LiberoEvaluationSettings, planned: PlannedEpisode, chunk: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Literal, Self
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
@@ -25,6 +26,11 @@ class LiberoEvaluationSettings(Settings):
         50,
         description="Episodes of each task; episode k begins in initial state k modulo their number (50), so that "
         "every state comes once before any repeats.",
+    )
+    initial_states: tuple[NonNegativeInt, ...] = Field(
+        (),
+        exclude_if=operator.not_,  # what was made before there was this setting keeps its fingerprint
+        description="Stored initial states that episodes begin in, in this order; empty: all.",
     )
     max_steps: dict[Suite, PositiveInt] = Field(
         {"libero_spatial": 280, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400},
@@ -69,12 +75,57 @@ class LiberoEvaluationSettings(Settings):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        for name, listed in (("suites", self.suites), ("tasks", self.tasks)):
+        for name, listed in (
+            ("suites", self.suites),
+            ("tasks", self.tasks),
+            ("initial_states", self.initial_states),
+        ):
             if len(set(listed)) < len(listed):
                 raise ValueError(f"{name}: {', '.join(map(str, listed))}: name each once")
         if missing := [suite for suite in self.suites if suite not in self.max_steps]:
             raise ValueError(f"max_steps has no entry for {', '.join(missing)}")
         return self
+
+
+class TrainLiberoEvaluationSettings(LiberoEvaluationSettings):
+    """An evaluation of the trained policy, and with `every` one of each so many steps while it trains.
+
+    Both play by the same seeds, and draw nothing but the noise that answers begin with.
+    """
+
+    every: NonNegativeInt = Field(
+        0,
+        exclude_if=operator.not_,  # what was made before there was this setting keeps its fingerprint
+        description="Steps between evaluations during training; the first is before step 1, the last after the last "
+        "step. Training is the same with and without them. 0: none.",
+    )
+    panel_episodes: PositiveInt = Field(
+        20,
+        exclude_if=(20).__eq__,
+        description="Episodes of each task that are played during training: the first ones, each time the same.",
+    )
+    patience: NonNegativeInt = Field(
+        0,
+        exclude_if=operator.not_,
+        description="Training ends after so many evaluations in a row that were not better than the best; 0: never.",
+    )
+
+    @model_validator(mode="after")
+    def _patience_needs_evaluations(self) -> Self:
+        if self.patience and not self.every:
+            raise ValueError(
+                f"patience = {self.patience} counts evaluations during training, and there are none: "
+                "set every, or leave patience out"
+            )
+        return self
+
+    @property
+    def panel(self) -> Self | None:
+        """What the training depends on; None without evaluations during it."""
+        if not self.every:
+            return None
+        left = {name: type(self).model_fields[name].default for name in ("videos_per_task", "video_fps")}
+        return self.model_copy(update={"episodes_per_task": self.panel_episodes, **left})
 
 
 class EvaluateLiberoStageSettings(Settings):

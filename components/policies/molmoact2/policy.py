@@ -46,6 +46,23 @@ class ExploredAnswer:
     value: float | None
 
 
+@dataclass(frozen=True)
+class SpokenAnswer:
+    """A chunk whose action tokens were drawn one by one.
+
+    actions: (n_action_steps, action dimensions) float32 in the dataset's units; the middle of each dimension's range
+        where the tokens say none.
+    tokens: (K,) int32, EOS included. logprobs: (K,) float64. decoded: whether the tokens say actions.
+    value: the value head's, of the prompt; None: there is no value head.
+    """
+
+    actions: Floats
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float64]
+    decoded: bool
+    value: float | None
+
+
 class MolmoAct2Policy:
     """A `RobotPolicy`.
 
@@ -131,9 +148,28 @@ class MolmoAct2Policy:
             for row in range(len(examples))
         ]
 
+    def speak(
+        self, observations: Sequence[RobotObservation], seeds: Sequence[int], temperature: float
+    ) -> list[SpokenAnswer]:
+        """As `predict` of action tokens, which are drawn: row i by seed i alone."""
+        examples = [self._processor.encode(observation) for observation in observations]
+        drawn = self._sampler.draw(examples, seeds, self._most_tokens, temperature)
+        chunks, decoded = self._decoded([each.tokens for each in drawn])
+        actions = self._processor.decode(chunks)[:, : self.n_action_steps]
+        return [
+            SpokenAnswer(
+                actions=actions[row],
+                tokens=np.array(each.tokens, np.int32),
+                logprobs=np.array(each.logprobs),
+                decoded=decoded[row],
+                value=each.value,
+            )
+            for row, each in enumerate(drawn)
+        ]
+
     def add_value_head(self, seed: int) -> None:
-        """From now on `explore` also tells values, 0 until `load_weights`; call it before the first answer."""
-        self._sampler.model.add_value_head(seed)
+        """From now on `explore` and `speak` tell values, 0 until `load_weights`; call it before the first answer."""
+        self._sampler.model.add_value_head(seed, of_tokens=self._mode == "discrete")
 
     def load_weights(self, checkpoint: Path) -> None:
         """Those of another checkpoint of the same policy, and of its value head if there is one here.
@@ -142,6 +178,22 @@ class MolmoAct2Policy:
             DataError: a weight is missing, unknown or of another shape.
         """
         fill_model(self._sampler.model, checkpoint)
+
+    def asked(
+        self,
+        mode: InferenceMode,
+        rows: int,
+        n_action_steps: int | None = None,
+        num_inference_steps: int | None = None,
+        image_attention: Literal["bidirectional", "as_trained"] | None = None,
+    ) -> MolmoAct2Policy:
+        """The same weights, asked in another way; `load_weights` of one gives them to both.
+
+        Args, Raises:
+            as `open_policy`.
+        """
+        settings = _changed(self._settings, n_action_steps, num_inference_steps, image_attention)
+        return MolmoAct2Policy(self._sampler.model, self._processor, settings, mode, rows, self._refuse_undecoded)
 
     def facts(self) -> dict[str, Any]:
         told = ("semantics", "action_mode", "chunk_size", "setup_type", "control_mode", "norm_tag", "dtype")
@@ -179,8 +231,19 @@ class MolmoAct2Policy:
         wanted[:left, : self.action_dimensions] = torch.from_numpy(normalized)
         return wanted, prefix_weights(previous.delay, left, sampler.horizon)
 
+    @property
+    def _most_tokens(self) -> int:
+        return TOKENS_PER_ACTION * self._settings.chunk_size
+
     def _generated(self, examples: Sequence[Example]) -> Floats:
-        answers = self._sampler.generate(examples, TOKENS_PER_ACTION * self._settings.chunk_size)
+        return self._decoded(self._sampler.generate(examples, self._most_tokens))[0]
+
+    def _decoded(self, answers: Sequence[Sequence[int]]) -> tuple[Floats, list[bool]]:
+        """Normalized actions of generated tokens, and whether they say any.
+
+        Raises:
+            ServerError: they say none, and this is refused.
+        """
         decoded = [self._processor.decode_tokens(ids) for ids in answers]
         undecoded = [each for each in decoded if each.actions is None]
         self.undecoded += len(undecoded)
@@ -190,7 +253,8 @@ class MolmoAct2Policy:
                 remedy="train it longer, or answer by flow matching if it was trained for both",
             )
         nothing = np.zeros((self._settings.chunk_size, self.action_dimensions), np.float32)
-        return np.stack([nothing if each.actions is None else each.actions for each in decoded])
+        chunks = np.stack([nothing if each.actions is None else each.actions for each in decoded])
+        return chunks, [each.actions is not None for each in decoded]
 
 
 def open_policy(
@@ -218,14 +282,22 @@ def open_policy(
     loaded.model.cast_for_inference()
     if torch_compile:
         loaded.model.compile_layers(dynamic=None)
+    settings = _changed(loaded.settings, n_action_steps, num_inference_steps, image_attention)
+    return MolmoAct2Policy(loaded.model, loaded.processor(), settings, mode, rows, refuse_undecoded)
+
+
+def _changed(
+    settings: RobotPolicySettings,
+    n_action_steps: int | None,
+    num_inference_steps: int | None,
+    image_attention: Literal["bidirectional", "as_trained"] | None,
+) -> RobotPolicySettings:
     changes = {
         "n_action_steps": n_action_steps,
         "num_inference_steps": num_inference_steps,
         "image_attention_at_inference": image_attention,
     }
-    given = {name: value for name, value in changes.items() if value is not None}
-    settings = loaded.settings.model_copy(update=given)
-    return MolmoAct2Policy(loaded.model, loaded.processor(), settings, mode, rows, refuse_undecoded)
+    return settings.model_copy(update={name: value for name, value in changes.items() if value is not None})
 
 
 def _refuse(settings: RobotPolicySettings, mode: InferenceMode) -> None:

@@ -8,7 +8,7 @@ wide as its row, rounded up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, sqrt
@@ -24,7 +24,8 @@ from components.policies.molmoact2.modeling.graphs import GraphedFunction
 from components.policies.molmoact2.modeling.guidance import guided_velocity
 from components.policies.molmoact2.modeling.masks import context_index, context_mask
 from components.policies.molmoact2.modeling.model import MolmoAct2
-from components.policies.molmoact2.modeling.vlm import KeyValue
+from components.policies.molmoact2.modeling.token_draws import TokenDraws
+from components.policies.molmoact2.modeling.vlm import BackboneOutput, KeyValue
 from components.policies.molmoact2.processing.batch import Example, PolicyBatch, collate
 from components.policies.molmoact2.semantics import SEMANTICS
 from components.policies.settings import RobotPolicySettings
@@ -73,6 +74,18 @@ class ExploredChunks:
     velocity: Tensor
     step: Tensor
     values: Tensor | None
+
+
+@dataclass(frozen=True)
+class DrawnTokens:
+    """Tokens of one row, drawn one by one, EOS included, with their log-probs (float64).
+
+    value: the value head's, of the prompt; None: the model has no value head.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    value: float | None
 
 
 @dataclass(frozen=True)
@@ -177,7 +190,30 @@ class Sampler:
         """
         answers = []
         for _, batch in self._groups(examples):
-            answers += self._generate(batch.to(self.device), max_steps)
+            batch = batch.to(self.device)
+            with self.model.autocast(self.device):
+                hidden = self.model.encode(batch, self.plan.bidirectional_images)
+                answers += self._continued(batch, hidden, max_steps, lambda logits: logits.argmax(-1))
+        return answers[: len(examples)]
+
+    @torch.no_grad()
+    def draw(
+        self, examples: Sequence[Example], seeds: Sequence[int], max_steps: int, temperature: float
+    ) -> list[DrawnTokens]:
+        """Of every example tokens drawn one by one by its seed, until EOS (included) or `max_steps` tokens.
+
+        Raises:
+            DataError: an example is longer than `width`.
+        """
+        head, answers = self.model.value_head, list[DrawnTokens]()
+        for rows, batch in self._groups(examples):
+            batch, draws = batch.to(self.device), TokenDraws([seeds[row] for row in rows], temperature, self.device)
+            with self.model.autocast(self.device):
+                hidden = self.model.encode(batch, self.plan.bidirectional_images)
+                values = [None] * len(rows) if head is None else head(hidden.states[:, -1:]).tolist()
+                said = self._continued(batch, hidden, max_steps, draws)
+            for tokens, logprobs, value in zip(said, draws.logprobs.tolist(), values, strict=True):
+                answers.append(DrawnTokens(tokens, logprobs[: len(tokens)], value))
         return answers[: len(examples)]
 
     def _groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], PolicyBatch]]:
@@ -278,22 +314,23 @@ class Sampler:
         """0 where a dimension is not the robot's, which nothing is to be pulled by."""
         return self._velocity(x, step, given) * given.used
 
-    def _generate(self, batch: PolicyBatch, max_steps: int) -> list[list[int]]:
+    def _continued(
+        self, batch: PolicyBatch, hidden: BackboneOutput, max_steps: int, choose: Callable[[Tensor], Tensor]
+    ) -> list[list[int]]:
+        """Tokens of each row, which `choose` chooses from logits (B, V)."""
         text, eos = self.model.vlm.model.language_model, self.model.config.eos_token_id
         seen = batch.example_ids >= 0
         positions = seen.sum(-1)
-        with self.model.autocast(self.device):
-            hidden = self.model.encode(batch, self.plan.bidirectional_images)
-            chosen: list[Tensor] = []
-            ended = torch.zeros(len(seen), dtype=torch.bool, device=self.device)
-            for step in range(max_steps):
-                chosen.append(self.model.vlm.lm_head(hidden.states[:, -1]).argmax(-1))
-                ended = ended | (chosen[-1] == eos)
-                if bool(ended.all()) or step + 1 == max_steps:
-                    break
-                seen = torch.cat([seen, torch.ones_like(seen[:, :1])], dim=1)
-                x = text.embed_tokens(chosen[-1][:, None])
-                hidden = text(x, (positions + step)[:, None], seen[:, None, None], hidden.cache)
+        chosen: list[Tensor] = []
+        ended = torch.zeros(len(seen), dtype=torch.bool, device=self.device)
+        for step in range(max_steps):
+            chosen.append(choose(self.model.vlm.lm_head(hidden.states[:, -1])))
+            ended = ended | (chosen[-1] == eos)
+            if bool(ended.all()) or step + 1 == max_steps:
+                break
+            seen = torch.cat([seen, torch.ones_like(seen[:, :1])], dim=1)
+            x = text.embed_tokens(chosen[-1][:, None])
+            hidden = text(x, (positions + step)[:, None], seen[:, None, None], hidden.cache)
         return [_up_to(row, eos) for row in torch.stack(chosen, dim=1).tolist()]
 
 

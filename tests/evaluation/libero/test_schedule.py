@@ -21,6 +21,17 @@ def test_every_initial_state_comes_once_before_any_comes_again() -> None:
         assert states[10:] == [0, 1]
 
 
+def test_initial_states_are_those_that_are_named() -> None:
+    planned = plan_episodes(settings(tasks=(1,), initial_states=(4, 1), episodes_per_task=5), KNOWN)
+    assert [each.initial_state for each in planned] == [4, 1, 4, 1, 4]
+    assert [each.repetition for each in planned] == [0, 0, 1, 1, 2]
+    with pytest.raises(ConfigurationError, match="no initial state 5"):
+        plan_episodes(settings(initial_states=(0, 5)), KNOWN)
+    with pytest.raises(ValidationError, match="name each once"):
+        settings(initial_states=(1, 1))
+    assert "initial_states" not in settings().model_dump()  # fingerprints from before it
+
+
 def test_tasks_are_chosen_by_number() -> None:
     planned = plan_episodes(settings(tasks=(2, 0), episodes_per_task=1), KNOWN)
     assert [each.task.index for each in planned] == [0, 2]

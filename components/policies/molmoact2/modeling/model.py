@@ -72,10 +72,15 @@ class MolmoAct2(nn.Module):
         """
         self._frozen = {both: GraphedFunction(partial(self._cache, both), device) for both in (False, True)}
 
-    def add_value_head(self, seed: int) -> ValueHead:
-        """A fresh one, beside the expert; see `ValueHead`."""
-        size, device = self.config.action_expert_config.hidden_size, next(self.action_expert.parameters()).device
-        self.value_head = ValueHead(size, seed).to(device)
+    def add_value_head(self, seed: int, of_tokens: bool = False) -> ValueHead:
+        """A fresh one; see `ValueHead`.
+
+        Args:
+            of_tokens: it reads the VLM's state of the prompt's last token, in place of the action expert's states.
+        """
+        config, device = self.config, next(self.action_expert.parameters()).device
+        read = config.text_config if of_tokens else config.action_expert_config
+        self.value_head = ValueHead(read.hidden_size, seed).to(device)
         return self.value_head
 
     def cast_for_inference(self) -> None:
@@ -176,6 +181,19 @@ class MolmoAct2(nn.Module):
                 for expert in (self.action_expert, *others)
             ]
         return [(velocity[:, 0], states[:, 0]) for velocity, states in found]
+
+    def answer_logits(self, batch: PolicyBatch, answered: Tensor, bidirectional_images: bool) -> tuple[Tensor, Tensor]:
+        """Of tokens that continue each example's prompt: the logits (N, V) that they are drawn by, with their gradient,
+        row by row, and the state (E, 1, hidden) of each prompt's last token.
+
+        Args:
+            batch: one example to a row. answered: (B, L) bool, True on these tokens.
+        """
+        predicting = answered.roll(-1, dims=1)
+        with self.autocast(batch.input_ids.device):
+            states = self.encode(batch, bidirectional_images).states
+            last = states[predicting & ~answered][:, None]
+            return self.vlm.lm_head(states[predicting]), last
 
     def _hidden(self, batch: PolicyBatch, bidirectional_images: bool) -> BackboneOutput:
         """`encode`, or what it caches where the VLM is frozen; its states are empty then."""

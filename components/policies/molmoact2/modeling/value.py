@@ -11,6 +11,8 @@ from components.policies.molmoact2.modeling.layers import precise, rms
 class ValueHead(nn.Module):
     """V = MLP(mean over the chunk of the action expert's last states, normed), in float32.
 
+    Of a policy that answers with action tokens it reads the VLM's last state of the prompt instead.
+
     Its input has no gradient, so that it never changes the policy. A fresh one gives 0 for everything.
 
     Args:

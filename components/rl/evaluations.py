@@ -1,0 +1,149 @@
+"""Evaluations between the steps of a training, whatever is played: when, which weights are kept, and when it ends."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from components.artifacts.manifest import write_manifest
+from components.artifacts.store import ArtifactStore
+from components.contracts.errors import DataError
+from components.contracts.numbers import write_json
+from components.contracts.stages import Artifact, StageContext
+
+METRICS_FILE = "metrics.json"
+BEST = "best"
+"""Folder of the workspace with the weights of the best evaluation."""
+Measure = tuple[float, ...]
+
+
+class EvaluationPlan(Protocol):
+    """Steps between evaluations, and how many in a row may be no better than the best; 0: any number."""
+
+    @property
+    def every(self) -> int: ...
+    @property
+    def patience(self) -> int: ...
+
+
+class Evaluations(ABC):
+    """The evaluations of a run. Each is an artifact, which is made once; all else is computed from these.
+
+    Those that an earlier attempt has made are there from the beginning, later ones than its last checkpoint included.
+    """
+
+    KIND: ClassVar[str]
+    """Of the artifacts."""
+    STAGE: ClassVar[str]
+    HISTORY_KEYS: ClassVar[Mapping[str, str]]
+    """Names in a run's history, and in the metrics of an evaluation."""
+
+    def __init__(self, plan: EvaluationPlan, context: StageContext, store: ArtifactStore, last: int) -> None:
+        self._plan, self._context, self._store, self._last = plan, context, store, last
+        self.made: dict[int, Artifact] = {}
+        self.metrics: dict[int, dict[str, Any]] = {}
+        for step in filter(self.due, range(last + 1)):
+            if (made := store.find(self.KIND, self._key(step))) is None:
+                break
+            self._add(step, made)
+
+    @abstractmethod
+    def measure(self, metrics: Mapping[str, Any]) -> Measure:
+        """What is compared, most important first; larger is better."""
+
+    @abstractmethod
+    def said(self, step: int) -> str:
+        """The result of `step` in a line."""
+
+    @abstractmethod
+    def summary(self) -> dict[str, float]:
+        """The best evaluation in a few numbers."""
+
+    def due(self, step: int) -> bool:
+        """Whether the weights after `step` play: before step 1, after each so many, and after the last."""
+        return step % self._plan.every == 0 or step == self._last
+
+    def history(self, step: int) -> dict[str, float]:
+        """The numbers of `step` for the run's history; none where it has no evaluation."""
+        found = self.metrics.get(step, {})
+        return {key: float(found[name]) for key, name in self.HISTORY_KEYS.items() if name in found}
+
+    @property
+    def best(self) -> int:
+        """The step after which the weights were best."""
+        return best_step({step: self.measure(metrics) for step, metrics in self.metrics.items()})
+
+    @property
+    def best_weights(self) -> Path:
+        """The folder of these weights, as they are published."""
+        return self._context.workspace / BEST / f"step-{self.best:06d}"
+
+    def refuse_lost_weights(self, done: int) -> None:
+        """
+        Raises:
+            DataError: the weights of the best evaluation are gone, and those after step `done` are others.
+        """
+        if self.made and self.best <= done and not self.best_weights.is_dir():
+            raise DataError(
+                f"the weights after step {self.best}, the best of {len(self.made)} evaluations, are gone",
+                where=str(self.best_weights),
+                remedy=f"train again from the beginning: --force {self.STAGE}",
+            )
+
+    def keep_best(self, step: int, publish: Callable[[Path], None]) -> None:
+        """Have the weights after `step` written, if they are the best, in place of those that were."""
+        folder = self.best_weights
+        if step != self.best or folder.exists():
+            return
+        publish(folder)
+        for other in folder.parent.iterdir():
+            if other != folder:
+                shutil.rmtree(other)
+
+    def out_of_patience(self, step: int) -> bool:
+        """Whether training ends after `step`."""
+        until = {each: self.measure(metrics) for each, metrics in self.metrics.items() if each <= step}
+        patience = self._plan.patience
+        return patience > 0 and sum(each > best_step(until) for each in until) >= patience
+
+    def _best_said(self, step: int) -> str:
+        return "the best so far" if self.best == step else f"the best is that after step {self.best}"
+
+    def _write(
+        self,
+        step: int,
+        metrics: Mapping[str, Any],
+        fill: Callable[[Path], None],
+        rows: dict[str, int],
+        drops: dict[str, int],
+        inputs: dict[str, str],
+    ) -> None:
+        """The artifact of `step`: what `fill` writes, and `metrics`."""
+
+        def write(folder: Path) -> None:
+            fill(folder)
+            write_json(folder / METRICS_FILE, metrics)
+            settings = {"run": self._context.fingerprint, "step": step}
+            write_manifest(
+                folder, kind=self.KIND, kind_version=1, rows=rows, drops=drops, inputs=inputs, settings=settings
+            )
+
+        artifact = self._store.write(self.KIND, self._key(step), write)
+        self._add(step, artifact)
+        self._context.events.artifact(artifact, "output", step)
+
+    def _add(self, step: int, made: Artifact) -> None:
+        self.made[step] = made
+        self.metrics[step] = json.loads((made.path / METRICS_FILE).read_text())
+
+    def _key(self, step: int) -> str:
+        return f"{self._context.fingerprint}-{step:05d}"
+
+
+def best_step(measures: Mapping[int, Measure]) -> int:
+    """The first of those that no other surpasses."""
+    return max(sorted(measures), key=lambda step: measures[step])

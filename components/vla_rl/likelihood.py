@@ -1,0 +1,100 @@
+"""What a policy thinks of answers: log-probs of the numbers that they are made of, for either kind of actions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from components.policies.molmoact2.modeling.expert import ActionExpert
+from components.policies.molmoact2.modeling.flow_sde import noise_scales, step_divergences, step_logprobs
+from components.policies.molmoact2.modeling.model import MolmoAct2
+from components.policies.molmoact2.modeling.token_draws import token_logprobs
+from components.policies.molmoact2.sampling import InferencePlan
+from components.vla_rl.settings import RobotRolloutSettings
+from components.vla_rl.tensors import AnswerBatch
+
+
+class Prediction(NamedTuple):
+    """What log-probs are computed from, with its gradient: velocities (E, T, D), or logits (N, V).
+
+    states: what a value head reads, (E, T, hidden) of the action expert, or (E, 1, hidden) of the VLM.
+    """
+
+    values: Tensor
+    states: Tensor
+
+
+class ActionLikelihood(Protocol):
+    """Of answers as they were sampled."""
+
+    @property
+    def of_tokens(self) -> bool: ...
+
+    def predict(self, model: MolmoAct2, part: AnswerBatch, others: Sequence[ActionExpert] = ()) -> list[Prediction]:
+        """Of the model, then of those with `others` for its expert."""
+
+    def logprobs(self, prediction: Prediction, part: AnswerBatch) -> Tensor:
+        """(N,) float64 of what is counted."""
+
+    def divergences(self, prediction: Prediction, other: Prediction, part: AnswerBatch) -> Tensor:
+        """(N,) float64: KL(policy || other) of what is counted."""
+
+
+@dataclass(frozen=True)
+class FlowLikelihood:
+    """Of chunks with one step of Flow-SDE. noise_level: η there."""
+
+    plan: InferencePlan
+    noise_level: float
+    of_tokens = False
+
+    @cached_property
+    def _sigmas(self) -> Tensor:
+        return noise_scales(self.plan.steps, self.noise_level)
+
+    def predict(self, model: MolmoAct2, part: AnswerBatch, others: Sequence[ActionExpert] = ()) -> list[Prediction]:
+        assert part.drawn is not None
+        plan, times = self.plan, part.drawn.step / self.plan.steps
+        found = model.velocities(
+            part.batch, part.drawn.before, times, plan.bidirectional_images, plan.hides_answers, others
+        )
+        return [Prediction(*each) for each in found]
+
+    def logprobs(self, prediction: Prediction, part: AnswerBatch) -> Tensor:
+        assert part.drawn is not None
+        before, after, step = part.drawn
+        return step_logprobs(before, after, prediction.values, step, self._sigmas)[part.counted]
+
+    def divergences(self, prediction: Prediction, other: Prediction, part: AnswerBatch) -> Tensor:
+        assert part.drawn is not None
+        return step_divergences(prediction.values, other.values, part.drawn.step, self._sigmas)[part.counted]
+
+
+@dataclass(frozen=True)
+class TokenLikelihood:
+    """Of action tokens, drawn from softmax(logits / temperature). The action expert plays no part."""
+
+    plan: InferencePlan
+    temperature: float
+    of_tokens = True
+
+    def predict(self, model: MolmoAct2, part: AnswerBatch, others: Sequence[ActionExpert] = ()) -> list[Prediction]:
+        assert not others, "nothing of an action expert can be compared"
+        return [Prediction(*model.answer_logits(part.batch, part.counted, self.plan.bidirectional_images))]
+
+    def logprobs(self, prediction: Prediction, part: AnswerBatch) -> Tensor:
+        return token_logprobs(prediction.values, part.batch.input_ids[part.counted], self.temperature)
+
+    def divergences(self, prediction: Prediction, other: Prediction, part: AnswerBatch) -> Tensor:
+        raise NotImplementedError  # settings refuse a KL term of tokens
+
+
+def likelihood_of(settings: RobotRolloutSettings, plan: InferencePlan) -> ActionLikelihood:
+    """As rollouts by `settings` are sampled."""
+    if settings.inference_action_mode == "discrete":
+        return TokenLikelihood(plan, settings.temperature)
+    return FlowLikelihood(plan, settings.noise_level)

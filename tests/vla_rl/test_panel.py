@@ -1,0 +1,162 @@
+"""Evaluations during training: what they say, keep and end, and that training is the same with and without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from scipy.stats import binomtest
+
+from components.configuration import load_recipe
+from components.contracts.errors import ConfigurationError
+from components.contracts.stages import Artifact
+from components.environments.libero.processes import ChunkResult
+from components.evaluation.libero.results import read_results
+from components.stages import STAGES, fingerprint
+from components.vla_rl.panel import judgement
+from components.vla_rl.settings import TrainVLARLSettings
+from components.vla_rl.stage import write_pages
+from components.workers.errors import WorkerError
+from tests.vla_rl.kitchen import Kitchen, calm_policy
+from tests.vla_rl.test_run import rows, settings, train
+
+START = Artifact(kind="policy", path=Path("nowhere"), digest="0")
+SPLIT = ("evaluation.initial_states=[0, 1]", "rollouts.initial_states=[10, 11]")
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    folder = tmp_path_factory.mktemp("start")
+    calm_policy(folder)
+    return Artifact(kind="policy", path=folder, digest="0")
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoint/model.safetensors")
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_training_is_the_same_with_evaluations_also_after_a_kill_in_one(tmp_path: Path, start: Artifact) -> None:
+    plain = train(tmp_path / "plain", start, [Kitchen()], settings())
+    whole = train(tmp_path / "whole", start, [Kitchen()], settings(evaluation={"every": 2}))
+    assert [row["step"] for row in rows(whole)] == [0, 1, 2, 3]
+    assert [row["step"] for row in rows(whole) if "heldout/success" in row] == [0, 2, 3]
+    for one, other in zip(rows(whole)[1:], rows(plain), strict=True):
+        assert {name: value for name, value in one.items() if not name.startswith("heldout/")} == other
+    assert [row["rollouts"] for row in whole.lineage(3) if row["step"]] == [row["rollouts"] for row in plain.lineage(3)]
+
+    class Doomed(Kitchen):
+        """Its process dies in the evaluation after step 2, and never comes back."""
+
+        def step(self, actions: NDArray[np.float32], slot: int = 0, film: bool = False) -> ChunkResult:
+            journal = tmp_path / "cut/work/robot-evaluations/000002.jsonl"
+            if journal.exists() and journal.read_bytes().count(b"\n") >= 3:
+                raise WorkerError("the process of the plane died")
+            return super().step(actions, slot, film)
+
+    with pytest.raises(WorkerError, match="could not be played"):
+        train(tmp_path / "cut", start, [Doomed()], settings(evaluation={"every": 2}))
+    kept = (tmp_path / "cut/work/robot-evaluations/000002.jsonl").read_bytes().count(b"\n")
+    arena = Kitchen()
+    resumed = train(tmp_path / "cut", start, [arena], settings(evaluation={"every": 2}))
+    assert kept >= 3 and arena.resets == (12 - kept) + 8 + 12  # the rest of it, step 3, and the last evaluation
+    assert rows(resumed) == rows(whole) and resumed.lineage(3) == whole.lineage(3)
+    assert equal(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+
+
+def test_numbers_are_those_of_the_tables_and_the_best_weights_are_kept(tmp_path: Path, start: Artifact) -> None:
+    run = train(tmp_path, start, [Kitchen()], settings(evaluation={}))
+    assert run.evaluations is not None
+    results = {step: read_results(made.path) for step, made in run.evaluations.made.items()}
+    assert list(results) == [0, 1, 2, 3]
+    ends = {step: [each.success for each in played] for step, played in results.items()}
+    assert {len(each) for each in ends.values()} == {12} and {each.initial_state for each in results[0]} == {1, 2, 4}
+    history = {row["step"]: row for row in run.history.read()}
+    z = 1.959964
+    for step, solved in ends.items():
+        row, n, p = history[step], 12, sum(solved) / 12
+        half = z * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5 / (1 + z * z / n)
+        center = (p + z * z / (2 * n)) / (1 + z * z / n)
+        assert row["heldout/success"] == p
+        assert (row["heldout/low"], row["heldout/high"]) == pytest.approx((center - half, center + half), abs=1e-6)
+        assert row["heldout/steps"] == pytest.approx(np.mean([each.steps for each in results[step]]))
+        if step:
+            gained = sum(now and not then for then, now in zip(ends[0], solved, strict=True))
+            lost = sum(then and not now for then, now in zip(ends[0], solved, strict=True))
+            expected = binomtest(gained, gained + lost).pvalue if gained + lost else 1.0
+            assert (row["heldout/gained"], row["heldout/lost"]) == (gained, lost)
+            assert row["heldout/p_value"] == pytest.approx(expected)
+    best = max(range(4), key=lambda step: (sum(ends[step]), -history[step]["heldout/steps"]))
+    summary = run.evaluations.summary()
+    assert summary["best/step"] == best and summary["best/success"] == sum(ends[best]) / 12
+    published = tmp_path / "work/weights/000003" if best == 3 else tmp_path / f"work/best/step-{best:06d}"
+    assert equal(weights(tmp_path), load_file(published / "model.safetensors"))
+    assert [row.get("evaluation") for row in run.lineage(3)] == [run.evaluations.made[step].digest for step in range(4)]
+    write_pages(tmp_path, settings(evaluation={}), run.history.read(), summary)
+    page = (tmp_path / "report.html").read_text()
+    assert "best held-out success" in page and "Held-out success" in page
+
+
+def test_nothing_is_drawn_and_the_same_weights_play_the_same(tmp_path: Path, start: Artifact) -> None:
+    """Learning rates of almost nothing: every evaluation is the first one."""
+    still = settings(evaluation={"patience": 2}, learning_rates={"action_expert": 1e-30}, max_steps=3)
+    run = train(tmp_path, start, [Kitchen(), Kitchen()], still)
+    assert run.evaluations is not None
+    assert list(run.evaluations.made) == [0, 1, 2]  # patience ends it
+    tables = {(made.path / "results.parquet").read_bytes() for made in run.evaluations.made.values()}
+    assert len(tables) == 1 and run.evaluations.best == 0
+    assert [row["step"] for row in run.lineage(2)] == [0, 1, 2]
+    assert run.history.read()[-1]["heldout/p_value"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("gained", "lost", "said"),
+    [(9, 1, "p = 0.021: it is learning"), (1, 9, "become worse"), (3, 0, "p = 0.25: no difference can be told")],
+)
+def test_the_early_judgement_is_that_of_the_sign_test(gained: int, lost: int, said: str) -> None:
+    assert said in judgement(gained, lost, binomtest(gained, gained + lost).pvalue)
+
+
+def recipe_settings(*overrides: str) -> TrainVLARLSettings:
+    found = load_recipe("train-vla-rl/tiny", overrides).settings_for(TrainVLARLSettings)
+    assert isinstance(found, TrainVLARLSettings)
+    return found
+
+
+def test_how_the_trained_policy_is_evaluated_does_not_train_it_again() -> None:
+    def printed(*overrides: str) -> str:
+        return fingerprint(STAGES["train-vla-rl"], recipe_settings(*overrides), {"policy": START})
+
+    assert recipe_settings().evaluation is None and "evaluation" not in recipe_settings().model_dump()
+    assert printed() == printed("evaluation.videos_per_task=0", "evaluation.episodes_per_task=3")
+    every = "evaluation.every=5"
+    assert printed() != printed(every) != printed(every, "evaluation.panel_episodes=7")
+    assert printed(every) == printed(every, "evaluation.videos_per_task=0", "evaluation.episodes_per_task=3")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("evaluation.initial_states=[10, 3]",), "training tries 10 as well"),
+        (("evaluation.initial_states=[]", "evaluation.every=2"), "an empty one means all"),
+        (("rollouts.initial_states=[]",), "an empty one means all"),
+        (("evaluation.patience=2",), "set every, or leave patience out"),
+        (("evaluation.every=2", "rollouts.torch_compile=true"), "set both or neither"),
+    ],
+)
+def test_an_evaluation_that_is_not_held_out_is_refused(overrides: tuple[str, ...], said: str) -> None:
+    with pytest.raises((ConfigurationError, ValueError), match=said):
+        recipe_settings(*overrides)
+
+
+def test_other_tasks_or_suites_share_no_states() -> None:
+    kept: Any = load_recipe("train-vla-rl/tiny", ["evaluation.initial_states=[10]", "evaluation.tasks=[1]"])
+    assert kept.sections["evaluation"].initial_states == (10,)
