@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from components.contracts.robots import RobotObservation
+from components.environments.libero.perturbations.settings import Perturbation
 from components.environments.libero.scripted.demonstrate import DemonstrationOutcome
 from components.environments.libero.settings import SimulatorSettings
 from components.environments.libero.tasks import LiberoTask
@@ -65,13 +66,21 @@ class SimulatorProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def reset(self, task: LiberoTask, initial_state: int, seed: int, slot: int = 0) -> RobotObservation:
+    def reset(
+        self,
+        task: LiberoTask,
+        initial_state: int,
+        seed: int,
+        slot: int = 0,
+        perturbation: Perturbation | None = None,
+    ) -> RobotObservation:
         """As `LiberoSimulator.reset`; builds the simulator where the slot has another task.
 
         Raises:
             WorkerError: it failed.
         """
-        return RobotObservation(**self.worker.call("reset", slot, task.suite, task.index, initial_state, seed))
+        changed = None if perturbation is None else asdict(perturbation)
+        return RobotObservation(**self.worker.call("reset", slot, task.suite, task.index, initial_state, seed, changed))
 
     def step(self, actions: NDArray[np.float32], slot: int = 0, film: bool = False) -> ChunkResult:
         """Carry out actions (n, 7) until one succeeds; `film` keeps all images.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from components.environments.libero.perturbations.settings import Perturbation
 from components.environments.libero.settings import SimulatorSettings
 from components.environments.libero.tasks import suite_tasks
 from components.workers.errors import WorkerError
@@ -25,10 +26,12 @@ class SimulatorWorker:
         self._settings = SimulatorSettings.model_validate(settings)
         self._simulators: dict[int, LiberoSimulator] = {}
 
-    def reset(self, slot: int, suite: str, index: int, initial_state: int, seed: int) -> dict[str, Any]:
-        """The first observation."""
+    def reset(
+        self, slot: int, suite: str, index: int, initial_state: int, seed: int, changed: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """The first observation. changed: the fields of a `Perturbation`."""
         simulator = self._simulator(slot, suite, index)
-        simulator.reset(initial_state, seed)
+        simulator.reset(initial_state, seed, None if changed is None else Perturbation(**changed))
         return vars(simulator.observe())
 
     def step(self, slot: int, actions: NDArray[np.float32], film: bool) -> Iterator[Any]:

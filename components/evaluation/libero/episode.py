@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from components.contracts.errors import DataError
 from components.contracts.robots import RobotObservation
+from components.environments.libero.perturbations.settings import Perturbation
 from components.environments.libero.processes import ChunkResult
 from components.environments.libero.tasks import ACTION_NAMES, LiberoTask
 from components.evaluation.libero.schedule import PlannedEpisode
@@ -24,7 +25,14 @@ Actor = Callable[[RobotObservation, int], Actions]
 class SimulatorClient(Protocol):
     """Simulators of a process, by slot; both raise WorkerError when the process is lost."""
 
-    def reset(self, task: LiberoTask, initial_state: int, seed: int, slot: int = 0) -> RobotObservation: ...
+    def reset(
+        self,
+        task: LiberoTask,
+        initial_state: int,
+        seed: int,
+        slot: int = 0,
+        perturbation: Perturbation | None = None,
+    ) -> RobotObservation: ...
 
     def step(self, actions: Actions, slot: int = 0, film: bool = False) -> ChunkResult: ...
 
@@ -52,7 +60,7 @@ def play_episode(
         WorkerError: the simulator was lost.
         DataError: the policy answered with something that is not an action.
     """
-    observation = arena.reset(planned.task, planned.initial_state, planned.simulator_seed, slot)
+    observation = arena.reset(planned.task, planned.initial_state, planned.simulator_seed, slot, planned.perturbation)
     carried_out: list[Actions] = []
     frames: list[CameraImages] = []
     steps, chunk, success = 0, 0, False

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from components.contracts.robots import RobotObservation
+from components.environments.libero.perturbations.settings import Perturbation
 from components.environments.libero.processes import ChunkResult
 from components.environments.libero.tasks import LiberoTask
 from components.evaluation.libero.settings import LiberoEvaluationSettings
@@ -51,11 +52,20 @@ class Plane:
         self._deaths, self.steps, self.resets = set(deaths), 0, 0
         self._lock = threading.Lock()
 
-    def reset(self, task: LiberoTask, initial_state: int, seed: int, slot: int = 0) -> RobotObservation:
+    def reset(
+        self,
+        task: LiberoTask,
+        initial_state: int,
+        seed: int,
+        slot: int = 0,
+        perturbation: Perturbation | None = None,
+    ) -> RobotObservation:
+        """A perturbation puts the point farther away."""
         with self._lock:
             self.resets += 1
             angle = 1 + 7 * task.index + initial_state + seed / 1000
-            self._points[slot], self._tasks[slot] = 2 * np.array([np.cos(angle), np.sin(angle)]), task
+            way = 2.0 if perturbation is None else 2 + perturbation.strength
+            self._points[slot], self._tasks[slot] = way * np.array([np.cos(angle), np.sin(angle)]), task
             return self._observe(slot)
 
     def step(self, actions: NDArray[np.float32], slot: int = 0, film: bool = False) -> ChunkResult:
