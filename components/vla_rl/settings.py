@@ -13,6 +13,28 @@ from components.vla.settings import PolicyUpdateSettings
 from components.vlm.settings import CISPO, GSPO, PPO
 
 
+class SuccessReward(Settings):
+    """1 for the answer that solves the task, 0 for all others."""
+
+    name: Literal["success"] = Field(description="Which reward: success.")
+
+
+class ProgressReward(Settings):
+    """Success, and for an episode that fails a part of it, by how far the task has come."""
+
+    name: Literal["progress"] = Field(description="Which reward: progress.")
+    weight: float = Field(
+        0.5, gt=0, lt=1, description="Times the progress at the end, below 1: what an episode that fails earns."
+    )
+
+
+class PotentialShaping(Settings):
+    """Success, and with every answer the difference of progress: potential-based shaping (Ng et al. 1999)."""
+
+    name: Literal["potential"] = Field(description="Which reward: potential.")
+    weight: PositiveFloat = Field(1.0, description="Times gamma Phi(after) - Phi(before), Phi from 0 to 1.")
+
+
 class RobotRolloutSettings(Settings):
     """Every step plays `groups_per_step` groups; the episodes of a group begin in the same initial state."""
 
@@ -28,6 +50,12 @@ class RobotRolloutSettings(Settings):
     max_steps: PositiveInt = Field(description="Actions of an episode at most.")
     noise_level: PositiveFloat = Field(
         0.5, description="Flow-SDE's η: how widely the one random denoising step of an answer is drawn."
+    )
+    reward: SuccessReward | ProgressReward | PotentialShaping = Field(
+        SuccessReward(name="success"),
+        discriminator="name",
+        exclude_if=lambda value: isinstance(value, SuccessReward),  # what was made before it keeps its fingerprint
+        description="What an episode earns.",
     )
     seed: NonNegativeInt = Field(0, description="Seed of the order of initial states, the simulator and all noise.")
     batch: PositiveInt = Field(32, description="Episodes that are played at once. No result depends on it.")
@@ -128,6 +156,16 @@ class TrainVLARLSettings(Settings):
     rollouts: RobotRolloutSettings
     trainer: RobotRLTrainerSettings
     preflight: RobotPreflightSettings
+
+    @model_validator(mode="after")
+    def _shaping_matters(self) -> Self:
+        shaped = isinstance(self.rollouts.reward, PotentialShaping)
+        if shaped and not isinstance(self.trainer.advantage, GAE):
+            raise ValueError(
+                "rollouts.reward potential gives all episodes of a group the same in sum, so it changes no advantage "
+                "over the group's mean: take the reward progress, or trainer.advantage gae"
+            )
+        return self
 
     @model_validator(mode="after")
     def _groups_can_differ(self) -> Self:

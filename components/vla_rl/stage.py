@@ -8,7 +8,7 @@ from pathlib import Path
 
 from components.contracts.numbers import write_json
 from components.contracts.stages import Artifact, Stage, StageContext, StageReport
-from components.vla_rl.settings import TrainVLARLSettings
+from components.vla_rl.settings import GAE, TrainVLARLSettings
 
 History = Sequence[Mapping[str, float]]
 
@@ -60,7 +60,8 @@ def train_vla_rl(
             opened.enter_context(SimulatorProcess(settings.simulator, machine.environment_timeout))
             for _ in range(count)
         ]
-        collector = Collector(plan, policy, arenas, ImageStore(context.images), told)
+        gamma = advantage.gamma if isinstance(advantage := settings.trainer.advantage, GAE) else 1.0
+        collector = Collector(plan, policy, arenas, ImageStore(context.images), told, gamma)
         trainer = opened.enter_context(
             RobotRLTrainerClient(training, machine, context.workspace / "trainer", context.events, context.saved)
         )

@@ -61,7 +61,7 @@ class Answer:
 
     before, after: the points of the drawn denoising step `flow_step`, (T x max_action_dim,) float32. logprobs: of
     `after`, (executed x dimensions,) float64: actions that were not carried out and dimensions that the robot does not
-    have do not count. actions: carried out, in the dataset's units. reward: 1 where it solved the task. done: the
+    have do not count. actions: carried out, in the dataset's units. reward: see `rewards.chunk_rewards`. done: the
     episode ended with it; truncated: because its actions were used up. value: of what was seen, None without a value
     head. last_value: of what was seen after the episode's last action, 0 unless a truncated one is to go on with it.
     """

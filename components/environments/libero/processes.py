@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from components.contracts.robots import RobotObservation
 from components.environments.libero.perturbations.settings import Perturbation
+from components.environments.libero.progress import GoalProgress
 from components.environments.libero.scripted.demonstrate import DemonstrationOutcome
 from components.environments.libero.settings import SimulatorSettings
 from components.environments.libero.tasks import LiberoTask
@@ -90,6 +91,14 @@ class SimulatorProcess:
         """
         *frames, (observation, success, steps) = self.worker.call("step", slot, actions, film)
         return ChunkResult(RobotObservation(**observation), success, steps, frames if film else [])
+
+    def progress(self, slot: int = 0) -> list[GoalProgress]:
+        """As `LiberoSimulator.progress`.
+
+        Raises:
+            WorkerError: it failed, or the slot has had no reset since its process started.
+        """
+        return [GoalProgress(**goal) for goal in self.worker.call("progress", slot)]
 
     def demonstrate(self, task: LiberoTask, initial_state: int, seed: int, noise: float, limit: int) -> Demonstration:
         """As `demonstrate.demonstrate`, in slot 0.

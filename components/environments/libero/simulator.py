@@ -13,6 +13,7 @@ from components.contracts.robots import RobotObservation
 from components.environments.libero.initial_states import load_initial_states
 from components.environments.libero.package import assets_folder, import_libero, use_assets
 from components.environments.libero.perturbations.settings import Perturbation
+from components.environments.libero.progress import GoalProgress, goal_progress
 from components.environments.libero.settings import IMAGES, SimulatorSettings
 from components.environments.libero.tasks import ACTION_NAMES, LiberoTask
 
@@ -113,11 +114,17 @@ class LiberoSimulator:
                 where=f"{self.task.suite}, task {self.task.index}",
             )
         self.observed, _, success, _ = self._environment.step(np.asarray(action, np.float64))
+        return self._reached() if self.reaching else bool(success)
+
+    def progress(self) -> list[GoalProgress]:
+        """Of each predicate of the goal, as the simulation is now."""
+        reached = self._reached() if self.reaching else None
+        return goal_progress(self._environment, self.goal, self.observed["robot0_eef_pos"], reached)
+
+    def _reached(self) -> bool:
         distance = self._settings.reach_distance
-        if distance is None:
-            return bool(success)
         way = self.observed[f"{self.goal[0][1]}_pos"] - self.observed["robot0_eef_pos"]
-        return float(np.linalg.norm(way)) < distance
+        return distance is not None and float(np.linalg.norm(way)) < distance
 
     @property
     def reaching(self) -> bool:
