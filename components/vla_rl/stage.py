@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from components.contracts.numbers import write_json
 from components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from components.vla_rl.settings import GAE, TrainVLARLSettings
+
+if TYPE_CHECKING:
+    from components.vla_rl.table import Answer
 
 History = Sequence[Mapping[str, float]]
 
@@ -36,6 +40,7 @@ def train_vla_rl(
     from components.vla_rl.client import RobotRLTrainerClient, RobotRLTraining
     from components.vla_rl.collect import Collector
     from components.vla_rl.run import RobotRLRun
+    from components.vla_rl.table import read_rollouts
 
     plan, machine = settings.rollouts, context.machine
     policy = open_policy(
@@ -69,12 +74,13 @@ def train_vla_rl(
         run = RobotRLRun(settings, context, store, policy, tasks, collector, trainer, inputs["policy"])
         run.train_all()
         run.finish(out / CHECKPOINT)
+        newest = read_rollouts(run.rollouts(settings.trainer.max_steps).path)
     history, lineage = run.history.read(), run.lineage()
     numbers = summary(history)
     write_json(out / "history.json", history)
     write_json(out / "lineage.json", lineage)
     write_json(out / "metrics.json", numbers)
-    write_pages(out, settings, history)
+    write_pages(out, settings, history, newest)
     episodes, agreeing = (int(sum(row.get(name, 0) for row in history)) for name in ("rollouts/planned", DROPS))
     return StageReport(
         rows={"steps": len(history), "episodes": episodes}, drops={"group_agrees": agreeing} if agreeing else {}
@@ -92,15 +98,18 @@ def summary(history: History) -> dict[str, float]:
     return {key: sum(row.get(key, 0.0) for row in tail) / len(tail) for key in known}
 
 
-def write_pages(folder: Path, settings: TrainVLARLSettings, history: History) -> None:
-    """Writes `report.html` and `curves.png`."""
+def write_pages(folder: Path, settings: TrainVLARLSettings, history: History, newest: Sequence[Answer]) -> None:
+    """Writes `report.html` and `curves.png`. newest: the answers of the last step."""
     from components.reports.training import write_training_report
+    from components.vla_rl.page import course_images, outcome_table
 
     write_training_report(
         folder,
         title=f"Reinforcement learning on {settings.rollouts.suite}",
         history=history,
         configuration=settings.model_dump(mode="json"),
+        tables=[outcome_table(history)],
+        images=course_images(newest),
     )
 
 

@@ -76,9 +76,16 @@ def evaluation_report(
 
 
 def comparison_report(
-    parts: Mapping[str, PairedComparison], names: tuple[str, str], configuration: Mapping[str, Any]
+    parts: Mapping[str, PairedComparison],
+    names: tuple[str, str],
+    configuration: Mapping[str, Any],
+    videos: Mapping[str, str] | None = None,
 ) -> HtmlReport:
-    """Which of two policies solves more of the same episodes. `parts` begins with all of them together."""
+    """Which of two policies solves more of the same episodes. `parts` begins with all of them together.
+
+    Args:
+        videos: what each shows to its path, both policies side by side.
+    """
     whole = parts["all"]
     figures = {
         names[0]: f"{(whole.both + whole.only_first) / whole.pairs:.3f}",
@@ -90,7 +97,9 @@ def comparison_report(
     columns = ["part", "pairs", "both", f"only {names[0]}", f"only {names[1]}", "neither", "difference"]
     rows = [[name, *_paired(part)] for name, part in parts.items()]
     table = Table("The same episodes", [*columns, "unpaired 95 % interval", "p, paired", "p, unpaired"], rows)
-    return HtmlReport(f"{names[1]} against {names[0]}", figures, tables=[table], configuration=configuration)
+    return HtmlReport(
+        f"{names[1]} against {names[0]}", figures, videos or {}, tables=[table], configuration=configuration
+    )
 
 
 def _paired(part: PairedComparison) -> list[str]:

@@ -179,13 +179,14 @@ def _film(
 def compare_libero(
     settings: CompareLiberoSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
 ) -> StageReport:
-    """Writes `comparison.json` and `report.html`.
+    """Writes `comparison.json`, `videos/` of episodes that both filmed, side by side, and `report.html`.
 
     Raises:
         DataError: an input is not an evaluation in LIBERO, or they did not play the same episodes.
     """
     from components.evaluation.libero.compare import compare_parts, compare_perturbed
     from components.evaluation.libero.page import comparison_report
+    from components.evaluation.libero.pairs import write_pairs
     from components.evaluation.libero.results import read_perturbed, read_results
     from components.reports.report import write_report
 
@@ -194,11 +195,12 @@ def compare_libero(
     parts |= compare_perturbed(read_perturbed(one), read_perturbed(other), settings.confidence)
     write_json(out / COMPARISON_FILE, {name: {**asdict(part), "pairs": part.pairs} for name, part in parts.items()})
     names = (f"first, {inputs['first'].digest[:8]}", f"second, {inputs['second'].digest[:8]}")
-    write_report(out / "report.html", comparison_report(parts, names, settings.model_dump(mode="json")))
+    videos = write_pairs(one, other, out)
+    write_report(out / "report.html", comparison_report(parts, names, settings.model_dump(mode="json"), videos))
     whole = parts["all"]
     context.events.metrics({"difference": whole.difference, "p_value": whole.p_value}, 0)
-    return StageReport(rows={"pairs": whole.pairs})
+    return StageReport(rows={"pairs": whole.pairs, "videos": len(videos)})
 
 
 EVALUATE_LIBERO_STAGE = Stage("evaluate-libero", 1, EvaluateLiberoStageSettings, ("policy",), evaluate_libero)
-COMPARE_LIBERO_STAGE = Stage("compare-libero", 1, CompareLiberoSettings, ("first", "second"), compare_libero)
+COMPARE_LIBERO_STAGE = Stage("compare-libero", 2, CompareLiberoSettings, ("first", "second"), compare_libero)
