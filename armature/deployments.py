@@ -28,6 +28,7 @@ FLOWS = {
     "train-vla": "flows.train_vla.train_vla",
     "train-vla-rl": "flows.train_vla_rl.train_vla_rl",
     "evaluate/libero": "flows.evaluate_libero.evaluate_libero",
+    "evaluate/libero-perturbed": "flows.evaluate_libero.evaluate_libero",
 }
 """The flow of each kind of recipe.
 

@@ -266,5 +266,6 @@ RECIPES: dict[str, type[Sections]] = {
     "train-vla": TrainVla,
     "train-vla-rl": TrainVlaRl,
     "evaluate/libero": EvaluateLibero,
+    "evaluate/libero-perturbed": EvaluateLibero,
 }
 """By a recipe's whole name, else by that of its flow."""

@@ -27,7 +27,8 @@ _INK = "#010203"  # stands for the page's ink; replaced in SVG, where the page m
 class Panel:
     """One chart. `series` are history keys, or a regular expression where one begins with ^.
 
-    `band` is the key of a half-width, drawn around the first series, or a pair of keys (low, high).
+    `band` is the key of a half-width, drawn around the first series, or a pair of keys (low, high). `axis` is
+    what the key "step" counts.
     """
 
     title: str
@@ -38,10 +39,12 @@ class Panel:
     stacked: bool = False
     limits: tuple[float | None, float | None] = (None, None)
     reference: float | None = None
+    axis: str = "step"
 
 
 PANELS = (
     Panel("Reward of the rollouts", ("reward",), band="reward/std"),
+    Panel("Success of the rollouts", ("success",), limits=(-0.02, 1.02)),
     Panel("Held-out accuracy", ("heldout/accuracy",), band=("heldout/low", "heldout/high"), limits=(-0.02, 1.02)),
     Panel("Held-out success", ("heldout/success",), band=("heldout/low", "heldout/high"), limits=(-0.02, 1.02)),
     Panel("Reward by part", (r"^reward/(?!std|mean)",)),
@@ -137,10 +140,11 @@ def curves_png(history: History, title: str = "") -> bytes:
 
 def curve_images(history: History) -> list[ReportImage]:
     """One image per panel, as SVG that follows the reader's light or dark setting."""
-    return [
-        ReportImage(panel.title, _svg_uri(panel, names, history), _describe(names, history))
-        for panel, names in panels_of(history)
-    ]
+    return [panel_image(panel, names, history) for panel, names in panels_of(history)]
+
+
+def panel_image(panel: Panel, names: list[str], history: History) -> ReportImage:
+    return ReportImage(panel.title, _svg_uri(panel, names, history), _describe(names, history))
 
 
 def _describe(names: list[str], history: History) -> str:
@@ -193,7 +197,7 @@ def _draw(axis: Axes, panel: Panel, names: list[str], history: History) -> None:
     if panel.log and any(values for _, _, values in drawn):
         axis.set_yscale("log")
     axis.set_title(panel.title, fontsize=10.5, loc="left", fontweight="bold")
-    axis.set_xlabel("step")
+    axis.set_xlabel(panel.axis)
     axis.set_ylabel(panel.unit)
     if not panel.log:
         axis.set_ylim(*panel.limits)

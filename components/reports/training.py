@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from components.reports.curves import History, curve_images, curves_png
-from components.reports.report import HtmlReport, Table, write_report
+from components.reports.report import HtmlReport, ReportImage, Table, write_report
 
 REPORT_FILE = "report.html"
 CURVES_FILE = "curves.png"
@@ -23,22 +23,24 @@ def write_training_report(
     figures: Mapping[str, str] | None = None,
     links: Mapping[str, str] | None = None,
     tables: Sequence[Table] = (),
+    images: Sequence[ReportImage] = (),
 ) -> None:
     """Writes `report.html` and `curves.png` into `folder`; the same run gives the same bytes.
 
     Args:
         figures: more numbers for the head of the page, such as held-out accuracy with its interval.
         links: labels and addresses, relative to `folder` or on the web.
-        tables: what else is counted.
+        tables: what else is counted; those without rows are left out.
+        images: what is shown after the curves.
     """
     drops = [[name, f"{count:,}"] for name, count in drops_by_reason(history).items()]
-    left_out = [Table("Left out, by reason", ["reason", "count"], drops)] if drops else []
+    left_out = [Table("Left out, by reason", ["reason", "count"], drops)]
     report = HtmlReport(
         title,
         {**(figures or {}), **last_figures(history)},
         links or {},
-        curve_images(history),
-        [*tables, *left_out],
+        [*curve_images(history), *images],
+        [table for table in (*tables, *left_out) if table.rows],
         configuration,
     )
     (folder / CURVES_FILE).write_bytes(curves_png(history, title))

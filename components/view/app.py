@@ -25,8 +25,16 @@ from components.reports.curves import panels_of
 from components.reports.pages import ASSETS
 from components.view.guard import Guard
 from components.view.index import Query, RolloutIndex, Side, Source
+from components.view.robots import (
+    EpisodeQuery,
+    episode_counts,
+    episode_document,
+    find_episodes,
+    find_videos,
+    video_file,
+)
 from components.view.rollouts import MEDIA, group_document
-from components.view.runs import Run, evaluations_of, find_runs, thinned
+from components.view.runs import ROBOT_TRAINING, Run, evaluations_of, find_runs, thinned
 
 HERE = Path(__file__).parent / "assets"
 PAGE = HERE / "view.html"
@@ -37,6 +45,7 @@ FILES = {
     "icon.svg": HERE / "icon.svg",
     "view.css": HERE / "view.css",
     "chart.js": HERE / "chart.js",
+    "robots.js": HERE / "robots.js",
     "view.js": HERE / "view.js",
 }
 HOSTS = ["127.0.0.1", "localhost"]
@@ -83,7 +92,8 @@ class ViewServer:
                 "began": run.began,
                 "recorded": run.recorded,
                 "evaluations": evaluations_of(run, found),
-                **counts.get(run.fingerprint, none),
+                "robot": run.robot,
+                **(episode_counts(run) if run.stage == ROBOT_TRAINING else counts.get(run.fingerprint, none)),
             }
             for run in found
         ]
@@ -107,6 +117,18 @@ class ViewServer:
 
     def tasks(self, request: Request) -> Any:
         return self.index.tasks(self._run(request).fingerprint, _query(request))
+
+    def episodes(self, request: Request) -> Any:
+        return find_episodes(self._run(request), EpisodeQuery.model_validate(_given(request)))
+
+    def episode(self, request: Request) -> Any:
+        return episode_document(self._run(request), request.path_params["step"], request.path_params["episode"])
+
+    def videos(self, request: Request) -> Any:
+        return {"rows": find_videos(self._run(request), find_runs(self.store))}
+
+    def video(self, request: Request) -> Response:
+        return FileResponse(video_file(self._run(request), request.path_params["path"]), media_type="video/mp4")
 
     def changes(self, request: Request) -> Any:
         """How a task was answered in the steps of a run, in its panel and in the evaluations of a training."""
@@ -160,12 +182,16 @@ def view_app(server: ViewServer, token: str) -> Starlette:
         Route("/", lambda request: FileResponse(PAGE, media_type="text/html")),
         Route("/assets/{name:str}", _asset),
         Route("/images/{name:str}", _answer(server.image)),
+        Route("/videos/{run:str}/{path:path}", _answer(server.video)),
         Route("/api/runs", _answer(server.runs)),
         Route(f"{run}/history", _answer(server.history)),
         Route(f"{run}/rollouts", _answer(server.rollouts)),
         Route(f"{run}/failures", _answer(server.failures)),
         Route(f"{run}/tasks", _answer(server.tasks)),
         Route(f"{run}/changes", _answer(server.changes)),
+        Route(f"{run}/episodes", _answer(server.episodes)),
+        Route(f"{run}/episodes/{{step:int}}/{{episode:str}}", _answer(server.episode)),
+        Route(f"{run}/videos", _answer(server.videos)),
         Route(f"{run}/groups/{{source:str}}/{{step:int}}/{{group:path}}", _answer(server.group)),
         Route("/api/compare", _answer(server.compare)),
     ]
@@ -196,8 +222,11 @@ def _json(value: Mapping[str, Any], status: int) -> Response:
 
 
 def _query(request: Request, without: Collection[str] = ()) -> Query:
-    given = {name: value for name, value in request.query_params.items() if value != "" and name not in without}
-    return Query.model_validate(given)
+    return Query.model_validate({name: value for name, value in _given(request).items() if name not in without})
+
+
+def _given(request: Request) -> dict[str, str]:
+    return {name: value for name, value in request.query_params.items() if value != ""}
 
 
 async def _asset(request: Request) -> Response:

@@ -18,7 +18,8 @@ from components.models.source import CHECKPOINT, locate
 from components.stages import STARTED
 
 TRAINING, EVALUATION = "train-vlm", "evaluate"
-STAGES = (TRAINING, EVALUATION)
+ROBOT_TRAINING, ROBOT_EVALUATION = "train-vla-rl", "evaluate-libero"
+STAGES = (TRAINING, EVALUATION, ROBOT_TRAINING, ROBOT_EVALUATION)
 UNTITLED = "?"
 HISTORY = "history.jsonl"
 
@@ -48,12 +49,21 @@ class Run:
         settings = self.settings
         if self.stage == TRAINING:
             return f"{settings['environment']['name']}, {settings['model']['source']}"
+        if self.stage == ROBOT_TRAINING:
+            return str(settings["rollouts"]["suite"])
+        if self.stage == ROBOT_EVALUATION:
+            return " and ".join(settings["evaluation"]["suites"])
         return " and ".join(settings.get("evaluation", {}).get("splits", ())) or UNTITLED
 
     @property
     def steps(self) -> int | None:
         """How many steps a training will have made."""
-        return self.settings["trainer"]["max_steps"] if self.stage == TRAINING else None
+        return self.settings["trainer"]["max_steps"] if self.stage in (TRAINING, ROBOT_TRAINING) else None
+
+    @property
+    def robot(self) -> bool:
+        """Whether it is of a robot policy, which has episodes and videos in place of tokens."""
+        return self.stage in (ROBOT_TRAINING, ROBOT_EVALUATION)
 
     @property
     def recorded(self) -> int:
@@ -67,6 +77,11 @@ class Run:
         if self.stage == EVALUATION:
             return self.artifact
         return self.store / ("evaluations" if source == "panel" else "rollouts") / f"{self.fingerprint}-{step:05d}"
+
+    def robot_steps(self) -> dict[int, Path]:
+        """The folders with the rollouts of a robot policy, by step."""
+        folders = (self.store / "robot-rollouts").glob(f"{self.fingerprint}-[0-9]*")
+        return {int(folder.name.rpartition("-")[2]): folder for folder in folders if folder.is_dir()}
 
     def batch(self, step: int) -> Path | None:
         """The folder with the samples of a step, if they are made; a batch that was skipped has none."""
@@ -109,7 +124,8 @@ def find_runs(store: Path) -> list[Run]:
     found: dict[tuple[str, str], Run] = {}
     for stage in STAGES:
         for file in (store / "workspaces").glob(f"{stage}-*/{STARTED}"):
-            _add(found, store, stage, file.parent.name.removeprefix(f"{stage}-"), file)
+            if "-" not in (fingerprint := file.parent.name.removeprefix(f"{stage}-")):  # else of a longer stage's name
+                _add(found, store, stage, fingerprint, file)
         for file in (store / stage).glob(f"*/{MANIFEST}"):
             if (stage, file.parent.name) not in found:
                 _add(found, store, stage, file.parent.name, file)
@@ -119,12 +135,14 @@ def find_runs(store: Path) -> list[Run]:
 def evaluations_of(run: Run, runs: Sequence[Run]) -> dict[str, str]:
     """The evaluations, by fingerprint, of the weights that a training made, and of those that it began with on the
     same tasks: "after training" and "before training"."""
-    if run.stage != TRAINING:
+    stages = {TRAINING: (EVALUATION, "model"), ROBOT_TRAINING: (ROBOT_EVALUATION, "policy")}
+    if run.stage not in stages:
         return {}
-    start, tasks = run.inputs.get("model"), run.inputs.get("tasks")
+    stage, weights = stages[run.stage]
+    start, tasks = run.inputs.get(weights), run.inputs.get("tasks")
     found = {}
     for each in runs:
-        model = each.inputs.get("model") if each.stage == EVALUATION else None
+        model = each.inputs.get(weights) if each.stage == stage else None
         if model is not None and model.name == run.fingerprint:
             found[each.fingerprint] = "after training"
         elif model is not None and model == start and each.inputs.get("tasks") == tasks:

@@ -47,6 +47,7 @@ def build_batch(answers: Sequence[Answer], advantage: EpisodeGroupMean | GAE, wa
     earned = [value for group in groups.values() for value in group.values()]
     metrics |= {
         "reward": float(np.mean(earned)),
+        "success": sum(answer.done and not answer.truncated for answer in answers) / len(earned),
         "groups/count": float(len(groups)),
         "rollouts/planned": float(len(earned)),
         "answers/per_episode": len(answers) / len(earned),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from components.artifacts.images import ImageStore
@@ -15,8 +16,9 @@ from components.evaluation.libero.run import SimulatorSlot, simulator_slots, tas
 from components.evaluation.libero.schedule import PlannedEpisode, TaskKey
 from components.policies.molmoact2.policy import ExploredAnswer, SpokenAnswer
 from components.vla_rl.record import AnswerRecorder, PlayedAnswer
+from components.vla_rl.rewards import chunk_rewards
 from components.vla_rl.schedule import answer_seed
-from components.vla_rl.settings import RobotRolloutSettings
+from components.vla_rl.settings import RobotRolloutSettings, SuccessReward
 from components.vla_rl.table import Answer
 from components.workers.errors import WorkerError
 from components.workers.pool import StickyQueue
@@ -41,6 +43,7 @@ class Collector:
         arenas: processes with simulators; they stay up from step to step.
         images: where what was seen is kept.
         told: is called with the numbers of finished and of all episodes.
+        gamma: discount per chunk, which shaped rewards depend on.
     """
 
     def __init__(
@@ -50,9 +53,10 @@ class Collector:
         arenas: Sequence[SimulatorClient],
         images: ImageStore,
         told: Callable[[int, int], None],
+        gamma: float = 1.0,
     ) -> None:
         self._settings, self._policy, self._arenas = settings, policy, arenas
-        self._images, self._told = images, told
+        self._images, self._told, self._gamma = images, told, gamma
         self._lock = threading.Lock()
 
     def collect(
@@ -111,11 +115,13 @@ class Collector:
         for _ in range(self._settings.attempts):
             recorder = AnswerRecorder(explored)
             try:
-                episode = play_episode(simulator.arena, simulator.slot, planned, recorder)
+                measure = not isinstance(self._settings.reward, SuccessReward)
+                episode = play_episode(simulator.arena, simulator.slot, planned, recorder, measure=measure)
             except WorkerError as error:
                 problem = error
             else:
-                return recorder.rows(planned, episode, step, version, self._images, bootstrap)
+                reward = partial(chunk_rewards, self._settings.reward, gamma=self._gamma)
+                return recorder.rows(planned, episode, step, version, self._images, bootstrap, reward)
         raise WorkerError(
             f"{planned.name} could not be played in {self._settings.attempts} attempts: {problem}",
             where=f"step {step}",

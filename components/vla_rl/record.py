@@ -38,13 +38,17 @@ class AnswerRecorder:
         version: int,
         images: ImageStore,
         bootstrap: bool,
+        reward: Callable[..., list[float]],
     ) -> list[Answer]:
         """One for each answer, in order; the images are put into the store.
 
         Args:
             bootstrap: tell the value of what a truncated episode ends with, for which the policy is asked once more.
+            reward: `chunk_rewards` of a reward and its discount.
         """
         last_value = self._value_after(episode) if bootstrap and not episode.success else 0.0
+        goes_on = bootstrap and not episode.success
+        rewards = reward(len(self._given), episode.progress, episode.success, goes_on=goes_on)
         group = f"{step:05d}-{planned.repetition:06d}"
         rows, done = [], 0
         for chunk, (observation, answer) in enumerate(self._given):
@@ -69,7 +73,7 @@ class AnswerRecorder:
                     **_drawn(answer, executed),
                     actions=answer.actions[:executed].reshape(-1),
                     executed=executed,
-                    reward=float(last and episode.success),
+                    reward=rewards[chunk],
                     done=last,
                     truncated=last and not episode.success,
                     value=answer.value,

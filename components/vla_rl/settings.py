@@ -25,6 +25,28 @@ from components.vlm.settings import CISPO, GSPO, PPO
 NOISE_LEVEL = 0.5
 
 
+class SuccessReward(Settings):
+    """1 for the answer that solves the task, 0 for all others."""
+
+    name: Literal["success"] = Field(description="Which reward: success.")
+
+
+class ProgressReward(Settings):
+    """Success, and for an episode that fails a part of it, by how far the task has come."""
+
+    name: Literal["progress"] = Field(description="Which reward: progress.")
+    weight: float = Field(
+        0.5, gt=0, lt=1, description="Times the progress at the end, below 1: what an episode that fails earns."
+    )
+
+
+class PotentialShaping(Settings):
+    """Success, and with every answer the difference of progress: potential-based shaping (Ng et al. 1999)."""
+
+    name: Literal["potential"] = Field(description="Which reward: potential.")
+    weight: PositiveFloat = Field(1.0, description="Times gamma Phi(after) - Phi(before), Phi from 0 to 1.")
+
+
 class RobotRolloutSettings(Settings):
     """Every step plays `groups_per_step` groups; the episodes of a group begin in the same initial state."""
 
@@ -64,6 +86,12 @@ class RobotRolloutSettings(Settings):
         le=1,
         exclude_if=operator.not_,  # what was made before there was this setting keeps its fingerprint
         description="0: play and train in turn; 1: play the next step, by weights one step older, meanwhile.",
+    )
+    reward: SuccessReward | ProgressReward | PotentialShaping = Field(
+        SuccessReward(name="success"),
+        discriminator="name",
+        exclude_if=lambda value: isinstance(value, SuccessReward),  # what was made before it keeps its fingerprint
+        description="What an episode earns.",
     )
     seed: NonNegativeInt = Field(0, description="Seed of the order of initial states, the simulator and all noise.")
     batch: PositiveInt = Field(32, description="Episodes that are played at once. No result depends on it.")
@@ -205,6 +233,16 @@ class TrainVLARLSettings(Settings):
             raise ValueError(
                 f"trainer.ratio {self.trainer.ratio}: {'discrete' if discrete else 'continuous'} actions have a "
                 f'{other}, set "{other}" or "chunk"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _shaping_matters(self) -> Self:
+        shaped = isinstance(self.rollouts.reward, PotentialShaping)
+        if shaped and not isinstance(self.trainer.advantage, GAE):
+            raise ValueError(
+                "rollouts.reward potential gives all episodes of a group the same in sum, so it changes no advantage "
+                "over the group's mean: take the reward progress, or trainer.advantage gae"
             )
         return self
 

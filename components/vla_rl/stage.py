@@ -6,11 +6,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from components.contracts.numbers import write_json
 from components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from components.evaluation.wilson import Interval
-from components.vla_rl.settings import TrainVLARLSettings
+from components.vla_rl.settings import GAE, TrainVLARLSettings
+
+if TYPE_CHECKING:
+    from components.vla_rl.table import Answer
 
 History = Sequence[Mapping[str, float]]
 
@@ -43,6 +47,7 @@ def train_vla_rl(
     from components.vla_rl.collect import Collector
     from components.vla_rl.panel import RobotEvaluations
     from components.vla_rl.run import RobotRLRun
+    from components.vla_rl.table import read_rollouts
 
     plan, machine = settings.rollouts, context.machine
     policy = open_policy(
@@ -69,7 +74,8 @@ def train_vla_rl(
             opened.enter_context(SimulatorProcess(settings.simulator, machine.environment_timeout))
             for _ in range(count)
         ]
-        collector = Collector(plan, policy, arenas, ImageStore(context.images), told)
+        gamma = advantage.gamma if isinstance(advantage := settings.trainer.advantage, GAE) else 1.0
+        collector = Collector(plan, policy, arenas, ImageStore(context.images), told, gamma)
         trainer = opened.enter_context(
             RobotRLTrainerClient(training, machine, context.workspace / "trainer", context.events, saved)
         )
@@ -89,13 +95,14 @@ def train_vla_rl(
         run = RobotRLRun(settings, context, store, policy, tasks, collector, trainer, inputs["policy"], evaluations)
         last = run.train_all()
         run.finish(out / CHECKPOINT, last)
+        newest = read_rollouts(run.rollouts(last).path)
     history, lineage = run.history.read(), run.lineage(last)
     steps, best = [row for row in history if row["step"] > 0], {} if evaluations is None else evaluations.summary()
     numbers = summary(steps) | best
     write_json(out / "history.json", history)
     write_json(out / "lineage.json", lineage)
     write_json(out / "metrics.json", numbers)
-    write_pages(out, settings, history, best)
+    write_pages(out, settings, history, newest, best)
     names = sorted({name for row in steps for name in row if name.startswith(DROPS)})
     episodes, *dropped = (int(sum(row.get(name, 0) for row in steps)) for name in ("rollouts/planned", *names))
     return StageReport(
@@ -116,14 +123,20 @@ def summary(history: History) -> dict[str, float]:
 
 
 def write_pages(
-    folder: Path, settings: TrainVLARLSettings, history: History, best: Mapping[str, float] | None = None
+    folder: Path,
+    settings: TrainVLARLSettings,
+    history: History,
+    newest: Sequence[Answer],
+    best: Mapping[str, float] | None = None,
 ) -> None:
     """Writes `report.html` and `curves.png`.
 
     Args:
+        newest: the answers of the last step.
         best: see `RobotEvaluations.summary`; none: there were no evaluations.
     """
     from components.reports.training import write_training_report
+    from components.vla_rl.page import course_images, outcome_table
 
     write_training_report(
         folder,
@@ -131,6 +144,8 @@ def write_pages(
         history=history,
         configuration=settings.model_dump(mode="json"),
         figures=_best_figures(best) if best else {},
+        tables=[outcome_table([row for row in history if row["step"] > 0])],
+        images=course_images(newest),
     )
 
 

@@ -65,7 +65,7 @@ class Answer:
     `after`, (executed x dimensions,) float64: actions that were not carried out and dimensions that the robot does
     not have do not count. Of an answer by action tokens these are empty and None, and logprobs are those of its
     `tokens`, (K,) int32, all of which count; `decoded` tells whether they say actions. actions: carried out, in the
-    dataset's units. reward: 1 where it solved the task. done: the episode ended with it; truncated: because its
+    dataset's units. reward: see `rewards.chunk_rewards`. done: the episode ended with it; truncated: because its
     actions were used up. value: of what was seen, None without a value head. last_value: of what was seen after the
     episode's last action, 0 unless a truncated one is to go on with it.
     """

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from components.contracts.robots import RobotObservation
+from components.environments.libero.perturbations.settings import Perturbation
 from components.environments.libero.processes import ChunkResult
 from components.environments.libero.tasks import LiberoTask
 from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy, save_policy
@@ -33,8 +34,15 @@ class Kitchen(Plane):
         carried = super().step(actions, slot, film)
         return replace(carried, success=bool(carried.observation.state[0] < self._starts[slot] - WAY))
 
-    def reset(self, task: LiberoTask, initial_state: int, seed: int, slot: int = 0) -> RobotObservation:
-        seen = super().reset(task, initial_state, seed, slot)
+    def reset(
+        self,
+        task: LiberoTask,
+        initial_state: int,
+        seed: int,
+        slot: int = 0,
+        perturbation: Perturbation | None = None,
+    ) -> RobotObservation:
+        seen = super().reset(task, initial_state, seed, slot, perturbation)
         self._starts[slot] = float(seen.state[0])
         return seen
 

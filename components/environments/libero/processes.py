@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from components.contracts.robots import RobotObservation
+from components.environments.libero.perturbations.settings import Perturbation
+from components.environments.libero.progress import GoalProgress
 from components.environments.libero.scripted.demonstrate import DemonstrationOutcome
 from components.environments.libero.settings import SimulatorSettings
 from components.environments.libero.tasks import LiberoTask
@@ -65,13 +67,21 @@ class SimulatorProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def reset(self, task: LiberoTask, initial_state: int, seed: int, slot: int = 0) -> RobotObservation:
+    def reset(
+        self,
+        task: LiberoTask,
+        initial_state: int,
+        seed: int,
+        slot: int = 0,
+        perturbation: Perturbation | None = None,
+    ) -> RobotObservation:
         """As `LiberoSimulator.reset`; builds the simulator where the slot has another task.
 
         Raises:
             WorkerError: it failed.
         """
-        return RobotObservation(**self.worker.call("reset", slot, task.suite, task.index, initial_state, seed))
+        changed = None if perturbation is None else asdict(perturbation)
+        return RobotObservation(**self.worker.call("reset", slot, task.suite, task.index, initial_state, seed, changed))
 
     def step(self, actions: NDArray[np.float32], slot: int = 0, film: bool = False) -> ChunkResult:
         """Carry out actions (n, 7) until one succeeds; `film` keeps all images.
@@ -81,6 +91,14 @@ class SimulatorProcess:
         """
         *frames, (observation, success, steps) = self.worker.call("step", slot, actions, film)
         return ChunkResult(RobotObservation(**observation), success, steps, frames if film else [])
+
+    def progress(self, slot: int = 0) -> list[GoalProgress]:
+        """As `LiberoSimulator.progress`.
+
+        Raises:
+            WorkerError: it failed, or the slot has had no reset since its process started.
+        """
+        return [GoalProgress(**goal) for goal in self.worker.call("progress", slot)]
 
     def demonstrate(self, task: LiberoTask, initial_state: int, seed: int, noise: float, limit: int) -> Demonstration:
         """As `demonstrate.demonstrate`, in slot 0.

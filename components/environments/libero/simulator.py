@@ -12,6 +12,8 @@ from components.contracts.errors import DataError
 from components.contracts.robots import RobotObservation
 from components.environments.libero.initial_states import load_initial_states
 from components.environments.libero.package import assets_folder, import_libero, use_assets
+from components.environments.libero.perturbations.settings import Perturbation
+from components.environments.libero.progress import GoalProgress, goal_progress
 from components.environments.libero.settings import IMAGES, SimulatorSettings
 from components.environments.libero.tasks import ACTION_NAMES, LiberoTask
 
@@ -52,19 +54,22 @@ class LiberoSimulator:
         )
         self._shown: Any = None
         self._moment: Any = None
+        self._words = task.language
         self.observed: dict[str, Any] = {}
         """Positions and poses of the robot and all objects, as robosuite's sensors saw them last."""
         self._watch()
 
-    def reset(self, initial_state: int, seed: int) -> None:
+    def reset(self, initial_state: int, seed: int, perturbation: Perturbation | None = None) -> None:
         """Stored state `initial_state` (modulo their number), after the steps without motion.
 
         Args:
-            seed: Where fixtures stand is drawn from it: it is not part of a stored state.
+            seed: Where fixtures stand is drawn from it, which is not part of a stored state, and how it is perturbed.
         """
         from robosuite.utils.errors import RandomizationError
 
-        environment = self._environment
+        from components.environments.libero.perturbations.apply import Perturber
+
+        environment, perturber = self._environment, Perturber(perturbation, self.task, seed)
         use_assets(self._assets)
         environment.seed(seed)
         while True:  # LIBERO's wrapper tries again whatever is raised, also where no try can succeed
@@ -74,9 +79,17 @@ class LiberoSimulator:
                 break
             except RandomizationError:
                 continue
+        perturber.change_sight(environment)
+        self._words = perturber.words(self.task.language)
         self.observed = self._control.set_init_state(self._states[initial_state % len(self._states)])
+        self._wait()
+        if perturber.change_places(environment):
+            self.observed = self._control.set_init_state(self._control.get_sim_state())
+            self._wait()
+
+    def _wait(self) -> None:
         for _ in range(self._settings.num_steps_wait):
-            self.observed, *_ = environment.step(STANDSTILL)
+            self.observed, *_ = self._environment.step(STANDSTILL)
 
     def observe(self) -> RobotObservation:
         """Two cameras at 256 pixels take a second of one core: ask for what is needed."""
@@ -87,7 +100,7 @@ class LiberoSimulator:
         drawn = self._cameras.draw(self._moment)
         names = self._settings.camera_name_mapping
         images = {f"{IMAGES}{names[camera]}": image for camera, image in drawn.items()}
-        return RobotObservation(images, robot_state(self.observed), self.task.language)
+        return RobotObservation(images, robot_state(self.observed), self._words)
 
     def step(self, action: NDArray[np.floating[Any]]) -> bool:
         """Carry out one action; whether the goal holds now, or `reach_distance` is undercut.
@@ -101,11 +114,17 @@ class LiberoSimulator:
                 where=f"{self.task.suite}, task {self.task.index}",
             )
         self.observed, _, success, _ = self._environment.step(np.asarray(action, np.float64))
+        return self._reached() if self.reaching else bool(success)
+
+    def progress(self) -> list[GoalProgress]:
+        """Of each predicate of the goal, as the simulation is now."""
+        reached = self._reached() if self.reaching else None
+        return goal_progress(self._environment, self.goal, self.observed["robot0_eef_pos"], reached)
+
+    def _reached(self) -> bool:
         distance = self._settings.reach_distance
-        if distance is None:
-            return bool(success)
         way = self.observed[f"{self.goal[0][1]}_pos"] - self.observed["robot0_eef_pos"]
-        return float(np.linalg.norm(way)) < distance
+        return distance is not None and float(np.linalg.norm(way)) < distance
 
     @property
     def reaching(self) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from components.environments.libero.perturbations.settings import Perturbation
 from components.environments.libero.settings import SimulatorSettings
 from components.environments.libero.tasks import suite_tasks
 from components.workers.errors import WorkerError
@@ -25,27 +26,27 @@ class SimulatorWorker:
         self._settings = SimulatorSettings.model_validate(settings)
         self._simulators: dict[int, LiberoSimulator] = {}
 
-    def reset(self, slot: int, suite: str, index: int, initial_state: int, seed: int) -> dict[str, Any]:
-        """The first observation."""
+    def reset(
+        self, slot: int, suite: str, index: int, initial_state: int, seed: int, changed: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """The first observation. changed: the fields of a `Perturbation`."""
         simulator = self._simulator(slot, suite, index)
-        simulator.reset(initial_state, seed)
+        simulator.reset(initial_state, seed, None if changed is None else Perturbation(**changed))
         return vars(simulator.observe())
 
     def step(self, slot: int, actions: NDArray[np.float32], film: bool) -> Iterator[Any]:
         """Each action's images before it, if they are wanted; at last the observation, success and steps."""
-        if slot not in self._simulators:
-            raise WorkerError(
-                "the process was started again and the slot's simulator is gone",
-                where=f"slot {slot}",
-                remedy="reset comes first",
-            )
-        simulator, success, steps = self._simulators[slot], False, 0
+        simulator, success, steps = self._stepped(slot), False, 0
         for action in actions:
             yield simulator.observe().images if film else None
             success, steps = simulator.step(action), steps + 1
             if success:
                 break
         yield vars(simulator.observe()), success, steps
+
+    def progress(self, slot: int) -> list[dict[str, Any]]:
+        """The fields of each `GoalProgress`."""
+        return [asdict(goal) for goal in self._stepped(slot).progress()]
 
     def demonstrate(
         self, suite: str, index: int, initial_state: int, seed: int, noise: float, limit: int
@@ -59,6 +60,15 @@ class SimulatorWorker:
             else:
                 observation, action = each
                 yield vars(observation), action
+
+    def _stepped(self, slot: int) -> LiberoSimulator:
+        if slot not in self._simulators:
+            raise WorkerError(
+                "the process was started again and the slot's simulator is gone",
+                where=f"slot {slot}",
+                remedy="reset comes first",
+            )
+        return self._simulators[slot]
 
     def _simulator(self, slot: int, suite: str, index: int) -> LiberoSimulator:
         from components.environments.libero.simulator import LiberoSimulator

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from math import comb
 
 from components.contracts.errors import DataError
-from components.evaluation.libero.results import LiberoResult, by_suite, by_task
+from components.evaluation.libero.results import (
+    LiberoResult,
+    PerturbedResult,
+    by_perturbation,
+    by_suite,
+    by_task,
+    numbers,
+)
 from components.evaluation.wilson import Comparison, compare_proportions
 
 
@@ -80,6 +87,32 @@ def compare_parts(
     for (suite, task), group in by_task(first).items():
         parts[f"{suite}/{task}"] = compare_results(group, tasks[suite, task], confidence)
     return parts
+
+
+def compare_perturbed(
+    first: Sequence[PerturbedResult], second: Sequence[PerturbedResult], confidence: float = 0.95
+) -> dict[str, PairedComparison]:
+    """By perturbation and strength: those that both were evaluated with."""
+    others = by_perturbation(second)
+    groups = by_perturbation(first).items()
+    return {label: compare_results(group, others[label], confidence) for label, group in groups if label in others}
+
+
+def perturbed_metrics(
+    results: Sequence[LiberoResult], perturbed: Sequence[PerturbedResult]
+) -> dict[str, dict[str, float]]:
+    """By perturbation and strength: success, and the difference to the same episodes without."""
+    found = {}
+    for label, group in by_perturbation(perturbed).items():
+        pairs = compare_results(results, group)
+        found[label] = {
+            **numbers(group),
+            "difference": pairs.difference,
+            "solved_only_without": float(pairs.only_first),
+            "solved_only_with": float(pairs.only_second),
+            "p_value": pairs.p_value,
+        }
+    return found
 
 
 def _pairs(first: Sequence[LiberoResult], second: Sequence[LiberoResult]) -> list[tuple[LiberoResult, LiberoResult]]:

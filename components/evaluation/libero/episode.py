@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from components.contracts.errors import DataError
 from components.contracts.robots import RobotObservation
+from components.environments.libero.perturbations.settings import Perturbation
 from components.environments.libero.processes import ChunkResult
+from components.environments.libero.progress import GoalProgress
 from components.environments.libero.tasks import ACTION_NAMES, LiberoTask
 from components.evaluation.libero.schedule import PlannedEpisode
 
@@ -22,22 +24,32 @@ Actor = Callable[[RobotObservation, int], Actions]
 
 
 class SimulatorClient(Protocol):
-    """Simulators of a process, by slot; both raise WorkerError when the process is lost."""
+    """Simulators of a process, by slot; all raise WorkerError when the process is lost."""
 
-    def reset(self, task: LiberoTask, initial_state: int, seed: int, slot: int = 0) -> RobotObservation: ...
+    def reset(
+        self,
+        task: LiberoTask,
+        initial_state: int,
+        seed: int,
+        slot: int = 0,
+        perturbation: Perturbation | None = None,
+    ) -> RobotObservation: ...
 
     def step(self, actions: Actions, slot: int = 0, film: bool = False) -> ChunkResult: ...
+
+    def progress(self, slot: int = 0) -> list[GoalProgress]: ...
 
 
 @dataclass(frozen=True)
 class PlayedEpisode:
     """What became of an episode. actions: (steps, 7). last: what is seen after them. frames: of every moment, the last
-    one included, if filmed."""
+    one included, if filmed. progress: before each chunk and after the last, if measured."""
 
     success: bool
     actions: Actions
     last: RobotObservation
     frames: list[CameraImages] = field(default_factory=list)
+    progress: list[list[GoalProgress]] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
@@ -45,27 +57,34 @@ class PlayedEpisode:
 
 
 def play_episode(
-    arena: SimulatorClient, slot: int, planned: PlannedEpisode, actor: Actor, film: bool = False
+    arena: SimulatorClient,
+    slot: int,
+    planned: PlannedEpisode,
+    actor: Actor,
+    film: bool = False,
+    measure: bool = False,
 ) -> PlayedEpisode:
     """
     Raises:
         WorkerError: the simulator was lost.
         DataError: the policy answered with something that is not an action.
     """
-    observation = arena.reset(planned.task, planned.initial_state, planned.simulator_seed, slot)
+    observation = arena.reset(planned.task, planned.initial_state, planned.simulator_seed, slot, planned.perturbation)
     carried_out: list[Actions] = []
     frames: list[CameraImages] = []
+    progress = [arena.progress(slot)] if measure else []
     steps, chunk, success = 0, 0, False
     while steps < planned.max_steps and not success:
         actions = _checked(actor(observation, chunk), planned, chunk)[: planned.max_steps - steps]
         carried = arena.step(actions, slot, film)
         carried_out.append(actions[: carried.steps])
         frames += carried.frames
+        progress += [arena.progress(slot)] if measure else []
         observation, success = carried.observation, carried.success
         steps, chunk = steps + carried.steps, chunk + 1
     if film:
         frames.append(observation.images)
-    return PlayedEpisode(success, np.concatenate(carried_out), observation, frames)
+    return PlayedEpisode(success, np.concatenate(carried_out), observation, frames, progress)
 
 
 def replay_episode(arena: SimulatorClient, slot: int, planned: PlannedEpisode, actions: Actions) -> PlayedEpisode:

@@ -16,8 +16,8 @@ Videos = Mapping[EpisodeKey, str]
 
 def video_path(key: EpisodeKey) -> str:
     """Where an episode's video lies in the output folder."""
-    suite, task, episode = key
-    return f"videos/{suite}_{task}/eval_episode_{episode}.mp4"
+    suite, task, episode, *perturbed = key
+    return "/".join(["videos", f"{suite}_{task}", *perturbed, f"eval_episode_{episode}.mp4"])
 
 
 def eval_info(results: Sequence[LiberoResult], videos: Videos, seconds: float) -> dict[str, Any]:

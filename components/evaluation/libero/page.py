@@ -13,8 +13,16 @@ from numpy.typing import NDArray
 
 from components.contracts.images import data_url
 from components.evaluation.libero.chart import rate_chart
-from components.evaluation.libero.compare import PairedComparison
-from components.evaluation.libero.results import LiberoResult, by_suite, by_task, success_rate
+from components.evaluation.libero.compare import PairedComparison, compare_results
+from components.evaluation.libero.results import (
+    LiberoResult,
+    PerturbedResult,
+    by_perturbation,
+    by_suite,
+    by_task,
+    success_rate,
+)
+from components.evaluation.libero.schedule import EpisodeKey
 from components.evaluation.wilson import Interval
 from components.reports.report import HtmlReport, ReportImage, Table
 
@@ -26,6 +34,7 @@ _STILLS = 24
 class LastFrame:
     """The last moment of an episode that was filmed. image: uint8 RGB (height, width, 3)."""
 
+    key: EpisodeKey
     result: LiberoResult
     image: NDArray[np.uint8]
     video: str
@@ -36,8 +45,10 @@ def evaluation_report(
     stills: Sequence[LastFrame],
     configuration: Mapping[str, Any],
     links: Mapping[str, str],
+    perturbed: Sequence[PerturbedResult] = (),
 ) -> HtmlReport:
-    """Rates with intervals by suite and task, how the first successes and failures ended, and what failed."""
+    """Rates with intervals by suite and task, beside those of the same episodes with perturbations, how the first
+    successes and failures ended, and what failed."""
     suites = by_suite(results)
     figures = {"success, 95 % interval": str(success_rate(results))}
     if len(suites) > 1:
@@ -45,11 +56,15 @@ def evaluation_report(
     figures |= {
         "tasks": str(len(by_task(results))),
         "episodes": f"{len(results):,}",
-        "not played": str(sum(result.failure is not None for result in results)),
+        "not played": str(sum(result.failure is not None for result in [*results, *perturbed])),
     }
     charts = [rate_chart(suite, _task_rates(group)) for suite, group in suites.items()]
+    if perturbed:
+        rates = {label: success_rate(group) for label, group in by_perturbation(perturbed).items()}
+        charts.insert(0, rate_chart("By perturbation", {"none": success_rate(results), **rates}))
     videos = {f"video: {_label(still.result)}": still.video for still in stills}
-    tables = [_by_suite(suites), _by_task(results), _failures(results)]
+    tables = [_by_suite(suites), _by_perturbation(results, perturbed), _by_task(results)]
+    tables.append(_failures([*results, *perturbed]))
     return HtmlReport(
         f"Evaluation in LIBERO: {', '.join(suites)}",
         figures,
@@ -61,9 +76,16 @@ def evaluation_report(
 
 
 def comparison_report(
-    parts: Mapping[str, PairedComparison], names: tuple[str, str], configuration: Mapping[str, Any]
+    parts: Mapping[str, PairedComparison],
+    names: tuple[str, str],
+    configuration: Mapping[str, Any],
+    videos: Mapping[str, str] | None = None,
 ) -> HtmlReport:
-    """Which of two policies solves more of the same episodes. `parts` begins with all of them together."""
+    """Which of two policies solves more of the same episodes. `parts` begins with all of them together.
+
+    Args:
+        videos: what each shows to its path, both policies side by side.
+    """
     whole = parts["all"]
     figures = {
         names[0]: f"{(whole.both + whole.only_first) / whole.pairs:.3f}",
@@ -75,7 +97,9 @@ def comparison_report(
     columns = ["part", "pairs", "both", f"only {names[0]}", f"only {names[1]}", "neither", "difference"]
     rows = [[name, *_paired(part)] for name, part in parts.items()]
     table = Table("The same episodes", [*columns, "unpaired 95 % interval", "p, paired", "p, unpaired"], rows)
-    return HtmlReport(f"{names[1]} against {names[0]}", figures, tables=[table], configuration=configuration)
+    return HtmlReport(
+        f"{names[1]} against {names[0]}", figures, videos or {}, tables=[table], configuration=configuration
+    )
 
 
 def _paired(part: PairedComparison) -> list[str]:
@@ -103,6 +127,26 @@ def _by_task(results: Sequence[LiberoResult]) -> Table:
     return Table("By task", ["suite", "task", "words", *_COLUMNS], rows)
 
 
+def _by_perturbation(results: Sequence[LiberoResult], perturbed: Sequence[PerturbedResult]) -> Table:
+    """Beside the same episodes without: which of the two solves more."""
+    columns = [
+        "perturbation",
+        *_COLUMNS,
+        "without",
+        "difference",
+        "solved only without",
+        "solved only with",
+        "p, paired",
+    ]
+    rows = []
+    for label, group in by_perturbation(perturbed).items():
+        pairs = compare_results(results, group)
+        without = f"{(pairs.both + pairs.only_first) / pairs.pairs:.3f}"
+        compared = [without, f"{pairs.difference:+.3f}", str(pairs.only_first), str(pairs.only_second)]
+        rows.append([label, *_cells(group), *compared, f"{pairs.p_value:.4f}"])
+    return Table("With perturbations", columns, rows)
+
+
 def _cells(group: Sequence[LiberoResult]) -> list[str]:
     rate = success_rate(group)
     solved = [result.steps for result in group if result.success]
@@ -118,7 +162,8 @@ def _failures(results: Sequence[LiberoResult]) -> Table:
 
 def _label(result: LiberoResult) -> str:
     end = "solved" if result.success else "not solved"
-    return f"{result.suite} {result.task}, episode {result.episode}, {end} after {result.steps} steps"
+    changed = f", {result.label}" if isinstance(result, PerturbedResult) else ""
+    return f"{result.suite} {result.task}, episode {result.episode}{changed}, {end} after {result.steps} steps"
 
 
 def _still(still: LastFrame) -> ReportImage:

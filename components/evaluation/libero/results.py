@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from components.artifacts.tables import TableSchema, read_table, write_table
+from components.environments.libero.perturbations.settings import Perturbation
 from components.evaluation.libero.journal import EpisodeOutcome
 from components.evaluation.libero.schedule import EpisodeKey, PlannedEpisode
 from components.evaluation.wilson import Interval, wilson_interval
@@ -36,6 +37,12 @@ RESULTS = TableSchema(
         ]
     ),
 )
+PERTURBED_FILE = "perturbed.parquet"
+PERTURBED = TableSchema(
+    "libero-perturbed-results",
+    1,
+    pa.schema([*RESULTS.schema, ("perturbation", pa.string()), ("strength", pa.float64())]),
+)
 
 
 @dataclass(frozen=True)
@@ -54,34 +61,61 @@ class LiberoResult:
     failure: str | None
 
     @property
-    def key(self) -> EpisodeKey:
+    def key(self) -> tuple[str, int, int]:
+        """Of the episode, with or without a perturbation."""
         return (self.suite, self.task, self.episode)
+
+
+@dataclass(frozen=True)
+class PerturbedResult(LiberoResult):
+    """One planned episode with a perturbation."""
+
+    perturbation: str
+    strength: float
+
+    @property
+    def label(self) -> str:
+        return Perturbation(self.perturbation, self.strength).label
 
 
 def collect_results(
     planned: Sequence[PlannedEpisode], outcomes: Mapping[EpisodeKey, EpisodeOutcome]
 ) -> list[LiberoResult]:
-    """In the order of the plan."""
-    return [_result(each, outcomes[each.key]) for each in planned]
+    """Of the episodes without a perturbation, in the order of the plan."""
+    return [LiberoResult(**_fields(each, outcomes[each.key])) for each in planned if each.perturbation is None]
 
 
-def _result(planned: PlannedEpisode, outcome: EpisodeOutcome) -> LiberoResult:
-    return LiberoResult(
-        suite=planned.task.suite,
-        task=planned.task.index,
-        language=planned.task.language,
-        episode=planned.episode,
-        initial_state=planned.initial_state,
-        simulator_seed=planned.simulator_seed,
-        success=outcome.success,
-        steps=outcome.steps,
-        actions=tuple(map(float, outcome.actions.reshape(-1))),
-        failure=outcome.failure,
-    )
+def collect_perturbed(
+    planned: Sequence[PlannedEpisode], outcomes: Mapping[EpisodeKey, EpisodeOutcome]
+) -> list[PerturbedResult]:
+    """Of the others, in the order of the plan."""
+    return [
+        PerturbedResult(**_fields(each, outcomes[each.key]), perturbation=one.name, strength=one.strength)
+        for each in planned
+        if (one := each.perturbation) is not None
+    ]
 
 
-def write_results(folder: Path, results: Sequence[LiberoResult]) -> None:
+def _fields(planned: PlannedEpisode, outcome: EpisodeOutcome) -> dict[str, Any]:
+    return {
+        "suite": planned.task.suite,
+        "task": planned.task.index,
+        "language": planned.task.language,
+        "episode": planned.episode,
+        "initial_state": planned.initial_state,
+        "simulator_seed": planned.simulator_seed,
+        "success": outcome.success,
+        "steps": outcome.steps,
+        "actions": tuple(map(float, outcome.actions.reshape(-1))),
+        "failure": outcome.failure,
+    }
+
+
+def write_results(folder: Path, results: Sequence[LiberoResult], perturbed: Sequence[PerturbedResult] = ()) -> None:
+    """Two tables; the second where something was perturbed."""
     write_table(folder / RESULTS_FILE, [vars(result) for result in results], RESULTS)
+    if perturbed:
+        write_table(folder / PERTURBED_FILE, [vars(result) for result in perturbed], PERTURBED)
 
 
 def read_results(folder: Path) -> list[LiberoResult]:
@@ -89,8 +123,21 @@ def read_results(folder: Path) -> list[LiberoResult]:
     Raises:
         DataError: the folder is not an evaluation in LIBERO.
     """
-    rows = read_table(folder / RESULTS_FILE, RESULTS).to_pylist()
-    return [LiberoResult(**{**row, "actions": tuple(row["actions"])}) for row in rows]
+    return [LiberoResult(**row) for row in _rows(folder / RESULTS_FILE, RESULTS)]
+
+
+def read_perturbed(folder: Path) -> list[PerturbedResult]:
+    """Nothing where nothing was perturbed.
+
+    Raises:
+        DataError: the table cannot be read.
+    """
+    path = folder / PERTURBED_FILE
+    return [PerturbedResult(**row) for row in _rows(path, PERTURBED)] if path.is_file() else []
+
+
+def _rows(path: Path, schema: TableSchema) -> list[dict[str, Any]]:
+    return [{**row, "actions": tuple(row["actions"])} for row in read_table(path, schema).to_pylist()]
 
 
 def success_rate(results: Sequence[LiberoResult]) -> Interval:
@@ -110,19 +157,24 @@ def by_task(results: Sequence[LiberoResult]) -> dict[tuple[str, int], list[Liber
     return {key: list(group) for key, group in groupby(results, lambda result: result.key[:2])}
 
 
+def by_perturbation(results: Sequence[PerturbedResult]) -> dict[str, list[PerturbedResult]]:
+    return {label: list(group) for label, group in groupby(results, lambda result: result.label)}
+
+
 def metrics(results: Sequence[LiberoResult]) -> dict[str, Any]:
     """Numbers for `metrics.json`. `suite_mean` is what papers call average: the mean of the suites' rates."""
     suites = by_suite(results)
     return {
-        **_numbers(results),
+        **numbers(results),
         "suite_mean": fmean(success_rate(group).estimate for group in suites.values()),
         "failures": dict(sorted(Counter(result.failure for result in results if result.failure).items())),
-        "suites": {suite: _numbers(group) for suite, group in suites.items()},
-        "tasks": {f"{suite}/{task}": _numbers(group) for (suite, task), group in by_task(results).items()},
+        "suites": {suite: numbers(group) for suite, group in suites.items()},
+        "tasks": {f"{suite}/{task}": numbers(group) for (suite, task), group in by_task(results).items()},
     }
 
 
-def _numbers(results: Sequence[LiberoResult]) -> dict[str, float]:
+def numbers(results: Sequence[LiberoResult]) -> dict[str, float]:
+    """Success with its 95 % interval, and counts."""
     rate = success_rate(results)
     solved = [result.steps for result in results if result.success]
     steps = {"steps_when_solved": fmean(solved)} if solved else {}

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 
 from components.contracts.errors import ConfigurationError
+from components.environments.libero.perturbations.settings import Perturbation
 from components.environments.libero.tasks import LiberoTask
 from components.evaluation.libero.settings import LiberoEvaluationSettings
 
 TaskKey = tuple[str, int]
-EpisodeKey = tuple[str, int, int]
+EpisodeKey = tuple[str, int, int] | tuple[str, int, int, str]
+"""Suite, task, episode; then the label of its perturbation, if it has one."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedEpisode:
-    """One episode. `episode` counts within the task; `repetition` how often its initial state came before."""
+    """One episode. `episode` counts within the task; `repetition` how often its initial state came before.
+
+    A perturbed one differs in its perturbation alone from the episode that it is compared with.
+    """
 
     task: LiberoTask
     episode: int
@@ -25,20 +30,26 @@ class PlannedEpisode:
     repetition: int
     simulator_seed: int
     max_steps: int
+    perturbation: Perturbation | None = None
 
     @property
     def key(self) -> EpisodeKey:
-        return (self.task.suite, self.task.index, self.episode)
+        own = (self.task.suite, self.task.index, self.episode)
+        return own if self.perturbation is None else (*own, self.perturbation.label)
 
     @property
     def name(self) -> str:
-        return f"{self.task.suite} task {self.task.index} episode {self.episode} (initial state {self.initial_state})"
+        name = f"{self.task.suite} task {self.task.index} episode {self.episode} (initial state {self.initial_state})"
+        return name if self.perturbation is None else f"{name} with {self.perturbation.label}"
 
 
 def plan_episodes(
     settings: LiberoEvaluationSettings, known: Mapping[str, Sequence[LiberoTask]]
 ) -> list[PlannedEpisode]:
-    """Every episode, by suite, task and number. `known` holds the tasks of each suite.
+    """Every episode, by suite, task and number, then all of them with each perturbation.
+
+    Args:
+        known: the tasks of each suite.
 
     Raises:
         ConfigurationError: a suite has no task of a number that is asked for, or a task no such initial state.
@@ -54,7 +65,8 @@ def plan_episodes(
             )
         for index in sorted(settings.tasks or by_index):
             planned += _of_task(by_index[index], settings, settings.max_steps[suite])
-    return planned
+    perturbations = settings.perturbations.listed()
+    return planned + [replace(each, perturbation=one) for one in perturbations for each in planned]
 
 
 def _of_task(task: LiberoTask, settings: LiberoEvaluationSettings, max_steps: int) -> list[PlannedEpisode]:

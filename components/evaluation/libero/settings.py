@@ -8,7 +8,11 @@ from typing import Literal, Self
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
 from components.contracts.settings import Settings
+from components.environments.libero.perturbations.settings import PerturbationSettings
 from components.environments.libero.settings import SimulatorSettings, Suite
+
+REST = 10
+"""Steps in which the objects of a stored state have fallen on what they stand on."""
 
 
 class LiberoEvaluationSettings(Settings):
@@ -69,9 +73,16 @@ class LiberoEvaluationSettings(Settings):
         description="Episodes that may fail in all attempts (they count as not solved); one more ends the evaluation.",
     )
     videos_per_task: NonNegativeInt = Field(
-        2, description="Videos of the first successes of each task, and as many of the first failures."
+        2,
+        description="Videos of the first successes of each task and of each perturbation, and as many of the first "
+        "failures.",
     )
     video_fps: PositiveInt = Field(20, description="Frames per second; the simulator's control_freq is real time.")
+    perturbations: PerturbationSettings = Field(
+        PerturbationSettings(),
+        exclude_if=lambda value: value == PerturbationSettings(),  # what was evaluated before keeps its fingerprint
+        description="Every episode is played again, from the same state and with the same noise, with each of them.",
+    )
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -133,6 +144,16 @@ class EvaluateLiberoStageSettings(Settings):
 
     simulator: SimulatorSettings
     evaluation: LiberoEvaluationSettings
+
+    @model_validator(mode="after")
+    def _objects_rest(self) -> Self:
+        moved, waits = self.evaluation.perturbations, self.simulator.num_steps_wait
+        if (moved.layout or moved.distractors) and waits < REST:
+            raise ValueError(
+                f"simulator.num_steps_wait is {waits}: perturbations.layout and distractors move objects that have "
+                f"come to rest, which takes {REST} steps; wait longer, or leave them out"
+            )
+        return self
 
 
 class CompareLiberoSettings(Settings):

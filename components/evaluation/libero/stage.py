@@ -25,12 +25,15 @@ if TYPE_CHECKING:
 METRICS_FILE = "metrics.json"
 JOURNAL_FILE = "episodes.jsonl"
 COMPARISON_FILE = "comparison.json"
+SHOWN = ("success", "success_low", "success_high", "difference")
+"""Of each perturbation, among the metrics of a run; `metrics.json` has the others, too."""
 
 
 def evaluate_libero(
     settings: EvaluateLiberoStageSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
 ) -> StageReport:
-    """Writes `results.parquet`, `eval_info.json`, `metrics.json`, `videos/` and `report.html`.
+    """Writes `results.parquet`, `perturbed.parquet` where something was perturbed, `eval_info.json`, `metrics.json`,
+    `videos/` and `report.html`.
 
     Raises:
         WorkerError: more episodes than may fail could not be played.
@@ -89,31 +92,39 @@ def evaluate_policy(
     context: StageContext,
 ) -> StageReport:
     """The evaluation of any policy, and all it writes. `known` holds the tasks of each suite."""
+    from components.evaluation.libero.compare import perturbed_metrics
     from components.evaluation.libero.eval_info import EVAL_INFO_FILE, eval_info
     from components.evaluation.libero.page import evaluation_report
-    from components.evaluation.libero.results import collect_results, metrics, write_results
+    from components.evaluation.libero.results import collect_perturbed, collect_results, metrics, write_results
     from components.evaluation.libero.schedule import plan_episodes
     from components.reports.report import write_report
 
     started = time.monotonic()
     planned = plan_episodes(settings.evaluation, known)
     outcomes = _play(policy, settings, planned, arenas, context)
-    results = collect_results(planned, outcomes)
-    stills, differing = _film(settings, planned, outcomes, results, arenas[0], out, context)
-    write_results(out, results)
+    results, perturbed = collect_results(planned, outcomes), collect_perturbed(planned, outcomes)
+    every = {each.key: result for each, result in zip(planned, [*results, *perturbed], strict=True)}
+    stills, differing = _film(settings, planned, outcomes, every, arenas[0], out, context)
+    write_results(out, results, perturbed)
     numbers = metrics(results)
-    videos = {still.result.key: still.video for still in stills}
+    changed = perturbed_metrics(results, perturbed)
+    numbers |= {"perturbations": changed} if changed else {}
+    videos = {still.key: still.video for still in stills}
     write_json(out / METRICS_FILE, numbers)
     write_json(out / EVAL_INFO_FILE, eval_info(results, videos, time.monotonic() - started))
     configuration = {"policy": policy.facts(), **settings.model_dump(mode="json")}
-    write_report(out / "report.html", evaluation_report(results, stills, configuration, {"JSON": EVAL_INFO_FILE}))
-    context.events.metrics({name: value for name, value in numbers.items() if isinstance(value, int | float)}, 0)
+    page = evaluation_report(results, stills, configuration, {"JSON": EVAL_INFO_FILE}, perturbed)
+    write_report(out / "report.html", page)
+    shown = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
+    shown |= {f"perturbed/{label}/{key}": part[key] for label, part in changed.items() for key in SHOWN}
+    context.events.metrics(shown, 0)
     drops = {
-        "episodes not played": int(numbers["failed"]),
+        "episodes not played": sum(result.failure is not None for result in every.values()),
         "attempts lost with their simulator": sum(outcome.lost for outcome in outcomes.values()),
         "videos that would show another ending": differing,
     }
-    counts = {"episodes": len(results), "videos": len(stills)}
+    counts = {"episodes": len(results), "perturbed episodes": len(perturbed), "videos": len(stills)}
+    counts = {name: count for name, count in counts.items() if count or name != "perturbed episodes"}
     return StageReport(rows=counts, drops={reason: count for reason, count in drops.items() if count})
 
 
@@ -141,7 +152,7 @@ def _film(
     settings: EvaluateLiberoStageSettings,
     planned: Sequence[PlannedEpisode],
     outcomes: Mapping[EpisodeKey, EpisodeOutcome],
-    results: Sequence[LiberoResult],
+    results: Mapping[EpisodeKey, LiberoResult],
     arena: SimulatorClient,
     out: Path,
     context: StageContext,
@@ -151,7 +162,6 @@ def _film(
     from components.evaluation.libero.videos import chosen, differs, film, side_by_side, write_video
 
     plan = settings.evaluation
-    by_key = {result.key: result for result in results}
     picked = chosen(planned, outcomes, plan.videos_per_task)
     stills: list[LastFrame] = []
     differing = 0
@@ -162,32 +172,35 @@ def _film(
             context.events.message(f"no video of {episode.name}: {difference}")
             continue
         path = write_video(out, episode, played.frames, plan.video_fps)
-        stills.append(LastFrame(by_key[episode.key], side_by_side(played.frames[-1]), path))
+        stills.append(LastFrame(episode.key, results[episode.key], side_by_side(played.frames[-1]), path))
     return stills, differing
 
 
 def compare_libero(
     settings: CompareLiberoSettings, inputs: Mapping[str, Artifact], out: Path, context: StageContext
 ) -> StageReport:
-    """Writes `comparison.json` and `report.html`.
+    """Writes `comparison.json`, `videos/` of episodes that both filmed, side by side, and `report.html`.
 
     Raises:
         DataError: an input is not an evaluation in LIBERO, or they did not play the same episodes.
     """
-    from components.evaluation.libero.compare import compare_parts
+    from components.evaluation.libero.compare import compare_parts, compare_perturbed
     from components.evaluation.libero.page import comparison_report
-    from components.evaluation.libero.results import read_results
+    from components.evaluation.libero.pairs import write_pairs
+    from components.evaluation.libero.results import read_perturbed, read_results
     from components.reports.report import write_report
 
-    first, second = (read_results(inputs[name].path) for name in ("first", "second"))
-    parts = compare_parts(first, second, settings.confidence)
+    one, other = (inputs[name].path for name in ("first", "second"))
+    parts = compare_parts(read_results(one), read_results(other), settings.confidence)
+    parts |= compare_perturbed(read_perturbed(one), read_perturbed(other), settings.confidence)
     write_json(out / COMPARISON_FILE, {name: {**asdict(part), "pairs": part.pairs} for name, part in parts.items()})
     names = (f"first, {inputs['first'].digest[:8]}", f"second, {inputs['second'].digest[:8]}")
-    write_report(out / "report.html", comparison_report(parts, names, settings.model_dump(mode="json")))
+    videos = write_pairs(one, other, out)
+    write_report(out / "report.html", comparison_report(parts, names, settings.model_dump(mode="json"), videos))
     whole = parts["all"]
     context.events.metrics({"difference": whole.difference, "p_value": whole.p_value}, 0)
-    return StageReport(rows={"pairs": whole.pairs})
+    return StageReport(rows={"pairs": whole.pairs, "videos": len(videos)})
 
 
 EVALUATE_LIBERO_STAGE = Stage("evaluate-libero", 1, EvaluateLiberoStageSettings, ("policy",), evaluate_libero)
-COMPARE_LIBERO_STAGE = Stage("compare-libero", 1, CompareLiberoSettings, ("first", "second"), compare_libero)
+COMPARE_LIBERO_STAGE = Stage("compare-libero", 2, CompareLiberoSettings, ("first", "second"), compare_libero)

@@ -26,12 +26,13 @@ ENCODING = VideoSettings(codec="libx264", pixel_format="yuv420p", quality=23, ke
 def chosen(
     planned: Sequence[PlannedEpisode], outcomes: Mapping[EpisodeKey, EpisodeOutcome], each: int
 ) -> list[PlannedEpisode]:
-    """The first `each` successes and as many failures of every task; what could not be played has no actions."""
-    taken: dict[tuple[str, int, bool], int] = {}
+    """The first `each` successes and as many failures of every task, and of every perturbation over all tasks; what
+    could not be played has no actions."""
+    taken: dict[tuple[object, bool], int] = {}
     picked = []
     for episode in planned:
         outcome = outcomes[episode.key]
-        kind = (*episode.key[:2], outcome.success)
+        kind = (episode.perturbation or episode.key[:2], outcome.success)
         if outcome.failure is None and taken.get(kind, 0) < each:
             taken[kind] = taken.get(kind, 0) + 1
             picked.append(episode)

@@ -1,7 +1,7 @@
 const POLL = 1000;  /* milliseconds */
 const PAGE = 100;   /* rows */
-const TABS = ["curves", "rollouts", "tasks", "compare", "failures"];
-const FILTERS = ["find", "task", "group", "first_step", "last_step", "low", "high", "sort"];
+const TABS = ["curves", "rollouts", "tasks", "compare", "failures"], ROBOT_TABS = ["curves", "episodes", "videos"];
+const FILTERS = ["find", "outcome", "task", "initial_state", "group", "first_step", "last_step", "low", "high", "sort"];
 const given = new URLSearchParams(location.hash.slice(1));
 let wanted = given.get("run"), runs = [], run = null, tab = "curves", seen = "", chosen = false;
 let rows = [], total = 0, current = null, asked = 0, opened = 0;
@@ -54,6 +54,7 @@ function state(kind, text) {
   $("state").className = kind;
   $("state").textContent = text;
 }
+const tabsOf = (each) => (each.robot ? ROBOT_TABS : TABS);
 const trainingOf = (each) => runs.find((other) => each.id in other.evaluations);
 function nameOf(each) {
   const training = trainingOf(each);
@@ -75,10 +76,12 @@ function drawRuns() {
   const sides = runs.map((each) => [nameOf(each), sidesOf(each)]).filter(([, options]) => options.length);
   for (const select of [$("first"), $("second")]) fill(select, sides);
   if (!run) return;
+  for (const button of $("tabs").children) button.hidden = !tabsOf(run).includes(button.dataset.tab);
+  if (!tabsOf(run).includes(tab)) return show("curves");
   if (!chosen) [$("first").value, $("second").value] = usual();
   $("run").value = run.id;
   const steps = run.last_step === null ? "–" : run.steps ? `${run.last_step} of ${run.steps}` : null;
-  const figures = { ...(steps && { step: steps }), rollouts: whole(run.rollouts), failures: whole(run.failures) };
+  const figures = { ...(steps && { step: steps }), ...(run.robot ? { episodes: whole(run.rollouts) } : { rollouts: whole(run.rollouts), failures: whole(run.failures) }) };
   $("figures").replaceChildren(...Object.entries(figures).map(([name, value]) =>
     h("div", {}, h("dt", {}, name), h("dd", { id: `figure-${name}` }, value))));
 }
@@ -110,7 +113,7 @@ function moment(row) {
   return `evaluation ${run.evaluations[row.run] ?? ""}`;
 }
 function sidesOf(each) {
-  if (!each.rollouts) return [];
+  if (!each.rollouts || each.robot) return [];
   if (!each.steps) return [[`${each.id}:evaluation`, trainingOf(each)?.evaluations[each.id] ?? "its evaluation"]];
   return [...each.panels.map((step) => [`${each.id}:panel:${step}`, step ? `panel after step ${step}` : "panel before step 1"]), [`${each.id}:train`, "its training rollouts"]];
 }
@@ -133,7 +136,7 @@ function show(name) {
   for (const button of $("tabs").children) button.setAttribute("aria-selected", String(button.dataset.tab === tab));
   for (const label of $("filters").querySelectorAll("label")) label.hidden = hidden(label.firstElementChild);
   $("curves").hidden = tab !== "curves";
-  $("panes").hidden = !["rollouts", "tasks", "compare"].includes(tab);
+  $("panes").hidden = !(tab in lists);
   $("table").hidden = tab !== "failures";
   $("filters").hidden = tab === "curves";
   $("list").replaceChildren();
@@ -163,7 +166,7 @@ const page = (what, offset = 0) => ask(api(played().id, what), { ...filters(offs
 function drawCurves(answer) {
   const charts = answer.panels.map((panel) => chart(panel, answer.rows)).filter(Boolean);
   $("curves").replaceChildren(...(charts.length ? charts : [h("p", { class: "empty" },
-    run.steps ? "No step is done yet." : "An evaluation has no curves: see its rollouts.")]));
+    run.steps ? "No step is done yet." : `An evaluation has no curves: see its ${run.robot ? "videos" : "rollouts"}.`)]));
 }
 function drawFailures(answer) {
   $("count").textContent = [plural(answer.total, "failure"), ...answer.reasons.map((each) => `${each.reason} ${whole(each.count)}`)].join(", ");
@@ -201,6 +204,7 @@ const lists = {
     line: (r) => [r.task_id, `${short(r.first_completion.trim(), 60)} → ${short(r.second_completion.trim(), 60)}`, [r.first_reward, r.second_reward]],
     open: openPair,
   },
+  ...robotLists,
 };
 function drawList(answer, append) {
   const kind = lists[tab];
@@ -220,7 +224,7 @@ function drawList(answer, append) {
   else if (!same || tab === "tasks") open(same ?? rows[0]);
   mark();
 }
-const nothing = () => (tab === "compare" ? "No task was played by both." : run.rollouts ? "Nothing fits these filters." : "No rollout is there yet.");
+const nothing = () => (tab === "videos" ? "No episode was filmed yet." : tab === "compare" ? "No task was played by both." : run.rollouts ? "Nothing fits these filters." : "No rollout is there yet.");
 function mark() {
   for (const element of $("list").querySelectorAll(".row")) element.setAttribute("aria-current", String(element.dataset.key === current));
 }
@@ -343,5 +347,5 @@ document.addEventListener("keydown", (event) => {
   open(next);
   $("list").querySelector("[aria-current=true]")?.scrollIntoView({ block: "nearest" });
 });
-show(TABS.includes(given.get("tab")) ? given.get("tab") : "curves");
+show([...TABS, ...ROBOT_TABS].includes(given.get("tab")) ? given.get("tab") : "curves");
 poll();

@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from components.contracts.robots import RobotObservation
+from components.environments.libero.perturbations.settings import Perturbation
 from components.environments.libero.processes import ChunkResult
+from components.environments.libero.progress import GoalProgress
 from components.environments.libero.tasks import LiberoTask
 from components.evaluation.libero.settings import LiberoEvaluationSettings
 from components.workers.errors import WorkerError
@@ -51,12 +53,25 @@ class Plane:
         self._deaths, self.steps, self.resets = set(deaths), 0, 0
         self._lock = threading.Lock()
 
-    def reset(self, task: LiberoTask, initial_state: int, seed: int, slot: int = 0) -> RobotObservation:
+    def reset(
+        self,
+        task: LiberoTask,
+        initial_state: int,
+        seed: int,
+        slot: int = 0,
+        perturbation: Perturbation | None = None,
+    ) -> RobotObservation:
+        """A perturbation puts the point farther away."""
         with self._lock:
             self.resets += 1
             angle = 1 + 7 * task.index + initial_state + seed / 1000
-            self._points[slot], self._tasks[slot] = 2 * np.array([np.cos(angle), np.sin(angle)]), task
+            way = 2.0 if perturbation is None else 2 + perturbation.strength
+            self._points[slot], self._tasks[slot] = way * np.array([np.cos(angle), np.sin(angle)]), task
             return self._observe(slot)
+
+    def progress(self, slot: int = 0) -> list[GoalProgress]:
+        way = float(np.linalg.norm(self._points[slot]))
+        return [GoalProgress(holds=way < 0.15, reach=way, grasped=False, place=None)]
 
     def step(self, actions: NDArray[np.float32], slot: int = 0, film: bool = False) -> ChunkResult:
         with self._lock:

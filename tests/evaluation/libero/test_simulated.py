@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from components.contracts.robots import RobotObservation
 from components.contracts.stages import Artifact
+from components.environments.libero.perturbations.settings import PerturbationSettings
 from components.environments.libero.processes import SimulatorProcess
 from components.environments.libero.tasks import suite_tasks
-from components.evaluation.libero.results import read_results
+from components.evaluation.libero.results import read_perturbed, read_results
 from components.evaluation.libero.settings import EvaluateLiberoStageSettings
 from components.evaluation.libero.stage import evaluate_libero, evaluate_policy
 from components.policies.molmoact2.checkpoints.checkpoint import load_policy, save_policy
@@ -31,6 +32,8 @@ from tests.policies.molmoact2 import released
 pytestmark = pytest.mark.slow
 
 SIMULATOR = simulator(camera_name_mapping={"agentview": "front", "robot0_eye_in_hand": "wrist"})
+
+RESTED = simulator(camera_name_mapping=SIMULATOR.camera_name_mapping, num_steps_wait=10)
 
 
 def plan(batch: int, videos: int = 0) -> EvaluateLiberoStageSettings:
@@ -82,6 +85,34 @@ def test_results_depend_on_neither_batch_nor_workers_nor_deaths(tmp_path: Path) 
             report = evaluate_policy(asked, known, arenas, plan(batch), out, where)
             assert (out / "results.parquet").read_bytes() == (alone / "results.parquet").read_bytes()
             assert ("attempts lost with their simulator" in report.drops) == (name == "two")
+
+
+def test_perturbed_results_depend_on_neither_batch_nor_workers(tmp_path: Path) -> None:
+    loaded = load_policy(
+        released.write_released(tmp_path / "released"), released.SETTINGS.model_copy(update={"norm_tag": "kitchen"})
+    )
+    save_policy(tmp_path / "policy/checkpoint", loaded.parts, loaded.model.state_dict())
+    policy, known = open_policy(tmp_path / "policy", "continuous", rows=1), suite_tasks("libero_spatial")
+    perturbations = PerturbationSettings(layout=(1.0,), texture=(1.0,))
+    evaluation = settings(
+        tasks=(0,), episodes_per_task=1, max_steps={"libero_spatial": 5}, videos_per_task=0, perturbations=perturbations
+    )
+    tables = []
+    with SimulatorProcess(RESTED, 120) as one, SimulatorProcess(RESTED, 120) as other:
+        for batch, arenas in ((1, [one]), (3, [other, one])):
+            folder = tmp_path / str(batch)
+            (folder / "out").mkdir(parents=True)
+            chosen = EvaluateLiberoStageSettings(
+                simulator=RESTED, evaluation=evaluation.model_copy(update={"batch": batch})
+            )
+            evaluate_policy(
+                policy, {"libero_spatial": known}, arenas, chosen, folder / "out", context(folder, Events())
+            )
+            tables.append((folder / "out/perturbed.parquet").read_bytes())
+    assert tables[0] == tables[1]
+    plain, changed = read_results(tmp_path / "1/out"), read_perturbed(tmp_path / "1/out")
+    assert [each.label for each in changed] == ["texture/1", "layout/1"]
+    assert len({each.actions for each in [*plain, *changed]}) == 3  # the policy saw something else each time
 
 
 class Recorded:

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import av
+import numpy as np
 import pytest
 
 from components.contracts.errors import ConfigurationError
@@ -86,9 +88,36 @@ def test_two_policies_are_compared_on_the_same_episodes(tmp_path: Path) -> None:
     turned = sum(b.success and not a.success for a, b in zip(first, second, strict=True))
     assert compared["all"]["only_second"] == turned > 0
     assert list(compared) == ["all", "libero_spatial", *(f"libero_spatial/{k}" for k in range(3))]
-    assert report.rows == {"pairs": 21}
+    assert report.rows == {"pairs": 21, "videos": 0}
     assert events.numbers["p_value"] == compared["all"]["p_value"] < 0.05
     assert "second, secondse against first, firstfir" in (tmp_path / "compared/report.html").read_text()
+
+
+def test_what_both_filmed_is_shown_side_by_side(tmp_path: Path) -> None:
+    paths, lengths = {}, {}
+    for name, noise in (("first", 1.4), ("second", 0.5)):
+        out, _, _ = evaluate(tmp_path / name, Homing(noise), Plane())
+        paths[name] = Artifact(kind="evaluate-libero", path=out, digest=name * 3)
+        lengths[name] = {str(path.relative_to(out)): len(frames(path)) for path in out.rglob("*.mp4")}
+    out = tmp_path / "compared"
+    out.mkdir()
+    report = compare_libero(CompareLiberoSettings(), paths, out, context(tmp_path, Events()))
+    both = sorted({*lengths["first"]} & {*lengths["second"]})
+    assert sorted(str(path.relative_to(out)) for path in out.rglob("*.mp4")) == both
+    assert {f"videos/libero_spatial_{task}/eval_episode_0.mp4" for task in range(3)} <= set(both)
+    assert report.rows["videos"] == len(both)
+    page = (out / "report.html").read_text()
+    for path in both:
+        shown, left, right = (frames(folder / path) for folder in (out, paths["first"].path, paths["second"].path))
+        assert len(shown) == max(len(left), len(right)) and f'href="{path}"' in page
+        assert shown[0].shape == (16, 72, 3)
+        for here, there in ((shown[0][:, :28], left[0][:, :28]), (shown[-1][:, 44:], right[-1][:, 4:])):
+            assert np.abs(here.astype(int) - there).mean() < 6  # encoded twice
+
+
+def frames(path: Path) -> list[np.ndarray]:
+    with av.open(str(path)) as video:
+        return [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
 
 
 def test_cameras_that_the_simulator_does_not_give_are_refused() -> None:

@@ -1,0 +1,1 @@
+"""What an episode in LIBERO begins with, changed by name and strength."""

@@ -1,0 +1,58 @@
+"""What the report of a training by trying shows, against numbers by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from components.evaluation.wilson import wilson_interval
+from components.vla_rl.page import course_images, outcome_table
+from components.vla_rl.settings import TrainVLARLSettings
+from components.vla_rl.stage import write_pages
+from tests.vla_rl.kitchen import rollout_settings
+from tests.vla_rl.test_batch import answers
+
+HISTORY = [
+    {"step": 1, "reward": 0.4, "success": 0.25, "rollouts/planned": 8.0},
+    {"step": 2, "reward": 0.9, "success": 1.0, "rollouts/planned": 8.0},
+]
+EPISODES = [replace(each, value=1.0 - each.chunk / 4) for each in answers("a", (1, 1.0), (2, 0.0), (2, 0.0))]
+
+
+def test_outcomes_of_steps() -> None:
+    assert outcome_table(HISTORY).rows == [
+        ["1", "2", "6", str(wilson_interval(2, 8))],
+        ["2", "8", "0", str(wilson_interval(8, 8))],
+    ]
+    assert outcome_table([{"step": 1, "reward": 0.5}]).rows == []
+
+
+def test_the_course_of_episodes() -> None:
+    values, logprobs = course_images(EPISODES)
+    assert values.description == "solved from 1 to 1; truncated from 1 to 0.75"
+    means = [sum(each.logprobs.mean() for each in EPISODES[1:] if each.chunk == chunk) / 2 for chunk in (0, 1)]
+    assert logprobs.description == f"solved from 0 to 0; truncated from {means[0]:.4g} to {means[1]:.4g}"
+    (only,) = course_images(answers("a", (1, 1.0)))
+    assert only.title.startswith("Mean log-prob")
+
+
+def test_the_report(tmp_path: Path) -> None:
+    sections = {
+        "simulator": {},
+        "rollouts": rollout_settings().model_dump(),
+        "trainer": {"max_steps": 2, "micro_batch_size": 1},
+        "preflight": {},
+    }
+    write_pages(tmp_path, TrainVLARLSettings.model_validate(json.loads(json.dumps(sections))), HISTORY, EPISODES)
+    page = (tmp_path / "report.html").read_text()
+    for shown in (
+        "Episodes by outcome",
+        "Mean value along an episode",
+        "Success of the rollouts",
+        "0.250 [0.071, 0.591]",
+    ):
+        assert shown in page
+    assert wilson_interval(2, 8).low == pytest.approx(0.0715, abs=1e-4)
