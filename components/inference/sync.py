@@ -11,8 +11,9 @@ import httpx
 
 from components.artifacts.tensors import read_tensors
 from components.contracts.errors import ArmatureError, ServerError, WeightSyncError
+from components.inference.adapters import served_name
 from components.inference.checkpoint import read_config
-from components.inference.client import OTHER_WEIGHTS, TransientError
+from components.inference.client import MODEL_NAME, OTHER_WEIGHTS, TransientError
 from components.inference.lease import weights_mark
 from components.inference.probe import Probe, ProbeAnswer
 from components.inference.proof import SyncProof
@@ -30,11 +31,13 @@ class ServedWeights:
     Attributes:
         changing: held while a server joins or weights change, so that neither sees the other half done.
         folder, folder_version: what a server is started with. Not the current weights, once the trainer has sent
-            newer ones from its GPUs.
+            newer ones from its GPUs, or an adapter that belongs to them.
+        adapter: the folder of the current version's adapter; None: the weights are whole.
     """
 
     def __init__(self, weights: Path, transfer: str, proof: SyncProof, load_on_join: bool) -> None:
         self.folder, self.folder_version, self.version = weights.absolute(), 0, 0
+        self.adapter: Path | None = None
         self._load_on_join = load_on_join
         self.changing = asyncio.Lock()
         self._transfer: WeightTransfer = WEIGHT_TRANSFERS[transfer]()
@@ -64,7 +67,9 @@ class ServedWeights:
             raise WeightSyncError(
                 f"version {version} is not newer than {self.version}", where=str(weights), remedy="count upwards"
             )
-        if self._transfer.single:
+        if not self._transfer.whole:
+            self.adapter = weights.absolute()
+        elif self._transfer.single:
             self._check_folder(weights)
             self.folder, self.folder_version = weights.absolute(), version
         self.version = version
@@ -93,16 +98,14 @@ class ServedWeights:
             httpx.TransportError: it is gone.
         """
         if replica.version == self.version:
-            replica.mark = await weights_mark(http, replica.endpoint)
-            await self.proof.check(http, replica, self.version)
+            await self._check(http, replica)
             return True
         never_synced = self.version == 0
-        if self._transfer.single and (self._load_on_join or not never_synced):
+        if self._transfer.single and (not never_synced or (self._load_on_join and self._transfer.whole)):
             return await self._bring_up_to_date(http, replica)
         if never_synced:
-            replica.mark = await weights_mark(http, replica.endpoint)
             # Not ours: it should have been started with this folder; those that join after the first have to agree.
-            await self.proof.check(http, replica, self.version)
+            await self._check(http, replica)
             replica.version = self.version
             return True
         raise WeightSyncError(
@@ -127,7 +130,7 @@ class ServedWeights:
     async def _bring_up_to_date(self, http: httpx.AsyncClient, replica: Replica) -> bool:
         """Load the current weights into one server and verify. False: it is gone, its monitor will see to it."""
         try:
-            await self._transfer.transfer(http, [replica.endpoint], self.folder, None)
+            await self._transfer.transfer(http, [replica.endpoint], self.adapter or self.folder, None)
             await self._verify(http, replica)
         except httpx.TransportError as error:
             log.warning("%s disconnected while it received weights: %r", replica.name, error)
@@ -137,10 +140,16 @@ class ServedWeights:
         return True
 
     async def _verify(self, http: httpx.AsyncClient, replica: Replica) -> None:
-        replica.mark = await weights_mark(http, replica.endpoint)
-        await reset_caches(http, replica.endpoint)
-        await self.proof.check(http, replica, self.version)
+        await self._check(http, replica, forget=True)
         replica.version = self.version
+
+    async def _check(self, http: httpx.AsyncClient, replica: Replica, forget: bool = False) -> None:
+        """See that it holds the current weights, under the name that requests are to use."""
+        replica.model = MODEL_NAME if self.adapter is None else served_name(self.adapter)
+        replica.mark = await weights_mark(http, replica.endpoint)
+        if forget:
+            await reset_caches(http, replica.endpoint)
+        await self.proof.check(http, replica, self.version)
 
     async def prove(self, http: httpx.AsyncClient, replica: Replica, mark: str, answered: str) -> None:
         """See that an answer is of the weights that we gave the server.

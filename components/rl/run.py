@@ -207,7 +207,8 @@ class RLRun:
         folder = self.weights / f"{version:06d}"
         answer = self._of_trainer(version, lambda: self.trainer.probe(self.pool.weights.probe, version))
         if self.context.machine.weight_transfer == "file":
-            self._of_trainer(version, lambda: self.trainer.publish(folder, version))
+            publish = self.trainer.publish_adapter if self.pool.adapters else self.trainer.publish
+            self._of_trainer(version, lambda: publish(folder, version))
             self.portal.call(self.pool.sync, folder, version, None, answer)
             return
 

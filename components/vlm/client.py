@@ -55,6 +55,14 @@ class TrainerClient(ServiceClient):
         scores = self._ask("score", self.machine.train_timeout, batch=str(batch.resolve()))
         return [np.array(score, dtype=np.float32) for score in scores]
 
+    def publish_adapter(self, folder: Path, version: int) -> None:
+        """Write the adapters after step `version` alone to `folder`, atomically, as PEFT and servers load them.
+
+        Raises:
+            ConfigurationError: the weights are of another version, or have no adapters.
+        """
+        self._ask("publish", self.machine.train_timeout, folder=str(folder.resolve()), version=version, adapter=True)
+
     def send(self, endpoints: Sequence[Endpoint], version: int) -> None:
         """Send the weights after step `version` from the trainer's GPUs to vLLM servers, all of them together.
 

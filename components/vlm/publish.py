@@ -15,8 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from components.artifacts.disk import replaced_folder
+from components.artifacts.tensors import saving
+from components.contracts.errors import ConfigurationError
 from components.models.load import save_checkpoint
-from components.models.lora import adapter_weights, base_model, merged_weights, write_adapter
+from components.models.lora import adapter_weights, base_model, layer_of, merged_weights, write_adapter
 from components.models.molmo2 import has_second_layout
 from components.models.source import ADAPTER
 from components.training.ranks import Ranks, whole
@@ -59,9 +62,24 @@ class Publisher:
             beside = cast(Any, _FilesBeside(self._processor_folder, adapter))
             save_checkpoint(base_model(cast(Any, model)), beside, folder, weights)
             if one_of_many:
-                versions = sorted((p for p in folder.parent.iterdir() if p.name.isdecimal()), key=lambda p: int(p.name))
-                for old in versions[:-KEEP_VERSIONS]:
-                    shutil.rmtree(old)
+                _remove_old_versions(folder.parent)
+
+    def publish_adapter(self, model: nn.Module, folder: Path, ranks: Ranks) -> None:
+        """Write the adapters of one version of a series, as `publish` writes the weights.
+
+        In the data type of the layers that they belong to, in which servers hold them.
+
+        Raises:
+            ConfigurationError: there are none.
+        """
+        if not isinstance(model, PeftModel):
+            raise ConfigurationError("there are no adapters to write", where="model.lora", remedy="publish the weights")
+        weights = adapter_weights(model, whole)
+        if ranks.first:
+            typed = {name: value.to(self._dtypes[layer_of(name)]) for name, value in weights.items()}
+            with saving(folder), replaced_folder(folder) as new:
+                write_adapter(new, model, typed)
+            _remove_old_versions(folder.parent)
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """What `publish` writes, on the model's device; sharded weights as DTensors.
@@ -87,6 +105,12 @@ class Publisher:
                 copies[key] = take(value).to(self._dtypes[name])
             weights[name] = copies[key]
         return weights
+
+
+def _remove_old_versions(series: Path) -> None:
+    versions = sorted((path for path in series.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
+    for old in versions[:-KEEP_VERSIONS]:
+        shutil.rmtree(old)
 
 
 class _FilesBeside:

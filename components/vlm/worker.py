@@ -125,7 +125,8 @@ class TokenWorker(ServiceWorker):
                 with self._load.batch():
                     return [one.tolist() for one in self.learner.score(prepared, self._load)]
             case "publish":
-                self._publisher.publish(self.learner.model, Path(command["folder"]), self.ranks)
+                publish = self._publisher.publish_adapter if "adapter" in command else self._publisher.publish
+                publish(self.learner.model, Path(command["folder"]), self.ranks)
                 return None
             case "send":
                 self._send([Endpoint(**endpoint) for endpoint in command["endpoints"]])

@@ -19,7 +19,7 @@ class DeviceTransfer:
     current weights alone: the run has to resume from a checkpoint.
     """
 
-    single = False
+    single, whole = False, True
 
     async def transfer(
         self, http: httpx.AsyncClient, endpoints: Sequence[Endpoint], weights: Path, publish: Publish | None

@@ -15,7 +15,7 @@ from components.inference.weights.base import Endpoint, Publish, post
 class FileTransfer:
     """Each server loads the folder itself, in place, without starting again."""
 
-    single = True
+    single, whole = True, True
 
     async def transfer(
         self, http: httpx.AsyncClient, endpoints: Sequence[Endpoint], weights: Path, publish: Publish | None

@@ -1,4 +1,7 @@
-"""What a name in `machine.weight_transfer` stands for: on the pool's side, and on the trainer's."""
+"""What a name in `machine.weight_transfer` stands for: on the pool's side, and on the trainer's.
+
+`adapter` is not one of them: it is what moves where `model.lora.served_as` says so.
+"""
 
 from components.registry import Registry
 
@@ -9,6 +12,7 @@ WEIGHT_TRANSFERS = Registry(
         "file": "components.inference.weights.file:FileTransfer",
         "nccl": "components.inference.weights.device:DeviceTransfer",
         "ipc": "components.inference.weights.device:DeviceTransfer",
+        "adapter": "components.inference.weights.adapter:AdapterTransfer",
     },
 )
 
