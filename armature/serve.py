@@ -57,7 +57,7 @@ def serve_model(
     adapters = None
     if max_lora_rank:
         family = family_of(str(read_config(folder).get("model_type")))
-        adapters = ServedAdapters(max_lora_rank, family.vision_adapters)
+        adapters = ServedAdapters(max_lora_rank, "vision" in family.served_adapters)
     key = os.environ.get("VLLM_API_KEY") or secrets.token_urlsafe(32)
     server = VllmServer(settings, machine, index=0, log_folder=private_folder(LOGS), api_key=key, adapters=adapters)
     with suppress(asyncio.CancelledError):

@@ -33,6 +33,7 @@ _OURS = {
     "dtype": "server.dtype",
     "tensor_parallel_size": "machine.server_gpus",
     "weight_transfer_config": "machine.weight_transfer",
+    "worker_extension_cls": "machine.weight_transfer",
 }
 
 
@@ -87,7 +88,9 @@ def server_command(
         arguments["attention-backend"] = _prefix_backend(model, machine, gpus)
     if adapters is not None:
         arguments |= adapters.arguments()
-    if machine.weight_transfer != "file":
+    if machine.weight_transfer == "delta":
+        arguments["worker-extension-cls"] = "armature_served.versions.Versions"
+    elif machine.weight_transfer != "file":
         arguments["weight-transfer-config"] = json.dumps({"backend": machine.weight_transfer})
     for key, value in machine.server_arguments.items():
         name = key.replace("-", "_")

@@ -103,7 +103,7 @@ class ServerPool:
             make_probe(sampled, forbidden_token_ids, settings.max_model_len - 1, images), settings, machine
         )
         transfer = "adapter" if adapters is not None else machine.weight_transfer
-        self.weights = ServedWeights(weights, transfer, proof, load_on_join)
+        self.weights = ServedWeights(weights, transfer, proof, load_on_join, adapters is not None)
         self._api_key = os.environ.get("VLLM_API_KEY") or secrets.token_urlsafe(32)
         self._merger = RequestMerger(self.sample)
         self.lease = secrets.token_hex(16)

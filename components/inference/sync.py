@@ -32,13 +32,15 @@ class ServedWeights:
         changing: held while a server joins or weights change, so that neither sees the other half done.
         folder, folder_version: what a server is started with. Not the current weights, once the trainer has sent
             newer ones from its GPUs, or an adapter that belongs to them.
-        adapter: the folder of the current version's adapter; None: the weights are whole.
+        latest: the folder with the current version, unless the trainer sent it. It may need `folder`, as an adapter.
     """
 
-    def __init__(self, weights: Path, transfer: str, proof: SyncProof, load_on_join: bool) -> None:
+    def __init__(
+        self, weights: Path, transfer: str, proof: SyncProof, load_on_join: bool, adapters: bool = False
+    ) -> None:
         self.folder, self.folder_version, self.version = weights.absolute(), 0, 0
-        self.adapter: Path | None = None
-        self._load_on_join = load_on_join
+        self.latest = self.folder
+        self._load_on_join, self._adapters = load_on_join, adapters
         self.changing = asyncio.Lock()
         self._transfer: WeightTransfer = WEIGHT_TRANSFERS[transfer]()
         self._shapes = _loaded_shapes(weights)
@@ -67,11 +69,11 @@ class ServedWeights:
             raise WeightSyncError(
                 f"version {version} is not newer than {self.version}", where=str(weights), remedy="count upwards"
             )
-        if not self._transfer.whole:
-            self.adapter = weights.absolute()
-        elif self._transfer.single:
-            self._check_folder(weights)
-            self.folder, self.folder_version = weights.absolute(), version
+        if self._transfer.single:
+            self.latest = weights.absolute()
+            if self._transfer.whole(weights):
+                self._check_folder(weights)
+                self.folder, self.folder_version = self.latest, version
         self.version = version
         if answer is not None:
             self.proof.expect(version, answer)
@@ -101,7 +103,7 @@ class ServedWeights:
             await self._check(http, replica)
             return True
         never_synced = self.version == 0
-        if self._transfer.single and (not never_synced or (self._load_on_join and self._transfer.whole)):
+        if self._transfer.single and (not never_synced or (self._load_on_join and self._transfer.whole(self.folder))):
             return await self._bring_up_to_date(http, replica)
         if never_synced:
             # Not ours: it should have been started with this folder; those that join after the first have to agree.
@@ -130,7 +132,7 @@ class ServedWeights:
     async def _bring_up_to_date(self, http: httpx.AsyncClient, replica: Replica) -> bool:
         """Load the current weights into one server and verify. False: it is gone, its monitor will see to it."""
         try:
-            await self._transfer.transfer(http, [replica.endpoint], self.adapter or self.folder, None)
+            await self._transfer.transfer(http, [replica.endpoint], self.latest, None)
             await self._verify(http, replica)
         except httpx.TransportError as error:
             log.warning("%s disconnected while it received weights: %r", replica.name, error)
@@ -145,7 +147,7 @@ class ServedWeights:
 
     async def _check(self, http: httpx.AsyncClient, replica: Replica, forget: bool = False) -> None:
         """See that it holds the current weights, under the name that requests are to use."""
-        replica.model = MODEL_NAME if self.adapter is None else served_name(self.adapter)
+        replica.model = served_name(self.latest) if self._adapters and self.version else MODEL_NAME
         replica.mark = await weights_mark(http, replica.endpoint)
         if forget:
             await reset_caches(http, replica.endpoint)

@@ -24,7 +24,7 @@ from components.evaluation.settings import PanelSettings
 from components.inference.adapters import ServedAdapters
 from components.inference.checkpoint import vocabulary
 from components.inference.pool import ServerPool
-from components.models.families import family_of
+from components.models.families import COMPONENTS, family_of
 from components.models.load import load_config, load_processor
 from components.models.settings import ModelSettings
 from components.models.source import locate
@@ -99,15 +99,15 @@ def served_adapters(model: ModelSettings, weights: Path) -> ServedAdapters | Non
     lora = model.lora
     if lora is None or lora.served_as == "merged":
         return None
-    vision = lora.scope == "all" and not {"vision", "projector"} <= set(model.freeze)
+    adapted = set(COMPONENTS if lora.scope == "all" else ("language",)) - set(model.freeze)
     family = family_of(load_config(weights, model))
-    if vision and not family.vision_adapters:
+    if missing := sorted(adapted - set(family.served_adapters)):
         raise ConfigurationError(
-            f"vLLM serves no adapters of the vision tower of {family.name}",
-            where='model.lora.served_as = "adapter", scope = "all"',
-            remedy='set scope = "language", or served_as = "merged"',
+            f"vLLM serves no adapters of {', '.join(missing)} of {family.name}",
+            where=f'model.lora.served_as = "adapter", scope = "{lora.scope}"',
+            remedy='set served_as = "merged"' + ', or scope = "language"' * ("language" not in missing),
         )
-    return ServedAdapters(lora.rank, vision)
+    return ServedAdapters(lora.rank, vision=adapted != {"language"})
 
 
 def _environment(settings: EnvironmentSettings, context: StageContext) -> Environment:

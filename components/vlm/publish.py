@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -20,11 +19,10 @@ from components.artifacts.tensors import saving
 from components.contracts.errors import ConfigurationError
 from components.models.load import save_checkpoint
 from components.models.lora import adapter_weights, base_model, layer_of, merged_weights, write_adapter
-from components.models.molmo2 import has_second_layout
+from components.models.molmo2 import has_second_layout, to_hub
 from components.models.source import ADAPTER
 from components.training.ranks import Ranks, whole
-
-KEEP_VERSIONS = 2
+from components.vlm.versions import DeltaSeries, remove_old_versions
 
 
 class Publisher:
@@ -41,6 +39,7 @@ class Publisher:
             for name, value in base_model(cast(Any, model)).state_dict().items()
         }
         self._processor, self._processor_folder = processor, processor_folder
+        self._series = DeltaSeries()
 
     @property
     def float32(self) -> bool:
@@ -52,6 +51,11 @@ class Publisher:
 
         A folder whose name is a number is one version of a series: of its siblings the newest two stay.
         """
+        self._write(model, folder, ranks)
+        if ranks.first and folder.name.isdecimal():
+            remove_old_versions(folder.parent)
+
+    def _write(self, model: nn.Module, folder: Path, ranks: Ranks) -> None:
         weights, one_of_many = self._weights(cast(Any, model), whole), folder.name.isdecimal()
         adapter = None
         if isinstance(model, PeftModel) and not one_of_many:
@@ -61,8 +65,12 @@ class Publisher:
                 self._processor.save_pretrained(self._processor_folder)
             beside = cast(Any, _FilesBeside(self._processor_folder, adapter))
             save_checkpoint(base_model(cast(Any, model)), beside, folder, weights)
-            if one_of_many:
-                _remove_old_versions(folder.parent)
+
+    def publish_delta(self, model: nn.Module, folder: Path, ranks: Ranks) -> None:
+        """Write one version of a series as what changed since the last, or as `publish` does; see `DeltaSeries`."""
+        if not self._series.add(folder, self._whole_tensors(cast(Any, model)), ranks):
+            self._write(model, folder, ranks)
+            self._series.begin(folder, ranks)
 
     def publish_adapter(self, model: nn.Module, folder: Path, ranks: Ranks) -> None:
         """Write the adapters of one version of a series, as `publish` writes the weights.
@@ -79,7 +87,7 @@ class Publisher:
             typed = {name: value.to(self._dtypes[layer_of(name)]) for name, value in weights.items()}
             with saving(folder), replaced_folder(folder) as new:
                 write_adapter(new, model, typed)
-            _remove_old_versions(folder.parent)
+            remove_old_versions(folder.parent)
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """What `publish` writes, on the model's device; sharded weights as DTensors.
@@ -94,6 +102,15 @@ class Publisher:
             return weights
         return revert_weight_conversion(base, {n: w for n, w in weights.items() if n not in tied})
 
+    def _whole_tensors(self, model: Any) -> Iterator[tuple[str, Tensor]]:
+        """Under the names in the files, unsharded: every rank takes all of them."""
+        config = base_model(model).config
+        if has_second_layout(config):
+            yield from to_hub(self._weights(model, whole), config).items()
+            return
+        for name, tensor in self.tensors(model).items():
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
     @torch.no_grad()
     def _weights(self, model: Any, take: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """By name in the model, each as `take` gives it; parameters that share memory still do."""
@@ -105,12 +122,6 @@ class Publisher:
                 copies[key] = take(value).to(self._dtypes[name])
             weights[name] = copies[key]
         return weights
-
-
-def _remove_old_versions(series: Path) -> None:
-    versions = sorted((path for path in series.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
-    for old in versions[:-KEEP_VERSIONS]:
-        shutil.rmtree(old)
 
 
 class _FilesBeside:

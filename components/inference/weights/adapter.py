@@ -24,7 +24,10 @@ _REMEDY = (
 class AdapterTransfer:
     """Each server loads the adapter that PEFT wrote into the folder, and forgets those before it."""
 
-    single, whole = True, False
+    single = True
+
+    def whole(self, folder: Path) -> bool:
+        return False
 
     async def transfer(
         self, http: httpx.AsyncClient, endpoints: Sequence[Endpoint], weights: Path, publish: Publish | None

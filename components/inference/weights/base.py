@@ -24,8 +24,9 @@ class WeightTransfer(Protocol):
 
     single: bool
     """Whether one server can be brought up to date alone, at any time, from a folder."""
-    whole: bool
-    """Whether a folder is a checkpoint that a server can be started with."""
+
+    def whole(self, folder: Path) -> bool:
+        """Whether the weights in this folder are a checkpoint that a server can be started with."""
 
     async def transfer(
         self, http: httpx.AsyncClient, endpoints: Sequence[Endpoint], weights: Path, publish: Publish | None

@@ -19,7 +19,10 @@ class DeviceTransfer:
     current weights alone: the run has to resume from a checkpoint.
     """
 
-    single, whole = False, True
+    single = False
+
+    def whole(self, folder: Path) -> bool:
+        return True
 
     async def transfer(
         self, http: httpx.AsyncClient, endpoints: Sequence[Endpoint], weights: Path, publish: Publish | None

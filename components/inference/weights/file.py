@@ -15,7 +15,10 @@ from components.inference.weights.base import Endpoint, Publish, post
 class FileTransfer:
     """Each server loads the folder itself, in place, without starting again."""
 
-    single, whole = True, True
+    single = True
+
+    def whole(self, folder: Path) -> bool:
+        return True
 
     async def transfer(
         self, http: httpx.AsyncClient, endpoints: Sequence[Endpoint], weights: Path, publish: Publish | None

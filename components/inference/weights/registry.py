@@ -10,6 +10,7 @@ WEIGHT_TRANSFERS = Registry(
     "armature.weight_transfers",
     {
         "file": "components.inference.weights.file:FileTransfer",
+        "delta": "components.inference.weights.delta:DeltaTransfer",
         "nccl": "components.inference.weights.device:DeviceTransfer",
         "ipc": "components.inference.weights.device:DeviceTransfer",
         "adapter": "components.inference.weights.adapter:AdapterTransfer",
