@@ -15,9 +15,11 @@ from pathlib import Path
 from armature.services import STATE
 from components.contracts.errors import ServerError
 from components.contracts.machine import Machine
-from components.inference.checkpoint import longest_sequence
+from components.inference.adapters import ServedAdapters
+from components.inference.checkpoint import longest_sequence, read_config
 from components.inference.server import VllmServer
 from components.inference.settings import ServerSettings
+from components.models.families import family_of
 from components.models.source import locate
 from components.private_files import private_folder
 
@@ -32,6 +34,7 @@ def serve_model(
     machine: Machine,
     say: Callable[[str], None] = print,
     shorter: bool = False,
+    max_lora_rank: int = 0,
 ) -> None:
     """Serve a checkpoint folder, an artifact or a hub name until it is interrupted.
 
@@ -40,9 +43,10 @@ def serve_model(
     Args:
         say: is told how to join, when the server answers.
         shorter: `settings.max_model_len` is lowered to what the model has positions for.
+        max_lora_rank: of the adapters of trainings that send these alone; 0: none.
 
     Raises:
-        ConfigurationError: a hub name without a revision, or an option that cannot be.
+        ConfigurationError: a hub name without a revision, a family that is unknown, or an option that cannot be.
         DataError: there is no such checkpoint.
         ServerError: it does not start, or ends.
     """
@@ -50,8 +54,12 @@ def serve_model(
     if shorter:
         longest = min(settings.max_model_len, longest_sequence(folder))
         settings = settings.model_copy(update={"max_model_len": longest})
+    adapters = None
+    if max_lora_rank:
+        family = family_of(str(read_config(folder).get("model_type")))
+        adapters = ServedAdapters(max_lora_rank, "vision" in family.served_adapters)
     key = os.environ.get("VLLM_API_KEY") or secrets.token_urlsafe(32)
-    server = VllmServer(settings, machine, index=0, log_folder=private_folder(LOGS), api_key=key)
+    server = VllmServer(settings, machine, index=0, log_folder=private_folder(LOGS), api_key=key, adapters=adapters)
     with suppress(asyncio.CancelledError):
         asyncio.run(_serve(server, folder, say))
 

@@ -57,6 +57,9 @@ def serve(
     ] = None,
     max_images: Annotated[int, typer.Option(help="Images in one prompt.")] = 4,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16. Default: float32 on the CPU.")] = "",
+    max_lora_rank: Annotated[
+        int, typer.Option(min=0, help="Largest rank of adapters, for runs with model.lora.served_as = 'adapter'.")
+    ] = 0,
     machine: MachineOverrides = None,
 ) -> None:
     """Start a model server that runs join.
@@ -77,7 +80,7 @@ def serve(
     given = [f"server_gpus={json.dumps([devices] if devices else [])}", f"server_arguments.port={port}"]
     settings = section_of(ServerSettings, values, "armature serve")
     facts = section_of(Machine, {}, "--machine", [*given, *(machine or [])])
-    serve_model(model, revision, settings, facts, shorter=max_model_len is None)
+    serve_model(model, revision, settings, facts, shorter=max_model_len is None, max_lora_rank=max_lora_rank)
 
 
 @app.command(

@@ -46,8 +46,10 @@ class Machine(Settings):
         description="File with such URLs, one in a line, which is read again and again: servers added to it join the "
         "run, servers taken out of it leave it once they have answered what they were asked.",
     )
-    weight_transfer: Literal["file", "nccl", "ipc"] = Field(
-        "file", description="How new weights reach the servers; nccl and ipc need GPUs."
+    weight_transfer: Literal["file", "delta", "nccl", "ipc"] = Field(
+        "file",
+        description="How new weights reach the servers: as a checkpoint's folder (file), as what changed since the "
+        "last one, which servers keep in main memory (delta), or between GPUs (nccl, ipc).",
     )
     server_python: Path | None = Field(
         None,
@@ -143,10 +145,10 @@ class Machine(Settings):
     def _consistent(self) -> Self:
         if self.endpoints_file and self.endpoints:
             raise ValueError("endpoints and endpoints_file both say which servers to join: leave one out")
-        if self.endpoints_file and self.weight_transfer != "file":
+        if self.endpoints_file and not self.sends_folders:
             raise ValueError(
-                f'endpoints_file needs weight_transfer = "file": {self.weight_transfer} is set up for the servers that '
-                "are there at the start"
+                f'endpoints_file needs weight_transfer = "file" or "delta": {self.weight_transfer} is set up for the '
+                "servers that are there at the start"
             )
         if self.trainer_nodes > 1 and self.trainer_interface is None:
             raise ValueError(
@@ -174,6 +176,11 @@ class Machine(Settings):
     def trainer_variables(self) -> dict[str, str]:
         """`trainer_environment` with its secrets. Raises ConfigurationError if one is not set."""
         return resolve(self.trainer_environment, "machine.trainer_environment")
+
+    @property
+    def sends_folders(self) -> bool:
+        """Whether new weights reach the servers through a disk, each server for itself."""
+        return self.weight_transfer in ("file", "delta")
 
     @property
     def joins_servers(self) -> bool:

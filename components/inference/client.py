@@ -149,6 +149,8 @@ async def ask(
     except BadReply as error:
         raise TransientError("broken_answer", f"{url}: {error.what}") from error
     status, text = reply.status, _error_text(reply)
+    if status == 404 and body["model"] != MODEL_NAME:
+        raise TransientError(OTHER_WEIGHTS, f"{url}: it has no {body['model']} any more: {text}")
     if status in (401, 403, 404):
         raise ServerError(
             f"the server answers {status}: {text}",

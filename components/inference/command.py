@@ -8,6 +8,7 @@ from pathlib import Path
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine, Scalar
 from components.cpus import available_cpus
+from components.inference.adapters import ServedAdapters
 from components.inference.checkpoint import attends_both_ways, read_config
 from components.inference.client import MODEL_NAME
 from components.inference.settings import ServerSettings
@@ -32,18 +33,25 @@ _OURS = {
     "dtype": "server.dtype",
     "tensor_parallel_size": "machine.server_gpus",
     "weight_transfer_config": "machine.weight_transfer",
+    "worker_extension_cls": "machine.weight_transfer",
 }
 
 
 def server_command(
-    model: Path, settings: ServerSettings, machine: Machine, *, port: int, gpus: tuple[int, ...]
+    model: Path,
+    settings: ServerSettings,
+    machine: Machine,
+    *,
+    port: int,
+    gpus: tuple[int, ...],
+    adapters: ServedAdapters | None = None,
 ) -> list[str]:
-    """The command that serves `model` on 127.0.0.1:`port`.
+    """The command that serves `model` on 127.0.0.1:`port`, with room for `adapters`.
 
     Raises:
         DataError: `model` is not a checkpoint.
         ConfigurationError: `machine.server_arguments` names something that is set elsewhere, or vLLM would attend
-            to images otherwise than the checkpoint.
+            to images otherwise than the checkpoint, or takes no such adapters.
     """
     arguments: dict[str, Scalar] = {
         "model": str(model),
@@ -78,7 +86,11 @@ def server_command(
         }
     if settings.max_images_per_prompt and attends_both_ways(read_config(model)):
         arguments["attention-backend"] = _prefix_backend(model, machine, gpus)
-    if machine.weight_transfer != "file":
+    if adapters is not None:
+        arguments |= adapters.arguments()
+    if machine.weight_transfer == "delta":
+        arguments["worker-extension-cls"] = "armature_served.versions.Versions"
+    elif machine.weight_transfer != "file":
         arguments["weight-transfer-config"] = json.dumps({"backend": machine.weight_transfer})
     for key, value in machine.server_arguments.items():
         name = key.replace("-", "_")
@@ -125,7 +137,12 @@ _OUR_VARIABLES = {
 
 
 def server_environment(
-    machine: Machine, *, api_key: str, gpus: tuple[int, ...], deterministic: bool = False
+    machine: Machine,
+    *,
+    api_key: str,
+    gpus: tuple[int, ...],
+    deterministic: bool = False,
+    adapters: ServedAdapters | None = None,
 ) -> dict[str, str | None]:
     """The variables to add to ours; None takes one away. The key travels here, not where `ps` shows it.
 
@@ -167,6 +184,8 @@ def server_environment(
         }
         if deterministic:
             environment["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
+    if adapters is not None:
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # the routes that load adapters
     if machine.weight_transfer == "ipc":
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the handles travel as pickles
     return environment | machine.server_variables()

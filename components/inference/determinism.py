@@ -15,9 +15,7 @@ import httpx
 
 from components.contracts.errors import ServerError
 from components.contracts.machine import Machine
-from components.inference.client import MODEL_NAME
 from components.inference.command import is_deterministic
-from components.inference.endpoint import Endpoint
 from components.inference.replica import Replica
 from components.inference.settings import ServerSettings
 from components.inference.weights.base import post
@@ -75,8 +73,8 @@ class Repeatability:
             self.promised = False
 
     async def _compare(self, http: httpx.AsyncClient, replica: Replica) -> None:
-        (alone,) = await _answers(http, replica.endpoint, self._prompts[:1], self._tokens)
-        among = (await _answers(http, replica.endpoint, self._prompts, self._tokens))[0]
+        (alone,) = await _answers(http, replica, self._prompts[:1], self._tokens)
+        among = (await _answers(http, replica, self._prompts, self._tokens))[0]
         if among != alone:
             raise _refusal(f"{alone} alone and {among} among others", replica.name)
         if self._first is None or self._first[0] != replica.version:
@@ -95,11 +93,11 @@ def _refusal(answers: str, name: str) -> ServerError:
 
 
 async def _answers(
-    http: httpx.AsyncClient, endpoint: Endpoint, prompts: list[list[int]], allowed: list[int]
+    http: httpx.AsyncClient, replica: Replica, prompts: list[list[int]], allowed: list[int]
 ) -> list[Answer]:
     """The log-probs of what is sampled after each prompt."""
     body = {
-        "model": MODEL_NAME,
+        "model": replica.model,
         "prompt": prompts,
         "max_tokens": _SAMPLED,
         "temperature": 1.0,
@@ -109,11 +107,11 @@ async def _answers(
         "allowed_token_ids": allowed,
     }
     try:
-        choices = (await post(http, endpoint, "/v1/completions", body)).document["choices"]
+        choices = (await post(http, replica.endpoint, "/v1/completions", body)).document["choices"]
         in_order = sorted(choices, key=lambda choice: int(choice["index"]))
         answers = [tuple(map(float, choice["logprobs"]["token_logprobs"])) for choice in in_order]
     except (KeyError, TypeError, ValueError) as error:
-        raise ServerError(f"no log-probs in its answer: {error!r}", where=endpoint.url) from error
+        raise ServerError(f"no log-probs in its answer: {error!r}", where=replica.url) from error
     if len(answers) != len(prompts):
-        raise ServerError(f"{len(answers)} answers to {len(prompts)} prompts", where=endpoint.url)
+        raise ServerError(f"{len(answers)} answers to {len(prompts)} prompts", where=replica.url)
     return answers

@@ -78,7 +78,7 @@ def keep_servers() -> Iterator[None]:
 
 def kept_servers(machine: Machine) -> KeptServers | None:
     """Where a pool finds and leaves its servers; None: they begin and end with it."""
-    lasting = not machine.server_gpus and not machine.joins_servers and machine.weight_transfer == "file"
+    lasting = not machine.server_gpus and not machine.joins_servers and machine.sends_folders
     return _current.get() if lasting else None
 
 

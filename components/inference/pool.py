@@ -17,6 +17,7 @@ from weakref import WeakSet
 import httpx
 
 from components.contracts.machine import Machine
+from components.inference.adapters import ServedAdapters
 from components.inference.answers import AnswerLimits, read_completions
 from components.inference.checkpoint import placeholder_token_ids, sampled_token_ids, vocabulary
 from components.inference.client import (
@@ -68,6 +69,12 @@ class ServerPool:
             trainer has to take the same ids out of its softmax: the log-probs are of the rest.
         load_on_join: give joined endpoints `weights` at once. False: take their weights as they are until the
             first sync; the caller compares log-probs.
+        adapters: what `sync` brings is these, beside `weights`, which the servers keep. A server that is joined has to
+            have been started with `weights`.
+
+    Raises:
+        ConfigurationError: the servers cannot be had as `settings` and `machine` say.
+        DataError: `weights` is not a checkpoint.
     """
 
     def __init__(
@@ -79,8 +86,11 @@ class ServerPool:
         *,
         forbidden_token_ids: Sequence[int] | None = None,
         load_on_join: bool = True,
+        adapters: ServedAdapters | None = None,
     ) -> None:
-        self.settings, self.machine, self.log_folder = settings, machine, log_folder
+        self.settings, self.machine, self.log_folder, self.adapters = settings, machine, log_folder, adapters
+        if adapters is not None:
+            adapters.check(machine)
         if forbidden_token_ids is None:
             forbidden_token_ids = placeholder_token_ids(weights)
         self.forbidden_token_ids = sampled_token_ids(weights, forbidden_token_ids)
@@ -92,13 +102,14 @@ class ServerPool:
         proof = SyncProof(
             make_probe(sampled, forbidden_token_ids, settings.max_model_len - 1, images), settings, machine
         )
-        self.weights = ServedWeights(weights, machine.weight_transfer, proof, load_on_join)
+        transfer = "adapter" if adapters is not None else machine.weight_transfer
+        self.weights = ServedWeights(weights, transfer, proof, load_on_join, adapters is not None)
         self._api_key = os.environ.get("VLLM_API_KEY") or secrets.token_urlsafe(32)
         self._merger = RequestMerger(self.sample)
         self.lease = secrets.token_hex(16)
         self.replicas = self._make_replicas()
         self._router = Router(self.replicas, machine.max_concurrent, self.statistics, log_folder)
-        self._kept = kept_servers(machine)
+        self._kept = kept_servers(machine) if adapters is None else None  # theirs keep the weights they began with
         self._first_weights = weights
 
     def _make_replicas(self) -> list[Replica]:
@@ -107,7 +118,14 @@ class ServerPool:
         if self.machine.endpoints:
             return [Replica(url, self._api_key, url=url.rstrip("/")) for url in self.machine.endpoints]
         servers = [
-            VllmServer(self.settings, self.machine, index=index, log_folder=self.log_folder, api_key=self._api_key)
+            VllmServer(
+                self.settings,
+                self.machine,
+                index=index,
+                log_folder=self.log_folder,
+                api_key=self._api_key,
+                adapters=self.adapters,
+            )
             for index in range(self.machine.servers)
         ]
         return [Replica(server.name, self._api_key, server=server) for server in servers]
@@ -204,6 +222,7 @@ class ServerPool:
         began, version, mark = time.monotonic(), replica.version, replica.mark
         try:
             limit = self._bounds.answer_bytes(n, max_tokens)
+            body = body | {"model": replica.model}
             answer = await ask(self._session, replica.endpoint, body, self.machine.generation_timeout, limit)
             await self.weights.prove(self.http, replica, mark, answer.weights)
         except TransientError as error:

@@ -63,14 +63,14 @@ def make_probe(vocabulary: int, forbidden: Sequence[int], max_tokens: int, image
     return Probe(tuple(tokens), image)
 
 
-async def ask_probe(http: httpx.AsyncClient, endpoint: Endpoint, probe: Probe) -> LogProbs:
-    """What a server answers.
+async def ask_probe(http: httpx.AsyncClient, endpoint: Endpoint, probe: Probe, model: str = MODEL_NAME) -> LogProbs:
+    """What a server answers, with the weights that it calls `model`.
 
     Raises:
         WeightSyncError: it refuses, or answers with anything else.
         httpx.TransportError: it is gone.
     """
-    common = {"model": MODEL_NAME, "max_tokens": 1, "temperature": 0.0, "seed": 0}
+    common = {"model": model, "max_tokens": 1, "temperature": 0.0, "seed": 0}
     text = common | {"prompt": probe.tokens, "prompt_logprobs": 0}
     try:
         entries = (await post(http, endpoint, "/v1/completions", text)).document["choices"][0]["prompt_logprobs"][1:]

@@ -41,7 +41,7 @@ class SyncProof:
             WeightSyncError: the server does not answer as expected.
             httpx.TransportError: it is gone.
         """
-        values = await ask_probe(http, replica.endpoint, self.probe)
+        values = await ask_probe(http, replica.endpoint, self.probe, replica.model)
         if self._expected is None or self._expected[0] != version:
             self.expect(version, ProbeAnswer(values, self._dtype), FIRST)
         assert self._expected is not None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import httpx
 
 from components.contracts.errors import ArmatureError, WeightSyncError
+from components.inference.client import MODEL_NAME
 from components.inference.endpoint import Endpoint
 from components.inference.server import VllmServer
 from components.inference.weights.base import post
@@ -28,6 +29,8 @@ class Replica:
     """Whether requests may be sent to it."""
     version: int = UNKNOWN
     """Of the weights that it holds."""
+    model: str = MODEL_NAME
+    """What it calls the weights of its version."""
     mark: str = ""
     """What its answers bear while it holds them; "": it has no plug-in of ours that could say so."""
     lease: str = ""

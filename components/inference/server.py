@@ -14,6 +14,7 @@ import psutil
 
 from components.contracts.errors import ServerError
 from components.contracts.machine import Machine
+from components.inference.adapters import ServedAdapters
 from components.inference.client import MODEL_NAME
 from components.inference.command import is_deterministic, server_command, server_environment
 from components.inference.endpoint import Endpoint
@@ -35,12 +36,20 @@ class VllmServer:
         index: its place among the local servers; chooses GPUs, port and the name of the log files.
         log_folder: gets `vllm-<index>-<attempt>.log`.
         api_key: without it the server answers nothing but liveness.
+        adapters: that it has room for.
     """
 
     def __init__(
-        self, settings: ServerSettings, machine: Machine, *, index: int, log_folder: Path, api_key: str
+        self,
+        settings: ServerSettings,
+        machine: Machine,
+        *,
+        index: int,
+        log_folder: Path,
+        api_key: str,
+        adapters: ServedAdapters | None = None,
     ) -> None:
-        self.settings, self.machine, self.index = settings, machine, index
+        self.settings, self.machine, self.index, self.adapters = settings, machine, index, adapters
         self.log_folder, self.api_key = log_folder, api_key
         self.gpus = machine.server_gpus[index] if index < len(machine.server_gpus) else ()
         self.url = ""
@@ -82,13 +91,14 @@ class VllmServer:
         self.url = f"http://127.0.0.1:{port}"
         attempt = len(list(self.log_folder.glob(f"{self.name}-*.log")))
         self._program = Program(
-            server_command(model, self.settings, self.machine, port=port, gpus=self.gpus),
+            server_command(model, self.settings, self.machine, port=port, gpus=self.gpus, adapters=self.adapters),
             log=self.log_folder / f"{self.name}-{attempt}.log",
             env=server_environment(
                 self.machine,
                 api_key=self.api_key,
                 gpus=self.gpus,
                 deterministic=is_deterministic(self.settings, self.machine),
+                adapters=self.adapters,
             ),
         )
         try:
@@ -224,6 +234,10 @@ _HINTS: tuple[tuple[str, str], ...] = (
     (
         r"attention on CPU is causal inside images",
         'train and serve the checkpoint causal (model.image_attention = "causal"), or serve it on a GPU',
+    ),
+    (
+        r"does not support LoRA",
+        'this vLLM serves no adapters of this family: set model.lora.served_as = "merged"',
     ),
     (
         r"No module named '?vllm",

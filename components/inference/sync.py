@@ -11,8 +11,9 @@ import httpx
 
 from components.artifacts.tensors import read_tensors
 from components.contracts.errors import ArmatureError, ServerError, WeightSyncError
+from components.inference.adapters import served_name
 from components.inference.checkpoint import read_config
-from components.inference.client import OTHER_WEIGHTS, TransientError
+from components.inference.client import MODEL_NAME, OTHER_WEIGHTS, TransientError
 from components.inference.lease import weights_mark
 from components.inference.probe import Probe, ProbeAnswer
 from components.inference.proof import SyncProof
@@ -30,12 +31,16 @@ class ServedWeights:
     Attributes:
         changing: held while a server joins or weights change, so that neither sees the other half done.
         folder, folder_version: what a server is started with. Not the current weights, once the trainer has sent
-            newer ones from its GPUs.
+            newer ones from its GPUs, or an adapter that belongs to them.
+        latest: the folder with the current version, unless the trainer sent it. It may need `folder`, as an adapter.
     """
 
-    def __init__(self, weights: Path, transfer: str, proof: SyncProof, load_on_join: bool) -> None:
+    def __init__(
+        self, weights: Path, transfer: str, proof: SyncProof, load_on_join: bool, adapters: bool = False
+    ) -> None:
         self.folder, self.folder_version, self.version = weights.absolute(), 0, 0
-        self._load_on_join = load_on_join
+        self.latest = self.folder
+        self._load_on_join, self._adapters = load_on_join, adapters
         self.changing = asyncio.Lock()
         self._transfer: WeightTransfer = WEIGHT_TRANSFERS[transfer]()
         self._shapes = _loaded_shapes(weights)
@@ -65,8 +70,10 @@ class ServedWeights:
                 f"version {version} is not newer than {self.version}", where=str(weights), remedy="count upwards"
             )
         if self._transfer.single:
-            self._check_folder(weights)
-            self.folder, self.folder_version = weights.absolute(), version
+            self.latest = weights.absolute()
+            if self._transfer.whole(weights):
+                self._check_folder(weights)
+                self.folder, self.folder_version = self.latest, version
         self.version = version
         if answer is not None:
             self.proof.expect(version, answer)
@@ -93,16 +100,14 @@ class ServedWeights:
             httpx.TransportError: it is gone.
         """
         if replica.version == self.version:
-            replica.mark = await weights_mark(http, replica.endpoint)
-            await self.proof.check(http, replica, self.version)
+            await self._check(http, replica)
             return True
         never_synced = self.version == 0
-        if self._transfer.single and (self._load_on_join or not never_synced):
+        if self._transfer.single and (not never_synced or (self._load_on_join and self._transfer.whole(self.folder))):
             return await self._bring_up_to_date(http, replica)
         if never_synced:
-            replica.mark = await weights_mark(http, replica.endpoint)
             # Not ours: it should have been started with this folder; those that join after the first have to agree.
-            await self.proof.check(http, replica, self.version)
+            await self._check(http, replica)
             replica.version = self.version
             return True
         raise WeightSyncError(
@@ -127,7 +132,7 @@ class ServedWeights:
     async def _bring_up_to_date(self, http: httpx.AsyncClient, replica: Replica) -> bool:
         """Load the current weights into one server and verify. False: it is gone, its monitor will see to it."""
         try:
-            await self._transfer.transfer(http, [replica.endpoint], self.folder, None)
+            await self._transfer.transfer(http, [replica.endpoint], self.latest, None)
             await self._verify(http, replica)
         except httpx.TransportError as error:
             log.warning("%s disconnected while it received weights: %r", replica.name, error)
@@ -137,10 +142,16 @@ class ServedWeights:
         return True
 
     async def _verify(self, http: httpx.AsyncClient, replica: Replica) -> None:
-        replica.mark = await weights_mark(http, replica.endpoint)
-        await reset_caches(http, replica.endpoint)
-        await self.proof.check(http, replica, self.version)
+        await self._check(http, replica, forget=True)
         replica.version = self.version
+
+    async def _check(self, http: httpx.AsyncClient, replica: Replica, forget: bool = False) -> None:
+        """See that it holds the current weights, under the name that requests are to use."""
+        replica.model = served_name(self.latest) if self._adapters and self.version else MODEL_NAME
+        replica.mark = await weights_mark(http, replica.endpoint)
+        if forget:
+            await reset_caches(http, replica.endpoint)
+        await self.proof.check(http, replica, self.version)
 
     async def prove(self, http: httpx.AsyncClient, replica: Replica, mark: str, answered: str) -> None:
         """See that an answer is of the weights that we gave the server.

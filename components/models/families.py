@@ -22,7 +22,8 @@ class Family:
     configuration's attribute with the id of the token that one image feature replaces. `image_tokens` are all
     tokens that stand for images or videos and must never be sampled. `wrap_classes` are the block classes that
     FSDP shards and gradient checkpointing recomputes one by one. `image_attention` is True where the tokens of an
-    image attend in both directions unless the configuration's `is_mm_prefix_lm` is False.
+    image attend in both directions unless the configuration's `is_mm_prefix_lm` is False. `served_adapters` are
+    the components whose adapters vLLM (0.32) applies as they are trained.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Family:
     wrap_classes: tuple[str, ...]
     vision_model_type: str | None = None
     image_attention: bool = False
+    served_adapters: tuple[Component, ...] = ("language",)
 
     def component_of(self, parameter: str) -> Component:
         """The component that the parameter or module called `parameter` belongs to.
@@ -70,6 +72,7 @@ def _qwen(name: str, model_type: str, projector: tuple[str, ...], wrap_classes: 
         placeholder="image_token_id",
         image_tokens=QWEN_IMAGE_TOKENS,
         wrap_classes=wrap_classes,
+        served_adapters=COMPONENTS,
     )
 
 
@@ -82,6 +85,7 @@ def _tower(
     vision_model_type: str | None = None,
     newline: tuple[str, ...] = (),
     image_attention: bool = False,
+    served_adapters: tuple[Component, ...] = ("language",),
 ) -> Family:
     return Family(
         name=name,
@@ -94,6 +98,7 @@ def _tower(
         wrap_classes=wrap_classes,
         vision_model_type=vision_model_type,
         image_attention=image_attention,
+        served_adapters=served_adapters,
     )
 
 
@@ -158,6 +163,7 @@ _FAMILIES = (
         ("Molmo2DecoderLayer", "Molmo2VisionEncoderLayer"),
         placeholder="image_patch_id",
         image_attention=True,
+        served_adapters=(),
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _FAMILIES}

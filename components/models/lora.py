@@ -85,6 +85,11 @@ def adapter_weights(model: PeftModel, take: Callable[[torch.Tensor], torch.Tenso
     return dict(get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False))
 
 
+def layer_of(adapter: str) -> str:
+    """The name of the weight, in the model without adapters, that the adapter of this name in PEFT's files adds to."""
+    return adapter.removeprefix("base_model.model.").partition(".lora_")[0] + ".weight"
+
+
 def write_adapter(folder: Path, model: PeftModel, weights: Mapping[str, torch.Tensor]) -> None:
     """Write `adapter_config.json` and `adapter_model.safetensors` as PEFT reads them; equal adapters, equal bytes.
 
@@ -92,7 +97,7 @@ def write_adapter(folder: Path, model: PeftModel, weights: Mapping[str, torch.Te
     """
     (config,) = model.peft_config.values()
     facts = config.to_dict() | {"base_model_name_or_path": None, "inference_mode": True}
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / CONFIG_NAME).write_text(json.dumps(facts, indent=2, sort_keys=True, default=sorted) + "\n")
     tensors = {name: value.contiguous().cpu() for name, value in sorted(weights.items())}
     save_file(tensors, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})

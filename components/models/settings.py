@@ -110,6 +110,12 @@ class LoraSettings(Settings):
     scope: Literal["language", "all"] = Field(
         "language", description="Where targets are looked for: in the language model, or in all of the model."
     )
+    served_as: Literal["merged", "adapter"] = Field(
+        "merged",
+        exclude_if="merged".__eq__,  # what was made before there was this setting keeps its fingerprint
+        description="What servers get at a sync: the whole weights with the adapters merged in, or, beside the weights "
+        "that they started with, the adapters alone. These are megabytes, and cost time in sampling.",
+    )
 
 
 class ModelSettings(Settings):

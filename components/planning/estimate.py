@@ -73,7 +73,7 @@ def estimated(
     mfu = said.packed_mfu if fast_trainer else said.trainer_mfu
     shared = 2 * weights / said.shared_bandwidth
     network = 2 * weights / (gpu.network * said.network_share)
-    by_file = transfer == "file"
+    by_file = transfer in ("file", "delta")  # a delta takes less, which nobody measured on large models
     costs = Costs(
         servers=ServerCosts(
             pass_seconds=said.pass_seconds + sizes.estimate.server_weights / read,

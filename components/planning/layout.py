@@ -99,7 +99,7 @@ class Planner:
             gpus_per_server=layout.gpus_per_server,
             train_tasks=settings.environment.train_tasks or 4096,
             steps=self._steps,
-            resumes_alone=self.machine.weight_transfer == "file",
+            resumes_alone=self.machine.sends_folders,
         )
 
     def _episodes_at_once(self, layout: Layout) -> int:

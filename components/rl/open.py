@@ -21,9 +21,12 @@ from components.environments.make import make_environment
 from components.environments.settings import EnvironmentSettings
 from components.environments.stage import load_tasks
 from components.evaluation.settings import PanelSettings
+from components.inference.adapters import ServedAdapters
 from components.inference.checkpoint import vocabulary
 from components.inference.pool import ServerPool
-from components.models.load import load_processor
+from components.models.families import COMPONENTS, family_of
+from components.models.load import load_config, load_processor
+from components.models.settings import ModelSettings
 from components.models.source import locate
 from components.rl.evaluations import BEST
 from components.rl.panel import HeldoutPanel
@@ -67,6 +70,7 @@ def open_run(
         log_folder=context.workspace / "logs",
         forbidden_token_ids=sorted(adapter.collator.forbidden_token_ids),
         load_on_join=load_on_join,
+        adapters=served_adapters(settings.model, weights),
     )
     saved = partial(context.saved, best=context.workspace / BEST)
     with ExitStack() as opened:
@@ -85,6 +89,26 @@ def open_run(
             else None,
         )
         yield opened.enter_context(open_parts(settings.loop, context, store, parts))
+
+
+def served_adapters(model: ModelSettings, weights: Path) -> ServedAdapters | None:
+    """What servers hold beside the weights; None where they get whole weights.
+
+    Raises:
+        ConfigurationError: vLLM does not serve them.
+    """
+    lora = model.lora
+    if lora is None or lora.served_as == "merged":
+        return None
+    adapted = set(COMPONENTS if lora.scope == "all" else ("language",)) - set(model.freeze)
+    family = family_of(load_config(weights, model))
+    if missing := sorted(adapted - set(family.served_adapters)):
+        raise ConfigurationError(
+            f"vLLM serves no adapters of {', '.join(missing)} of {family.name}",
+            where=f'model.lora.served_as = "adapter", scope = "{lora.scope}"',
+            remedy='set served_as = "merged"' + ', or scope = "language"' * ("language" not in missing),
+        )
+    return ServedAdapters(lora.rank, vision=adapted != {"language"})
 
 
 def _environment(settings: EnvironmentSettings, context: StageContext) -> Environment:

@@ -44,7 +44,7 @@ from components.rollouts.sampler import SignalSampler
 from components.rollouts.schedule import tasks_of_step
 from components.rollouts.table import read_rollouts, write_rollouts
 from components.training.restarts import with_restarts
-from components.vlm.client import TrainerClient
+from components.vlm.client import Form, TrainerClient
 
 BATCH_METRICS = "metrics.json"
 EVALUATION = "evaluation"
@@ -208,8 +208,10 @@ class RLRun:
     def _give(self, version: int) -> None:
         folder = self.weights / f"{version:06d}"
         answer = self._of_trainer(version, lambda: self.trainer.probe(self.pool.weights.probe, version))
-        if self.context.machine.weight_transfer == "file":
-            self._of_trainer(version, lambda: self.trainer.publish(folder, version))
+        if self.context.machine.sends_folders:
+            delta = self.context.machine.weight_transfer == "delta"
+            form: Form = "adapter" if self.pool.adapters else "delta" if delta else "file"
+            self._of_trainer(version, lambda: self.trainer.publish_version(folder, version, form))
             self.portal.call(self.pool.sync, folder, version, None, answer)
             return
 

@@ -47,7 +47,7 @@ class ServiceSettings(BaseModel):
     workspace: Path = Field(description="Checkpoints, address and log of the service.")
     processes: TrainerProcesses
     loader_workers: NonNegativeInt
-    weight_transfer: Literal["file", "nccl", "ipc"]
+    weight_transfer: Literal["file", "delta", "nccl", "ipc"]
     sync_timeout: PositiveFloat
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,9 @@ from components.inference.probe import Probe, ProbeAnswer
 from components.models.settings import ModelSettings
 from components.training.client import ServiceClient
 from components.vlm.settings import TrainerSettings
+
+Form = Literal["file", "delta", "adapter"]
+"""What a version of the weights is for servers; see `TrainerClient.publish_version`."""
 
 
 class TrainerPolicySettings(BaseModel):
@@ -54,6 +57,19 @@ class TrainerClient(ServiceClient):
         """For each sample of the batch (L,) log-probs of its trained tokens, 0 elsewhere."""
         scores = self._ask("score", self.machine.train_timeout, batch=str(batch.resolve()))
         return [np.array(score, dtype=np.float32) for score in scores]
+
+    def publish_version(self, folder: Path, version: int, form: Form) -> None:
+        """Write the weights after step `version` to `folder`, one of a series, atomically, for servers.
+
+        Args:
+            form: as `publish` does (file), what changed since the last version where that is less (delta), or the
+                adapters alone, as PEFT loads them.
+
+        Raises:
+            ConfigurationError: the weights are of another version, or have no adapters.
+        """
+        command = {"folder": str(folder.resolve()), "version": version, "form": form}
+        self._ask("publish", self.machine.train_timeout, **command)
 
     def send(self, endpoints: Sequence[Endpoint], version: int) -> None:
         """Send the weights after step `version` from the trainer's GPUs to vLLM servers, all of them together.

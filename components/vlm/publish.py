@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,13 +14,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from components.artifacts.disk import replaced_folder
+from components.artifacts.tensors import saving
+from components.contracts.errors import ConfigurationError
 from components.models.load import save_checkpoint
-from components.models.lora import adapter_weights, base_model, merged_weights, write_adapter
-from components.models.molmo2 import has_second_layout
+from components.models.lora import adapter_weights, base_model, layer_of, merged_weights, write_adapter
+from components.models.molmo2 import has_second_layout, to_hub
 from components.models.source import ADAPTER
 from components.training.ranks import Ranks, whole
-
-KEEP_VERSIONS = 2
+from components.vlm.versions import DeltaSeries, remove_old_versions
 
 
 class Publisher:
@@ -38,6 +39,7 @@ class Publisher:
             for name, value in base_model(cast(Any, model)).state_dict().items()
         }
         self._processor, self._processor_folder = processor, processor_folder
+        self._series = DeltaSeries()
 
     @property
     def float32(self) -> bool:
@@ -49,6 +51,11 @@ class Publisher:
 
         A folder whose name is a number is one version of a series: of its siblings the newest two stay.
         """
+        self._write(model, folder, ranks)
+        if ranks.first and folder.name.isdecimal():
+            remove_old_versions(folder.parent)
+
+    def _write(self, model: nn.Module, folder: Path, ranks: Ranks) -> None:
         weights, one_of_many = self._weights(cast(Any, model), whole), folder.name.isdecimal()
         adapter = None
         if isinstance(model, PeftModel) and not one_of_many:
@@ -58,10 +65,29 @@ class Publisher:
                 self._processor.save_pretrained(self._processor_folder)
             beside = cast(Any, _FilesBeside(self._processor_folder, adapter))
             save_checkpoint(base_model(cast(Any, model)), beside, folder, weights)
-            if one_of_many:
-                versions = sorted((p for p in folder.parent.iterdir() if p.name.isdecimal()), key=lambda p: int(p.name))
-                for old in versions[:-KEEP_VERSIONS]:
-                    shutil.rmtree(old)
+
+    def publish_delta(self, model: nn.Module, folder: Path, ranks: Ranks) -> None:
+        """Write one version of a series as what changed since the last, or as `publish` does; see `DeltaSeries`."""
+        if not self._series.add(folder, self._whole_tensors(cast(Any, model)), ranks):
+            self._write(model, folder, ranks)
+            self._series.begin(folder, ranks)
+
+    def publish_adapter(self, model: nn.Module, folder: Path, ranks: Ranks) -> None:
+        """Write the adapters of one version of a series, as `publish` writes the weights.
+
+        In the data type of the layers that they belong to, in which servers hold them.
+
+        Raises:
+            ConfigurationError: there are none.
+        """
+        if not isinstance(model, PeftModel):
+            raise ConfigurationError("there are no adapters to write", where="model.lora", remedy="publish the weights")
+        weights = adapter_weights(model, whole)
+        if ranks.first:
+            typed = {name: value.to(self._dtypes[layer_of(name)]) for name, value in weights.items()}
+            with saving(folder), replaced_folder(folder) as new:
+                write_adapter(new, model, typed)
+            remove_old_versions(folder.parent)
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """What `publish` writes, on the model's device; sharded weights as DTensors.
@@ -75,6 +101,15 @@ class Publisher:
         if has_second_layout(base.config):
             return weights
         return revert_weight_conversion(base, {n: w for n, w in weights.items() if n not in tied})
+
+    def _whole_tensors(self, model: Any) -> Iterator[tuple[str, Tensor]]:
+        """Under the names in the files, unsharded: every rank takes all of them."""
+        config = base_model(model).config
+        if has_second_layout(config):
+            yield from to_hub(self._weights(model, whole), config).items()
+            return
+        for name, tensor in self.tensors(model).items():
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     @torch.no_grad()
     def _weights(self, model: Any, take: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:

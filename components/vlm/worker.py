@@ -125,7 +125,12 @@ class TokenWorker(ServiceWorker):
                 with self._load.batch():
                     return [one.tolist() for one in self.learner.score(prepared, self._load)]
             case "publish":
-                self._publisher.publish(self.learner.model, Path(command["folder"]), self.ranks)
+                publish = {
+                    "file": self._publisher.publish,
+                    "delta": self._publisher.publish_delta,
+                    "adapter": self._publisher.publish_adapter,
+                }[command.get("form", "file")]
+                publish(self.learner.model, Path(command["folder"]), self.ranks)
                 return None
             case "send":
                 self._send([Endpoint(**endpoint) for endpoint in command["endpoints"]])

@@ -60,6 +60,8 @@ class StandIn:
     """Makes another answer of an honest one to a chat request: JSON, or a whole response."""
     plain: bool = False
     """Whether it runs without our plug-in: no lease, no mark on its answers."""
+    adapters: dict[str, str] | None = field(default_factory=dict)
+    """Folders by name; None: it takes none."""
     calls: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
 
@@ -77,6 +79,8 @@ class StandIn:
         if "top_logprobs" in body:
             top = [{"logprob": self._probed() - place} for place in range(body["top_logprobs"])]
             return JSONResponse({"choices": [{"logprobs": {"content": [{"top_logprobs": top}]}}]})
+        if body["model"] not in ("policy", *(self.adapters or {})):
+            return JSONResponse({"error": {"message": f"The model `{body['model']}` does not exist."}}, 404)
         self.bodies.append(body)
         self.seen += 1
         self.at_once += 1
@@ -156,6 +160,22 @@ class StandIn:
             return JSONResponse({"results": [None]})
         return JSONResponse({})
 
+    async def adapter(self, request: Request) -> Response:
+        self.calls.append(request.url.path)
+        body = await request.json()
+        name = body["lora_name"]
+        if self.adapters is None:
+            return Response(status_code=404)
+        if request.url.path.endswith("unload_lora_adapter"):
+            del self.adapters[name]
+            self.version = self.root
+        elif name in self.adapters:
+            return JSONResponse({"error": {"message": "it has already been loaded"}}, 400)
+        else:
+            self.adapters[name] = body["lora_path"]
+            self.version = Path(body["lora_path"]).name
+        return Response("Success")
+
     async def completions(self, request: Request) -> Response:
         if self.fault == "sync no probe":
             return JSONResponse({"choices": [{}]})
@@ -177,11 +197,14 @@ class StandIn:
             return Response(status_code=401)
         if self.list_of_models:
             return Response(self.list_of_models)
-        return JSONResponse({"data": [{"id": "policy", "root": self.root}]})
+        names = ["policy", *(self.adapters or {})]
+        return JSONResponse({"data": [{"id": name, "root": self.root} for name in names]})
 
     def start_again(self) -> None:
         """As a server does that was killed and started by whoever looks after it."""
         self.version = "start"
+        if self.adapters is not None:
+            self.adapters = {}
         with mock.patch.dict(os.environ, {"VLLM_API_KEY": self.key}):
             self._asgi: Any = self._app() if self.plain else RequireKey(self._app())
 
@@ -202,6 +225,8 @@ class StandIn:
                 Route("/v1/models", self.models),
                 Route("/v1/chat/completions", self.chat, methods=post),
                 Route("/v1/completions", self.completions, methods=post),
+                Route("/v1/load_lora_adapter", self.adapter, methods=post),
+                Route("/v1/unload_lora_adapter", self.adapter, methods=post),
                 *(Route(path, self.control, methods=post) for path in controls),
             ]
         )

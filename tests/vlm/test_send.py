@@ -15,6 +15,7 @@ from components.batches.table import write_batch
 from components.contracts.errors import ConfigurationError, WeightSyncError
 from components.contracts.machine import Machine
 from components.inference.endpoint import Endpoint
+from components.inference.served.armature_served.deltas import DELTA, bring_to, words
 from components.models.molmo2 import to_hub
 from components.training.ranks import Ranks
 from components.training.service_settings import service_settings
@@ -139,3 +140,36 @@ def test_versions_are_sent_in_order_over_connections_that_last(tiny: Tiny, tmp_p
 def test_a_folder_needs_no_sender(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"'file' needs no sender"):
         send(make_worker(tiny, tmp_path / "work", way="file"), 0)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3-vl tied", {"dtype": "bfloat16"}),
+        ("qwen2-vl", {}),
+        ("gemma3 tied", {"lora": LORA}),
+        ("internvl", {"dtype": "bfloat16"}),
+        ("molmo2", {"dtype": "bfloat16"}),
+    ],
+    ids=["tied", "float32", "tied-lora", "untied", "molmo2"],
+)
+def test_a_version_of_deltas_is_bit_for_bit_what_would_be_published(
+    make_tiny: Callable[..., Tiny], tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
+    tiny = make_tiny(family.removesuffix(" tied"), tied=family.endswith("tied"))
+    worker = make_worker(tiny, tmp_path / "work", way="delta", **changes)
+    held = None
+    for number in (1, 2, 3):
+        with torch.no_grad():
+            for parameter in worker.learner.model.parameters():
+                parameter[torch.rand(parameter.shape) < 0.02] += 0.01
+        folder = tmp_path / "versions" / f"{number:06d}"
+        ask(worker, name="publish", folder=str(folder), form="delta")
+        ask(worker, name="publish", folder=str(tmp_path / "whole"))
+        assert (folder / DELTA).exists() == (number > 1)
+        held = bring_to(folder, held)
+        published = load_file(tmp_path / "whole" / "model.safetensors")
+        assert held.tensors.keys() == published.keys()
+        for name, tensor in published.items():
+            assert held.tensors[name].dtype == tensor.dtype
+            assert torch.equal(words(held.tensors[name]), words(tensor)), name

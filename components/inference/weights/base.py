@@ -23,7 +23,10 @@ class WeightTransfer(Protocol):
     """Brings new weights to servers that answer no requests meanwhile."""
 
     single: bool
-    """Whether one server can be brought up to date alone, at any time, from the folder of a checkpoint."""
+    """Whether one server can be brought up to date alone, at any time, from a folder."""
+
+    def whole(self, folder: Path) -> bool:
+        """Whether the weights in this folder are a checkpoint that a server can be started with."""
 
     async def transfer(
         self, http: httpx.AsyncClient, endpoints: Sequence[Endpoint], weights: Path, publish: Publish | None
@@ -57,7 +60,14 @@ class WeightSender(Protocol):
         """
 
 
-async def post(http: httpx.AsyncClient, endpoint: Endpoint, path: str, body: Any = None) -> Reply:
+_REMEDY = (
+    """read the server's log; a 404 means that it runs without VLLM_SERVER_DEV_MODE=1, a 423 that another run has it"""
+)
+
+
+async def post(
+    http: httpx.AsyncClient, endpoint: Endpoint, path: str, body: Any = None, remedy: str = _REMEDY
+) -> Reply:
     """POST to one of vLLM's control routes.
 
     Raises:
@@ -67,10 +77,5 @@ async def post(http: httpx.AsyncClient, endpoint: Endpoint, path: str, body: Any
     """
     reply = await exchange(http, "POST", f"{endpoint.url}{path}", endpoint.headers, body)
     if reply.status != 200:
-        raise WeightSyncError(f"{path} answered {reply.status}: {reply.text}", where=endpoint.url, remedy=_REMEDY)
+        raise WeightSyncError(f"{path} answered {reply.status}: {reply.text}", where=endpoint.url, remedy=remedy)
     return reply
-
-
-_REMEDY = (
-    """read the server's log; a 404 means that it runs without VLLM_SERVER_DEV_MODE=1, a 423 that another run has it"""
-)

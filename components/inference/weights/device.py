@@ -21,6 +21,9 @@ class DeviceTransfer:
 
     single = False
 
+    def whole(self, folder: Path) -> bool:
+        return True
+
     async def transfer(
         self, http: httpx.AsyncClient, endpoints: Sequence[Endpoint], weights: Path, publish: Publish | None
     ) -> None:

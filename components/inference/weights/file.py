@@ -17,6 +17,9 @@ class FileTransfer:
 
     single = True
 
+    def whole(self, folder: Path) -> bool:
+        return True
+
     async def transfer(
         self, http: httpx.AsyncClient, endpoints: Sequence[Endpoint], weights: Path, publish: Publish | None
     ) -> None:

@@ -1,0 +1,50 @@
+"""What a run's servers are to hold beside its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from components.contracts.errors import ConfigurationError
+from components.inference.adapters import ServedAdapters
+from components.models.settings import LoraSettings, ModelSettings
+from components.models.tiny import make_tiny_checkpoint
+from components.rl.open import served_adapters
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "freeze", "expected"),
+    [
+        ("qwen2-vl", None, (), None),
+        ("qwen2-vl", {}, (), None),
+        ("qwen2-vl", {"served_as": "adapter", "rank": 8}, (), ServedAdapters(8)),
+        ("qwen2-vl", {"served_as": "adapter", "scope": "all"}, (), ServedAdapters(16, vision=True)),
+        ("llava", {"served_as": "adapter"}, (), ServedAdapters(16)),
+        ("llava", {"served_as": "adapter", "scope": "all"}, ("vision", "projector"), ServedAdapters(16)),
+        ("llava", {"served_as": "adapter", "scope": "all"}, ("vision",), 'set served_as = "merged", or scope'),
+        ("molmo2", {"served_as": "adapter"}, (), 'set served_as = "merged"'),
+        ("molmo2", {}, (), None),
+    ],
+)
+def test_adapters_are_served_where_vllm_applies_them(
+    family: str,
+    lora: dict[str, object] | None,
+    freeze: tuple[str, ...],
+    expected: ServedAdapters | str | None,
+    tmp_path: Path,
+) -> None:
+    folder = make_tiny_checkpoint(family, tmp_path / "model", seed=0)
+    adapters = LoraSettings.model_validate(lora) if lora is not None else None
+    settings = ModelSettings(source=str(folder), lora=adapters, freeze=freeze)
+    if not isinstance(expected, str):
+        assert served_adapters(settings, folder) == expected
+        return
+    with pytest.raises(ConfigurationError, match=f"vLLM serves no adapters of .* of {family}") as caught:
+        served_adapters(settings, folder)
+    assert caught.value.remedy.startswith(expected)
+
+
+def test_what_was_made_before_keeps_its_fingerprint() -> None:
+    assert "served_as" not in LoraSettings().model_dump(mode="json")
+    assert LoraSettings(served_as="adapter").model_dump(mode="json")["served_as"] == "adapter"
