@@ -159,7 +159,8 @@ def make_ray_environment(folder: Path, checkout: Path) -> None:
     create(folder, str(own / "bin/python"))
     add(folder, "--constraint", REQUIREMENTS / "constraints.txt", "--constraint", interop_pins(folder), "ray")
     (above,), (below,) = (each.glob("lib/python*/site-packages") for each in (folder, own))
-    (above / "project.pth").write_text(f"{checkout}\n{below}\n")
+    # Whose own .pth files count as well: one declares torchvision's operators.
+    (above / "project.pth").write_text(f"{checkout}\nimport site; site.addsitedir({str(below)!r})\n")
 
 
 def make_interop_environment(folder: Path, checkout: Path | str, *packages: str | Path) -> None:
