@@ -50,8 +50,8 @@ def _check(recipe: Recipe, configuration_only: bool) -> None:
         fits = room(machine.cluster)
         print(
             f"cluster: {len(fits)} nodes with room for {sum(fits.values())} workers, "
-            f"environment_processes asks for {machine.environment_processes}, statistics_workers for "
-            f"{machine.statistics_workers}"
+            f"environment_processes asks for {machine.environment_processes}, rollout_workers for "
+            f"{machine.rollout_workers}, statistics_workers for {machine.statistics_workers}"
         )
     first = {name: _resolved(recipe, name) for name in FIRST_STAGES.get(recipe.flow, ())}
     pool, platform = pool_of(recipe), supervisor.current()

@@ -109,6 +109,12 @@ BENCHMARKS = {
         "How long is a step where some episodes take thirty times as long as others, if weights change while episodes "
         "are played and those of the next steps begin as there is room, against generating and training in turn?",
     ),
+    "rollout_workers": Benchmark(
+        "rollout_workers",
+        "Rollouts by workers",
+        "What do 1,024 episodes at once cost a run's process and each host, if actors on four nodes of a Ray cluster "
+        "(raylets of this machine) collect them, against one process? And what would simulators of LIBERO need?",
+    ),
     "pool": Benchmark(
         "pool",
         "Server pool",

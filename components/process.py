@@ -191,8 +191,11 @@ def _guard(lifeline: int, parent: int, grace: float, inherited: list[int], comma
 
 
 def _until_the_end(child: int, lifeline: int, parent: int, grace: float, wake: int, asked: list[int]) -> int:
+    waiting = select.poll()  # select.select knows no descriptor above 1023
+    for descriptor in (lifeline, wake):
+        waiting.register(descriptor, select.POLLIN)
     while True:
-        ready, _, _ = select.select([lifeline, wake], [], [], _POLL)
+        ready = {descriptor for descriptor, _ in waiting.poll(1000 * _POLL)}
         if wake in ready:
             os.read(wake, 4096)
         code = _reap(child)

@@ -222,3 +222,16 @@ def test_temporary_files_of_a_killed_guard_go_at_the_next_start_and_those_of_the
             assert gone(left) and living.exists()
         killed.stop()
     assert gone(living)
+
+
+def test_a_program_of_a_process_with_more_open_files_than_select_knows() -> None:
+    code = (
+        "import resource, sys\n"
+        "from components.process import Program\n"
+        "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))\n"
+        "files = [open('/dev/null') for _ in range(1100)]\n"
+        "sys.exit(Program([sys.executable, '-c', 'raise SystemExit(7)']).wait(60))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 7, done.stderr

@@ -128,8 +128,8 @@ def make_project_environment(folder: Path, checkout: Path) -> None:
 
 def make_image_environment(folder: Path, checkout: Path) -> None:
     """What the checkout depends on, and what it needs on a cluster; itself comes later, in a layer of its own."""
-    extras = [argument for extra in EXTRAS for argument in ("--extra", extra)]
-    cluster = ("--requirement", REQUIREMENTS / "cluster.txt")
+    extras = [argument for extra in (*EXTRAS, "cluster") for argument in ("--extra", extra)]
+    cluster = ("--requirement", REQUIREMENTS / "cluster.txt", "--constraint", REQUIREMENTS / "interop-ray.txt")
     make_flow_environment(folder, "--requirement", checkout / "pyproject.toml", *extras, *cluster)
 
 
@@ -159,7 +159,8 @@ def make_ray_environment(folder: Path, checkout: Path) -> None:
     create(folder, str(own / "bin/python"))
     add(folder, "--constraint", REQUIREMENTS / "constraints.txt", "--constraint", interop_pins(folder), "ray")
     (above,), (below,) = (each.glob("lib/python*/site-packages") for each in (folder, own))
-    (above / "project.pth").write_text(f"{checkout}\n{below}\n")
+    # Whose own .pth files count as well: one declares torchvision's operators.
+    (above / "project.pth").write_text(f"{checkout}\nimport site; site.addsitedir({str(below)!r})\n")
 
 
 def make_interop_environment(folder: Path, checkout: Path | str, *packages: str | Path) -> None:
@@ -170,7 +171,7 @@ def make_interop_environment(folder: Path, checkout: Path | str, *packages: str 
 
 
 def make_environment_of(package: str, folder: Path) -> None:
-    """OpenEnv's servers or checkov: what is only started as a program, and holds back packages that we need."""
+    """OpenEnv's servers, checkov, SkyPilot: what is only started as a program, and holds back packages that we need."""
     create(folder)
     add(folder, "--constraint", interop_pins(folder), package)
 
@@ -204,7 +205,7 @@ def set_up(environment: str, folder: Path) -> None:
     Args:
         environment: "vllm"; in a checkout also "project", "image", which infra/images builds on, "trl", which only a
             benchmark compares with, or one that `make interop` needs: "checkov", "cluster", "lerobot", "openenv",
-            "ray", "verifiers-legacy", "verifiers-v1".
+            "ray", "skypilot", "verifiers-legacy", "verifiers-v1".
     """
     if sys.version_info[:2] not in PYTHONS:
         names = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
@@ -216,7 +217,7 @@ def set_up(environment: str, folder: Path) -> None:
         make_server_environment(folder)
     elif environment == "trl":
         make(folder, "--no-deps", "--requirement", REQUIREMENTS / "trl.txt")
-    elif environment in ("checkov", "openenv"):
+    elif environment in ("checkov", "openenv", "skypilot"):
         make_environment_of(environment, folder)
     elif environment == "lerobot":
         make_lerobot_environment(folder)

@@ -120,5 +120,9 @@ class RemoteStore:
                 continue
             for name in self._files.listed(folder):
                 if name == fingerprint or name.startswith(f"{fingerprint}-"):
-                    self._files.remove(f"{folder}/{name}/{MANIFEST}")
-                    self._files.remove(f"{folder}/{name}")
+                    self.discard(folder, name)
+
+    def discard(self, stage: str, fingerprint: str) -> None:
+        """Delete one artifact, its manifest first; its images stay in their packs."""
+        self._files.remove(f"{stage}/{fingerprint}/{MANIFEST}")
+        self._files.remove(f"{stage}/{fingerprint}")

@@ -235,6 +235,18 @@ class ArtifactStore:
         if aside.exists():
             self._say(f"{stage}: made again; what was made before is in {aside}")
 
+    def discard(self, stage: str, fingerprint: str) -> None:
+        """Delete an artifact, here and in the remote, whose content another one has. Images stay.
+
+        Raises:
+            StoreError: the remote does not answer.
+        """
+        home = self.home(stage, fingerprint)
+        record_path(home).unlink(missing_ok=True)
+        shutil.rmtree(home, ignore_errors=True)
+        if self.remote is not None:
+            self.remote.discard(stage, fingerprint)
+
     def _collect(self, fingerprint: str) -> None:
         stages = [path for path in self.root.iterdir() if path.is_dir() and path.name not in NO_ARTIFACTS]
         for folder in (*stages, ImageStore(self.images).unfinished):

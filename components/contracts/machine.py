@@ -95,8 +95,15 @@ class Machine(Settings):
     environment_processes: int = Field(
         0, ge=0, description="Processes that play episodes of environments that need some; 0: half of the cores."
     )
+    rollout_workers: int = Field(
+        0,
+        ge=0,
+        description="Worker processes, on the cluster if there is one, that collect the rollouts of train-vlm: each "
+        "plays whole groups and asks the servers itself. 0: the run's own process does.",
+    )
     cluster: ClusterSettings | None = Field(
-        None, description="The Ray cluster that has those processes, and those of statistics, in place of this machine."
+        None,
+        description="The Ray cluster that has those processes, and those of statistics, in place of this machine.",
     )
     statistics_workers: int = Field(
         0,
@@ -160,8 +167,15 @@ class Machine(Settings):
             raise ValueError("trainer_sharding has no effect with one rank of the trainer")
         if self.trainer_sharding == "hybrid" and self.trainer_nodes == 1:
             raise ValueError('trainer_sharding = "hybrid" has a copy on each node: with trainer_nodes = 1 it is "full"')
-        if self.cluster and not (self.environment_processes or self.statistics_workers):
-            raise ValueError("cluster needs environment_processes or statistics_workers, how many it is to have")
+        if self.cluster and not (self.environment_processes or self.statistics_workers or self.rollout_workers):
+            raise ValueError(
+                "cluster needs environment_processes, rollout_workers or statistics_workers, how many it is to have"
+            )
+        if self.cluster and self.rollout_workers and not self.joins_servers:
+            raise ValueError(
+                "rollout_workers on a cluster ask the servers themselves, which listen on loopback where a run starts "
+                "them: name servers that all nodes reach in endpoints or endpoints_file"
+            )
         return self
 
     @property

@@ -6,9 +6,8 @@ import asyncio
 import logging
 import os
 import secrets
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,7 +17,7 @@ import httpx
 
 from components.contracts.machine import Machine
 from components.inference.adapters import ServedAdapters
-from components.inference.answers import AnswerLimits, read_completions
+from components.inference.answers import AnswerLimits
 from components.inference.checkpoint import placeholder_token_ids, sampled_token_ids, vocabulary
 from components.inference.client import (
     OTHER_WEIGHTS,
@@ -27,20 +26,18 @@ from components.inference.client import (
     Message,
     Sampling,
     TransientError,
-    ask,
-    open_session,
-    request_body,
 )
 from components.inference.determinism import Repeatability
 from components.inference.endpoints_file import read_endpoints
 from components.inference.kept import KeptServers, kept_servers
 from components.inference.lease import describe_run
+from components.inference.lending import LentServer, SuspectServer, lend
 from components.inference.members import PoolMembers
-from components.inference.merge import RequestMerger
 from components.inference.monitor import PoolContext
 from components.inference.probe import ProbeAnswer, make_probe
 from components.inference.proof import SyncProof
 from components.inference.replica import Replica, reset_caches
+from components.inference.requests import PoolRequests
 from components.inference.routing import Router
 from components.inference.server import VllmServer
 from components.inference.settings import ServerSettings
@@ -97,7 +94,7 @@ class ServerPool:
         self.repeatability = Repeatability(settings, machine, self.forbidden_token_ids)
         self.statistics = PoolStatistics()
         sampled, prompt = vocabulary(weights)
-        self._bounds = AnswerLimits(sampled, prompt, frozenset(self.forbidden_token_ids), settings.max_model_len)
+        self.limits = AnswerLimits(sampled, prompt, frozenset(self.forbidden_token_ids), settings.max_model_len)
         images = settings.max_images_per_prompt > 0
         proof = SyncProof(
             make_probe(sampled, forbidden_token_ids, settings.max_model_len - 1, images), settings, machine
@@ -105,10 +102,12 @@ class ServerPool:
         transfer = "adapter" if adapters is not None else machine.weight_transfer
         self.weights = ServedWeights(weights, transfer, proof, load_on_join, adapters is not None)
         self._api_key = os.environ.get("VLLM_API_KEY") or secrets.token_urlsafe(32)
-        self._merger = RequestMerger(self.sample)
         self.lease = secrets.token_hex(16)
         self.replicas = self._make_replicas()
         self._router = Router(self.replicas, machine.max_concurrent, self.statistics, log_folder)
+        self._requests = PoolRequests(
+            self._router, self.limits, machine.generation_timeout, self._prove, _doubt_other_weights
+        )
         self._kept = kept_servers(machine) if adapters is None else None  # theirs keep the weights they began with
         self._first_weights = weights
 
@@ -139,7 +138,7 @@ class ServerPool:
         if self._kept is not None:
             await self._take_kept(self._kept)
         self.http = httpx.AsyncClient(timeout=self.machine.generation_timeout, trust_env=False)
-        self._session = open_session()
+        self._requests.open()
         shared = PoolContext(
             self.http,
             self.machine,
@@ -173,7 +172,7 @@ class ServerPool:
     async def _close(self, keep: bool = False) -> None:
         OPEN.discard(self)
         await self._members.close()
-        await self._session.close()
+        await self._requests.aclose()
         await self.http.aclose()
         servers = [replica.server for replica in self.replicas if replica.server]
         if self._kept is not None and keep and all(replica.ready for replica in self.replicas):
@@ -193,7 +192,7 @@ class ServerPool:
             ServerError: no server is left.
             WeightSyncError: an earlier sync failed.
         """
-        return await self._merger.complete(messages, sampling, seed)
+        return await self._requests.complete(messages, sampling, seed)
 
     async def sample(
         self, messages: Sequence[Message], sampling: Sampling, seed: int, n: int
@@ -203,42 +202,32 @@ class ServerPool:
         Sample i has the seed `seed + i`. Prompt and images are processed once, so this is several times faster
         than n requests. Raises as `complete` does when the request as a whole fails.
         """
-        body = request_body(messages, sampling, seed, n, self.forbidden_token_ids)
-        async with self._router.admitted():
-            began = time.monotonic()
-            try:
-                read = await self._router.answered(lambda replica: self._attempt(replica, body, n, sampling.max_tokens))
-                results = read()
-            except GenerationFailure as failure:
-                self.statistics.failed(failure.reason, n)
-                raise
-            self.statistics.answered(results, time.monotonic() - began)
-            return results
+        return await self._requests.sample(messages, sampling, seed, n)
 
-    async def _attempt(
-        self, replica: Replica, body: dict[str, object], n: int, max_tokens: int
-    ) -> Callable[[], list[Completion | GenerationFailure]]:
-        """What reads the answer, for which the server is not kept."""
-        began, version, mark = time.monotonic(), replica.version, replica.mark
-        try:
-            limit = self._bounds.answer_bytes(n, max_tokens)
-            body = body | {"model": replica.model}
-            answer = await ask(self._session, replica.endpoint, body, self.machine.generation_timeout, limit)
-            await self.weights.prove(self.http, replica, mark, answer.weights)
-        except TransientError as error:
-            if error.reason == OTHER_WEIGHTS and replica.version == version:
-                replica.doubt()
-            raise
-        return partial(
-            read_completions,
-            answer.document,
-            self._bounds,
-            n=n,
-            max_tokens=max_tokens,
-            version=version,
-            server=replica.name,
-            seconds=time.monotonic() - began,
-        )
+    async def _prove(self, replica: Replica, mark: str, answered: str) -> None:
+        await self.weights.prove(self.http, replica, mark, answered)
+
+    @asynccontextmanager
+    async def lent(self) -> AsyncIterator[list[LentServer]]:
+        """The servers that may be asked now, to be asked directly from elsewhere. Within, they keep their weights: it
+        counts as one request in flight, so `sync` waits for its end.
+
+        Raises:
+            ConfigurationError: one of them does not say in its answers which weights it has.
+            ServerError: no server is left.
+            WeightSyncError: an earlier sync failed.
+        """
+        async with self._router.admitted():
+            ready = await self._router.ready()
+            yield [lend(replica) for replica in ready]
+
+    def returned(self, suspects: Sequence[SuspectServer]) -> None:
+        """See to servers that did not answer those whom they were lent to."""
+        for each in suspects:
+            for replica in self.replicas:
+                if (replica.name, replica.mark) == (each.name, each.mark):
+                    replica.suspect.set()
+                    _doubt_other_weights(replica, TransientError(each.reason, "asked by others"))
 
     @property
     def in_flight(self) -> int:
@@ -300,3 +289,8 @@ class ServerPool:
             await reset_caches(self.http, replica.endpoint)
         except httpx.TransportError:
             replica.doubt()  # what brings it back resets them
+
+
+def _doubt_other_weights(replica: Replica, error: TransientError) -> None:
+    if error.reason == OTHER_WEIGHTS:
+        replica.doubt()

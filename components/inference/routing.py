@@ -97,21 +97,27 @@ class Router:
             remedy="read the servers' logs in " + str(self.log_folder),
         ) from last
 
-    async def _take(self, tried: set[str]) -> Replica:
-        """The ready server with the fewest requests, one not yet tried if there is one; waits for any."""
+    async def ready(self) -> list[Replica]:
+        """Those that may be asked; waits for any.
+
+        Raises:
+            ServerError: no server is left.
+        """
         async with self._changed:
-            while True:
-                ready = [replica for replica in self.replicas if replica.ready]
-                if ready:
-                    best = min(ready, key=lambda replica: (replica.name in tried, replica.outstanding))
-                    best.outstanding += 1
-                    return best
+            while not (ready := [replica for replica in self.replicas if replica.ready]):
                 reasons = [replica.given_up for replica in self.replicas if replica.given_up]
                 if reasons and len(reasons) == len(self.replicas):
                     raise ServerError(
                         f"no server is left; the last one: {reasons[-1]}", where=str(self.log_folder)
                     ) from reasons[-1]
                 await self._changed.wait()
+            return ready
+
+    async def _take(self, tried: set[str]) -> Replica:
+        """The ready server with the fewest requests, one not yet tried if there is one; waits for any."""
+        best = min(await self.ready(), key=lambda replica: (replica.name in tried, replica.outstanding))
+        best.outstanding += 1
+        return best
 
     async def notify(self) -> None:
         """Wake whatever waits for a change of the servers or of the requests in flight."""

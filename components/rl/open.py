@@ -32,6 +32,7 @@ from components.rl.evaluations import BEST
 from components.rl.panel import HeldoutPanel
 from components.rl.run import RLRun, RunParts
 from components.rl.settings import LoopSettings, TrainVLMSettings
+from components.rollouts.shards import RolloutWorkers
 from components.vlm.client import TrainerClient, TrainerPolicySettings
 
 SKIPPED_BATCHES = "skipped-batches.json"
@@ -87,6 +88,9 @@ def open_run(
             panel=_panel(settings.evaluation, settings.environment, inputs["tasks"], context, opened)
             if settings.evaluation is not None
             else None,
+            workers=opened.enter_context(closing(_workers(settings, context, store, servers)))
+            if context.machine.rollout_workers
+            else None,
         )
         yield opened.enter_context(open_parts(settings.loop, context, store, parts))
 
@@ -113,6 +117,13 @@ def served_adapters(model: ModelSettings, weights: Path) -> ServedAdapters | Non
 
 def _environment(settings: EnvironmentSettings, context: StageContext) -> Environment:
     return make_environment(settings, context.machine.environment_processes)
+
+
+def _workers(
+    settings: TrainVLMSettings, context: StageContext, store: ArtifactStore, servers: ServerPool
+) -> RolloutWorkers:
+    plan, machine, run = settings.rollouts, context.machine, context.fingerprint
+    return RolloutWorkers(plan, settings.environment, servers, store, machine, run)
 
 
 def _panel(

@@ -42,6 +42,7 @@ from components.rollouts.generator import Generator
 from components.rollouts.rounds import choose_groups, play_rounds
 from components.rollouts.sampler import SignalSampler
 from components.rollouts.schedule import tasks_of_step
+from components.rollouts.shards import RolloutWorkers
 from components.rollouts.table import read_rollouts, write_rollouts
 from components.training.restarts import with_restarts
 from components.vlm.client import Form, TrainerClient
@@ -58,7 +59,7 @@ class RunParts:
     `tokenizer` is that of the policy, a fast one of transformers; `digests` are those of what is played, by name, for
     the manifests of rollouts; the servers get new weights after every `sync_every` steps, 0: never; `rewarded` may
     change what is played before it is kept; `panel` is played between steps, for which servers need the weights of
-    each: `sync_every` is 1 then.
+    each: `sync_every` is 1 then; `workers` collect the rollouts of steps in place of this process.
     """
 
     environment: Environment
@@ -72,6 +73,7 @@ class RunParts:
     sync_every: int = 1
     rewarded: Callable[[GenerateOutputs], GenerateOutputs] = lambda outputs: outputs
     panel: HeldoutPanel | None = None
+    workers: RolloutWorkers | None = None
 
 
 class RLRun:
@@ -143,6 +145,8 @@ class RLRun:
             self._describe(folder, "rollouts", step, rows, outputs.drops, dict(self.parts.digests))
 
         artifact = self.store.write("rollouts", self._key(step), fill)
+        if self.parts.workers is not None:
+            self.parts.workers.forget(step)
         self.context.events.artifact(artifact, "output", step)
         return artifact
 
@@ -330,7 +334,11 @@ class RLRun:
     async def _round(
         self, policy: Generator, step: int, chosen: Sequence[Sequence[Task]], number: int
     ) -> GenerateOutputs:
-        plan = self.settings.rollouts
+        plan, events, first_group = self.settings.rollouts, self.context.events, number * len(chosen[number])
+        name = f"rollouts {step}" if plan.in_flight_updates else "rollouts"
+        if self.parts.workers is not None and policy is self.pool:
+            played = self.parts.workers.collect(chosen[number], events, step=step, first_group=first_group, name=name)
+            return self.parts.rewarded(await played)
         outputs = await collect(
             self.parts.environment,
             chosen[number],
@@ -341,9 +349,9 @@ class RLRun:
             step=step,
             seed=plan.seed,
             machine=self.context.machine,
-            events=self.context.events,
-            first_group=number * len(chosen[number]),
-            name=f"rollouts {step}" if plan.in_flight_updates else "rollouts",
+            events=events,
+            first_group=first_group,
+            name=name,
             room=self._room,
         )
         return self.parts.rewarded(outputs)

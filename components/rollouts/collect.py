@@ -60,7 +60,7 @@ async def collect(
     room = room or asyncio.Semaphore(machine.max_concurrent)
     outputs = await play_groups(play, tasks, group_size, room, step=step, first_group=first_group)
     if outputs.failures:
-        events.message(_summary(outputs, f"{name}, step {step}"))
+        events.message(failures_said(outputs, f"{name}, step {step}"))
     return outputs
 
 
@@ -114,7 +114,8 @@ class CollectionProgress:
         self._events.progress(self._name, self._done, self._planned, **postfix)
 
 
-def _summary(outputs: GenerateOutputs, what: str) -> str:
+def failures_said(outputs: GenerateOutputs, what: str) -> str:
+    """How many rollouts of `what` failed, by reason, with the first of each."""
     planned = len(outputs.trajectories) + len(outputs.failures)
     first = {failure.reason: failure for failure in reversed(outputs.failures)}
     lines = [f"{what}: {len(outputs.failures)} of {planned} rollouts failed:"]

@@ -1,0 +1,95 @@
+"""Servers of a pool that other processes ask directly, while the pool starts, watches and updates them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from components.contracts.errors import ConfigurationError, ServerError
+from components.inference.answers import AnswerLimits
+from components.inference.client import OTHER_WEIGHTS, TransientError
+from components.inference.monitor import EJECT_AFTER
+from components.inference.replica import Replica
+from components.inference.requests import PoolRequests
+from components.inference.routing import Router
+from components.inference.statistics import PoolStatistics
+
+
+@dataclass(frozen=True)
+class LentServer:
+    """How to ask a server that holds version `version`, which it calls `model` and its answers say by `mark`: see
+    `Replica`."""
+
+    name: str
+    url: str
+    api_key: str
+    lease: str
+    version: int
+    model: str
+    mark: str
+
+
+@dataclass(frozen=True)
+class SuspectServer:
+    """A server that failed an attempt, for `reason`; `mark` is the one that it was lent with."""
+
+    name: str
+    mark: str
+    reason: str
+
+
+def lend(replica: Replica) -> LentServer:
+    """
+    Raises:
+        ConfigurationError: nobody but its pool can know which weights it answers with.
+    """
+    if not replica.mark and replica.server is None:
+        raise ConfigurationError(
+            "this server does not say which weights its answers are of, so no other process may ask it",
+            where=f"machine.rollout_workers, {replica.name}",
+            remedy="start it by `armature serve`, or with --middleware armature_served.require_key.RequireKey",
+        )
+    return LentServer(
+        replica.name, replica.url, replica.api_key, replica.lease, replica.version, replica.model, replica.mark
+    )
+
+
+class BorrowedServers:
+    """What asks servers that were lent. It gives up one that is gone: when all are, requests raise ServerError.
+
+    Attributes:
+        suspects: servers that their pool should look at, by name.
+        requests: asks them; see `PoolRequests`.
+    """
+
+    def __init__(self, lent: Sequence[LentServer], limits: AnswerLimits, max_concurrent: int, timeout: float) -> None:
+        self.suspects: dict[str, SuspectServer] = {}
+        replicas = [
+            Replica(
+                each.name,
+                each.api_key,
+                url=each.url,
+                ready=True,
+                version=each.version,
+                model=each.model,
+                mark=each.mark,
+                lease=each.lease,
+            )
+            for each in lent
+        ]
+        router = Router(replicas, max_concurrent, PoolStatistics(), Path())
+        self.requests = PoolRequests(router, limits, timeout, _prove, self._failed)
+
+    def _failed(self, replica: Replica, error: TransientError) -> None:
+        if replica.given_up:
+            return
+        self.suspects[replica.name] = SuspectServer(replica.name, replica.mark, error.reason)
+        often = error.reason == "connection_lost" and replica.failures + 1 >= EJECT_AFTER
+        if error.reason == OTHER_WEIGHTS or often:
+            replica.ready, replica.given_up = False, ServerError(error.detail, where=replica.url)
+
+
+async def _prove(replica: Replica, mark: str, answered: str) -> None:
+    if answered != mark:
+        raise TransientError(OTHER_WEIGHTS, f"{replica.name} was started again, or others changed its weights")

@@ -1,0 +1,187 @@
+"""Rollouts by workers, on this machine or on nodes of a cluster: what passes through here are references to shards."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain
+
+from components.artifacts.store import ArtifactStore
+from components.contracts.episodes import Task
+from components.contracts.errors import ConfigurationError
+from components.contracts.machine import Machine
+from components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
+from components.contracts.stages import Events
+from components.environments.settings import EnvironmentSettings
+from components.inference.lending import SuspectServer
+from components.inference.pool import ServerPool
+from components.project import VARIABLE as PROJECT
+from components.project import project_folder
+from components.rollouts.collect import CollectionProgress, failures_said
+from components.rollouts.settings import RolloutSettings
+from components.rollouts.table import read_rollouts
+from components.rollouts.worker import SHARDS, WorkerPlan
+from components.workers.errors import WorkerError
+from components.workers.pool import WorkerPool
+from components.workers.worker import Worker, make_worker
+
+WORKER = "components.rollouts.worker"
+SILENCE = 120.0
+"""Seconds without a sign of life after which a worker is lost; it gives one every 5 s, once it has started."""
+
+PAUSE = 1.0
+"""Seconds that the pool has to see to its servers before a shard is begun again for want of them."""
+
+ATTEMPTS = 4
+"""Times that a shard is begun before its error is the run's."""
+
+
+@dataclass(frozen=True)
+class RolloutShard:
+    """Groups `first_group` and following of a step, one for each task."""
+
+    step: int
+    first_group: int
+    tasks: tuple[Task, ...]
+
+    def __str__(self) -> str:
+        last = self.first_group + len(self.tasks) - 1
+        return f"the shard of step {self.step}, groups {self.first_group} to {last},"
+
+    @property
+    def name(self) -> str:
+        return f"{self.step:05d}-{self.first_group:04d}-{len(self.tasks):04d}"
+
+
+class RolloutWorkers:
+    """`machine.rollout_workers` workers, each with an environment, requests and an image store of its own.
+
+    Args:
+        run: the fingerprint of the run, under which its shards are found.
+    """
+
+    def __init__(
+        self,
+        plan: RolloutSettings,
+        environment: EnvironmentSettings,
+        pool: ServerPool,
+        store: ArtifactStore,
+        machine: Machine,
+        run: str,
+    ) -> None:
+        self._plan, self._pool, self._store, self._run = plan, pool, store, run
+        count = machine.rollout_workers
+        own = Machine(
+            store=str(store.root),
+            remote_store=machine.remote_store if machine.cluster else None,  # here, this process sends what they make
+            environment_processes=max(1, machine.playing_processes // count),
+            max_concurrent=max(1, machine.max_concurrent // count),
+            environment_timeout=machine.environment_timeout,
+            generation_timeout=machine.generation_timeout,
+        )
+        self._groups = max(1, own.max_concurrent // plan.group_size)
+        limits = pool.limits
+        settings = WorkerPlan(
+            environment=environment,
+            group_size=plan.group_size,
+            sampling=plan.sampling,
+            seed=plan.seed,
+            machine=own,
+            sampled=limits.sampled,
+            prompt=limits.prompt,
+            forbidden=tuple(sorted(limits.forbidden)),
+            max_model_len=limits.max_model_len,
+        ).model_dump(mode="json")
+        env = {PROJECT: str(project_folder().resolve())} if PROJECT in os.environ else {}
+        self._workers = WorkerPool(lambda: make_worker(WORKER, settings, timeout=SILENCE, env=env), count)
+        self._free = {worker: asyncio.Lock() for worker in self._workers.workers}
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="shard")
+        self._made_of = defaultdict[int, list[str]](list)
+
+    async def collect(
+        self, tasks: Sequence[Task], events: Events, *, step: int, first_group: int, name: str
+    ) -> GenerateOutputs:
+        """As `components.rollouts.collect.collect`, and with its results. Each worker has one shard at a time.
+
+        A shard whose worker or node is lost is collected again by the next worker that is free.
+
+        Raises:
+            ConfigurationError: a worker cannot be started, or what it writes is not seen here.
+            ServerError: no server is left.
+            WorkerError, StoreError: a shard was begun `ATTEMPTS` times, and never finished.
+        """
+        size = min(self._groups, -(-len(tasks) // len(self._workers.workers)))
+        starts = range(0, len(tasks), size)
+        shards = [RolloutShard(step, first_group + start, tuple(tasks[start : start + size])) for start in starts]
+        waiting, made = deque((shard, 1) for shard in shards), dict[int, GenerateOutputs]()
+        progress = CollectionProgress(name, len(tasks) * self._plan.group_size, events)
+
+        async def work(worker: Worker) -> None:
+            while waiting:
+                shard, attempt = waiting.popleft()
+                try:
+                    outputs = await self._made(worker, shard)
+                except WorkerError as error:
+                    if attempt == ATTEMPTS:
+                        raise
+                    events.message(f"{shard} is collected again: {error}")
+                    waiting.append((shard, attempt + 1))
+                    continue
+                made[shard.first_group] = outputs
+                for result in chain[Trajectory | Failure](outputs.trajectories, outputs.failures):
+                    progress.add(result)
+
+        try:
+            async with asyncio.TaskGroup() as working:
+                for worker in self._workers.workers:
+                    working.create_task(work(worker))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        parts = [made[shard.first_group] for shard in shards]
+        outputs = GenerateOutputs(
+            tuple(one for part in parts for one in part.trajectories),
+            tuple(one for part in parts for one in part.failures),
+        )
+        if outputs.failures:
+            events.message(failures_said(outputs, f"{name}, step {step}"))
+        return outputs
+
+    async def _made(self, worker: Worker, shard: RolloutShard) -> GenerateOutputs:
+        key = f"{self._run}-{shard.name}"
+        tasks = [{**asdict(task), "payload": task.payload} for task in shard.tasks]
+        async with self._free[worker], self._pool.lent() as servers:
+            play = partial(
+                worker.call, "play", key, shard.step, shard.first_group, tasks, [asdict(server) for server in servers]
+            )
+            try:
+                answer = (await asyncio.get_running_loop().run_in_executor(self._threads, play))[-1]
+            except asyncio.CancelledError:
+                worker.close()
+                raise
+        self._pool.returned([SuspectServer(**each) for each in answer["suspects"]])
+        if not answer["made"]:
+            await asyncio.sleep(PAUSE)
+            raise WorkerError("no server that it had answers any more", where=answer["suspects"][-1]["name"])
+        artifact = await asyncio.to_thread(self._store.find, SHARDS, key)
+        if artifact is None:
+            raise ConfigurationError(
+                "a worker has written its rollouts to a store that this machine does not see",
+                where=f"machine.store = {str(self._store.root)!r} there",
+                remedy="set machine.remote_store, or give all nodes one store under the same path",
+            )
+        self._made_of[shard.step].append(key)
+        return await asyncio.to_thread(read_rollouts, artifact.path)
+
+    def forget(self, step: int) -> None:
+        """Delete the shards of `step`, which an artifact of all of them has replaced. Their images stay."""
+        for key in self._made_of.pop(step, ()):
+            self._store.discard(SHARDS, key)
+
+    def close(self) -> None:
+        self._workers.close()
+        self._threads.shutdown()

@@ -1,0 +1,152 @@
+"""A process that collects shards: whole groups of a step, asked directly of the servers, kept in an artifact."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import aclosing
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from components.artifacts.images import ImageStore
+from components.artifacts.manifest import write_manifest
+from components.artifacts.store import ArtifactStore
+from components.contracts.episodes import Environment, Task
+from components.contracts.errors import ServerError
+from components.contracts.machine import Machine
+from components.contracts.rollouts import GenerateOutputs
+from components.contracts.settings import Settings
+from components.contracts.stages import Artifact
+from components.environments.make import make_environment
+from components.environments.settings import EnvironmentSettings
+from components.inference.answers import AnswerLimits
+from components.inference.lending import BorrowedServers, LentServer
+from components.inference.settings import SamplingSettings
+from components.rollouts.collect import collect
+from components.rollouts.table import write_rollouts
+from components.workers.serve import serve
+
+SHARDS = "rollout-shards"
+ALIVE_EVERY = 5.0
+"""Seconds between two signs of life of a worker that plays."""
+
+
+class WorkerPlan(Settings):
+    """What a worker plays, and what it has of its machine."""
+
+    environment: EnvironmentSettings
+    group_size: int
+    sampling: SamplingSettings
+    seed: int
+    machine: Machine
+    sampled: int
+    prompt: int
+    forbidden: tuple[int, ...]
+    max_model_len: int
+
+    @property
+    def limits(self) -> AnswerLimits:
+        return AnswerLimits(self.sampled, self.prompt, frozenset(self.forbidden), self.max_model_len)
+
+
+class RolloutWorker:
+    """Keeps an environment from shard to shard."""
+
+    def __init__(self, **plan: Any) -> None:
+        self._plan = WorkerPlan.model_validate(plan)
+        machine = self._plan.machine
+        self._store = ArtifactStore(Path(machine.store), machine.remote_store)
+
+    @cached_property
+    def _environment(self) -> Environment:
+        return make_environment(self._plan.environment, self._plan.machine.environment_processes)
+
+    def play(
+        self, key: str, step: int, first_group: int, tasks: list[dict[str, Any]], servers: list[dict[str, Any]]
+    ) -> Iterator[dict[str, Any] | None]:
+        """Collect a group for each task, and keep them as the artifact `key`, unless that was done. Yields None while
+        it plays, then whether it is `made`, which it is not where all servers were gone, and which are `suspects`.
+
+        Where there is a remote store the artifact is there when this ends, with the images that it shows.
+        """
+        with ThreadPoolExecutor(1) as thread:
+            playing = thread.submit(self._made, key, step, first_group, tasks, servers)
+            while not wait([playing], ALIVE_EVERY).done:
+                yield None
+            yield playing.result()
+
+    def _made(
+        self, key: str, step: int, first_group: int, tasks: list[dict[str, Any]], servers: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        made, suspects = True, list[dict[str, str]]()
+        if self._store.find(SHARDS, key) is None:
+            machine = self._plan.machine
+            borrowed = BorrowedServers(
+                [LentServer(**server) for server in servers],
+                self._plan.limits,
+                machine.max_concurrent,
+                machine.generation_timeout,
+            )
+            try:
+                outputs = asyncio.run(self._collect(borrowed, step, first_group, [Task(**task) for task in tasks]))
+                self._write(key, step, outputs)
+            except ServerError:
+                if not borrowed.suspects:
+                    raise
+                made = False
+            suspects = [asdict(each) for each in borrowed.suspects.values()]
+        self._store.settle()
+        return {"made": made, "suspects": suspects}
+
+    async def _collect(
+        self, servers: BorrowedServers, step: int, first_group: int, tasks: list[Task]
+    ) -> GenerateOutputs:
+        plan = self._plan
+        servers.requests.open()
+        async with aclosing(servers.requests):
+            return await collect(
+                self._environment,
+                tasks,
+                plan.group_size,
+                servers.requests,
+                ImageStore(self._store.images),
+                plan.sampling,
+                step=step,
+                seed=plan.seed,
+                machine=plan.machine,
+                events=_Silent(),
+                first_group=first_group,
+            )
+
+    def _write(self, key: str, step: int, outputs: GenerateOutputs) -> None:
+        def fill(folder: Path) -> None:
+            write_rollouts(folder, outputs)
+            rows = {"trajectories": len(outputs.trajectories), "failures": len(outputs.failures)}
+            settings = {"step": step}
+            write_manifest(
+                folder, kind=SHARDS, kind_version=1, rows=rows, drops=outputs.drops, inputs={}, settings=settings
+            )
+
+        self._store.write(SHARDS, key, fill)
+
+    def close(self) -> None:
+        self._environment.close()
+
+
+class _Silent:
+    """Who asked for the shard tells of it."""
+
+    def progress(self, name: str, done: int, total: int, **postfix: float) -> None: ...
+
+    def metrics(self, values: Mapping[str, float], step: int) -> None: ...
+
+    def artifact(self, artifact: Artifact, role: str, step: int | None = None) -> None: ...
+
+    def message(self, text: str) -> None: ...
+
+
+if __name__ == "__main__":
+    serve(RolloutWorker)

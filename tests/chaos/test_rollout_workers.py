@@ -1,0 +1,46 @@
+"""A training whose rollouts are collected by workers, of which some are killed, ends with the same weights."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.chaos.training import STEPS, Training, children, make_inputs
+
+KILLED_AFTER = (1, 4, 6)
+"""Steps after which a worker is killed."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def is_rollout_worker(command: str) -> bool:
+    return "components.rollouts.worker" in command and "components/process.py" not in command
+
+
+def tables(training: Training) -> list[list[dict[str, Any]]]:
+    """The rollouts of every step, without what a clock has measured."""
+    files = sorted((training.store / "rollouts").glob("*/rollouts.parquet"))
+    return [pq.read_table(file).drop_columns(["generate_seconds", "environment_seconds"]).to_pylist() for file in files]
+
+
+def test_rollouts_and_weights_are_those_of_one_process(tmp_path: Path) -> None:
+    inputs = make_inputs(tmp_path / "inputs")
+    alone = Training(tmp_path / "alone", inputs)
+    assert alone.start().wait() == 0, alone.log.read_text()[-4000:]
+    workers = Training(tmp_path / "workers", inputs, ("rollout_workers=2",))
+    process = workers.start()
+    for step in KILLED_AFTER:
+        while workers.steps_done() < step:
+            assert process.poll() is None, workers.log.read_text()[-4000:]
+            time.sleep(0.05)
+        random.choice(children(process, is_rollout_worker)).kill()
+    assert process.wait() == 0, workers.log.read_text()[-4000:]
+    assert "is collected again" in workers.log.read_text()
+    assert len(tables(workers)) == STEPS and tables(workers) == tables(alone)
+    assert workers.weights_digest() == alone.weights_digest()
+    assert not list((workers.store / "rollout-shards").glob("*"))

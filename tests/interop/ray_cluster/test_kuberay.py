@@ -1,0 +1,92 @@
+"""The RayCluster of infra/kubernetes/ray, built by kubectl: Kubernetes' schemas judge its pods, Ray reads the rest."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+from ray.scripts.scripts import start
+
+from components.contracts.cluster import ClusterSettings
+
+KUBERNETES = Path(__file__).parents[3] / "infra/kubernetes"
+PINNED = KUBERNETES.parents[1] / "requirements/interop-ray.txt"
+
+pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl on this machine")
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The overlay `gpu` with the component, as a user adds it."""
+    site = tmp_path_factory.mktemp("site") / "kubernetes"
+    shutil.copytree(KUBERNETES, site)
+    file = site / "overlays/gpu/kustomization.yaml"
+    file.write_text(file.read_text().replace("components:\n", "components:\n  - ../../ray\n"))
+    text = subprocess.check_output(["kubectl", "kustomize", file.parent], text=True)
+    return list(yaml.safe_load_all(text))
+
+
+@pytest.fixture(scope="module")
+def ray_cluster_object(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    (found,) = (each for each in documents if each["kind"] == "RayCluster")
+    return found
+
+
+def groups(made: dict[str, Any]) -> list[dict[str, Any]]:
+    return [made["spec"]["headGroupSpec"], *made["spec"]["workerGroupSpecs"]]
+
+
+def validate(template: dict[str, Any]) -> None:
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}, **template}
+    kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_its_pods_are_valid_and_have_the_images_of_the_overlay(ray_cluster_object: dict[str, Any]) -> None:
+    for group in groups(ray_cluster_object):
+        validate(group["template"])
+        (container,) = group["template"]["spec"]["containers"]
+        assert container["image"].startswith("armature:")
+    wrong = copy.deepcopy(groups(ray_cluster_object)[0]["template"])
+    wrong["spec"]["containers"][0]["readinesProbe"] = {}
+    with pytest.raises((ValueError, kubernetes_validate.ValidationError)):
+        validate(wrong)
+
+
+def test_ray_reads_it(ray_cluster_object: dict[str, Any]) -> None:
+    config = _derive_autoscaling_config_from_ray_cr(ray_cluster_object)
+    head, workers = config["available_node_types"]["headgroup"], config["available_node_types"]["cpu"]
+    assert head["resources"]["CPU"] == 0 and head["max_workers"] == 0
+    assert (workers["min_workers"], workers["max_workers"]) == (1, 16)
+    assert workers["resources"] == {"CPU": 16, "memory": 32 * 2**30}
+    assert config["idle_timeout_minutes"] == 5
+    assert PINNED.read_text().strip() == f"ray=={ray_cluster_object['spec']['rayVersion']}"
+
+
+def test_its_parameters_are_options_of_ray_start(ray_cluster_object: dict[str, Any]) -> None:
+    known = {option.removeprefix("--") for parameter in start.params for option in parameter.opts}
+    given = {name for group in groups(ray_cluster_object) for name in group["rayStartParams"]}
+    assert given and given <= known
+
+
+def test_runs_reach_it_and_it_reaches_servers(
+    documents: list[dict[str, Any]], ray_cluster_object: dict[str, Any]
+) -> None:
+    """KubeRay labels its pods with the cluster's name, and names the head's service by it."""
+    name = ray_cluster_object["metadata"]["name"]
+    policies = {each["metadata"]["name"]: each["spec"] for each in documents if each["kind"] == "NetworkPolicy"}
+    label = {"ray.io/cluster": name}
+    assert policies["ray"]["podSelector"]["matchLabels"] == label
+    sources = [each["podSelector"]["matchLabels"] for rule in policies["ray"]["ingress"] for each in rule["from"]]
+    assert sources == [label, {"app.kubernetes.io/component": "run"}]
+    for policy in ("ray-of-runs", "ray-of-vllm"):
+        (rule,) = policies[policy]["ingress"]
+        assert rule["from"] == [{"podSelector": {"matchLabels": label}}]
+    text = (KUBERNETES / "ray/raycluster.yaml").read_text()
+    assert ClusterSettings(address=f"{name}-head-svc:6379").address in text

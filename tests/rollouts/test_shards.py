@@ -1,0 +1,256 @@
+"""Rollouts by worker processes: what they play is what one process plays, whatever they and their servers suffer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from components.artifacts.images import ImageStore
+from components.artifacts.store import ArtifactStore
+from components.contracts.episodes import Task
+from components.contracts.errors import ConfigurationError
+from components.contracts.rollouts import GenerateOutputs
+from components.environments.make import make_environment
+from components.environments.settings import EnvironmentSettings
+from components.inference.pool import ServerPool
+from components.inference.settings import SamplingSettings
+from components.rollouts.collect import collect
+from components.rollouts.settings import RolloutSettings
+from components.rollouts.shards import RolloutWorkers
+from components.rollouts.table import write_rollouts
+from components.rollouts.worker import SHARDS
+from tests.inference.conftest import checkpoint, make_pool, stand_ins
+
+from .conftest import RecordedEvents
+
+__all__ = ["checkpoint", "make_pool", "stand_ins"]
+COLORS = EnvironmentSettings(name="colors", train_tasks=6, heldout_tasks=1)
+PLAN = RolloutSettings(groups_per_step=6, group_size=2, sampling=SamplingSettings(max_tokens=3), seed=7)
+TASKS: tuple[Task, ...] = tuple(make_environment(COLORS).tasks("train"))
+
+MakePool = Callable[..., ServerPool]
+StandIns = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def weights(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("start")
+
+
+def rows(folder: Path, outputs: GenerateOutputs) -> list[dict[str, Any]]:
+    """The table of `outputs`, without what a clock has measured."""
+    folder.mkdir()
+    write_rollouts(folder, outputs)
+    table = pq.read_table(folder / "rollouts.parquet")
+    return table.drop_columns(["generate_seconds", "environment_seconds"]).to_pylist()
+
+
+class Run:
+    """Two workers on a pool of stand-ins."""
+
+    def __init__(self, folder: Path, pool: ServerPool, **machine: Any) -> None:
+        self.pool, self.events = pool, RecordedEvents()
+        self.store = ArtifactStore(folder / "store", machine.get("remote_store"))
+        self.machine = pool.machine.model_copy(update={"rollout_workers": 2, "environment_processes": 1, **machine})
+        self.workers = RolloutWorkers(PLAN, COLORS, pool, self.store, self.machine, "f" * 20)
+
+    async def collect(self, step: int = 3) -> GenerateOutputs:
+        return await self.workers.collect(TASKS, self.events, step=step, first_group=4, name="rollouts")
+
+    def play(self, work: Callable[[], Any] | None = None) -> Any:
+        async def played() -> Any:
+            async with self.pool:
+                return await (work or self.collect)()
+
+        try:
+            return asyncio.run(played())
+        finally:
+            self.workers.close()
+
+    @property
+    def shards(self) -> list[str]:
+        return sorted(folder.name for folder in (self.store.root / SHARDS).glob("*") if folder.is_dir())
+
+
+def in_one_process(folder: Path, pool: ServerPool) -> GenerateOutputs:
+    async def played() -> GenerateOutputs:
+        async with pool:
+            return await collect(
+                make_environment(COLORS),
+                TASKS,
+                PLAN.group_size,
+                pool,
+                ImageStore(folder / "images"),
+                PLAN.sampling,
+                step=3,
+                seed=PLAN.seed,
+                machine=pool.machine,
+                events=RecordedEvents(),
+                first_group=4,
+            )
+
+    return asyncio.run(played())
+
+
+def test_the_tables_are_those_of_one_process(
+    stand_ins: StandIns, make_pool: MakePool, weights: Path, tmp_path: Path
+) -> None:
+    servers = stand_ins(2)
+    alone = in_one_process(tmp_path, make_pool(servers, weights))
+    asked = [sorted(server.answered.elements()) for server in servers]
+    for server in servers:
+        server.answered.clear()
+    run = Run(tmp_path, make_pool(servers, weights))
+    outputs = run.play()
+    assert rows(tmp_path / "workers", outputs) == rows(tmp_path / "alone", alone)
+    assert sorted(seed for each in asked for seed in each) == sorted(
+        seed for server in servers for seed in server.answered.elements()
+    )
+    assert run.pool.statistics.requests == 0, "this process asked nothing"
+    for trajectory in outputs.trajectories:
+        for image in trajectory.turns[0].images:
+            assert ImageStore(run.store.images).read(image) == ImageStore(tmp_path / "images").read(image)
+    assert [done for _, done, _, _ in run.events.bars] == list(range(1, 13))
+    assert run.shards == [f"{'f' * 20}-00003-{first:04d}-0003" for first in (4, 7)]
+    run.workers.forget(3)
+    assert run.shards == []
+
+
+def test_shards_that_were_made_are_not_made_again(
+    stand_ins: StandIns, make_pool: MakePool, weights: Path, tmp_path: Path
+) -> None:
+    servers = stand_ins(1)
+    first = Run(tmp_path, make_pool(servers, weights))
+    before = first.play()
+    servers[0].answered.clear()
+    again = Run(tmp_path, make_pool(servers, weights))
+    assert rows(tmp_path / "again", again.play()) == rows(tmp_path / "before", before)
+    assert not servers[0].answered
+
+
+def test_a_worker_that_is_killed_costs_no_rollout(
+    stand_ins: StandIns, make_pool: MakePool, weights: Path, tmp_path: Path
+) -> None:
+    servers = stand_ins(1)
+    run = Run(tmp_path, make_pool(servers, weights))
+    servers[0].delay = 2.0
+    killed: list[int] = []
+
+    def kill_one() -> None:
+        while not (playing := [each.pid for each in run.workers._workers.workers if each.pid and servers[0].at_once]):
+            time.sleep(0.01)
+        killed.extend(playing[:1])
+        os.kill(killed[0], signal.SIGKILL)
+
+    thread = threading.Thread(target=kill_one)
+    thread.start()
+    outputs = run.play()
+    thread.join()
+    assert [each.trajectory_id for each in outputs.trajectories] == [
+        f"000003-{group:04d}-{member:02d}" for group in range(4, 10) for member in range(2)
+    ]
+    (said,) = (message for message in run.events.messages if "collected again" in message)
+    assert f"process {killed[0]}" in said and "the shard of step 3, groups " in said
+
+
+def test_a_server_that_dies_is_taken_out_and_its_requests_go_to_the_other(
+    stand_ins: StandIns, make_pool: MakePool, weights: Path, tmp_path: Path
+) -> None:
+    servers = stand_ins(2)
+    run = Run(tmp_path, make_pool(servers, weights))
+    servers[0].misbehave("die")
+
+    async def dying() -> GenerateOutputs:
+        playing = asyncio.create_task(run.collect())
+        while not servers[0].seen:
+            await asyncio.sleep(0.01)
+        servers[0].healthy = False
+        outputs = await playing
+        while not run.pool.statistics.ejections:
+            await asyncio.sleep(0.01)
+        return outputs
+
+    outputs = run.play(dying)
+    assert len(outputs.trajectories) == 12 and not outputs.failures
+    assert servers[1].answered.total() == 12 / PLAN.group_size
+
+
+def test_a_shard_waits_for_a_server_that_comes_back(
+    stand_ins: StandIns, make_pool: MakePool, weights: Path, tmp_path: Path
+) -> None:
+    servers = stand_ins(1)
+    run = Run(tmp_path, make_pool(servers, weights))
+    servers[0].misbehave("die", 10)
+    outputs = run.play()
+    assert len(outputs.trajectories) == 12 and not outputs.failures
+    assert any("no server that it had answers" in message for message in run.events.messages)
+
+
+def test_answers_of_other_weights_are_thrown_away(
+    stand_ins: StandIns, make_pool: MakePool, weights: Path, tmp_path: Path
+) -> None:
+    servers = stand_ins(1)
+    run = Run(tmp_path, make_pool(servers, weights))
+    real = run.pool.lent
+
+    async def changed() -> GenerateOutputs:
+        async with real() as lent:
+            stale = [replace(each, mark="another") for each in lent]
+        worker = run.workers._workers.workers[0]
+        tasks = [{"task_id": "a", "split": "train", "payload": TASKS[0].payload}]
+        answer = await asyncio.to_thread(worker.call, "play", "e" * 20, 1, 0, tasks, [vars(each) for each in stale])
+        assert answer[-1] == {
+            "made": False,
+            "suspects": [{"name": stale[0].name, "mark": "another", "reason": "other_weights"}],
+        }
+        return await run.collect()
+
+    assert len(run.play(changed).trajectories) == 12
+    assert run.shards == [f"{'f' * 20}-00003-{first:04d}-0003" for first in (4, 7)]
+
+
+def test_new_weights_wait_for_shards_that_are_played(
+    stand_ins: StandIns, make_pool: MakePool, weights: Path, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    servers = stand_ins(2)
+    run = Run(tmp_path, make_pool(servers, weights))
+    for server in servers:
+        server.delay = 0.5
+
+    async def overlapped() -> tuple[GenerateOutputs, GenerateOutputs]:
+        first = asyncio.create_task(run.collect(1))
+        while not any(server.at_once for server in servers):
+            await asyncio.sleep(0.02)
+        await run.pool.sync(checkpoint("newer"), 1)
+        return await first, await run.collect(2)
+
+    first, second = run.play(overlapped)
+    versions = [{turn.policy_version for each in part.trajectories for turn in each.turns} for part in (first, second)]
+    assert versions == [{0}, {1}]
+
+
+def test_a_server_without_marks_is_refused(
+    stand_ins: StandIns, make_pool: MakePool, weights: Path, tmp_path: Path
+) -> None:
+    run = Run(tmp_path, make_pool(stand_ins(1, plain=True), weights))
+    with pytest.raises(ConfigurationError, match=r"no other process may ask it\n.*rollout_workers"):
+        run.play()
+
+
+def test_a_store_that_is_not_seen_here_is_said(
+    stand_ins: StandIns, make_pool: MakePool, weights: Path, tmp_path: Path
+) -> None:
+    run = Run(tmp_path, make_pool(stand_ins(1), weights))
+    run.store = run.workers._store = ArtifactStore(tmp_path / "elsewhere")
+    with pytest.raises(ConfigurationError, match=r"a store that this machine does not see(.|\n)*machine\.remote_store"):
+        run.play()
