@@ -12,7 +12,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -63,17 +64,25 @@ def usable(where: Path) -> Iterator[None]:
         ) from error
 
 
-def write_file(path: Path, data: bytes, beside: Path | None = None) -> None:
-    """Put `data` at `path` by one rename that lasts. Raises OSError; what was at `path` is as it was then.
+def write_file(path: Path, data: bytes) -> None:
+    """Put `data` at `path` by one rename that lasts. Raises OSError; what was at `path` is as it was then."""
+    write_files({path: data}, beside=path)
+
+
+def write_files(files: Mapping[Path, bytes], beside: Path) -> None:
+    """Put what each path maps to there, each by one rename; all last in the end. Raises OSError.
 
     Args:
-        beside: in whose folder it is written, where that of `path` is too large for `collect`.
+        beside: in whose folder they are written: a small one, for `collect`.
     """
-    with _locked_sibling(beside or path) as work:
-        (work / CONTENT).write_bytes(data)
-        sync(work / CONTENT)
-        (work / CONTENT).rename(path)
-        sync(path.parent)
+    with _locked_sibling(beside) as work:
+        written = {work / str(number): path for number, path in enumerate(files)}
+        for source, path in written.items():
+            source.write_bytes(files[path])
+        _sync_all(written)
+        for source, path in written.items():
+            source.rename(path)
+        _sync_all({path.parent for path in files})
 
 
 @contextmanager
@@ -154,10 +163,19 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            sync(Path(parent, name))
-        sync(Path(parent))
+    walked = list(os.walk(folder))
+    _sync_all([Path(parent, name) for parent, _, names in walked for name in names])
+    _sync_all([Path(parent) for parent, *_ in walked])
+
+
+def _sync_all(paths: Collection[Path]) -> None:
+    """Many at a time: a file system writes its journal once for all that wait for it."""
+    if len(paths) > 1:
+        with ThreadPoolExecutor(min(32, len(paths)), thread_name_prefix="sync") as pool:
+            list(pool.map(sync, paths))
+    else:
+        for path in paths:
+            sync(path)
 
 
 @contextmanager

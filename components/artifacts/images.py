@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from threading import Lock
 
 from PIL import Image, UnidentifiedImageError
 
-from components.artifacts.disk import write_file
+from components.artifacts.disk import write_files
 from components.artifacts.pixels import rgb_and_plain, to_rgb
 from components.contracts.errors import DataError
 from components.contracts.images import EncodedImage, ImageRef
@@ -143,16 +143,16 @@ class ImageStore:
         """
         image, rgb = normalized(image)
         ref = ImageRef(image.sha256, image.media_type, rgb.width, rgb.height)
-        self.keep(ref, image.data)
+        self.keep({ref: image.data})
         return ref
 
-    def keep(self, ref: ImageRef, data: bytes) -> None:
-        """Write what is known to be the image of `ref`, unless it is there. Raises OSError."""
-        path = self.path(ref)
-        if not path.exists():
-            for folder in (path.parent, self.unfinished):
+    def keep(self, images: Mapping[ImageRef, bytes]) -> None:
+        """Write what is known to be the images of these references, but those that are there. Raises OSError."""
+        files = {path: data for ref, data in images.items() if not (path := self.path(ref)).exists()}
+        if files:
+            for folder in {self.unfinished, *(path.parent for path in files)}:
                 folder.mkdir(parents=True, exist_ok=True)
-            write_file(path, data, beside=self.unfinished / path.name)
+            write_files(files, beside=self.unfinished / next(iter(files)).name)
 
     def read(self, ref: ImageRef) -> bytes:
         """The encoded bytes.

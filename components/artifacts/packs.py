@@ -119,7 +119,9 @@ class ImagePacks:
             self._remember(pack, there)
 
     def _unpack(self, file: Path, pack: str) -> set[str]:
-        names = set()
+        names: set[str] = set()
+        part: dict[ImageRef, bytes] = {}
+        size = 0
         try:
             with zipfile.ZipFile(file) as packed:
                 for member in packed.infolist():
@@ -133,7 +135,12 @@ class ImagePacks:
                     data = packed.read(member)
                     if sha256(data).hexdigest() != found[1]:
                         raise DataError(f"{member.filename} has other bytes than its name says")
-                    self._images.keep(ref, data)
+                    part[ref] = data
+                    size += len(data)
+                    if size > PACK_BYTES:
+                        self._images.keep(part)
+                        part, size = {}, 0
+            self._images.keep(part)
         except (DataError, zipfile.BadZipFile, EOFError) as error:
             raise DataError(
                 f"the remote copy is damaged: {error}",

@@ -6,6 +6,7 @@ Between the client and moto's server is a stand-in for the network, `faulty_netw
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -78,6 +79,7 @@ def test_a_training_ends_with_the_weights_of_an_undisturbed_one(tmp_path, server
         run = disturbed.start()
         while disturbed.steps_done() < 3:
             assert run.poll() is None, disturbed.log.read_text()[-4000:]
+            time.sleep(0.2)
         faults.away.set()
         Timer(AWAY, faults.away.clear).start()
         assert run.wait() == 0, disturbed.log.read_text()[-4000:]
