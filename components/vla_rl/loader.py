@@ -16,6 +16,7 @@ from components.contracts.robots import RobotObservation
 from components.policies.molmoact2.policy import InferenceMode
 from components.policies.molmoact2.processing.batch import Example, PolicyBatch, collate
 from components.policies.molmoact2.processing.processor import Processor
+from components.policies.molmoact2.processing.threads import in_threads
 from components.vla_rl.table import AnswerSample
 from components.vla_rl.tensors import AnswerBatch, DrawnSteps
 
@@ -33,7 +34,7 @@ class AnswerLoader:
         Raises:
             DataError: an image is not in the store, or the policy cannot read the observation.
         """
-        examples = [self._example(each) for each in samples]
+        examples = in_threads(self._example, samples)
         batch = collate(examples, "left", 1, self.processor.vocabulary.pad)
         discrete = self.mode == "discrete"
         return AnswerBatch(

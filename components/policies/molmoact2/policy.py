@@ -20,6 +20,7 @@ from components.policies.molmoact2.modeling.guidance import prefix_weights
 from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.policies.molmoact2.processing.batch import Example, Floats
 from components.policies.molmoact2.processing.processor import Processor
+from components.policies.molmoact2.processing.threads import in_threads
 from components.policies.molmoact2.sampling import InferencePlan, Sampler
 from components.policies.settings import RobotPolicySettings
 
@@ -118,7 +119,7 @@ class MolmoAct2Policy:
         return self._processor.state_dimensions
 
     def predict(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> Floats:
-        examples = [self._processor.encode(observation) for observation in observations]
+        examples = in_threads(self._processor.encode, observations)
         if self._mode == "discrete":
             chunks = self._generated(examples)
         else:
@@ -130,7 +131,7 @@ class MolmoAct2Policy:
     ) -> list[ExploredAnswer]:
         """As `predict`, from the same noise, with one step of each answer drawn at random; see `Sampler.explore`."""
         sampler = self._sampler
-        examples = [self._processor.encode(observation) for observation in observations]
+        examples = in_threads(self._processor.encode, observations)
         chunks = sampler.explore(examples, seeds, noise_level)
         actions = self._processor.decode(chunks.actions.numpy())
         sigmas = noise_scales(sampler.plan.steps, noise_level)
@@ -152,7 +153,7 @@ class MolmoAct2Policy:
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], temperature: float
     ) -> list[SpokenAnswer]:
         """As `predict` of action tokens, which are drawn: row i by seed i alone."""
-        examples = [self._processor.encode(observation) for observation in observations]
+        examples = in_threads(self._processor.encode, observations)
         drawn = self._sampler.draw(examples, seeds, self._most_tokens, temperature)
         chunks, decoded = self._decoded([each.tokens for each in drawn])
         actions = self._processor.decode(chunks)[:, : self.n_action_steps]

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from functools import cached_property
+from threading import Lock
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +25,7 @@ from components.policies.molmoact2.semantics import SEMANTICS
 from components.policies.settings import RobotPolicySettings
 
 _REMEMBERED = 10_000  # texts whose tokens are kept
+_TOKENIZING = Lock()  # a fast tokenizer refuses a second thread
 
 _PROMPT, _TASK, _MARGIN, _MULTIPLE = 80, 32, 32, 64
 _IMAGE, _USUAL_IMAGES = 196, 2
@@ -184,11 +186,14 @@ class Processor:
 
     def _tokens(self, text: str) -> Ints:
         """Of a text that special tokens stand on both sides of, so that it is split alone."""
-        if text not in self._texts:
+        known = self._texts.get(text)
+        if known is None:
+            with _TOKENIZING:
+                known = np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int64)
             if len(self._texts) >= _REMEMBERED:
                 self._texts.clear()
-            self._texts[text] = np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int64)
-        return self._texts[text]
+            self._texts[text] = known
+        return known
 
     def _actions(self, actions: ArrayLike, where: str) -> Floats:
         values = np.asarray(actions, np.float32)
