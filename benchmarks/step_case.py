@@ -60,6 +60,15 @@ SMALL_VISION = VISION | {
     "fullatt_block_indexes": [1],
 }
 SMALL_ROPE = ROPE | {"mrope_section": [4, 6, 6]}
+TEXT_7B = TEXT | {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152_064,
+}
+VISION_7B = VISION | {"out_hidden_size": 3584}
 LENGTHS = {"A": (256, 256), "B": (1024, 1024), "C": (32, 1024)}
 """Least and most sampled tokens of an answer."""
 
@@ -124,8 +133,8 @@ class Case:
         return np.random.default_rng([seed, ord(self.name)])
 
 
-def make_model(folder: Path, attention: str, device: str, small: bool) -> Any:
-    """Random weights in bf16, the same on both sides."""
+def make_model(folder: Path, attention: str, device: str, small: bool, seven: bool = False) -> Any:
+    """Random weights in bf16, the same on both sides; `seven`: of the 7B's sizes, whose head is not tied."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     names = {"image_token_id": "image_pad", "video_token_id": "video_pad"}
     names |= {"vision_start_token_id": "vision_start", "vision_end_token_id": "vision_end"}
@@ -134,13 +143,15 @@ def make_model(folder: Path, attention: str, device: str, small: bool) -> Any:
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": not seven,
     }
     text, vision, rope = (SMALL_TEXT, SMALL_VISION, SMALL_ROPE) if small else (TEXT, VISION, ROPE)
+    if seven:
+        text, vision = TEXT_7B, VISION_7B
     config = Qwen2_5_VLConfig(
         text_config=text | special | {"rope_parameters": rope},
         vision_config=dict(vision),
-        tie_word_embeddings=True,
+        tie_word_embeddings=not seven,
         **ids,
     )
     with torch.device(device):

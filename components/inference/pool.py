@@ -70,7 +70,7 @@ class ServerPool:
             have been started with `weights`.
 
     Raises:
-        ConfigurationError: the servers cannot be had as `settings` and `machine` say.
+        ConfigurationError: the servers cannot be run as `settings` and `machine` say.
         DataError: `weights` is not a checkpoint.
     """
 

@@ -10,9 +10,11 @@ import psutil
 import torch
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
+from components.contracts.machine import Machine
 from components.contracts.stages import Artifact, StageContext
 from components.models.families import family_of
 from components.models.load import load_config
+from components.models.lora import target_modules
 from components.models.settings import ModelSettings
 from components.models.source import locate
 from components.rl.open import open_run
@@ -22,6 +24,8 @@ from components.training.processes import TrainerProcesses
 from components.vlm.settings import ChunkedLogprobs, TrainerSettings
 
 GIB = 2**30
+SERVER_SHARE = 0.92
+"""vLLM's gpu_memory_utilization (0.26 to 0.32)."""
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -34,8 +38,12 @@ def check(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], context: S
     weights = locate(inputs["model"].path, settings.model.revision)
     estimate = estimate_memory(weights, settings.model, settings.trainer, settings.inference.dtype)
     processes = TrainerProcesses.of(context.machine)
-    for line in estimate.over(processes.shards).lines(*available_memory(processes)):
+    memory = estimate.over(processes.shards)
+    available, where = available_memory(processes)
+    for line in memory.lines(available, where):
         context.events.message(line)
+    if (share := server_share(context.machine, processes)) is not None:
+        context.events.message(memory.beside_server(share, torch.cuda.mem_get_info(processes.gpus[0])[1], available))
     with open_run(settings, inputs, context, open_store(context.machine), load_on_join=False) as (run, _):
         for line in run.preflight().lines():
             context.events.message(line)
@@ -47,7 +55,8 @@ class MemoryEstimate:
     """Bytes of one rank of the trainer, and of one server's weights.
 
     `models` is 2 where there is a frozen copy for the KL to the initial model. `optimizer` counts fp32 gradients, two
-    AdamW moments and, for bf16 weights, the fp32 master copy. Of a model that is split over `shards` ranks, weights
+    AdamW moments and, of a model in bf16, what its weights have besides 16 bits: the other 16 of each master with
+    trainer.weights = "bfloat16", else an fp32 copy. Of a model that is split over `shards` ranks, weights
     are fp32, and `gathered` is what a rank has whole besides its shards: what is in no block, and two blocks.
     `activations` is what a transformer layer keeps for the backward pass (34 bytes per token and hidden unit in
     bf16, arXiv 2205.05198 without the attention scores), once per layer, or once with gradient checkpointing;
@@ -95,6 +104,23 @@ class MemoryEstimate:
             f"server weights         {self.server_weights / GIB:.2f} GiB, and its KV cache",
         ]
 
+    def beside_server(self, share: float, total: int, available: int) -> str:
+        """Whether the trainer fits on a GPU of `total` bytes with a server that takes `share` of it."""
+        server, lacking = int(share * total), self.trainer + int(share * total) - available
+        line = f"a server beside it      {server / GIB:.2f} GiB, {share:.0%} of the GPU (gpu_memory_utilization)"
+        if self.server_weights > server:
+            return line + f"; WARNING: its weights are {self.server_weights / GIB:.2f} GiB"
+        if lacking > 0:
+            return line + f"; WARNING: {lacking / GIB:.2f} GiB are missing for both"
+        return line + f"; {-lacking / GIB:.2f} GiB are left"
+
+
+def server_share(machine: Machine, processes: TrainerProcesses) -> float | None:
+    """The part of the trainer's first GPU that a server of this run takes; None: it is not on it."""
+    if not processes.gpus or processes.gpus[0] not in machine.started_server_gpus:
+        return None
+    return float(machine.server_arguments.get("gpu_memory_utilization", SERVER_SHARE))
+
 
 def estimate_memory(source: Path, model: ModelSettings, trainer: TrainerSettings, server_dtype: str) -> MemoryEstimate:
     """Counts parameters on the meta device: no weights are read."""
@@ -117,15 +143,14 @@ def estimate_memory_of(
     if model.lora is None:
         trainable = sum(size for name, size in sizes.items() if family.component_of(name) not in model.freeze)
     else:
-        linears = [m for m in skeleton.modules() if isinstance(m, torch.nn.Linear)]
-        reached = len(model.lora.targets) * text.num_hidden_layers
-        mean_width = sum(m.in_features + m.out_features for m in linears) / max(1, len(linears))
-        trainable = int(reached * mean_width * model.lora.rank)
+        names = target_modules(skeleton, family, model.lora)
+        adapted = [skeleton.get_submodule(name) for name in names if family.component_of(name) not in model.freeze]
+        trainable = model.lora.rank * sum(sum(layer.weight.shape) for layer in adapted)
     width = 2 if trainer.autocast == "bf16" or model.dtype == "bfloat16" else 4
     tokens = trainer.max_tokens_per_micro_batch
     layers = 1 if model.gradient_checkpointing else text.num_hidden_layers
     kept = text.num_hidden_layers * tokens * text.hidden_size * width if model.gradient_checkpointing else 0
-    master = 4 if model.dtype == "bfloat16" else 0
+    master = {"float32": 4, "bfloat16": 2}[trainer.weights] if model.dtype == "bfloat16" else 0
     models = 2 if trainer.kl_coefficient and model.lora is None else 1
     return MemoryEstimate(
         parameters=parameters,

@@ -39,7 +39,7 @@ class Publisher:
             for name, value in base_model(cast(Any, model)).state_dict().items()
         }
         self._processor, self._processor_folder = processor, processor_folder
-        self._series = DeltaSeries()
+        self.series = DeltaSeries()
 
     @property
     def float32(self) -> bool:
@@ -68,9 +68,9 @@ class Publisher:
 
     def publish_delta(self, model: nn.Module, folder: Path, ranks: Ranks) -> None:
         """Write one version of a series as what changed since the last, or as `publish` does; see `DeltaSeries`."""
-        if not self._series.add(folder, self._whole_tensors(cast(Any, model)), ranks):
+        if not self.series.add(folder, self._whole_tensors(cast(Any, model)), ranks):
             self._write(model, folder, ranks)
-            self._series.begin(folder, ranks)
+            self.series.begin(folder, ranks)
 
     def publish_adapter(self, model: nn.Module, folder: Path, ranks: Ranks) -> None:
         """Write the adapters of one version of a series, as `publish` writes the weights.

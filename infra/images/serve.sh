@@ -1,6 +1,6 @@
 #!/bin/sh
 # Serves the checkpoint in $MODEL; more arguments go to vLLM. VLLM_API_KEY must be set. WEIGHT_TRANSFER is
-# machine.weight_transfer of the runs that join: file or nccl.
+# machine.weight_transfer of the runs that join: file, delta or nccl.
 set -eu
 : "${MODEL:?set MODEL to the folder of a checkpoint}"
 : "${VLLM_API_KEY:?set VLLM_API_KEY; the routes that load weights must not be open}"
@@ -8,9 +8,11 @@ if [ ! -f "$MODEL/config.json" ]; then
   echo "no checkpoint is in $MODEL: see "On Kubernetes" in docs/operations.md" >&2
   exit 1
 fi
-if [ "${WEIGHT_TRANSFER:-file}" != file ]; then
-  set -- --weight-transfer-config "{\"backend\": \"$WEIGHT_TRANSFER\"}" "$@"
-fi
+case "${WEIGHT_TRANSFER:-file}" in
+  file) ;;
+  delta) set -- --worker-extension-cls armature_served.versions.Versions "$@" ;;
+  *) set -- --weight-transfer-config "{\"backend\": \"$WEIGHT_TRANSFER\"}" "$@" ;;
+esac
 exec python3 -m vllm.entrypoints.openai.api_server \
   --model "$MODEL" --served-model-name policy --host 0.0.0.0 --port 8000 \
   --logprobs-mode processed_logprobs --generation-config vllm --seed 0 \

@@ -39,6 +39,7 @@ class StandIn:
     key: str
     url: str = ""
     root: str = "somewhere"
+    vllm: str = "0.32.0"
     version: str = "start"
     fault: str = ""
     fault_count: int = 0
@@ -192,6 +193,9 @@ class StandIn:
     async def health(self, _: Request) -> Response:
         return Response(status_code=200 if self.healthy else 503)
 
+    async def says_version(self, _: Request) -> Response:
+        return JSONResponse({"version": self.vllm})
+
     async def models(self, request: Request) -> Response:
         if request.headers.get("authorization") != f"Bearer {self.key}":
             return Response(status_code=401)
@@ -223,6 +227,7 @@ class StandIn:
             routes=[
                 Route("/health", self.health),
                 Route("/v1/models", self.models),
+                Route("/version", self.says_version),
                 Route("/v1/chat/completions", self.chat, methods=post),
                 Route("/v1/completions", self.completions, methods=post),
                 Route("/v1/load_lora_adapter", self.adapter, methods=post),

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from components.rl.check import estimate_memory
+import pytest
+
+from components.contracts.machine import Machine
+from components.models.load import load_model
+from components.rl.check import GIB, estimate_memory, server_share
+from components.training.processes import TrainerProcesses
 from tests.vlm.conftest import Tiny, model_settings, trainer_settings
 
 
@@ -22,3 +27,40 @@ def test_a_model_that_is_split_takes_its_part_on_each_rank_and_what_is_gathered(
     )
     assert compared.over(4).weights == 2 * parameters
     assert "GiB on each of 4 ranks; 1.00 GiB free on GPU 0" in compared.over(4).lines(2**30, "GPU 0")[1]
+
+
+def test_weights_in_16_bits_have_the_other_16_of_their_masters_beside_them(tiny: Tiny) -> None:
+    settings = trainer_settings(weights="bfloat16")
+    estimate = estimate_memory(tiny.folder, model_settings(dtype="bfloat16"), settings, "bfloat16")
+    assert estimate.weights + estimate.optimizer == estimate.parameters * (2 + 4 + 8 + 2)
+
+
+@pytest.mark.parametrize(
+    ("lora", "freeze"),
+    [
+        ({"rank": 3, "targets": ("q_proj", "down_proj")}, ()),
+        ({"rank": 2, "targets": ("all",), "scope": "all"}, ()),
+        ({"rank": 2, "targets": ("all",), "scope": "all"}, ("vision",)),
+    ],
+)
+def test_adapters_are_counted_as_they_are_made(tiny: Tiny, lora: dict[str, object], freeze: tuple[str, ...]) -> None:
+    settings = model_settings(lora=lora, freeze=freeze)
+    made = sum(p.numel() for p in load_model(tiny.folder, settings).parameters() if p.requires_grad)
+    assert estimate_memory(tiny.folder, settings, trainer_settings(), "float32").trainable == made
+
+
+def test_a_server_on_the_trainer_s_gpu_is_counted(tiny: Tiny) -> None:
+    estimate = estimate_memory(tiny.folder, model_settings(), trainer_settings(), "float32")
+    needed = estimate.trainer
+    assert "0.00 GiB are left" in estimate.beside_server(0.5, 2 * GIB, GIB + needed)
+    assert "WARNING: 1.00 GiB are missing for both" in estimate.beside_server(0.5, 2 * GIB, needed)
+    assert "WARNING: its weights are" in estimate.beside_server(0.0, 2 * GIB, 2 * GIB)
+    for servers, trainers, share, expected in (
+        ([[0]], (0,), 0.45, 0.45),
+        ([[0]], (0,), None, 0.92),
+        ([[1]], (0,), 0.45, None),
+        ([], (), None, None),
+    ):
+        arguments = {} if share is None else {"gpu_memory_utilization": share}
+        machine = Machine(server_gpus=tuple(map(tuple, servers)), trainer_gpus=trainers, server_arguments=arguments)
+        assert server_share(machine, TrainerProcesses.of(machine)) == expected

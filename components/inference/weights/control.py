@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import httpx
 
 from components.contracts.errors import WeightSyncError
 from components.inference.endpoint import Endpoint
 from components.inference.replies import BadReply, Reply, exchange_blocking
+
+Packing = Literal["init", "update"] | None
+_PACKING: dict[str, Packing] = {"0.26.": "update", "0.32.": "init"}
+"""vLLM moved it from the one route to the other between these; servers of other versions get tensor after tensor."""
 
 
 class ServerControl:
@@ -41,6 +45,14 @@ class ServerControl:
                 raise WeightSyncError(f"/get_world_size answered {reply.text}", where=endpoint.url)
             sizes.append(size)
         return sizes
+
+    def packing(self) -> Packing:
+        """Whether all servers take many tensors in one buffer, and where they want to be told so."""
+        found = set()
+        for endpoint in self.endpoints:
+            version = str(self._exchange("GET", endpoint, "/version").document.get("version"))
+            found.add(next((way for known, way in _PACKING.items() if version.startswith(known)), None))
+        return found.pop() if len(found) == 1 else None
 
     def post(self, path: str, bodies: Sequence[Any]) -> list[Future[None]]:
         """Post `bodies[i]` to endpoint i, all at once."""

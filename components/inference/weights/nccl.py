@@ -11,7 +11,7 @@ import ctypes
 import pickle
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 
@@ -22,9 +22,19 @@ import torch.distributed as dist
 from components.contracts.errors import WeightSyncError
 from components.inference.endpoint import Endpoint
 from components.inference.weights.control import ServerControl
-from components.inference.weights.parameters import Parameters, describe, whole
+from components.inference.weights.parameters import (
+    BUCKET,
+    Parameters,
+    aligned,
+    buckets,
+    describe,
+    largest,
+    pack,
+    whole,
+)
 
 _SUM = 0
+_GEOMETRY = {"packed_buffer_size_bytes": BUCKET, "packed_num_buffers": 2}
 _NCCL_TYPES = {
     torch.int8: 0,
     torch.uint8: 1,
@@ -59,27 +69,37 @@ class NcclSender:
 
     def send(self, parameters: Parameters) -> None:
         """See `WeightSender.send`."""
+        parameters = aligned(parameters)
         if not self._first:
             for tensor in parameters.values():
                 whole(tensor)
             return
         self._control.post_all("/start_weight_update")
-        bodies = [{"update_info": describe(parameters)}] * len(self._control.endpoints)
-        updates = self._control.post("/update_weights", bodies)
+        told = describe(parameters) | ({"packed": True, **_GEOMETRY} if self._packing == "update" else {})
+        updates = self._control.post("/update_weights", [{"update_info": told}] * len(self._control.endpoints))
         deadline = time.monotonic() + self._timeout
-        for tensor in parameters.values():
-            data = whole(tensor)  # kept until the GPU is done with it
+        for data in self._pieces(parameters):  # kept until the GPU is done with it
             self._call("ncclBroadcast", data, 0)
             self._finish(updates, deadline)
         for update in updates:
             update.result(max(0.0, deadline - time.monotonic()))
         self._control.post_all("/finish_weight_update")
 
+    def _pieces(self, parameters: Parameters) -> Iterator[torch.Tensor]:
+        """What is broadcast, one after the other."""
+        if self._packing:
+            buffer = torch.empty(largest(parameters), dtype=torch.uint8, device="cuda")
+            yield from (pack(bucket, buffer) for bucket in buckets(parameters))
+        else:
+            yield from map(whole, parameters.values())
+
     def _connect(self, address: str) -> None:
         self._nccl = ctypes.CDLL("libnccl.so.2")
         unique = _UniqueId()
         self._check(self._nccl.ncclGetUniqueId(ctypes.byref(unique)))
         sizes = self._control.world_sizes()
+        self._packing = self._control.packing()
+        packed = {"packed": True, **_GEOMETRY} if self._packing == "init" else {}
         world = 1 + sum(sizes)
         listener = socket.create_server((address, 0))
         port = listener.getsockname()[1]
@@ -91,6 +111,7 @@ class NcclSender:
                     "rank_offset": 1 + sum(sizes[:index]),
                     "world_size": world,
                 }
+                | packed
             }
             for index in range(len(sizes))
         ]

@@ -11,7 +11,8 @@ It runs in the trainer and in vLLM's workers, and needs torch and safetensors al
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -77,8 +78,10 @@ class HostWeights:
             places[name] = size
             size += -(-torch.Size(shape).numel() * dtype.itemsize // _ALIGNED) * _ALIGNED
         self._memory = torch.empty(size, dtype=torch.uint8)
+        self._release: Callable[[], object] = lambda: None
         if torch.cuda.is_available() and size:
             torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0)
+            self._release = weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self._memory.data_ptr())
         number = 0
         for name, place in places.items():
             dtype, shape = layout[name]
@@ -89,8 +92,10 @@ class HostWeights:
         self.digest = 0
 
     def close(self) -> None:
-        if torch.cuda.is_available() and len(self._memory):
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+        """Give the memory back."""
+        self._release()
+        self.tensors.clear()
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     @classmethod
     def read(cls, folder: Path) -> HostWeights:
@@ -100,8 +105,10 @@ class HostWeights:
             OSError, SafetensorError: they cannot be read.
         """
         index = folder / _INDEX
-        named = json.loads(index.read_text())["weight_map"].values() if index.exists() else ["model.safetensors"]
-        files = [folder / name for name in sorted(set(named))]
+        found = (
+            {folder / name for name in json.loads(index.read_text())["weight_map"].values()} if index.exists() else ()
+        )
+        files = sorted(found or folder.glob("*.safetensors"))
         layout = {}
         for file in files:
             with safe_open(file, framework="pt") as opened:
