@@ -161,6 +161,15 @@ def test_several_nodes_need_a_place_to_meet():
         load_recipe("train-vla/tiny", ["machine.trainer_sharding=full"])
 
 
+def test_rollout_workers_on_a_cluster_need_servers_that_they_reach():
+    workers = ["machine.rollout_workers=2", 'machine.cluster={address="auto"}']
+    with pytest.raises(ConfigurationError, match=r"rollout_workers on a cluster(.|\n)*endpoints or endpoints_file"):
+        load_recipe("train-vlm/colors", workers)
+    load_recipe("train-vlm/colors", [*workers, 'machine.endpoints=["http://10.0.0.7:8000"]'])
+    with pytest.raises(ConfigurationError, match=r"cluster needs environment_processes, rollout_workers or"):
+        load_recipe("train-vlm/colors", workers[1:])
+
+
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_committed_recipe_loads_and_its_dump_loads_again(name):
     recipe = load_recipe(name)

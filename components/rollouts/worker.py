@@ -133,7 +133,8 @@ class RolloutWorker:
         self._store.write(SHARDS, key, fill)
 
     def close(self) -> None:
-        self._environment.close()
+        if "_environment" in vars(self):  # it has played
+            self._environment.close()
 
 
 class _Silent:

@@ -1,0 +1,200 @@
+"""Recipes on a Ray cluster of three nodes, each with a network, processes and a disk of its own, of which one loses its
+raylet: they end with the weights of a run on one machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from components.configuration import load_recipe
+from components.contracts.machine import Machine
+from components.inference.command import server_command, server_environment
+from components.inference.settings import ServerSettings
+from components.process import Program
+from tests.production.nodes import DISK, Network, Node, wait_for
+from tests.production.recipe_stages import WEIGHTS
+from tests.production.services import ONE_THREAD
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-ray/bin/python"
+"""The environment of the project, with Ray."""
+KEY = "a key for the tests"
+SMALL = (
+    "rollouts.groups_per_step=4",
+    "rollouts.group_size=4",
+    "preflight.groups=1",
+    "batches.skip_zero_advantage=false",
+)
+RECIPES = {
+    "train-vlm/colors": (
+        *SMALL,
+        "trainer.max_steps=8",
+        "environment.heldout_tasks=16",
+        "evaluation.every=0",
+        "inference.deterministic=true",
+    ),
+    "train-vlm/molmo2-tiny": (
+        *SMALL,
+        "trainer.max_steps=4",
+        "trainer.warmup_steps=1",
+        "trainer.save_every=4",
+        "environment.train_tasks=320",
+        "environment.heldout_tasks=8",
+        "environment.args.max_turns=8",
+        "warm_start.demonstrations=300",
+        "warm_start.heldout_demonstrations=4",
+        "evaluation.max_tasks=8",
+        "inference.deterministic=true",
+    ),
+    "train-vla/tiny": (
+        "demonstrations.episodes_per_task=6",
+        "simulator.reach_distance=0.17",
+        "training.max_steps=20",
+        "training.batch_size=8",
+        "training.micro_batch_size=8",
+        "training.warmup_steps=0",
+        "training.save_every=20",
+        "training.heldout.every=20",
+        "evaluation.episodes_per_task=2",
+        "evaluation.max_steps.libero_spatial=20",
+    ),
+}
+"""Each with fewer and smaller steps than it has."""
+PLAYERS = {"train-vlm": "components.rollouts.worker", "train-vla": "components.environments.libero.worker"}
+ENVIRONMENT = {**ONE_THREAD, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1"}
+
+pytestmark = [
+    pytest.mark.timeout(3000),
+    pytest.mark.skipif(not PYTHON.exists(), reason="needs .venv-ray: make .venv-ray/.made"),
+]
+
+
+class RayCluster:
+    """A head, where runs begin, and nodes with CPUs."""
+
+    def __init__(self, head: Node, nodes: Sequence[Node]) -> None:
+        self.head, self._programs = head, dict[Node, Program]()
+        start_ray(head, "--head", "--port=6379", "--num-cpus=0", "--include-dashboard=false", f"--temp-dir={DISK}/ray")
+        for node in nodes:
+            self.add(node)
+
+    @property
+    def address(self) -> str:
+        return f"{self.head.address}:6379"
+
+    def add(self, node: Node) -> None:
+        self._programs[node] = start_ray(node, f"--address={self.address}", "--num-cpus=4")
+
+    def players(self, module: str) -> dict[Node, list[psutil.Process]]:
+        """The processes of `module` on each node that has any."""
+        found = {node: [each for each in _family(program) if _runs(each, module)] for node, program in self._nodes()}
+        return {node: processes for node, processes in found.items() if processes}
+
+    def kill_raylet(self, node: Node) -> None:
+        (raylet,) = (each for each in _family(self._programs[node]) if each.name() == "raylet")
+        os.kill(raylet.pid, signal.SIGKILL)
+
+    def _nodes(self) -> list[tuple[Node, Program]]:
+        return list(self._programs.items())
+
+
+def _family(program: Program) -> list[psutil.Process]:
+    return [each for each in program.family() if each.is_running()]
+
+
+def _runs(process: psutil.Process, module: str) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        command = process.cmdline()
+        return module in command and "components/process.py" not in " ".join(command)
+    return False
+
+
+def start_ray(node: Node, *arguments: str) -> Program:
+    memory = ("--object-store-memory=100000000", "--disable-usage-stats", "--block")
+    command = [PYTHON, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={node.address}", *arguments, *memory]
+    (node.folder / "ray.log").unlink(missing_ok=True)
+    program = node.start(command, ENVIRONMENT, "ray.log")
+    wait_for(lambda: "Ray runtime started" in program.tail(50), program, 300)
+    return program
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(network: Network) -> RayCluster:
+    return RayCluster(network.add("head"), [network.add(f"ray{number}") for number in range(3)])
+
+
+def start(node: Node | None, folder: Path, recipe: str, *machine: str) -> Program:
+    """The stages of a recipe, on a node or on this machine; its store is in `folder`, as who runs it sees it."""
+    facts = [f"machine.{fact}" for fact in (f'store="{folder}/store"', *machine)]
+    command = [str(PYTHON), "-m", "tests.production.recipe_stages", recipe, *RECIPES[recipe], *facts]
+    variables = {**ENVIRONMENT, "VLLM_API_KEY": KEY}
+    if node is None:
+        return Program(command, env=variables, log=folder / "run.log")
+    return node.start(command, variables, f"{folder.name}.log")
+
+
+def ended(program: Program) -> str:
+    """Its digest of the weights."""
+    assert program.wait(1500) == 0, program.tail(60)
+    return re.findall(f"{WEIGHTS}(.*)", program.tail(5))[0]
+
+
+def serve(node: Node, recipe: str, model: Path) -> Program:
+    """A model server that all nodes reach."""
+    sections = load_recipe(recipe, RECIPES[recipe]).sections
+    machine, inference = sections["machine"], sections["inference"]
+    assert isinstance(machine, Machine) and isinstance(inference, ServerSettings)
+    machine = machine.model_copy(update={"server_python": ROOT / ".venv-vllm/bin/python"})
+    command = server_command(model, inference, machine, port=8000, gpus=())
+    command[command.index("--host") + 1] = node.address
+    given = server_environment(machine, api_key=KEY, gpus=(), deterministic=True)
+    served = {"PYTHONPATH": str(ROOT / "components/inference/served")}
+    return node.start(command, {key: value for key, value in (given | served).items() if value is not None}, "vllm.log")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_weights_are_those_of_one_machine_though_a_raylet_is_killed(
+    ray_cluster: RayCluster, tmp_path: Path, recipe: str
+) -> None:
+    flow, _, name = recipe.partition("/")
+    playing = PLAYERS[flow]
+    began = time.monotonic()
+    expected = ended(start(None, tmp_path, recipe))
+    print(f"{recipe}: on one machine after {time.monotonic() - began:.0f} s, weights {expected}")
+    place = f'cluster={{address="{ray_cluster.address}", start_timeout=300}}'
+    machine = [place, "environment_processes=2", f'remote_store="{tmp_path}/remote"']
+    server = None
+    if flow == "train-vlm":
+        (model,) = (each for each in (tmp_path / "store/model").iterdir() if each.is_dir())
+        server = serve(ray_cluster.head, recipe, model)
+        endpoint = f"http://{ray_cluster.head.address}:8000"
+        machine += ["rollout_workers=2", f'endpoints=["{endpoint}"]', "ready_timeout=600"]
+    began = time.monotonic()
+    run = start(ray_cluster.head, DISK / name, recipe, *machine)
+    if flow == "train-vlm":
+        history = f"{name}/store/workspaces/train-vlm-*/history.jsonl"
+        wait_for(lambda: any(ray_cluster.head.folder.glob(history)), run, 900)
+    wait_for(lambda: bool(ray_cluster.players(playing)), run, 600)
+    time.sleep(0 if flow == "train-vlm" else 10)
+    lost, players = next(iter(ray_cluster.players(playing).items()))
+    ray_cluster.kill_raylet(lost)
+    print(f"{recipe}: {lost.name} lost its raylet after {time.monotonic() - began:.0f} s")
+    _, alive = psutil.wait_procs(players, timeout=60)
+    assert not alive, "workers outlived their raylet"
+    assert ended(run) == expected
+    print(f"{recipe}: on the cluster after {time.monotonic() - began:.0f} s, the same weights")
+    if server is not None:
+        assert "is collected again" in run.tail(5000)
+        assert not list((tmp_path / "remote/rollout-shards").glob("*/*")) and any(
+            (tmp_path / "remote/images").iterdir()
+        )
+        server.stop()
+    ray_cluster.add(lost)
