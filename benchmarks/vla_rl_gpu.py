@@ -26,7 +26,7 @@ from components.artifacts.images import ImageStore
 from components.contracts.robots import RobotObservation
 from components.cpus import available_cpus
 from components.environments.libero.processes import SimulatorProcess
-from components.environments.libero.settings import SimulatorSettings
+from components.environments.libero.settings import SimulatorSettings, Suite
 from components.environments.libero.tasks import suite_tasks
 from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy
 from components.policies.molmoact2.checkpoints.tiny import make_tiny_policy
@@ -50,6 +50,7 @@ ROWS = (1, 8, 32, 64)
 EPISODES, ACTIONS = 192, 120
 MICRO_BATCH, SAMPLES = 32, 512
 NOISE = 0.5
+SUITE: Suite = "libero_spatial"
 STATE, ACTION = 8, 7
 SIZES = ("vit_config", "adapter_config", "text_config", "action_expert_config")
 SETTINGS = RobotPolicySettings(
@@ -67,7 +68,11 @@ SETTINGS = RobotPolicySettings(
 
 def released(folder: Path, small: bool, device: torch.device) -> LoadedPolicy:
     """A policy with the tokenizer and processor of a tiny one, but released sizes and images."""
-    sizes = TinyPolicySettings(image_side=84 if small else 378, max_action_dim=32)
+    words = (
+        *(f"The task is to {task.language}." for task in suite_tasks(SUITE)),
+        f"The setup is {SETTINGS.setup_type}.",
+    )
+    sizes = TinyPolicySettings(image_side=84 if small else 378, max_action_dim=32, corpus=words)
     settings = SETTINGS.model_copy(update={"tiny": sizes})
     robot = RobotMetadata(action_stats=_range(ACTION), state_stats=_range(STATE))
     loaded = load_policy(make_tiny_policy(folder, settings), SETTINGS, robot)
@@ -119,7 +124,7 @@ def play(loaded: LoadedPolicy, folder: Path, small: bool) -> tuple[dict[str, Any
     processes = max(1, available_cpus())
     slots = 2 if small else 4 * processes
     settings = RobotRolloutSettings(
-        suite="libero_spatial",
+        suite=SUITE,
         groups_per_step=2 if small else EPISODES,
         group_size=1,
         max_steps=20 if small else ACTIONS,
