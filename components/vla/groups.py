@@ -13,6 +13,7 @@ from components.vla.lora import add_adapters
 from components.vla.settings import PolicyUpdateSettings
 
 EXPERT = "action_expert."
+VALUE_HEAD = "value_head."
 VISION = "vlm.model.vision_tower."
 CONNECTOR = "vlm.model.multi_modal_projector."
 EMBEDDING = "vlm.model.language_model.embed_tokens"
@@ -38,10 +39,10 @@ def prepare(model: nn.Module, settings: PolicyUpdateSettings, semantics: Semanti
 
 
 def parameter_groups(model: nn.Module, settings: PolicyUpdateSettings) -> list[ParameterGroup]:
-    """One for each of GROUPS, in that order."""
+    """One for each of GROUPS, in that order; a value head is in none."""
     members: dict[str, list[nn.Parameter]] = {name: [] for name in GROUPS}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and not name.startswith(VALUE_HEAD):
             members[group_of(name)].append(parameter)
     peaks = settings.learning_rates.model_dump()
     return [

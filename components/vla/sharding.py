@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.training.sharding import Unit
@@ -31,6 +31,9 @@ def units(model: MolmoAct2, precision: str) -> Iterator[Unit]:
     ]
     yield from ((module, lower) for module in vlm)
     yield model.action_expert, None
+    register_fsdp_forward_method(model.action_expert, "velocity_and_states")
+    if model.value_head is not None:
+        yield model.value_head, None
     yield model, lower
 
 

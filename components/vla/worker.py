@@ -12,22 +12,18 @@ from components.contracts.errors import ConfigurationError
 from components.datasets.mixture import Mixture
 from components.datasets.source import open_sources, split
 from components.datasets.stage import read_statistics
-from components.models.lora import merged_weights
-from components.models.mapped import MappedWeights
-from components.policies.molmoact2.checkpoints.checkpoint import empty_model, load_model, read_model, save_policy
 from components.policies.molmoact2.modeling.losses import LossPlan
-from components.training.ranks import Ranks, whole
+from components.training.ranks import Ranks
 from components.training.service_settings import ServiceSettings
 from components.training.service_worker import Command, ServiceWorker
-from components.training.sharding import sharder
 from components.vla.client import PolicyTraining
 from components.vla.data import Encoder, UpdateDataset, load
 from components.vla.groups import prepare
 from components.vla.heldout import HeldoutEvaluator, evenly_spread
 from components.vla.learner import PolicyLearner
 from components.vla.micro_batch import PolicyMicroBatch
+from components.vla.opening import open_model
 from components.vla.robots import robots_of
-from components.vla.sharding import units
 
 REMEMBERED = 1000
 """Steps whose metrics a checkpoint has: the history is beside it."""
@@ -59,21 +55,10 @@ class PolicyWorker(ServiceWorker):
         self._updates = UpdateDataset(
             Mixture(trained, policy.chunk_size, self.trainer.seed), encoder, ranks.rank, ranks.size
         )
-        sharded = settings.processes.sharding is not None
-        model = empty_model(self._parts) if sharded else load_model(training.policy, self._parts)
-        self._dtypes = {name: value.dtype for name, value in model.state_dict().items()}
-        prepare(model, self.trainer, policy.semantics)
-        shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-        shard = None
-        if sharded:
-            weights = None
-            if ranks.first:
-                hollow, stored = read_model(training.policy, self._parts)
-                prepare(hollow, self.trainer, policy.semantics)
-                weights = MappedWeights(hollow, stored)
-            parts = partial(units, precision=policy.dtype)
-            shard = sharder(ranks, settings.processes.copies, parts, weights, cast_inputs=False)
-        self.learner = PolicyLearner(model, self.trainer, LossPlan.of(policy), ranks, shard)
+        freeze = partial(prepare, settings=self.trainer, semantics=policy.semantics)
+        opened = self._opened = open_model(training.policy, self._parts, freeze, settings.processes, ranks)
+        shapes = {name: list(p.shape) for name, p in opened.model.named_parameters() if p.requires_grad}
+        self.learner = PolicyLearner(opened.model, self.trainer, LossPlan.of(policy), ranks, opened.shard)
         self._batches: Iterator[list[PolicyMicroBatch]] | None = None
         self._upcoming = 0
         who = {"fingerprint": training.fingerprint, "trained": shapes}
@@ -103,12 +88,11 @@ class PolicyWorker(ServiceWorker):
                 raise ConfigurationError(f"the trainer has no command {other!r}")
 
     def _publish(self, folder: Path) -> None:
-        """Write the policy, adapters merged, averaged where there are averages, in the dtypes that it was loaded in."""
-        with self.learner.optimizer.averaged():
-            # On the CPU these are no copies, so they are averages only in here.
-            weights = {n: whole(value).to(self._dtypes[n]) for n, value in merged_weights(self.learner.model).items()}
-            if self.ranks.first:
-                save_policy(folder, self._parts, weights)
+        """Write the policy, averaged where there are averages."""
+        with (
+            self.learner.optimizer.averaged()
+        ):  # on the CPU its weights are no copies, so they are averages only in here
+            self._opened.publish(folder, self._parts, self.ranks)
         self.ranks.broadcast(None)  # none answers before it is written
 
 

@@ -37,6 +37,8 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
     Args:
         likelihood: of answers as they were sampled.
         load: gives samples their tensors.
+        shard: splits a model without weights over the ranks and gives each its shards, where every rank would else
+            hold all of it; a value head is there already.
     """
 
     def __init__(
@@ -46,24 +48,31 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
         likelihood: ActionLikelihood,
         load: Load,
         ranks: Ranks | None = None,
+        shard: Callable[[MolmoAct2], None] | None = None,
     ) -> None:
         ranks = ranks or Ranks()
         self.settings, self.likelihood, self._load = settings, likelihood, load
         self._chunks = settings.ratio == "chunk"
-        if settings.mode == "expert":
-            model.freeze_vlm(ranks.device)
+        if isinstance(settings.advantage, GAE) and shard is None:
+            model.add_value_head(settings.seed, likelihood.of_tokens)
         if settings.torch_compile:
             model.compile_layers(dynamic=True)
+        if shard is not None:
+            shard(model)
+        else:
+            model.to(ranks.device)
+            if settings.mode == "expert":
+                model.freeze_vlm(ranks.device)
         groups = parameter_groups(model, settings)
         if isinstance(advantage := settings.advantage, GAE):
-            head = model.add_value_head(settings.seed, likelihood.of_tokens)
-            rate = scheduled(advantage.value_lr, settings)
-            groups.append(ParameterGroup("value_head", list(head.parameters()), rate, settings.weight_decay))
+            assert model.value_head is not None
+            rate, head = scheduled(advantage.value_lr, settings), list(model.value_head.parameters())
+            groups.append(ParameterGroup("value_head", head, rate, settings.weight_decay))
         super().__init__(
-            model.to(ranks.device).eval(),  # with dropout, no ratio would be 1
+            model.eval(),  # with dropout, no ratio would be 1
             groups,
             ranks,
-            sharded=False,
+            sharded=shard is not None,
             betas=(settings.adam_beta1, settings.adam_beta2),
             eps=settings.adam_epsilon,
             max_grad_norm=settings.max_grad_norm,
@@ -80,11 +89,15 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
         began, number = perf_counter(), self.steps_done + 1
         sums: dict[str, float] = defaultdict(float)
         norms, skipped = [], 0
+        solved = frozenset(each.episode_id for each in samples if each.done and not each.truncated)
         for rows in self._updates(len(samples), number):
             chosen = [samples[row] for row in rows]
-            count = len(chosen) if self._chunks else sum(len(each.logprobs) for each in chosen)
-            for part in self._own(chosen):
-                self._accumulate(part, count, len(chosen), sums)
+            ratios = len(chosen) if self._chunks else sum(len(each.logprobs) for each in chosen)
+            for part, real in self._own(chosen):
+                loss, found = self._losses(part, ratios, len(chosen), solved)
+                self.backward(loss if real else 0.0 * loss)
+                for name, value in found.items() if real else ():
+                    sums[name] += value
             done = self.update(number)
             norms.append(sqrt(sum(norm**2 for norm in done.norms.values())))
             skipped += not done.finite
@@ -125,14 +138,26 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
             found += [order[part::parts] for part in range(parts)]
         return found
 
-    def _own(self, samples: Sequence[AnswerSample]) -> list[AnswerBatch]:
-        mine = samples[self.ranks.rank :: self.ranks.size]
-        width = self.settings.micro_batch_size
-        return [self._load(mine[start : start + width]) for start in range(0, len(mine), width)]
+    def _own(self, samples: Sequence[AnswerSample]) -> list[tuple[Sequence[AnswerSample], bool]]:
+        """The micro-batches of this rank, and whether they count.
 
-    def _accumulate(self, part: AnswerBatch, ratios: int, answers: int, sums: dict[str, float]) -> None:
-        """Add the gradient of some answers of an update, which has so many ratios and answers in all."""
-        part = part.to(self.ranks.device)
+        Where ranks gather a model that is split, one that has fewer micro-batches than others computes dummy samples.
+        """
+        size, width = self.ranks.size, self.settings.micro_batch_size
+        mine = samples[self.ranks.rank :: size]
+        parts = [(mine[start : start + width], True) for start in range(0, len(mine), width)]
+        most = ceil(ceil(len(samples) / size) / width) if self.sharded else 0
+        return parts + [(samples[:1], False)] * (most - len(parts))
+
+    def _losses(
+        self, samples: Sequence[AnswerSample], ratios: int, answers: int, solved: frozenset[str]
+    ) -> tuple[Tensor, dict[str, float]]:
+        """The addend of some answers of an update, which has so many ratios and answers in all, and sums of metrics.
+
+        Args:
+            solved: episodes that solved their task.
+        """
+        part = self._load(samples).to(self.ranks.device)
         prediction, *start = self._predictions(part)
         logprobs = self._per_ratio(self.likelihood.logprobs(prediction, part), part)
         behavior = self._per_ratio(part.logprobs, part)
@@ -150,13 +175,15 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
         for other in start:
             found["kl/start"] = self._per_ratio(self.likelihood.divergences(prediction, other, part), part)
             loss = loss + self.settings.kl_coefficient * found["kl/start"].sum() / ratios
+        if coefficient := self.settings.bc_coefficient:
+            good = torch.tensor([each.episode_id in solved for each in samples], device=rows.device)[rows]
+            found["bc/loss"] = -logprobs * good
+            loss = loss + coefficient * found["bc/loss"].sum() / ratios
         if isinstance(gae := self.settings.advantage, GAE):
             found |= self._value_losses(prediction.states, part, gae)
             loss = loss + gae.value_loss_coef * found["value/loss"].sum() / answers
-        self.backward(loss)
-        counts = {RATIOS: len(rows), ANSWERS: len(part.advantages), "loss": float(loss.detach())}
-        for name, value in {**counts, **{name: float(each.detach().sum()) for name, each in found.items()}}.items():
-            sums[name] += value
+        counts = {RATIOS: float(len(rows)), ANSWERS: float(len(part.advantages)), "loss": float(loss.detach())}
+        return loss, counts | {name: float(each.detach().sum()) for name, each in found.items()}
 
     def _per_ratio(self, values: Tensor, part: AnswerBatch) -> Tensor:
         """Of each probability ratio, from those of the counted numbers (N,): (E,) sums, or as they are."""

@@ -19,7 +19,7 @@ from pydantic import (
 from components.contracts.settings import Settings
 from components.environments.libero.settings import SimulatorSettings, Suite
 from components.evaluation.libero.settings import TrainLiberoEvaluationSettings
-from components.vla.settings import PolicyUpdateSettings
+from components.vla.settings import Mode, PolicyUpdateSettings
 from components.vlm.settings import CISPO, GSPO, PPO
 
 NOISE_LEVEL = 0.5
@@ -149,7 +149,11 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
     model_config = ConfigDict(title="Trainer")
 
     max_steps: PositiveInt = Field(description="Steps of the run, each of new rollouts; the decay ends there.")
-    mode: Literal["full", "expert"] = Field("expert", description="full: all weights. expert: the action expert alone.")
+    mode: Mode = Field(
+        "expert",
+        description="full: all weights. lora: adapters on the VLM, all of the action expert. lora_expert: adapters on "
+        "both. expert: the action expert alone.",
+    )
     objective: PPO | GSPO | CISPO = Field(
         PPO(name="ppo"), discriminator="name", description="The loss and its parameters."
     )
@@ -169,6 +173,11 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
         exclude_if=operator.not_,  # what was made before there was this setting keeps its fingerprint
         description="Weight of the KL divergence to the policy that the training began with; 0: none.",
     )
+    bc_coefficient: NonNegativeFloat = Field(
+        0.0,
+        exclude_if=operator.not_,
+        description="Weight of the behavior cloning of answers from episodes that solved their task; 0: none.",
+    )
     samples_per_update: NonNegativeInt = Field(
         0, description="Answers per optimizer update at most, spread evenly; 0: all of the step."
     )
@@ -178,8 +187,14 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
 
     @model_validator(mode="after")
     def _start_can_be_kept(self) -> Self:
-        if self.kl_coefficient and self.mode == "full":
+        if self.kl_coefficient and self.mode != "expert":
             raise ValueError("kl_coefficient needs mode expert: of the first policy the action expert alone is kept")
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_is_dropped(self) -> Self:
+        if self.lora is not None and self.lora.dropout:
+            raise ValueError("lora.dropout: with dropout no probability ratio would be 1, set it to 0")
         return self
 
 
@@ -226,7 +241,7 @@ class TrainVLARLSettings(Settings):
         if discrete and self.trainer.mode == "expert":
             raise ValueError(
                 "trainer.mode expert trains the action expert alone, and discrete actions come from the VLM: set "
-                'trainer.mode = "full"'
+                "trainer.mode to full or lora"
             )
         if self.trainer.ratio == ("dimension" if discrete else "token"):
             other = "token" if discrete else "dimension"

@@ -7,48 +7,53 @@ from typing import Any
 
 from components.artifacts.images import ImageStore
 from components.contracts.errors import ConfigurationError
-from components.policies.molmoact2.checkpoints.checkpoint import load_policy, save_policy
+from components.policies.molmoact2.checkpoints.parts import load_parts
+from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.policies.molmoact2.sampling import InferencePlan
 from components.training.checkpoints import identity
 from components.training.ranks import Ranks
 from components.training.service_settings import ServiceSettings
 from components.training.service_worker import Command, ServiceWorker
 from components.vla.groups import prepare
+from components.vla.opening import open_model
 from components.vla_rl.client import RobotRLTraining
 from components.vla_rl.learner import RobotRLLearner
 from components.vla_rl.likelihood import likelihood_of
 from components.vla_rl.loader import AnswerLoader
+from components.vla_rl.settings import GAE
 from components.vla_rl.table import AnswerSample, read_batch
 
 
 class RobotRLWorker(ServiceWorker):
-    """One rank of a trainer of policies by rewards, which has all of the policy.
+    """One rank of a trainer of policies by rewards.
 
     Raises:
-        ConfigurationError: the policy is to be split over GPUs.
+        ConfigurationError: the start of a KL term is to be kept of a policy that is split over ranks.
         DataError: the checkpoint is not whole.
     """
 
     def __init__(self, settings: ServiceSettings, ranks: Ranks) -> None:
         training = RobotRLTraining.model_validate(settings.training)
-        if settings.processes.sharding:
+        trainer, self._parts = training.trainer, load_parts(training.policy)
+        if settings.processes.sharding and trainer.kl_coefficient:
             raise ConfigurationError(
-                "reinforcement learning of a policy trains on one GPU, or on CPU processes",
-                where="machine.trainer_gpus, machine.trainer_nodes, machine.trainer_sharding",
-                remedy="name one GPU at most, and one node, and no sharding",
+                "of a policy that is split over ranks no copy of its start is kept",
+                where="trainer.kl_coefficient, machine.trainer_sharding",
+                remedy="train on one GPU, or on CPU processes without sharding, or leave kl_coefficient out",
             )
-        loaded = load_policy(training.policy)
-        self._parts = loaded.parts
-        model = loaded.model
-        prepare(model, training.trainer, loaded.settings.semantics)
+        likelihood = likelihood_of(training.rollouts, InferencePlan.of(self._parts.settings, self._parts.config))
+
+        def begun(model: MolmoAct2) -> None:
+            prepare(model, trainer, self._parts.settings.semantics)
+            if isinstance(trainer.advantage, GAE):
+                model.add_value_head(trainer.seed, likelihood.of_tokens)
+
+        opened = self._opened = open_model(training.policy, self._parts, begun, settings.processes, ranks)
+        who = identity(opened.named, trainer, opened.weights, run=training.fingerprint) if ranks.first else None
         mode = training.rollouts.inference_action_mode
-        self._load = AnswerLoader(loaded.processor(), ImageStore(training.images), mode)
-        likelihood = likelihood_of(training.rollouts, InferencePlan.of(loaded.settings, loaded.config))
-        self.learner = RobotRLLearner(model, training.trainer, likelihood, self._load, ranks)
-        who = identity(model, training.trainer, run=training.fingerprint)
-        super().__init__(
-            settings, self.learner, ranks.broadcast(who), training.trainer.keep_checkpoints, training.trainer.max_steps
-        )
+        self._load = AnswerLoader(self._parts.processor(), ImageStore(training.images), mode)
+        self.learner = RobotRLLearner(opened.model, trainer, likelihood, self._load, ranks, opened.shard)
+        super().__init__(settings, self.learner, ranks.broadcast(who), trainer.keep_checkpoints, trainer.max_steps)
 
     def prepare(self, command: Command) -> list[AnswerSample]:
         """The samples that the command names, if any.
@@ -70,8 +75,7 @@ class RobotRLWorker(ServiceWorker):
             case "score":
                 return self.learner.score(prepared)
             case "publish":
-                if self.ranks.first:
-                    save_policy(Path(command["folder"]), self._parts, self.learner.model.state_dict())
+                self._opened.publish(Path(command["folder"]), self._parts, self.ranks)
                 self.ranks.broadcast(None)  # none answers before it is written
                 return None
             case other:

@@ -144,3 +144,38 @@ def test_an_answer_of_another_policy_is_refused(
     vars(samples[2])["before"] = np.full_like(samples[2].after, np.nan)
     with pytest.raises(DataError, match="not finite"):
         load.refuse(samples, "here")
+
+
+@pytest.mark.parametrize("ratio", ["chunk", "dimension"])
+def test_behavior_cloning_adds_the_log_probs_of_solved_episodes(
+    ratio: str, loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+) -> None:
+    samples = judged(answers)
+    plain, cloning = (learner(loaded, images, ratio=ratio, bc_coefficient=weight) for weight in (0.0, 0.3))
+    ends = {each.episode_id: not each.truncated for each in answers if each.done}
+    solved = np.array([ends[each.episode_id] for each in samples])
+    assert 0 < solved.sum() < len(solved)
+    ratios = len(samples) if ratio == "chunk" else sum(len(each.logprobs) for each in samples)
+    expected = -sum(each.logprobs.sum() for each, good in zip(samples, solved, strict=True) if good) / ratios
+    before = np.array(cloning.score(samples))
+    with_it, without = cloning.step(samples), plain.step(samples)
+    assert with_it["bc/loss"] == pytest.approx(expected, rel=1e-5) and "bc/loss" not in without
+    assert with_it["loss"] == pytest.approx(without["loss"] + 0.3 * expected, rel=1e-5)
+    change = [(np.array(one.score(samples)) - before)[solved].sum() for one in (cloning, plain)]
+    assert change[0] > change[1]
+
+
+def test_adapters_begin_as_the_policy_and_change_it(
+    loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+) -> None:
+    samples, rates = judged(answers), dict.fromkeys(("vlm", "vit", "connector", "action_expert"), 1e-3)
+    adapted = {"mode": "lora_expert", "lora": {"rank": 2, "dropout": 0.0}, "learning_rates": rates}
+    trainer = learner(loaded, images, **adapted)
+    sampled = np.array([each.logprobs.sum() for each in samples])
+    assert np.abs(np.expm1(np.array(trainer.score(samples)) - sampled)).max() < 1e-5
+    assert all("lora_" in name for name, p in trainer.model.named_parameters() if p.requires_grad)
+    assert trainer.step(samples)["importance_ratio"] == pytest.approx(1.0, abs=1e-5)
+    moved = np.array(trainer.score(samples)) - sampled
+    assert float(np.array([each.advantage for each in samples]) @ moved) > 0
+    with pytest.raises(ValueError, match="set it to 0"):
+        learner(loaded, images, mode="lora", lora={"rank": 2})

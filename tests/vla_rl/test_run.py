@@ -98,12 +98,13 @@ def train(folder: Path, start: Artifact, arenas: Sequence[Kitchen], settings: Tr
     training = RobotRLTraining(
         trainer=settings.trainer, rollouts=settings.rollouts, policy=start.path, images=store.images, fingerprint="f"
     )
-    policy = open_policy(start.path, "continuous", rows=1)
+    mode = settings.rollouts.inference_action_mode
+    policy = open_policy(start.path, mode, rows=1)
     collector = Collector(settings.rollouts, policy, arenas, ImageStore(store.images), lambda done, total: None)
     trainer = InProcessTrainer(training, machine, context.workspace / "trainer")
     evaluations = None
     if settings.evaluation is not None:
-        examined, known = policy.asked("continuous", rows=1), {"libero_spatial": TASKS}
+        examined, known = policy.asked(settings.evaluation.inference_action_mode, rows=1), {"libero_spatial": TASKS}
         last = settings.trainer.max_steps
         evaluations = RobotEvaluations(settings.evaluation, known, examined, arenas, {}, context, store, last)
     run = RobotRLRun(settings, context, store, policy, TASKS, collector, trainer, start, evaluations)

@@ -18,9 +18,10 @@ from scipy.stats import chisquare
 from components.artifacts.images import ImageStore
 from components.contracts.errors import DataError
 from components.contracts.robots import RobotObservation
+from components.contracts.stages import Artifact
 from components.environments.libero.settings import SimulatorSettings
 from components.policies.molmoact2 import policy
-from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy
+from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy, save_policy
 from components.policies.molmoact2.modeling.token_draws import TokenDraws
 from components.policies.molmoact2.policy import MolmoAct2Policy
 from components.policies.molmoact2.processing.action_tokens import ActionTokens
@@ -44,6 +45,7 @@ from components.vla_rl.table import Answer, AnswerSample, read_batch, with_advan
 from tests.evaluation.libero.playground import TASKS
 from tests.policies.molmoact2 import released
 from tests.vla_rl.kitchen import Kitchen, rollout_settings
+from tests.vla_rl.test_run import panel, train
 
 TEMPERATURE = 0.7
 CHUNK = 4
@@ -295,6 +297,26 @@ def test_a_policy_of_two_minds_learns_which_one_is_rewarded(loaded: LoadedPolicy
         shares.append(np.mean([each.tokens[1] == left for each in answers]))
         trainer.step(build_batch(answers, EpisodeGroupMean(name="group_mean")).samples)
     assert shares[0] < 0.5 and shares[-1] > shares[0] + 0.3, shares
+
+
+def test_a_run_of_action_tokens_with_evaluations(loaded: LoadedPolicy, tmp_path: Path) -> None:
+    """Sampled with a temperature, and evaluated without one, in the same run."""
+    minded = of_two_minds(loaded, 0.3)
+    save_policy(tmp_path / "start/checkpoint", minded.parts, minded.model.state_dict())
+    rates = dict.fromkeys(("vlm", "vit", "connector"), 0.05)
+    trainer = {"max_steps": 2, "mode": "full", "ratio": "token", "micro_batch_size": 8, "epochs": 4}
+    plan = TrainVLARLSettings(
+        simulator=SimulatorSettings(),
+        rollouts=rollout_settings(inference_action_mode="discrete", batch=4, group_size=8),
+        trainer=RobotRLTrainerSettings.model_validate(trainer | {"learning_rates": rates}),
+        preflight=RobotPreflightSettings(),
+        evaluation=panel(inference_action_mode="discrete", every=2),
+    )
+    run = train(tmp_path, Artifact(kind="policy", path=tmp_path / "start", digest="0"), [Kitchen()], plan)
+    first, *_, last = run.history.read()
+    assert first["heldout/success"] == 0.0  # the likelier token is always said
+    assert last["updates"] > 0 and last["importance_ratio"] > 0 and last["heldout/p_value"] <= 1.0
+    assert run.evaluations is not None and run.evaluations.metrics[0]["episodes"] == 12
 
 
 def test_samples_of_another_kind_are_refused(loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]) -> None:
