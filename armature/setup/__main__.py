@@ -8,7 +8,18 @@ import sys
 from armature.setup import set_up
 from components.installation import CHECKOUT
 
-OTHERS = ("vllm", "trl", "checkov", "cluster", "lerobot", "openenv", "ray", "verifiers-legacy", "verifiers-v1")
+OTHERS = (
+    "vllm",
+    "trl",
+    "checkov",
+    "cluster",
+    "lerobot",
+    "openenv",
+    "ray",
+    "verifiers-legacy",
+    "verifiers-v1",
+    "vla-eval",
+)
 NAMES = {"project": ".venv", "image": ".venv"} | {name: f".venv-{name}" for name in OTHERS}
 
 
