@@ -2,7 +2,7 @@ PYTHON ?= python3
 SETUP  := $(wildcard armature/setup/*.py)
 SERVED := $(wildcard components/inference/served/*.toml components/inference/served/*/*.py)
 BIN    := .venv/bin
-INTEROP := checkov cluster lerobot openenv ray skypilot verifiers-legacy verifiers-v1
+INTEROP := checkov cluster lerobot openenv ray skypilot verifiers-legacy verifiers-v1 vla-eval
 
 .DEFAULT_GOAL := help
 .PHONY: help run test end-to-end interop production lint docs check up down fuzz chaos bench images test-images clean
@@ -21,9 +21,9 @@ test: environments  ## the tests; choose with ARGS="-m 'not slow'"
 end-to-end: environments  ## whole runs as users start them: recipes, examples, flows on Prefect, the platform and its pages
 	$(PYTEST) tests/end_to_end tests/examples tests/flows tests/platform $(ARGS)
 
-interop: interop-cluster interop-ray interop-verifiers interop-openenv interop-lerobot interop-skypilot  ## tests against what others write: verifiers, OpenEnv, LeRobot, S3, Postgres's drivers, Prefect's Kubernetes worker, checkov, Ray, SkyPilot
+interop: interop-cluster interop-ray interop-verifiers interop-openenv interop-lerobot interop-skypilot interop-vla-eval  ## tests against what others write: verifiers, OpenEnv, LeRobot, vla-eval, S3, Postgres's drivers, Prefect's Kubernetes worker, checkov, Ray, SkyPilot
 
-.PHONY: interop-cluster interop-ray interop-verifiers interop-openenv interop-lerobot interop-skypilot
+.PHONY: interop-cluster interop-ray interop-verifiers interop-openenv interop-lerobot interop-skypilot interop-vla-eval
 interop-cluster: .venv-cluster/.made .venv-checkov/.made
 	.venv-cluster/bin/python -m pytest tests/interop/cluster
 
@@ -35,8 +35,8 @@ interop-verifiers: .venv-verifiers-legacy/.made .venv-verifiers-v1/.made
 	.venv-verifiers-legacy/bin/python -m pytest tests/interop/verifiers/test_legacy.py
 	.venv-verifiers-v1/bin/python -m pytest tests/interop/verifiers/test_v1.py
 
-interop-openenv interop-lerobot interop-skypilot: interop-%: .venv/.made .venv-%/.made
-	$(BIN)/python -m pytest tests/interop/$*
+interop-openenv interop-lerobot interop-skypilot interop-vla-eval: interop-%: .venv/.made .venv-%/.made
+	$(BIN)/python -m pytest tests/interop/$(subst -,_,$*)
 
 production: environments .venv-cluster/.made .venv-ray/.made  ## the platform on PostgreSQL and S3, jobs of SLURM, machines that are lost; as root, on Linux; choose with ARGS="-k lost_machine"
 	.venv-cluster/bin/python -m pytest -s -o timeout=900 tests/production $(ARGS)

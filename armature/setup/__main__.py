@@ -10,7 +10,7 @@ from components.installation import CHECKOUT
 
 OTHERS = (
     *("vllm", "trl", "checkov", "cluster", "lerobot", "openenv", "ray", "skypilot"),
-    *("verifiers-legacy", "verifiers-v1"),
+    *("verifiers-legacy", "verifiers-v1", "vla-eval"),
 )
 NAMES = {"project": ".venv", "image": ".venv"} | {name: f".venv-{name}" for name in OTHERS}
 

@@ -156,6 +156,7 @@ class TestInABrowser:
             "Mean log-prob along the episode",
         ]
         assert tab.locator("#along polyline").first.get_attribute("points").count(",") == 3
+        assert tab.locator("#along .chart text", has_text="chunk 2").count() == 2
         cells = tab.locator(".answers-of tbody tr").nth(1).locator("td.number").all_inner_texts()
         assert cells == ["1", "1", "0.375", "2.125", "0", "1.25"]
         tab.wait_for_function("document.querySelector('.seen img').naturalWidth === 24")
@@ -175,6 +176,7 @@ class TestInABrowser:
         tab.click("[data-tab=videos]")
         tab.locator("#list .row").nth(1).wait_for()
         tab.locator(".film video").nth(1).wait_for()
+        assert not tab.is_visible("#clear")  # nothing is filtered
         captions = tab.locator(".film figcaption").all_inner_texts()
         assert captions == ["before training not solved after 8 actions", "after training solved after 8 actions"]
         assert "reach <b>it</b>" in tab.inner_text("#detail .task")

@@ -30,7 +30,7 @@ let outcomes = [];
 
 async function openEpisode(row) {
   const episode = await ask(api(run.id, `episodes/${row.step}/${encodeURIComponent(row.episode_id)}`));
-  const along = (title, series) => chart({ title, series }, episode.answers.map((each) => ({ step: each.chunk, ...each })));
+  const along = (title, series) => chart({ title, series, axis: "chunk" }, episode.answers.map((each) => ({ step: each.chunk, ...each })));
   const cells = (each) => [each.chunk, each.executed, number(each.value), number(each.logprob), number(each.reward), number(each.advantage)];
   const views = (each) => Object.entries(each.images).map(([camera, uri]) => h("img", { src: uri, alt: `${camera}, chunk ${each.chunk}`, title: camera, loading: "lazy" }));
   const names = ["seen", "chunk", "actions", "value", "log-prob", "reward", "advantage"];

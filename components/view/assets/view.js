@@ -139,6 +139,7 @@ function show(name) {
   $("panes").hidden = !(tab in lists);
   $("table").hidden = tab !== "failures";
   $("filters").hidden = tab === "curves";
+  $("clear").hidden = tab === "videos";
   $("list").replaceChildren();
   $("detail").replaceChildren();
   drawRuns();

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from components.contracts.settings import Settings
 
@@ -27,8 +27,6 @@ class Perturbation:
 
 class PerturbationSettings(Settings):
     """Each by its strengths, from 0, which changes nothing, to 1; every planned episode is played again with each."""
-
-    model_config = ConfigDict(title="Perturbations")
 
     camera: Strengths = Field(
         (),
