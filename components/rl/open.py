@@ -86,6 +86,7 @@ def open_run(
             panel=_panel(settings.evaluation, settings.environment, inputs["tasks"], context, opened)
             if settings.evaluation is not None
             else None,
+            adapters=servers.adapters is not None,
         )
         yield opened.enter_context(open_parts(settings.loop, context, store, parts))
 
