@@ -91,6 +91,7 @@ def open_run(
             workers=opened.enter_context(closing(_workers(settings, context, store, servers)))
             if context.machine.rollout_workers
             else None,
+            adapters=servers.adapters is not None,
         )
         yield opened.enter_context(open_parts(settings.loop, context, store, parts))
 

@@ -45,7 +45,7 @@ from components.rollouts.schedule import tasks_of_step
 from components.rollouts.shards import RolloutWorkers
 from components.rollouts.table import read_rollouts, write_rollouts
 from components.training.restarts import with_restarts
-from components.vlm.client import Form, TrainerClient
+from components.vlm.client import TrainerClient
 
 BATCH_METRICS = "metrics.json"
 EVALUATION = "evaluation"
@@ -59,7 +59,8 @@ class RunParts:
     `tokenizer` is that of the policy, a fast one of transformers; `digests` are those of what is played, by name, for
     the manifests of rollouts; the servers get new weights after every `sync_every` steps, 0: never; `rewarded` may
     change what is played before it is kept; `panel` is played between steps, for which servers need the weights of
-    each: `sync_every` is 1 then; `workers` collect the rollouts of steps in place of this process.
+    each: `sync_every` is 1 then; `workers` collect the rollouts of steps in place of this process; with `adapters` the
+    servers get these alone, as the pool was told.
     """
 
     environment: Environment
@@ -74,6 +75,7 @@ class RunParts:
     rewarded: Callable[[GenerateOutputs], GenerateOutputs] = lambda outputs: outputs
     panel: HeldoutPanel | None = None
     workers: RolloutWorkers | None = None
+    adapters: bool = False
 
 
 class RLRun:
@@ -213,9 +215,7 @@ class RLRun:
         folder = self.weights / f"{version:06d}"
         answer = self._of_trainer(version, lambda: self.trainer.probe(self.pool.weights.probe, version))
         if self.context.machine.sends_folders:
-            delta = self.context.machine.weight_transfer == "delta"
-            form: Form = "adapter" if self.pool.adapters else "delta" if delta else "file"
-            self._of_trainer(version, lambda: self.trainer.publish_version(folder, version, form))
+            self._of_trainer(version, lambda: self._publish(folder, version))
             self.portal.call(self.pool.sync, folder, version, None, answer)
             return
 
@@ -223,6 +223,14 @@ class RLRun:
             await asyncio.to_thread(self.trainer.send, endpoints, version)
 
         self.portal.call(self.pool.sync, folder, version, send, answer)
+
+    def _publish(self, folder: Path, version: int) -> None:
+        if self.parts.adapters:
+            self.trainer.publish_version(folder, version, "adapter")
+        elif self.context.machine.weight_transfer == "delta":
+            self.trainer.publish_version(folder, version, "delta")
+        else:
+            self.trainer.publish(folder, version)
 
     def evaluates(self, step: int) -> bool:
         """Whether the panel is played by the weights after `step`."""

@@ -17,9 +17,6 @@ from components.models.settings import ModelSettings
 from components.training.client import ServiceClient
 from components.vlm.settings import TrainerSettings
 
-Form = Literal["file", "delta", "adapter"]
-"""What a version of the weights is for servers; see `TrainerClient.publish_version`."""
-
 
 class TrainerPolicySettings(BaseModel):
     """What decides the results of a trainer of tokens: which model, trained how, on which images."""
@@ -58,12 +55,12 @@ class TrainerClient(ServiceClient):
         scores = self._ask("score", self.machine.train_timeout, batch=str(batch.resolve()))
         return [np.array(score, dtype=np.float32) for score in scores]
 
-    def publish_version(self, folder: Path, version: int, form: Form) -> None:
+    def publish_version(self, folder: Path, version: int, form: Literal["delta", "adapter"]) -> None:
         """Write the weights after step `version` to `folder`, one of a series, atomically, for servers.
 
         Args:
-            form: as `publish` does (file), what changed since the last version where that is less (delta), or the
-                adapters alone, as PEFT loads them.
+            form: what changed since the last version, or all where that is not much less; or the adapters alone, as
+                PEFT loads them.
 
         Raises:
             ConfigurationError: the weights are of another version, or have no adapters.

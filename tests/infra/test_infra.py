@@ -430,7 +430,7 @@ def test_a_server_without_a_checkpoint_says_so(tmp_path: Path):
     assert done.returncode == 1 and f"no checkpoint is in {tmp_path}" in done.stderr
 
 
-@pytest.mark.parametrize("transfer", ["file", "nccl"])
+@pytest.mark.parametrize("transfer", ["file", "delta", "nccl"])
 def test_served_model_settings_are_the_pools(tmp_path: Path, transfer: str):
     """A joined server must be started as the pool starts its own, or importance ratios are biased."""
     from components.contracts.machine import Machine
