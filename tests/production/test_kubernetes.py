@@ -42,9 +42,10 @@ SECRETS = {
     "run": {"AWS_SECRET_ACCESS_KEY": "key-of-s3"},
 }
 PLATFORM, RUNS = Path(sys.executable).parent, ROOT / ".venv/bin"
-PATIENCE = 300.0
+PATIENCE = 1200.0
+"""Seconds, on a machine that has much else to do: nothing here hangs on how fast it is."""
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(3 * PATIENCE)
 
 
 def free_port() -> int:
