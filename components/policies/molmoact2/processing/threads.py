@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from components.cpus import available_cpus
 
-Given, Made = TypeVar("Given"), TypeVar("Made")
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 
 
 def in_threads(function: Callable[[Given], Made], items: Sequence[Given]) -> list[Made]:
