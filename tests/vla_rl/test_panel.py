@@ -17,10 +17,12 @@ from components.contracts.errors import ConfigurationError
 from components.contracts.stages import Artifact
 from components.environments.libero.processes import ChunkResult
 from components.evaluation.libero.results import read_results
+from components.evaluation.libero.settings import TrainLiberoEvaluationSettings
 from components.stages import STAGES, fingerprint
 from components.vla_rl.panel import judgement
 from components.vla_rl.settings import TrainVLARLSettings
 from components.vla_rl.stage import write_pages
+from components.vla_rl.table import read_rollouts
 from components.workers.errors import WorkerError
 from tests.vla_rl.kitchen import Kitchen, calm_policy
 from tests.vla_rl.test_run import rows, settings, train
@@ -42,6 +44,12 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_the_panel_has_no_perturbations() -> None:
+    plan = {"suites": ["libero_spatial"], "every": 2, "perturbations": {"camera": [1.0]}}
+    panel = TrainLiberoEvaluationSettings.model_validate(plan).panel
+    assert panel is not None and panel.perturbations.listed() == []
 
 
 def test_training_is_the_same_with_evaluations_also_after_a_kill_in_one(tmp_path: Path, start: Artifact) -> None:
@@ -100,7 +108,8 @@ def test_numbers_are_those_of_the_tables_and_the_best_weights_are_kept(tmp_path:
     published = tmp_path / "work/weights/000003" if best == 3 else tmp_path / f"work/best/step-{best:06d}"
     assert equal(weights(tmp_path), load_file(published / "model.safetensors"))
     assert [row.get("evaluation") for row in run.lineage(3)] == [run.evaluations.made[step].digest for step in range(4)]
-    write_pages(tmp_path, settings(evaluation={}), run.history.read(), summary)
+    newest = read_rollouts(run.rollouts(3).path)
+    write_pages(tmp_path, settings(evaluation={}), run.history.read(), newest, summary)
     page = (tmp_path / "report.html").read_text()
     assert "best held-out success" in page and "Held-out success" in page
 

@@ -135,7 +135,8 @@ class TrainLiberoEvaluationSettings(LiberoEvaluationSettings):
         """What the training depends on; None without evaluations during it."""
         if not self.every:
             return None
-        left = {name: type(self).model_fields[name].default for name in ("videos_per_task", "video_fps")}
+        names = ("videos_per_task", "video_fps", "perturbations")
+        left = {name: type(self).model_fields[name].default for name in names}
         return self.model_copy(update={"episodes_per_task": self.panel_episodes, **left})
 
 
