@@ -17,6 +17,7 @@ from components.contracts.failures import RolloutFailed
 from components.contracts.images import EncodedImage
 from components.environments.guarded import GuardedEpisode
 from components.environments.make import make_environment
+from components.environments.openenv.environment import OpenEnvEnvironment
 from components.environments.settings import EnvironmentSettings
 
 PYTHON = Path(__file__).parents[3] / ".venv-openenv/bin/python"
@@ -175,6 +176,10 @@ def test_what_the_server_gets_wrong_costs_its_rollout(server: str) -> None:
 def test_a_server_that_dies_is_started_again(started: Environment) -> None:
     with pytest.raises(RolloutFailed, match=r"environment_error.*(CLOSE|the connection to the server has ended)"):
         asyncio.run(play(started, first(started), lambda _: "die"))
+    assert (
+        isinstance(started, OpenEnvEnvironment) and started._server is not None and started._server._program is not None
+    )
+    started._server._program.wait(60)
     (outcome,) = asyncio.run(play(started, first(started), color_of, timeout=120.0))
     assert outcome.reward_parts == {"reward": 1.0}
 
