@@ -53,7 +53,8 @@ def start_from_the_form(
 ) -> dict[str, Any]:
     """Fill and submit the custom-run form of evaluate/sweep; the flow run that it started.
 
-    The form ignores a click that comes before it knows what was typed, so a click that starts nothing is repeated.
+    The form ignores a click that comes before it knows what was typed, so a click that starts nothing is repeated. One
+    that Prefect's API answers with 503, while its database is locked, is repeated, too.
     """
     from playwright.sync_api import TimeoutError as NoAnswer
 
@@ -66,6 +67,8 @@ def start_from_the_form(
         with suppress(NoAnswer):
             with page.expect_response(lambda answer: "create_flow_run" in answer.url, timeout=60_000) as created:
                 page.get_by_role("button", name="Submit").click()
+            if created.value.status == 503:
+                continue
             started: dict[str, Any] = created.value.json()
             assert created.value.status == 201, started
             return started
