@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -175,9 +175,9 @@ class Trained:
         return logits.log_softmax(-1)[-len(sampled) - 1 : -1].gather(1, torch.tensor(sampled)[:, None])[:, 0].numpy()
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
-    yield Trained(tmp_path_factory.mktemp("trained"))
+@pytest.fixture
+def trained(tmp_path: Path) -> Trained:
+    return Trained(tmp_path / "trained")
 
 
 def test_what_is_published_is_what_peft_adds_to_the_layers(trained: Trained) -> None:
