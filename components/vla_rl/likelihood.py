@@ -90,7 +90,7 @@ class TokenLikelihood:
         return token_logprobs(prediction.values, part.batch.input_ids[part.counted], self.temperature)
 
     def divergences(self, prediction: Prediction, other: Prediction, part: AnswerBatch) -> Tensor:
-        raise NotImplementedError  # settings refuse a KL term of tokens
+        raise AssertionError("settings refuse a KL term of action tokens")
 
 
 def likelihood_of(settings: RobotRolloutSettings, plan: InferencePlan) -> ActionLikelihood:
