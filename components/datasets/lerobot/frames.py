@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
 
@@ -21,19 +22,27 @@ from components.datasets.lerobot.video import VideoReaders
 from components.datasets.statistics import Array
 
 
+SMALL = 1 << 30
+"""Bytes of all frames of a dataset up to which its videos are decoded once."""
+
+
 class FrameReader:
     """Reads single frames of `dataset`.
 
     A column of a data file is written out once, uncompressed, under `cache`, and mapped from there: every process
-    shares the pages, and memory does not grow with the dataset. Pickles without what it has open.
+    shares the pages, and memory does not grow with the dataset. So are the videos of a small dataset, by episode: to
+    seek, decode and convert a frame takes most of the time of a sample. Pickles without what it has open.
     """
 
     def __init__(self, dataset: Dataset, cache: DownloadCache) -> None:
         self.dataset, self._cache = dataset, cache
+        info = dataset.info
+        shapes = [feature.shape for feature in info.features.values() if feature.dtype == VIDEO]
+        self._small = info.total_frames * sum(map(math.prod, shapes)) <= SMALL
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"dataset": self.dataset, "_cache": self._cache}
+        return {"dataset": self.dataset, "_cache": self._cache, "_small": self._small}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -42,6 +51,7 @@ class FrameReader:
     def _forget(self) -> None:
         self._columns: dict[tuple[int, int, str], Any] = {}
         self._videos = VideoReaders()
+        self._clips: dict[tuple[str, int], Array | None] = {}
 
     def numbers(self, name: str, episode: EpisodeRange, places: Array) -> Array:
         """A numeric feature at frames `places` of the episode: (places, width).
@@ -60,6 +70,8 @@ class FrameReader:
         """
         dataset = self.dataset
         if dataset.feature(name).dtype == VIDEO:
+            if self._small and (decoded := self._decoded(name, episode)) is not None:
+                return np.array(decoded[frame])
             time = episode.clips[name].start + frame / dataset.info.fps
             where = f"episode {episode.index}, frame {frame}"
             return self._videos.at(dataset.video(name, episode)).frame(time, 0.5 / dataset.info.fps - TOLERANCE, where)
@@ -118,10 +130,31 @@ class FrameReader:
             self._columns[key] = self._mapped(name, episode)
         return self._columns[key]
 
-    def _mapped(self, name: str, episode: EpisodeRange) -> Any:
-        source = self.dataset.info.data_file(episode.chunk, episode.file)
+    def _decoded(self, name: str, episode: EpisodeRange) -> Array | None:
+        """An episode's clip (frames, height, width, 3); None where a frame is damaged: who asks for it hears that."""
+        key = (name, episode.index)
+        if key not in self._clips:
+            clip = episode.clips[name]
+            folder = self._folder(self.dataset.info.video_file(name, clip.chunk, clip.file))
+            try:
+                made = make_once(folder / f"{episode.index}.npy", partial(self._decode, name, episode))
+                self._clips[key] = np.load(made, mmap_mode="r")
+            except DataError:
+                self._clips[key] = None
+        return self._clips[key]
+
+    def _decode(self, name: str, episode: EpisodeRange, target: Path) -> None:
+        frames = [np.asarray(image) for image in self.dataset.images(name, episode, range(episode.length))]
+        with target.open("wb") as file:
+            np.save(file, np.stack(frames))
+
+    def _folder(self, source: PurePosixPath) -> Path:
+        """For what is made of one file of the dataset, as it is now."""
         version = self.dataset.files.version(source)
-        folder = self._cache.folder / "columns" / hashlib.sha256(version.encode()).hexdigest()[:24]
+        return self._cache.folder / "columns" / hashlib.sha256(version.encode()).hexdigest()[:24]
+
+    def _mapped(self, name: str, episode: EpisodeRange) -> Any:
+        folder = self._folder(self.dataset.info.data_file(episode.chunk, episode.file))
         number = self.dataset.feature(name).is_number
         target = folder / f"{quote(name, safe='')}.{'npy' if number else 'arrow'}"
         make_once(target, partial(self._write, name, episode, number))

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from components.contracts.errors import ConfigurationError
+from components.environments.libero.compiled import use_folder
 from components.installation import install_command
 
 ASSETS = "ARMATURE_LIBERO_ASSETS"
@@ -45,6 +46,7 @@ def import_libero() -> None:
         os.environ["LIBERO_CONFIG_PATH"] = _answers(root)
     if sys.platform == "linux":
         os.environ.setdefault("MUJOCO_GL", "egl")
+    use_folder()
     logging.getLogger("robosuite_logs").setLevel(logging.ERROR)  # it asks for a file in its own folder
     import_module("libero.libero")
 

@@ -13,6 +13,7 @@ from components.contracts.robots import RobotObservation
 from components.environments.libero.initial_states import load_initial_states
 from components.environments.libero.package import assets_folder, import_libero, use_assets
 from components.environments.libero.perturbations.settings import Perturbation
+from components.environments.libero.physics import one_pass
 from components.environments.libero.progress import GoalProgress, goal_progress
 from components.environments.libero.settings import IMAGES, SimulatorSettings
 from components.environments.libero.tasks import ACTION_NAMES, LiberoTask
@@ -89,7 +90,7 @@ class LiberoSimulator:
 
     def _wait(self) -> None:
         for _ in range(self._settings.num_steps_wait):
-            self.observed, *_ = self._environment.step(STANDSTILL)
+            self._advance(STANDSTILL)
 
     def observe(self) -> RobotObservation:
         """Two cameras at 256 pixels take a second of one core: ask for what is needed."""
@@ -113,8 +114,14 @@ class LiberoSimulator:
                 f"the action {np.asarray(action).tolist()!r:.200} is not {len(ACTION_NAMES)} finite numbers",
                 where=f"{self.task.suite}, task {self.task.index}",
             )
-        self.observed, _, success, _ = self._environment.step(np.asarray(action, np.float64))
-        return self._reached() if self.reaching else bool(success)
+        success = self._advance(np.asarray(action, np.float64))
+        return self._reached() if self.reaching else success
+
+    def _advance(self, action: Vector) -> bool:
+        """Whether the goal of the task's file holds afterwards."""
+        with one_pass(self._environment.sim):
+            self.observed, _, success, _ = self._environment.step(action)
+        return bool(success)
 
     def progress(self) -> list[GoalProgress]:
         """Of each predicate of the goal, as the simulation is now."""

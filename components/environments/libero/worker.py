@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from components.environments.libero.compiled import compile_once
 from components.environments.libero.perturbations.settings import Perturbation
 from components.environments.libero.settings import SimulatorSettings
 from components.environments.libero.tasks import suite_tasks
@@ -79,6 +80,7 @@ class SimulatorWorker:
                 del self._simulators[slot]
                 current.close()
             current = self._simulators[slot] = LiberoSimulator(task, self._settings)
+            compile_once(current)
         return current
 
     def close(self) -> None:
