@@ -16,6 +16,7 @@ from PIL import Image
 
 from components.artifacts.cache import DownloadCache
 from components.contracts.errors import ConfigurationError, DataError
+from components.datasets.lerobot import frames as frames_module
 from components.datasets.lerobot.columns import to_numpy
 from components.datasets.lerobot.frames import FrameReader
 from components.datasets.lerobot.layout import Feature
@@ -304,6 +305,41 @@ def test_a_video_that_is_cut_short_is_named(copied):
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(DataError, match="cannot be decoded"):
         list(dataset.images("observation.images.wrist", dataset.episodes[2], [0]))
+
+
+def images_of(root, monkeypatch, small):
+    """Each frame's wrist image, or why it cannot be had, with videos decoded once or not."""
+    monkeypatch.setattr(frames_module, "SMALL", small)
+    dataset, found = open_dataset(root), []
+    reader = FrameReader(dataset, DownloadCache.standard())
+    for episode in dataset.episodes:
+        for frame in range(episode.length):
+            try:
+                found.append(reader.image(WRIST, episode, frame).tobytes())
+            except DataError as error:
+                found.append(str(error))
+    return found
+
+
+def test_videos_that_are_decoded_once_have_the_same_frames(written, monkeypatch):
+    made = []
+    monkeypatch.setattr(FrameReader, "_decode", lambda *given, real=FrameReader._decode: made.append(real(*given)))
+    expected = images_of(written[0], monkeypatch, small=0)
+    assert not made
+    assert images_of(written[0], monkeypatch, small=1 << 30) == expected
+    assert len(made) == len(LENGTHS) and len(set(expected)) > 1
+    assert images_of(written[0], monkeypatch, small=1 << 30) == expected
+    assert len(made) == len(LENGTHS)  # by another reader, from the same cache
+
+
+def test_frames_beside_a_damaged_one_are_read(copied, monkeypatch):
+    (video,) = copied.glob("videos/observation.images.wrist/*/*.mp4")
+    data = bytearray(video.read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 40] = bytes(40)
+    video.write_bytes(data)
+    expected = images_of(copied, monkeypatch, small=0)
+    assert {type(each) for each in expected} == {bytes, str}  # some can be had, and some cannot
+    assert images_of(copied, monkeypatch, small=1 << 30) == expected
 
 
 def test_a_dataset_appears_whole_or_not_at_all(tmp_path):

@@ -21,9 +21,10 @@ from components.datasets.lerobot.reader import TOLERANCE, Dataset, window
 from components.datasets.lerobot.video import VideoReaders
 from components.datasets.statistics import Array
 
-
 SMALL = 1 << 30
 """Bytes of all frames of a dataset up to which its videos are decoded once."""
+PAGE = 4096
+"""A frame counts as so many bytes at least."""
 
 
 class FrameReader:
@@ -37,8 +38,8 @@ class FrameReader:
     def __init__(self, dataset: Dataset, cache: DownloadCache) -> None:
         self.dataset, self._cache = dataset, cache
         info = dataset.info
-        shapes = [feature.shape for feature in info.features.values() if feature.dtype == VIDEO]
-        self._small = info.total_frames * sum(map(math.prod, shapes)) <= SMALL
+        sizes = [max(math.prod(each.shape), PAGE) for each in info.features.values() if each.dtype == VIDEO]
+        self._small = info.total_frames * sum(sizes) <= SMALL
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -144,9 +145,14 @@ class FrameReader:
         return self._clips[key]
 
     def _decode(self, name: str, episode: EpisodeRange, target: Path) -> None:
-        frames = [np.asarray(image) for image in self.dataset.images(name, episode, range(episode.length))]
+        shape = tuple(self.dataset.feature(name).shape)
+        frames = np.empty((episode.length, *shape), np.uint8)
+        for number, image in enumerate(self.dataset.images(name, episode, range(episode.length))):
+            if (found := np.asarray(image)).shape != shape:
+                raise DataError(f"an image {found.shape} where {shape} is described", where=f"{name}, frame {number}")
+            frames[number] = found
         with target.open("wb") as file:
-            np.save(file, np.stack(frames))
+            np.save(file, frames)
 
     def _folder(self, source: PurePosixPath) -> Path:
         """For what is made of one file of the dataset, as it is now."""
