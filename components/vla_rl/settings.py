@@ -19,7 +19,7 @@ from pydantic import (
 from components.contracts.settings import Settings
 from components.environments.libero.settings import SimulatorSettings, Suite
 from components.evaluation.libero.settings import TrainLiberoEvaluationSettings
-from components.vla.settings import Mode, PolicyUpdateSettings
+from components.vla.settings import Mode, PackingSettings, PolicyUpdateSettings
 from components.vlm.settings import CISPO, GSPO, PPO
 
 NOISE_LEVEL = 0.5
@@ -182,6 +182,9 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
         0, description="Answers per optimizer update at most, spread evenly; 0: all of the step."
     )
     epochs: PositiveInt = Field(1, description="How often a step's answers are trained on.")
+    packing: PackingSettings | None = Field(
+        None, exclude_if=operator.not_, description="Packs the answers of a forward pass; none: padding."
+    )
     save_every: PositiveInt = Field(1, description="Steps between checkpoints to resume from.")
     seed: NonNegativeInt = Field(0, description="Seed of the order in which answers come to updates.")
 
@@ -189,6 +192,12 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
     def _start_can_be_kept(self) -> Self:
         if self.kl_coefficient and self.mode != "expert":
             raise ValueError("kl_coefficient needs mode expert: of the first policy the action expert alone is kept")
+        return self
+
+    @model_validator(mode="after")
+    def _something_is_packed(self) -> Self:
+        if self.packing is not None and self.micro_batch_size < 2:
+            raise ValueError("packing: a forward pass has micro_batch_size 1 answer, take more of them or no packing")
         return self
 
     @model_validator(mode="after")
