@@ -106,6 +106,13 @@ class RobotRolloutSettings(Settings):
     attempts: PositiveInt = Field(3, description="How often an episode is begun whose simulator dies on the way.")
 
     @model_validator(mode="after")
+    def _listed_once(self) -> Self:
+        for name, listed in (("tasks", self.tasks), ("initial_states", self.initial_states)):
+            if len(set(listed)) < len(listed):
+                raise ValueError(f"{name}: {', '.join(map(str, listed))}: name each once")
+        return self
+
+    @model_validator(mode="after")
     def _randomness_is_of_its_mode(self) -> Self:
         if self.inference_action_mode == "continuous" and self.temperature != 1.0:
             raise ValueError("temperature draws action tokens, and these actions are continuous: leave it out")
@@ -184,6 +191,10 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
     epochs: PositiveInt = Field(1, description="How often a step's answers are trained on.")
     packing: PackingSettings | None = Field(
         None, exclude_if=operator.not_, description="Packs the answers of a forward pass; none: padding."
+    )
+    warmup_steps: NonNegativeInt = Field(0, description="Steps over which learning rates rise linearly.")
+    decay_steps: PositiveInt | None = Field(
+        None, description="Step at which the cosine ends, also when the run is shorter; none: with the run."
     )
     save_every: PositiveInt = Field(1, description="Steps between checkpoints to resume from.")
     seed: NonNegativeInt = Field(0, description="Seed of the order in which answers come to updates.")

@@ -148,10 +148,15 @@ def write_pages(
         title=f"Reinforcement learning on {settings.rollouts.suite}",
         history=history,
         configuration=settings.model_dump(mode="json"),
-        figures=_best_figures(best) if best else {},
+        figures=(_best_figures(best) if best else {}) | _skipped(history),
         tables=[outcome_table([row for row in history if row["step"] > 0])],
         images=course_images(newest),
     )
+
+
+def _skipped(history: History) -> dict[str, str]:
+    skipped = sum(row.get("updates_skipped", 0) for row in history)
+    return {"optimizer steps skipped, gradient not finite": f"{skipped:.0f}"} if skipped else {}
 
 
 def _best_figures(best: Mapping[str, float]) -> dict[str, str]:
