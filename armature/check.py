@@ -84,7 +84,7 @@ def check_ahead(recipe: Recipe) -> Machine:
     """Refuse what would fail minutes later, without starting anything; in the recipe's project. Returns its machine.
 
     Raises:
-        ConfigurationError: the machine lacks what the recipe names, or a hub name has no revision.
+        ConfigurationError: the machine lacks what the recipe names, a hub name has no revision, or LIBERO a task.
         DataError: there is no such model folder.
     """
     machine, model, policy, trainer = (recipe.sections.get(name) for name in ("machine", "model", "policy", "trainer"))
@@ -101,7 +101,26 @@ def check_ahead(recipe: Recipe) -> Machine:
         refuse_unnamed(project_source(source), policy.revision, POLICY)
     if isinstance(trainer, TrainerSettings) and trainer.logprobs.name == "triton":
         _check_triton(machine)
+    _check_episodes(recipe.sections)
     return machine
+
+
+def _check_episodes(sections: Mapping[str, BaseModel]) -> None:
+    """
+    Raises:
+        ConfigurationError: LIBERO lacks a task or an initial state, or a task cannot be made easier.
+    """
+    from components.environments.libero.settings import SimulatorSettings
+    from components.evaluation.libero.schedule import refuse_episodes
+    from components.evaluation.libero.settings import LiberoEvaluationSettings
+    from components.vla_rl.schedule import refuse_groups
+    from components.vla_rl.settings import RobotRolloutSettings
+
+    simulator, rollouts, evaluation = (sections.get(name) for name in ("simulator", "rollouts", "evaluation"))
+    if isinstance(simulator, SimulatorSettings) and isinstance(rollouts, RobotRolloutSettings):
+        refuse_groups(rollouts, simulator)
+    if isinstance(simulator, SimulatorSettings) and isinstance(evaluation, LiberoEvaluationSettings):
+        refuse_episodes(evaluation, simulator)
 
 
 def _check_triton(machine: Machine) -> None:

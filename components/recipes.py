@@ -201,6 +201,18 @@ class TrainVlaRl(Sections):
         return self
 
     @model_validator(mode="after")
+    def _imitation_makes_what_acts(self) -> Self:
+        """Where the policy comes from somewhere else, its own settings say what it can do."""
+        trained = self.policy.action_mode
+        for name in ("rollouts", "evaluation") if self.training is not None and trained != "both" else ():
+            if (asked := getattr(self, name).inference_action_mode) != trained:
+                raise ValueError(
+                    f"{name}.inference_action_mode is {asked}, and policy.action_mode {trained} trains other actions: "
+                    "set them alike, or policy.action_mode to both"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _evaluation_is_held_out(self) -> Self:
         """Of initial states that are named for it, and of all where it decides what is kept."""
         played, tried = self.evaluation, self.rollouts

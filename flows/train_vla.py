@@ -6,6 +6,7 @@ from prefect import flow
 
 from components.datasets.source import open_sources
 from components.evaluation.libero.robot import refuse_other_robot
+from components.evaluation.libero.schedule import refuse_episodes
 from components.recipes import TrainVla
 from tasks.flow_run import deployment_name, tracked_flow
 from tasks.parameters import takes
@@ -19,6 +20,8 @@ from tasks.training_data import training_data
 def train_vla(recipe: TrainVla) -> list[str]:
     sections, machine = recipe.given(), recipe.machine
     with tracked_flow(sections) as tracking:
+        if recipe.evaluation is not None and recipe.simulator is not None:
+            refuse_episodes(recipe.evaluation, recipe.simulator)
         data = training_data(sections, machine)
         if recipe.dataset is not None and recipe.evaluation is not None and recipe.simulator is not None:
             refuse_other_robot(open_sources(data.path), recipe.policy.image_keys, recipe.simulator)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from prefect import flow
 
+from components.evaluation.libero.schedule import refuse_episodes
 from components.recipes import TrainVlaRl
+from components.vla_rl.schedule import refuse_groups
 from tasks.flow_run import deployment_name, tracked_flow
 from tasks.parameters import takes
 from tasks.reports import CheckpointResult, promote_candidate, report
@@ -16,6 +18,8 @@ from tasks.run_stage import run
 def train_vla_rl(recipe: TrainVlaRl) -> list[str]:
     sections, machine = recipe.given(), recipe.machine
     with tracked_flow(sections) as tracking:
+        refuse_groups(recipe.rollouts, recipe.simulator)
+        refuse_episodes(recipe.evaluation, recipe.simulator)
         start, made = run("policy", sections, machine), {}
         if recipe.training is not None:
             data = run("demonstrations", sections, machine)

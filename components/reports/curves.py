@@ -47,6 +47,10 @@ PANELS = (
     Panel("Success of the rollouts", ("success",), limits=(-0.02, 1.02)),
     Panel("Held-out accuracy", ("heldout/accuracy",), band=("heldout/low", "heldout/high"), limits=(-0.02, 1.02)),
     Panel("Held-out success", ("heldout/success",), band=("heldout/low", "heldout/high"), limits=(-0.02, 1.02)),
+    Panel("Held-out episodes gained and lost", ("heldout/gained", "heldout/lost"), limits=(0.0, None)),
+    Panel("Actions of a held-out episode", ("heldout/steps",), limits=(0.0, None)),
+    Panel("Answers of an episode", ("answers/per_episode",), limits=(0.0, None)),
+    Panel("Answers of a step that say no actions", ("answers/undecoded",), limits=(0.0, None)),
     Panel("Reward by part", (r"^reward/(?!std|mean)",)),
     Panel(
         "Mismatch KL, trainer against sampler",
@@ -61,6 +65,7 @@ PANELS = (
     Panel("Entropy", ("entropy",), unit="nats per token", limits=(0.0, None)),
     Panel("Loss", ("loss", "heldout/loss"), reference=0.0),
     Panel("Loss by part", ("loss/flow", "loss/cross_entropy", "loss/z"), log=True),
+    Panel("Loss of behavior cloning", ("bc/loss",)),
     Panel(
         "Error of held-out actions, and of the mean action",
         ("heldout/action_error", "heldout/mean_action_error"),
@@ -80,6 +85,7 @@ PANELS = (
             "clipped_low_fraction",
             "clipped_high_fraction",
             "value/clipped_fraction",
+            "padding_fraction",
             "truncated/length",
             "actions/format_defect",
             "actions/inadmissible",
@@ -94,14 +100,14 @@ PANELS = (
     Panel("Turns at one state", ("anchors/size", "anchors/size_max", "anchors/singleton_fraction"), log=True),
     Panel(
         "Groups of a step",
-        ("groups/played", "groups/equal_rewards", "groups/surplus"),
+        ("groups/played", "groups/equal_rewards", "groups/surplus", "groups/rounds"),
         limits=(0.0, None),
     ),
     Panel("Completion length", ("tokens/completion", "tokens/completion_max"), unit="tokens", limits=(0.0, None)),
     Panel(
         "Time of a step", (r"^timing/(wait_for_rollouts|batch|train|sync|evaluation)$",), unit="seconds", stacked=True
     ),
-    Panel("Samples per second", ("samples_per_second",), limits=(0.0, None)),
+    Panel("Samples per second", ("samples_per_second", "answers_per_second"), limits=(0.0, None)),
     Panel("Left out, by reason", (r"^failures/", r"^drops/"), unit="per step", limits=(0.0, None)),
     Panel("Memory of the trainer", (r"^memory/",), unit="GiB", limits=(0.0, None)),
 )

@@ -14,13 +14,13 @@ from components.datasets.mixture import Mixture
 from components.datasets.samples import RobotSample
 from components.policies.molmoact2.configuration import MolmoAct2Config
 from components.policies.molmoact2.modeling.flow import FlowSamples
-from components.policies.molmoact2.processing.batch import Example, collate, pack
+from components.policies.molmoact2.processing.batch import Example
 from components.policies.molmoact2.processing.processor import Processor
 from components.policies.molmoact2.semantics import SEMANTICS
 from components.policies.settings import RobotPolicySettings
 from components.vla.augmentation import augmented
 from components.vla.micro_batch import PolicyMicroBatch
-from components.vla.packing import packed_rows
+from components.vla.packing import arranged
 from components.vla.settings import VLATrainerSettings
 
 ROW_MULTIPLE = 8
@@ -43,21 +43,13 @@ class Encoder:
 
     def micro_batch(self, examples: Sequence[Example], seeds: Sequence[int]) -> PolicyMicroBatch:
         """`seeds` are one per example: of its flow times and noise, whatever batch and row it comes to."""
-        config, packing = self.config, self.settings.packing
-        pad = next(iter(self.processors.values())).vocabulary.pad
-        order = list(range(len(examples)))
-        if packing is None:
-            side = SEMANTICS[self.policy.semantics].pad_side
-            batch = collate(examples, side, ROW_MULTIPLE, pad)
-        else:
-            rows = packed_rows([example.length for example in examples], packing)
-            order = [index for row in rows for index in row]
-            batch = pack(examples, rows, ROW_MULTIPLE, pad)
+        pad, side = next(iter(self.processors.values())).vocabulary.pad, SEMANTICS[self.policy.semantics].pad_side
+        batch, order = arranged(examples, self.settings.packing, side, ROW_MULTIPLE, pad)
         draws = None
         if batch.actions is not None and self.policy.action_mode != "discrete":
             horizon = batch.actions.shape[1]
             chosen = [seeds[index] for index in order]
-            draws = FlowSamples.per_example(chosen, self.policy.num_flow_timesteps, horizon, config)
+            draws = FlowSamples.per_example(chosen, self.policy.num_flow_timesteps, horizon, self.config)
         return PolicyMicroBatch(batch, draws, sum(example.length for example in examples))
 
 

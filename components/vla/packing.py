@@ -4,7 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from components.policies.molmoact2.processing.batch import Example, PadSide, PolicyBatch, collate, pack
 from components.vla.settings import PackingSettings
+
+
+def arranged(
+    examples: Sequence[Example], packing: PackingSettings | None, pad_side: PadSide, multiple: int, pad_id: int
+) -> tuple[PolicyBatch, list[int]]:
+    """Examples as a batch, packed or one to a row, and which of them each of the batch's examples is.
+
+    Args:
+        pad_side: where rows are not packed.
+
+    Raises:
+        DataError: as `collate`.
+    """
+    if packing is None:
+        return collate(examples, pad_side, multiple, pad_id), list(range(len(examples)))
+    rows = packed_rows([example.length for example in examples], packing)
+    return pack(examples, rows, multiple, pad_id), [index for row in rows for index in row]
 
 
 def packed_rows(lengths: Sequence[int], settings: PackingSettings) -> list[list[int]]:

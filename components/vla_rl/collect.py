@@ -44,6 +44,8 @@ class Collector:
         images: where what was seen is kept.
         told: is called with the numbers of finished and of all episodes.
         gamma: discount per chunk, which shaped rewards depend on.
+
+    lost: attempts at episodes that were lost with their simulator, so far.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Collector:
     ) -> None:
         self._settings, self._policy, self._arenas = settings, policy, arenas
         self._images, self._told, self._gamma = images, told, gamma
-        self._lock = threading.Lock()
+        self.lost, self._lock = 0, threading.Lock()
 
     def collect(
         self, groups: Sequence[Sequence[PlannedEpisode]], step: int, version: int, bootstrap: bool
@@ -119,6 +121,8 @@ class Collector:
                 episode = play_episode(simulator.arena, simulator.slot, planned, recorder, measure=measure)
             except WorkerError as error:
                 problem = error
+                with self._lock:
+                    self.lost += 1
             else:
                 reward = partial(chunk_rewards, self._settings.reward, gamma=self._gamma)
                 return recorder.rows(planned, episode, step, version, self._images, bootstrap, reward)

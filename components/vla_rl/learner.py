@@ -24,10 +24,10 @@ from components.vla_rl.tensors import AnswerBatch
 from components.vla_rl.value_loss import value_loss
 from components.vlm.objectives import MAX_LOG_RATIO, OBJECTIVES, Tokens
 
-RATIOS, ANSWERS = "ratios", "answers"
-"""How many there were: what sums are divided by."""
-OF_ANSWERS = ("value/loss", "value/clipped_fraction")
-"""Sums over answers; the others are over ratios."""
+RATIOS, ANSWERS, SLOTS = "ratios", "answers", "slots"
+"""How many there were: what sums are divided by. Slots of rows have a token or padding."""
+OF_ANSWERS, PADDING = ("value/loss", "value/clipped_fraction"), "padding_fraction"
+"""Sums over answers, and over slots; the others are over ratios."""
 Load = Callable[[Sequence[AnswerSample]], AnswerBatch]
 
 
@@ -104,9 +104,10 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
         self.steps_done = number
         names = set().union(*self.ranks.gather(list(sums)))  # a rank without answers has none
         totals = self.ranks.sum({name: sums[name] for name in sorted({"loss", *names})})
-        counts = {name: totals.pop(name, 1.0) for name in (RATIOS, ANSWERS)}
+        counts = {name: totals.pop(name, 1.0) for name in (RATIOS, ANSWERS, SLOTS)}
         report = {"loss": totals.pop("loss") / max(len(norms), 1)}
-        report |= {name: value / counts[ANSWERS if name in OF_ANSWERS else RATIOS] for name, value in totals.items()}
+        over = dict.fromkeys(OF_ANSWERS, ANSWERS) | {PADDING: SLOTS}
+        report |= {name: value / counts[over.get(name, RATIOS)] for name, value in totals.items()}
         seconds = perf_counter() - began
         return report | {
             "grad_norm": float(np.mean(norms)) if norms else 0.0,
@@ -125,7 +126,8 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
         scores: list[float] = []
         for start in range(0, len(samples), width):
             part = self._load(samples[start : start + width]).to(self.ranks.device)
-            scores += _row_sums(self.likelihood.logprobs(self._predictions(part)[0], part), part).tolist()
+            found = _row_sums(self.likelihood.logprobs(self._predictions(part)[0], part), part)
+            scores += found[part.order.argsort()].tolist()
         return scores
 
     def _updates(self, count: int, number: int) -> list[list[int]]:
@@ -176,14 +178,16 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
             found["kl/start"] = self._per_ratio(self.likelihood.divergences(prediction, other, part), part)
             loss = loss + self.settings.kl_coefficient * found["kl/start"].sum() / ratios
         if coefficient := self.settings.bc_coefficient:
-            good = torch.tensor([each.episode_id in solved for each in samples], device=rows.device)[rows]
+            good = torch.tensor([each.episode_id in solved for each in samples], device=rows.device)[part.order][rows]
             found["bc/loss"] = -logprobs * good
             loss = loss + coefficient * found["bc/loss"].sum() / ratios
         if isinstance(gae := self.settings.advantage, GAE):
             found |= self._value_losses(prediction.states, part, gae)
             loss = loss + gae.value_loss_coef * found["value/loss"].sum() / answers
-        counts = {RATIOS: float(len(rows)), ANSWERS: float(len(part.advantages)), "loss": float(loss.detach())}
-        return loss, counts | {name: float(each.detach().sum()) for name, each in found.items()}
+        found[PADDING] = part.batch.example_ids < 0
+        counts = {RATIOS: len(rows), ANSWERS: len(part.advantages), SLOTS: part.batch.example_ids.numel()}
+        sums = {"loss": loss} | {name: each.sum() for name, each in found.items()}
+        return loss, counts | {name: float(each.detach()) for name, each in sums.items()}
 
     def _per_ratio(self, values: Tensor, part: AnswerBatch) -> Tensor:
         """Of each probability ratio, from those of the counted numbers (N,): (E,) sums, or as they are."""

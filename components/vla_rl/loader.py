@@ -14,20 +14,23 @@ from components.artifacts.images import ImageStore
 from components.contracts.errors import DataError
 from components.contracts.robots import RobotObservation
 from components.policies.molmoact2.policy import InferenceMode
-from components.policies.molmoact2.processing.batch import Example, PolicyBatch, collate
+from components.policies.molmoact2.processing.batch import Example, PolicyBatch
 from components.policies.molmoact2.processing.processor import Processor
 from components.policies.molmoact2.processing.threads import in_threads
+from components.vla.packing import arranged
+from components.vla.settings import PackingSettings
 from components.vla_rl.table import AnswerSample
 from components.vla_rl.tensors import AnswerBatch, DrawnSteps
 
 
 @dataclass(frozen=True)
 class AnswerLoader:
-    """mode: of the actions that answers give."""
+    """mode: of the actions that answers give. packing: of the answers of a forward pass; None: one to a row."""
 
     processor: Processor
     images: ImageStore
     mode: InferenceMode = "continuous"
+    packing: PackingSettings | None = None
 
     def __call__(self, samples: Sequence[AnswerSample]) -> AnswerBatch:
         """
@@ -35,10 +38,11 @@ class AnswerLoader:
             DataError: an image is not in the store, or the policy cannot read the observation.
         """
         examples = in_threads(self._example, samples)
-        batch = collate(examples, "left", 1, self.processor.vocabulary.pad)
-        discrete = self.mode == "discrete"
+        batch, order = arranged(examples, self.packing, "left", 1, self.processor.vocabulary.pad)
+        samples, discrete = [samples[number] for number in order], self.mode == "discrete"
         return AnswerBatch(
             batch=batch,
+            order=torch.tensor(order),
             drawn=None if discrete else self._drawn(samples),
             counted=_answered(batch, samples) if discrete else self._counted(samples),
             logprobs=torch.from_numpy(np.concatenate([each.logprobs for each in samples])),
@@ -106,10 +110,11 @@ class AnswerLoader:
 
 
 def _answered(batch: PolicyBatch, samples: Sequence[AnswerSample]) -> Tensor:
-    """(E, L) bool: the last tokens of each row, which is padded on the left."""
-    width = batch.input_ids.shape[1]
-    left = torch.tensor([[width - len(each.tokens)] for each in samples])
-    return torch.arange(width)[None] >= left
+    """(B, L) bool: the last tokens of each example."""
+    seen = batch.example_ids >= 0
+    lengths = torch.bincount(batch.example_ids[seen])
+    first = lengths - torch.tensor([len(each.tokens) for each in samples])
+    return seen & (batch.position_ids >= first[batch.example_ids])
 
 
 def _within(tokens: NDArray[np.int32], vocabulary: int) -> bool:

@@ -100,13 +100,17 @@ class RobotRLRun:
         or with `max_staleness` after the one before that."""
         if made := self.store.find(ROLLOUTS, self._key(step)):
             return made
-        plan, answers, episodes = self.settings.rollouts, list[Answer](), 0
+        plan, answers, episodes, lost = self.settings.rollouts, list[Answer](), 0, self._collector.lost
         for number in range(plan.max_rounds):
             groups = plan_step(plan, self._tasks, step, number)
             answers += self._collector.collect(groups, step, self._version, self._bootstrap)
             episodes += sum(map(len, groups))
             if len(groups_that_differ(answers)) >= plan.groups_per_step:
                 break
+        if lost := self._collector.lost - lost:
+            self.context.events.message(
+                f"step {step}: {lost} attempts at episodes were lost with their simulator and begun again"
+            )
 
         def fill(folder: Path) -> None:
             write_rollouts(folder, answers)
@@ -122,6 +126,12 @@ class RobotRLRun:
         plan = self.settings.rollouts
         wanted = plan.groups_per_step if plan.max_rounds > 1 else None
         built = build_batch(read_rollouts(rollouts.path), self.settings.trainer.advantage, wanted)
+        if not built.samples:
+            self.context.events.message(
+                f"warning: step {step} changes no weight: the episodes of each group all earned the same, and "
+                f"{built.metrics['success']:.0%} of all were solved. Where that stays so, the tasks are too hard or "
+                "too easy for the policy: imitate longer, reward progress, or play larger groups"
+            )
         metrics = built.metrics | {f"drops/{reason}": float(count) for reason, count in built.drops.items()}
 
         def fill(folder: Path) -> None:

@@ -9,7 +9,9 @@ from hashlib import sha256
 import numpy as np
 
 from components.contracts.errors import ConfigurationError
-from components.environments.libero.tasks import LiberoTask
+from components.environments.libero.reaching import refuse_unreachable
+from components.environments.libero.settings import SimulatorSettings
+from components.environments.libero.tasks import LiberoTask, suite_tasks
 from components.evaluation.libero.schedule import PlannedEpisode, states_of
 from components.vla_rl.settings import RobotRolloutSettings
 
@@ -45,6 +47,16 @@ def plan_step(
             ]
         )
     return groups
+
+
+def refuse_groups(settings: RobotRolloutSettings, simulator: SimulatorSettings) -> None:
+    """Refuse before a training on demonstrations what the rollouts after it would be refused for.
+
+    Raises:
+        ConfigurationError: as `plan_step` and `refuse_unreachable`.
+    """
+    begins = _begins(settings, suite_tasks(settings.suite))
+    refuse_unreachable(dict.fromkeys(task for task, _ in begins), simulator)
 
 
 def answer_seed(settings: RobotRolloutSettings, step: int, planned: PlannedEpisode, chunk: int) -> int:

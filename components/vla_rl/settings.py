@@ -19,7 +19,7 @@ from pydantic import (
 from components.contracts.settings import Settings
 from components.environments.libero.settings import SimulatorSettings, Suite
 from components.evaluation.libero.settings import TrainLiberoEvaluationSettings
-from components.vla.settings import Mode, PolicyUpdateSettings
+from components.vla.settings import Mode, PackingSettings, PolicyUpdateSettings
 from components.vlm.settings import CISPO, GSPO, PPO
 
 NOISE_LEVEL = 0.5
@@ -106,6 +106,13 @@ class RobotRolloutSettings(Settings):
     attempts: PositiveInt = Field(3, description="How often an episode is begun whose simulator dies on the way.")
 
     @model_validator(mode="after")
+    def _listed_once(self) -> Self:
+        for name, listed in (("tasks", self.tasks), ("initial_states", self.initial_states)):
+            if len(set(listed)) < len(listed):
+                raise ValueError(f"{name}: {', '.join(map(str, listed))}: name each once")
+        return self
+
+    @model_validator(mode="after")
     def _randomness_is_of_its_mode(self) -> Self:
         if self.inference_action_mode == "continuous" and self.temperature != 1.0:
             raise ValueError("temperature draws action tokens, and these actions are continuous: leave it out")
@@ -182,6 +189,13 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
         0, description="Answers per optimizer update at most, spread evenly; 0: all of the step."
     )
     epochs: PositiveInt = Field(1, description="How often a step's answers are trained on.")
+    packing: PackingSettings | None = Field(
+        None, exclude_if=operator.not_, description="Packs the answers of a forward pass; none: padding."
+    )
+    warmup_steps: NonNegativeInt = Field(0, description="Steps over which learning rates rise linearly.")
+    decay_steps: PositiveInt | None = Field(
+        None, description="Step at which the cosine ends, also when the run is shorter; none: with the run."
+    )
     save_every: PositiveInt = Field(1, description="Steps between checkpoints to resume from.")
     seed: NonNegativeInt = Field(0, description="Seed of the order in which answers come to updates.")
 
@@ -189,6 +203,12 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
     def _start_can_be_kept(self) -> Self:
         if self.kl_coefficient and self.mode != "expert":
             raise ValueError("kl_coefficient needs mode expert: of the first policy the action expert alone is kept")
+        return self
+
+    @model_validator(mode="after")
+    def _something_is_packed(self) -> Self:
+        if self.packing is not None and self.micro_batch_size < 2:
+            raise ValueError("packing: a forward pass has micro_batch_size 1 answer, take more of them or no packing")
         return self
 
     @model_validator(mode="after")

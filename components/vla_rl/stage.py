@@ -38,6 +38,7 @@ def train_vla_rl(
     from components.environments.libero.processes import SimulatorProcess
     from components.environments.libero.tasks import suite_tasks
     from components.evaluation.libero.robot import refuse_cameras
+    from components.evaluation.libero.schedule import refuse_episodes
     from components.evaluation.libero.stage import limited_threads
     from components.models.source import CHECKPOINT
     from components.policies.molmoact2.policy import open_policy
@@ -47,9 +48,13 @@ def train_vla_rl(
     from components.vla_rl.collect import Collector
     from components.vla_rl.panel import RobotEvaluations
     from components.vla_rl.run import RobotRLRun
+    from components.vla_rl.schedule import refuse_groups
     from components.vla_rl.table import read_rollouts
 
     plan, machine = settings.rollouts, context.machine
+    refuse_groups(plan, settings.simulator)
+    if settings.evaluation is not None:
+        refuse_episodes(settings.evaluation, settings.simulator)
     policy = open_policy(
         inputs["policy"].path, plan.inference_action_mode, rows=plan.rows_per_pass, torch_compile=plan.torch_compile
     )
@@ -143,10 +148,15 @@ def write_pages(
         title=f"Reinforcement learning on {settings.rollouts.suite}",
         history=history,
         configuration=settings.model_dump(mode="json"),
-        figures=_best_figures(best) if best else {},
+        figures=(_best_figures(best) if best else {}) | _skipped(history),
         tables=[outcome_table([row for row in history if row["step"] > 0])],
         images=course_images(newest),
     )
+
+
+def _skipped(history: History) -> dict[str, str]:
+    skipped = sum(row.get("updates_skipped", 0) for row in history)
+    return {"optimizer steps skipped, gradient not finite": f"{skipped:.0f}"} if skipped else {}
 
 
 def _best_figures(best: Mapping[str, float]) -> dict[str, str]:

@@ -25,12 +25,13 @@ class AnswerBatch:
 
     batch: the observations, followed by the answer where it is action tokens. drawn: of flow matching; None: tokens.
     counted: (E, T, D) bool of the drawn step's numbers, those of actions that were carried out and of the robot's
-    dimensions; or (E, L) bool of the batch's tokens, those of answers. logprobs: (N,) float64, the sampler's of what is
+    dimensions; or (B, L) bool of the batch's tokens, those of answers. logprobs: (N,) float64, the sampler's of what is
     counted, in order. advantages: (E,) float32. values, value_targets: (E,) float32, of the rollouts and what they are
-    to become; None without a value head.
+    to become; None without a value head. order: (E,) int64, which of the samples each answer is.
     """
 
     batch: PolicyBatch
+    order: Tensor
     drawn: DrawnSteps | None
     counted: Tensor
     logprobs: Tensor
@@ -48,4 +49,4 @@ class AnswerBatch:
     @property
     def rows(self) -> Tensor:
         """(N,) int64: which answer a counted number belongs to."""
-        return self.counted.nonzero()[:, 0]
+        return self.counted.nonzero()[:, 0] if self.drawn is not None else self.batch.example_ids[self.counted]

@@ -1,5 +1,5 @@
-"""kill -9 of a robot policy's flow while it learns by trying, at random moments: its results are those of a flow that
-was left alone, to the last bit."""
+"""kill -9 of a robot policy's flow while it learns by trying, of its simulators and its trainer, at random moments: its
+results are those of a flow that was left alone, to the last bit. The policy that plays is in the flow's process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ LEARNED = ("robot-rollouts", "robot-batches", "train-vla-rl", "evaluate-libero",
 TABLES = "robot-*/*/*.parquet"
 """Rollouts and batch of each step, in this order."""
 
-FAULTS = ((0, "flow"), (0, "simulator"), (1, "trainer"), (2, "flow"), (3, "flow"))
+FAULTS = (
+    *((0, "flow"), (0, "simulator"), (1, "trainer"), (1, "simulator")),
+    *((2, "flow"), (3, "trainer"), (3, "flow"), (4, "flow")),
+)
 TRAINED = ("train-vla", "train-vla-rl")
 
 pytestmark = pytest.mark.timeout(1800)

@@ -58,7 +58,8 @@ def learner(loaded: LoadedPolicy, images: ImageStore, **changes: Any) -> RobotRL
     settings = RobotRLTrainerSettings.model_validate(values | changes)
     prepare(model, settings, loaded.settings.semantics)
     likelihood = FlowLikelihood(InferencePlan.of(loaded.settings, loaded.config), 0.5)
-    return RobotRLLearner(model, settings, likelihood, AnswerLoader(loaded.processor(), images))
+    load = AnswerLoader(loaded.processor(), images, packing=settings.packing)
+    return RobotRLLearner(model, settings, likelihood, load)
 
 
 def judged(answers: Sequence[Answer]) -> list[AnswerSample]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,3 +57,16 @@ def test_the_report(tmp_path: Path) -> None:
     ):
         assert shown in page
     assert wilson_interval(2, 8).low == pytest.approx(0.0715, abs=1e-4)
+
+
+def test_optimizer_steps_that_were_skipped_are_counted(tmp_path: Path) -> None:
+    sections = {
+        "simulator": {},
+        "rollouts": rollout_settings().model_dump(),
+        "trainer": {"max_steps": 2, "micro_batch_size": 1},
+        "preflight": {},
+    }
+    history = [row | {"updates_skipped": 2.0} for row in HISTORY]
+    write_pages(tmp_path, TrainVLARLSettings.model_validate(json.loads(json.dumps(sections))), history, EPISODES)
+    page = (tmp_path / "report.html").read_text()
+    assert re.search(r"optimizer steps skipped, gradient not finite.{0,80}\b4\b", page, re.S)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from components.configuration import load_recipe
+from components.contracts.errors import ConfigurationError
 from components.contracts.stages import Artifact
 from components.vla_rl.settings import TrainVLARLSettings
 from tests.vla_rl.kitchen import Kitchen, calm_policy
@@ -67,3 +68,17 @@ def test_a_tiny_policy_takes_a_step_of_them(name: str, tmp_path: Path):
     (row,) = run.history.read()
     assert row["rollouts/planned"] == 32 and row["updates"] == values["trainer"]["epochs"] and row["grad_norm"] > 0
     assert ("value/loss" in row) == (name == "molmoact2-spatial")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["policy.action_mode=discrete"], "rollouts.inference_action_mode is continuous"),
+        (["evaluation.inference_action_mode=discrete"], "evaluation.inference_action_mode is discrete"),
+        (["rollouts.tasks=[0, 0]"], "tasks: 0, 0: name each once"),
+        (["trainer.packing={max_row_tokens=600,max_row_examples=4}"], "micro_batch_size 1"),
+    ],
+)
+def test_what_would_fail_after_the_imitation_is_refused(overrides: list[str], said: str):
+    with pytest.raises(ConfigurationError, match=said):
+        load_recipe("train-vla-rl/tiny", overrides)

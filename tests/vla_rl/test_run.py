@@ -151,6 +151,19 @@ def test_a_run_that_was_stopped_is_one_that_was_not(plan: TrainVLARLSettings, tm
         assert all(torch.equal(value, heads[1][name]) and value.any() for name, value in heads[0].items())
 
 
+def test_what_costs_nothing_or_changes_nothing_is_said(
+    tmp_path: Path, start: Artifact, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alike = settings(max_steps=1).model_copy(update={"rollouts": rollout_settings(max_steps=1, batch=4)})
+    run = train(tmp_path, start, [Kitchen((6,))], alike)  # the pre-flight plays 4 episodes, step 1 plays 8
+    said = " ".join(capsys.readouterr().out.split())
+    (row,) = run.history.read()
+    assert row["updates"] == 0 and row["groups/zero_advantage_fraction"] == 1.0
+    assert "step 1 changes no weight" in said and "0% of all were solved" in said
+    assert "attempts at episodes were lost with their simulator" in said
+    assert len({each.episode_id for each in read_rollouts(run.rollouts(1).path)}) == 8
+
+
 def test_values_are_those_of_the_weights_that_played(tmp_path: Path, start: Artifact) -> None:
     run = train(tmp_path, start, [Kitchen()], PPO)
     first, second = (read_rollouts(run.rollouts(step).path) for step in (1, 2))

@@ -140,7 +140,7 @@ def learner(
     settings = RobotRLTrainerSettings.model_validate(values | changes)
     prepare(model, settings, loaded.settings.semantics)
     likelihood = TokenLikelihood(InferencePlan.of(loaded.settings, loaded.config), temperature)
-    load = AnswerLoader(loaded.processor(), images, "discrete")
+    load = AnswerLoader(loaded.processor(), images, "discrete", settings.packing)
     return RobotRLLearner(model, settings, likelihood, load)
 
 

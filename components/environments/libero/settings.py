@@ -42,7 +42,8 @@ class SimulatorSettings(Settings):
     reach_distance: PositiveFloat | None = Field(
         None,
         description="An easier task: solved as soon as the gripper is this near the object that the task is about, in "
-        "meters from its origin, for demonstrations, too; none: the task's own goal.",
+        "meters from its origin, for demonstrations, too; none: the task's own goal. Tasks that begin with a drawer, a "
+        "door or a knob cannot be made easier.",
     )
     trusted_initial_states: tuple[str, ...] = Field(
         (), description="SHA-256 of files of initial states that are loaded although the package never had them."

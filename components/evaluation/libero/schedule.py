@@ -9,7 +9,9 @@ from hashlib import sha256
 
 from components.contracts.errors import ConfigurationError
 from components.environments.libero.perturbations.settings import Perturbation
-from components.environments.libero.tasks import LiberoTask
+from components.environments.libero.reaching import refuse_unreachable
+from components.environments.libero.settings import SimulatorSettings
+from components.environments.libero.tasks import LiberoTask, suite_tasks
 from components.evaluation.libero.settings import LiberoEvaluationSettings
 
 TaskKey = tuple[str, int]
@@ -67,6 +69,16 @@ def plan_episodes(
             planned += _of_task(by_index[index], settings, settings.max_steps[suite])
     perturbations = settings.perturbations.listed()
     return planned + [replace(each, perturbation=one) for one in perturbations for each in planned]
+
+
+def refuse_episodes(settings: LiberoEvaluationSettings, simulator: SimulatorSettings) -> None:
+    """Refuse before a training what the evaluation after it would refuse.
+
+    Raises:
+        ConfigurationError: as `plan_episodes` and `refuse_unreachable`.
+    """
+    known: dict[str, Sequence[LiberoTask]] = {suite: suite_tasks(suite) for suite in settings.suites}
+    refuse_unreachable(dict.fromkeys(each.task for each in plan_episodes(settings, known)), simulator)
 
 
 def _of_task(task: LiberoTask, settings: LiberoEvaluationSettings, max_steps: int) -> list[PlannedEpisode]:

@@ -37,14 +37,17 @@ def evaluate_libero(
 
     Raises:
         WorkerError: more episodes than may fail could not be played.
-        ConfigurationError: a task that does not exist, or a policy that cannot act in this mode.
+        ConfigurationError: a task that does not exist or cannot be made easier, or a policy that cannot act in this
+            mode.
     """
     from components.environments.libero.processes import SimulatorProcess
     from components.environments.libero.tasks import suite_tasks
     from components.evaluation.libero.robot import refuse_cameras
+    from components.evaluation.libero.schedule import refuse_episodes
     from components.policies.molmoact2.policy import open_policy
 
     plan = settings.evaluation
+    refuse_episodes(plan, settings.simulator)
     known: dict[str, Sequence[LiberoTask]] = {suite: suite_tasks(suite) for suite in plan.suites}
     policy = open_policy(
         inputs["policy"].path,

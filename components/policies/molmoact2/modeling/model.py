@@ -187,7 +187,7 @@ class MolmoAct2(nn.Module):
         row by row, and the state (E, 1, hidden) of each prompt's last token.
 
         Args:
-            batch: one example to a row. answered: (B, L) bool, True on these tokens.
+            answered: (B, L) bool, True on these tokens.
         """
         predicting = answered.roll(-1, dims=1)
         with self.autocast(batch.input_ids.device):

@@ -1,0 +1,69 @@
+"""Tasks that can be made easier, against LIBERO's own parser of tasks."""
+
+from __future__ import annotations
+
+import pytest
+
+from armature.check import check_ahead
+from components.configuration import load_recipe
+from components.contracts.errors import ConfigurationError
+from components.environments.libero.package import import_libero
+from components.environments.libero.reaching import refuse_unreachable
+from components.environments.libero.tasks import MAX_STEPS, LiberoTask, suite_tasks
+
+from .simulated import needs_libero, simulator
+
+pytestmark = needs_libero
+
+NEAR = simulator(reach_distance=0.1)
+ABOUT_FURNITURE = {"libero_spatial": 0, "libero_object": 0, "libero_goal": 2, "libero_10": 2, "libero_90": 16}
+"""Tasks of each suite whose first predicate is of a drawer, a door or a knob."""
+
+
+def is_refused(task: LiberoTask) -> bool:
+    try:
+        refuse_unreachable([task], NEAR)
+    except ConfigurationError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("suite", MAX_STEPS)
+def test_tasks_about_furniture_are_refused(suite: str) -> None:
+    import_libero()
+    from libero.libero.envs.bddl_utils import robosuite_parse_problem
+
+    refused = {task.index for task in suite_tasks(suite) if is_refused(task)}
+    expected = set()
+    for task in suite_tasks(suite):
+        parsed = robosuite_parse_problem(str(task.bddl_file))
+        objects = [name for names in parsed["objects"].values() for name in names]
+        if parsed["goal_state"][0][1] not in objects:
+            expected.add(task.index)
+    assert refused == expected and len(refused) == ABOUT_FURNITURE[suite]
+    refuse_unreachable(suite_tasks(suite), simulator())
+
+
+def test_the_error_names_the_task_and_what_it_is_about() -> None:
+    with pytest.raises(ConfigurationError, match=r"open the middle drawer.*wooden_cabinet_1_middle_region") as caught:
+        refuse_unreachable(suite_tasks("libero_goal"), NEAR)
+    assert "libero_goal, task 0" in str(caught.value) and "libero_goal 0, libero_goal 7" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "said"),
+    [
+        ("train-vla-rl/tiny", ["rollouts.suite=libero_goal"], "middle drawer"),
+        (
+            "train-vla-rl/tiny",
+            ["evaluation.suites=['libero_goal']", "evaluation.max_steps={libero_goal=9}"],
+            "middle drawer",
+        ),
+        ("train-vla-rl/tiny", ["rollouts.tasks=[10]"], "has no task 10"),
+        ("train-vla-rl/tiny", ["rollouts.initial_states=[50]"], "has no initial state 50"),
+        ("train-vla/tiny", ["evaluation.tasks=[11]"], "has no task 11"),
+    ],
+)
+def test_a_recipe_is_refused_before_anything_runs(recipe: str, overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        check_ahead(load_recipe(recipe, overrides))

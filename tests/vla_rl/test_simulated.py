@@ -1,0 +1,64 @@
+"""Rollouts in the real simulator: the same bytes, however many episodes and processes there are at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from components.artifacts.images import ImageStore
+from components.environments.libero.processes import SimulatorProcess
+from components.environments.libero.tasks import suite_tasks
+from components.policies.molmoact2 import policy as policies
+from components.policies.molmoact2.checkpoints.checkpoint import save_policy
+from components.policies.molmoact2.policy import open_policy
+from components.vla_rl.collect import Collector
+from components.vla_rl.schedule import plan_step
+from components.vla_rl.table import ROLLOUTS_FILE, write_rollouts
+from tests.environments.libero.simulated import needs_libero, simulator
+from tests.vla_rl.kitchen import calm_policy, rollout_settings
+from tests.vla_rl.test_tokens import spoken
+
+pytestmark = [pytest.mark.slow, needs_libero]
+
+SIMULATOR = simulator(camera_name_mapping={"agentview": "front", "robot0_eye_in_hand": "wrist"})
+WAYS = ((1, 1), (8, 1), (4, 4))
+"""Episodes at once, and simulators' processes."""
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[list[SimulatorProcess]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(SimulatorProcess(SIMULATOR, 300)) for _ in range(4)]
+
+
+@pytest.mark.parametrize("mode", ["continuous", "discrete"])
+def test_rollouts_depend_on_neither_batch_nor_processes(
+    mode: Literal["continuous", "discrete"],
+    processes: list[SimulatorProcess],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(policies, "TOKENS_PER_ACTION", 3)  # random weights hardly ever end their answers
+    if mode == "continuous":
+        calm_policy(tmp_path)
+    else:
+        loaded = spoken(tmp_path)
+        save_policy(tmp_path / "checkpoint", loaded.parts, loaded.model.state_dict())
+    policy, known, tables = open_policy(tmp_path, mode, rows=1), suite_tasks("libero_spatial"), []
+    for batch, count in WAYS:
+        settings = rollout_settings(tasks=(0,), max_steps=5, inference_action_mode=mode, batch=batch)
+        images, folder = ImageStore(tmp_path / "images"), tmp_path / f"{batch}x{count}"
+        collector = Collector(settings, policy, processes[:count], images, lambda done, total: None)
+        answers = collector.collect(plan_step(settings, known, 1), 1, 0, bootstrap=False)
+        folder.mkdir()
+        write_rollouts(folder, answers)
+        tables.append((folder / ROLLOUTS_FILE).read_bytes())
+    assert tables[0] == tables[1] == tables[2]
+    assert len({each.episode_id for each in answers}) == 8 and {each.initial_state for each in answers} == {0, 3}
+    assert len({each.logprobs.tobytes() for each in answers}) == len(answers) == 16
+    seen = {each.images[0].sha256 for each in answers}  # a group begins with the same image
+    assert len(seen) == 10 if mode == "continuous" else len(seen) > 2  # random tokens say no actions
