@@ -14,7 +14,7 @@ from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
 from components.environments import ENVIRONMENTS
 from components.planning.costs import Costs
-from components.planning.fitting import measured_runs
+from components.planning.fitting import MeasuredRuns, measured_runs
 from components.planning.geometry import geometry, read_config
 from components.planning.gpus import GIB, GPUS
 from components.planning.layout import Planner
@@ -151,13 +151,7 @@ def _as_measured(
     yield from _table(rows)
     if len(runs) > 1:
         yield ""
-        yield "the runs themselves, by these costs:"
-        rows = [["rollouts in a step", "predicted step", "measured", "difference", "run"]]
-        for one, made in zip(runs, found.runs, strict=True):
-            step = made.simulate().step_seconds
-            beside = _beside(step, one.mean("timing/step"))
-            rows.append([f"{one.mean('rollouts/planned'):.0f}", f"{step:.2f}", *beside, str(one.path)])
-        yield from _table(rows)
+        yield from _table(list(_themselves(runs, found)))
     yield ""
     yield (
         f"busy: servers {predicted.server_share:.0%}, trainer {predicted.trainer_share:.0%}, event loop of the flow "
@@ -172,10 +166,27 @@ def _as_measured(
     yield "these seconds hold for the load that the machine had meanwhile" + (
         f": {found.slowdown:.1f} s passed for each second that the run's threads computed" if found.slowdown else ""
     )
+    if settings.rollouts.max_staleness and not machine.trainer_gpus:
+        in_turn = settings.rollouts.model_copy(update={"max_staleness": 0, "in_flight_updates": False})
+        yield (
+            "rollouts and training at the same time have CPUs of their own here; where others leave none to spare, a "
+            f"step takes up to {replace(run, rollouts=in_turn).simulate().step_seconds:.2f} s, as in turn"
+        )
     yield ""
     yield "what this rests on:"
     yield f"  {'episodes':<32} {'':>10}  {run.workload.source}"
     yield from (f"  {line}" for line in run.costs.lines())
+
+
+def _themselves(runs: Sequence[RunRecords], found: MeasuredRuns) -> Iterator[list[str]]:
+    """The runs, by the costs of all; "at its load" is how far off what is predicted for the slowdown of the run."""
+    yield ["rollouts in a step", "predicted", "measured", "difference", "slowdown", "at its load", "run"]
+    for one, made in zip(runs, found.runs, strict=True):
+        step, measured = made.simulate().step_seconds, one.mean("timing/step")
+        load = ["", ""]
+        if found.slowdown is not None and one.slowdown is not None:
+            load = [f"{one.slowdown:.1f}", f"{step * one.slowdown / found.slowdown / measured - 1:+.1%}"]
+        yield [f"{one.mean('rollouts/planned'):.0f}", f"{step:.2f}", *_beside(step, measured), *load, str(one.path)]
 
 
 def _beside(predicted: float, measured: float) -> list[str]:

@@ -1,7 +1,9 @@
-"""`python -m benchmarks.plans` writes docs/planning-recipes.md: what every recipe for GPUs would take on many."""
+"""`python -m benchmarks.plans [RECIPES]` writes docs/planning-recipes.md: what recipes for GPUs would take on many."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from armature.plan import HEAD, SIZES, described_workload, plan_row
@@ -68,9 +70,18 @@ def section(name: str) -> str:
     return "\n".join([*head, *(table_row(planned, gpus) for gpus in SIZES), ""])
 
 
-def main() -> None:
-    PAGE.write_text("\n".join([TOP, *map(section, gpu_recipes())]))
+def written() -> dict[str, str]:
+    """The sections of the page, by recipe."""
+    parts = PAGE.read_text().split("\n## ")[1:] if PAGE.exists() else []
+    return {part.partition("\n")[0]: "## " + part.rstrip("\n") + "\n" for part in parts}
+
+
+def main(names: Sequence[str]) -> None:
+    for name in names or gpu_recipes():
+        made = {name: section(name)}
+        sections = written() | made
+        PAGE.write_text("\n".join([TOP, *(sections[each] for each in gpu_recipes() if each in sections)]))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -20,7 +20,7 @@ LEAST = 0.05
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredShare:
     """Means of the steps of a run: `rollouts` and `train` are seconds on so many `servers` and `ranks`, `others` those
     of what neither shortens. `overlaps`: rollouts are played while the trainer works; `at_most`: they took no longer
     than that, and how much less is not in the records.
@@ -41,7 +41,7 @@ class Measured:
         return self.others + (max(rollouts, train) if self.overlaps else rollouts + train)
 
 
-def last_run(settings: TrainVLMSettings, store: ArtifactStore) -> Measured | None:
+def last_run(settings: TrainVLMSettings, store: ArtifactStore) -> MeasuredShare | None:
     """The newest finished run of this model with these rollouts that says on how many servers and ranks it was."""
     homes = sorted(store.root.glob("train-vlm/*/history.json"), key=lambda file: file.stat().st_mtime, reverse=True)
     wanted = _compared(settings.model_dump(mode="json"))
@@ -59,14 +59,14 @@ def _compared(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"model": settings["model"], "rollouts": rollouts, "batches": settings["batches"]}
 
 
-def _measured(path: Path, settings: TrainVLMSettings, steps: list[dict[str, float]]) -> Measured:
+def _measured(path: Path, settings: TrainVLMSettings, steps: list[dict[str, float]]) -> MeasuredShare:
     last = steps[-1]
     same = [row for row in steps if all(row[name] == last[name] for name in ("machine/servers", "machine/ranks"))]
     mean = {
         name: fmean(row[f"timing/{name}"] for row in same) for name in ("wait_for_rollouts", "batch", "train", "sync")
     }
     wait, overlaps = mean["wait_for_rollouts"], settings.rollouts.max_staleness > 0
-    return Measured(
+    return MeasuredShare(
         path=path,
         servers=int(last["machine/servers"]),
         ranks=int(last["machine/ranks"]),
@@ -78,7 +78,7 @@ def _measured(path: Path, settings: TrainVLMSettings, steps: list[dict[str, floa
     )
 
 
-def best_share(measured: Measured, gpus: int, gpus_per_server: int) -> tuple[int, int]:
+def best_share(measured: MeasuredShare, gpus: int, gpus_per_server: int) -> tuple[int, int]:
     """Servers and ranks on `gpus` GPUs with the shortest step, all GPUs in use but for what no server has room on."""
     best, shortest = (0, 0), inf
     for servers in range(1, (gpus - 1) // gpus_per_server + 1):
@@ -88,7 +88,7 @@ def best_share(measured: Measured, gpus: int, gpus_per_server: int) -> tuple[int
     return best
 
 
-def share_lines(measured: Measured, gpus_per_server: int) -> list[str]:
+def share_lines(measured: MeasuredShare, gpus_per_server: int) -> list[str]:
     """What `measured` says of the GPUs that it had, of which each server took `gpus_per_server`."""
     gpus = measured.servers * gpus_per_server + measured.ranks
     now = measured.step(measured.servers, measured.ranks)

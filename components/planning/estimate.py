@@ -143,11 +143,13 @@ def _sync(
     if transfer == "delta":
         put = moved / said.delta_bandwidth
         load = servers * said.delta_share * moved / said.shared_bandwidth
-        names = ("sync_seconds", "delta_bandwidth", "delta_share", "shared_bandwidth")
-        return put, said.sync_seconds + put + load, names
-    network = moved / (gpu.network * said.network_share) if transfer == "nccl" else 0.0
-    names = ("sync_seconds", "tensor_seconds", "load_bandwidth", *(["network_share"] if network else []))
-    return 0.0, said.sync_seconds + tensors + network + moved / said.load_bandwidth, names
+        bandwidths = ("delta_bandwidth", "shared_bandwidth")
+        return put, said.sync_seconds + put + load, ("sync_seconds", *bandwidths, "delta_share")
+    names = ("sync_seconds", "tensor_seconds", "load_bandwidth")
+    seconds = said.sync_seconds + tensors + moved / said.load_bandwidth
+    if transfer == "ipc":
+        return 0.0, seconds, names
+    return 0.0, seconds + moved / (gpu.network * said.network_share), (*names, "network_share")
 
 
 def _sources(gpu: Gpu, said: Assumptions, mfu: str, sync: tuple[str, ...], ranks: int) -> dict[str, str]:

@@ -131,8 +131,9 @@ class _Fit:
             sync_seconds=self._sync,
         )
         costs = self._with_servers(costs, share)
-        fitted = ("servers.pass_seconds", "servers.token_seconds", "trainer.token_seconds", "trainer.update_seconds")
-        fitted += ("flow.rollout_seconds", "flow.batch_seconds", "flow.step_seconds")
+        fitted = [f"servers.{name}" for name in ("pass_seconds", "token_seconds")]
+        fitted += [f"trainer.{name}" for name in ("token_seconds", "update_seconds")]
+        fitted += [f"flow.{name}" for name in ("rollout_seconds", "batch_seconds", "step_seconds")]
         sources = dict.fromkeys(fitted, self._sources + ", fitted") | {"sync_seconds": self._sources + ", mean"}
         sources |= {f"flow.{name}": str(fields[name].description) for name in ("request_seconds", "image_seconds")}
         return costs.model_copy(update={"sources": sources})

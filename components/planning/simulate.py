@@ -175,8 +175,8 @@ class _Steps:
 
     def batch(self, step: int, rollouts: Artifact) -> Artifact:
         outputs = self.outputs[step]
-        flow, rollouts = self.costs.flow, len(outputs.trajectories) + len(outputs.failures)
-        self.loop.wait(flow.batch_seconds + flow.rollout_seconds * rollouts)
+        flow, played = self.costs.flow, len(outputs.trajectories) + len(outputs.failures)
+        self.loop.wait(flow.batch_seconds + flow.rollout_seconds * played)
         return _artifact(step)
 
     def train(self, step: int, batch: Artifact) -> dict[str, float]:

@@ -13,10 +13,10 @@ import pytest
 from components.artifacts.manifest import write_manifest
 from components.artifacts.store import ArtifactStore
 from components.configuration import load_recipe
-from components.planning.balance import Measured, best_share, last_run, share_lines
+from components.planning.balance import MeasuredShare, best_share, last_run, share_lines
 from components.rl.settings import TrainVLMSettings
 
-IN_TURN = Measured(Path("run"), 4, 4, rollouts=9.0, train=1.0, others=2.0, overlaps=False, at_most=False)
+IN_TURN = MeasuredShare(Path("run"), 4, 4, rollouts=9.0, train=1.0, others=2.0, overlaps=False, at_most=False)
 STEP = {"wait_for_rollouts": 6.0, "batch": 0.5, "train": 2.0, "sync": 1.5}
 
 
@@ -82,7 +82,7 @@ def test_the_newest_run_of_the_recipe_is_taken(tmp_path: Path) -> None:
     store_run(store, "another", settings_of("rollouts.groups_per_step=16"), servers=5, at=3e9)
     store_run(store, "silent", settings, servers=None, at=4e9)  # of a version that did not record it
     found = last_run(settings, store)
-    assert found == Measured(newest, 3, 2, rollouts=6.0, train=2.0, others=2.0, overlaps=False, at_most=False)
+    assert found == MeasuredShare(newest, 3, 2, rollouts=6.0, train=2.0, others=2.0, overlaps=False, at_most=False)
 
 
 def test_ahead_rollouts_take_what_the_trainer_took_and_what_was_waited_for(tmp_path: Path) -> None:

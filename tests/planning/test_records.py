@@ -60,6 +60,16 @@ def test_a_measured_step_is_predicted_within_a_fifth(staleness: int) -> None:
     assert predicted == pytest.approx(RECORDED["measured_step_seconds"][staleness], rel=0.2)
 
 
+@pytest.mark.parametrize("other", RECORDED["several"]["runs"], ids=lambda run: f"{run['groups']}-{run['slowdown']}")
+def test_other_runs_are_predicted_within_a_fifth_at_their_load(other: dict[str, float]) -> None:
+    """By the costs of three sizes; the load is what each run's own records say of it."""
+    several, run = RECORDED["several"], recorded_run(0)
+    plan = run.rollouts.model_copy(update={"groups_per_step": other["groups"]})
+    run = replace(run, rollouts=plan, costs=Costs.model_validate(several["costs"]), steps=3)
+    predicted = run.simulate().step_seconds
+    assert predicted * other["slowdown"] / several["slowdown"] == pytest.approx(other["measured"], rel=0.2)
+
+
 @pytest.fixture
 def stored(tmp_path: Path) -> Callable[..., RunRecords]:
     """Writes a run to a store, as `train-vlm` does, and reads it; its numbers are those of a simulation."""
