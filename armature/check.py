@@ -58,7 +58,7 @@ def _check(recipe: Recipe, configuration_only: bool) -> None:
     if platform is not None and pool not in platform.pools:
         print(f"platform: no worker serves the pool {pool!r} of its deployment: armature up --pool {pool}")
     if recipe.flow == "train-vlm" and machine.trainer_gpus:
-        for line in _share(recipe, machine):
+        for line in share_of_gpus(recipe, machine):
             print(line)
     if configuration_only:
         return
@@ -83,7 +83,7 @@ def _check(recipe: Recipe, configuration_only: bool) -> None:
     check(settings, inputs, StageContext(machine, TerminalEvents(), ThreadUnits(), workspace, store.images, key))
 
 
-def _share(recipe: Recipe, machine: Machine) -> list[str]:
+def share_of_gpus(recipe: Recipe, machine: Machine) -> list[str]:
     """How the GPUs of the last run would best be divided between its servers and its trainer."""
     from components.planning.balance import last_run, share_lines
     from components.rl.settings import TrainVLMSettings

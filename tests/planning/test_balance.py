@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from armature.check import share_of_gpus
 from components.artifacts.manifest import write_manifest
 from components.artifacts.store import ArtifactStore
 from components.configuration import load_recipe
+from components.contracts.machine import Machine
 from components.planning.balance import MeasuredShare, best_share, last_run, share_lines
 from components.rl.settings import TrainVLMSettings
 
@@ -90,3 +92,28 @@ def test_ahead_rollouts_take_what_the_trainer_took_and_what_was_waited_for(tmp_p
     store_run(store, "ahead", settings, servers=3, at=1e9)
     found = last_run(settings, store)
     assert found is not None and found.overlaps and found.rollouts == 8.0 and not found.at_most
+
+
+def check_lines(store: Path, name: str) -> list[str]:
+    recipe = load_recipe(name, [f"machine.store={store}"])
+    machine = recipe.sections["machine"]
+    assert isinstance(machine, Machine)
+    return share_of_gpus(recipe, machine)
+
+
+def test_check_says_where_no_run_is_and_what_the_last_one_suggests(tmp_path: Path) -> None:
+    name = "train-vlm/qwen3-vl"
+    (said,) = check_lines(tmp_path, name)
+    assert f"{tmp_path} has no finished run of this recipe" in said and f"`armature plan {name}`" in said
+    settings = load_recipe(name).settings_for(TrainVLMSettings)
+    assert isinstance(settings, TrainVLMSettings)
+    made = store_run(ArtifactStore(tmp_path), "a-run", settings, servers=2, at=1e9)
+    said, suggested = check_lines(tmp_path, name)
+    assert f"in {made} 2 servers and 2 ranks took 10.0 s a step" in said
+    # 3 servers: 6 * 2 / 3 + 2 * 2 / 1 + 2 = 10, no less
+    assert suggested == "  no other share would save 5% of it"
+
+
+def test_check_says_that_one_gpu_cannot_be_divided(tmp_path: Path) -> None:
+    (said,) = check_lines(tmp_path, "train-vlm/chartqa")
+    assert "nothing to divide" in said
