@@ -57,6 +57,9 @@ def _check(recipe: Recipe, configuration_only: bool) -> None:
     pool, platform = pool_of(recipe), supervisor.current()
     if platform is not None and pool not in platform.pools:
         print(f"platform: no worker serves the pool {pool!r} of its deployment: armature up --pool {pool}")
+    if recipe.flow == "train-vlm" and machine.trainer_gpus:
+        for line in share_of_gpus(recipe, machine):
+            print(line)
     if configuration_only:
         return
     inputs = {name: run_stage(name, settings, {}, machine) for name, settings in first.items()}
@@ -78,6 +81,23 @@ def _check(recipe: Recipe, configuration_only: bool) -> None:
     store, key = open_store(machine), f"check-{fingerprint(stage, settings, inputs)}"
     workspace = store.workspace("train-vlm", key)
     check(settings, inputs, StageContext(machine, TerminalEvents(), ThreadUnits(), workspace, store.images, key))
+
+
+def share_of_gpus(recipe: Recipe, machine: Machine) -> list[str]:
+    """How the GPUs of the last run would best be divided between its servers and its trainer."""
+    from components.planning.balance import last_run, share_lines
+    from components.rl.settings import TrainVLMSettings
+
+    if set(machine.trainer_gpus) & set(machine.started_server_gpus):
+        return ["share of GPUs: servers and trainer take turns on the same ones, so there is nothing to divide"]
+    settings, store = recipe.settings_for(TrainVLMSettings), open_store(machine)
+    assert isinstance(settings, TrainVLMSettings)
+    if (measured := last_run(settings, store)) is None:
+        return [
+            f"share of GPUs: {store.root} has no finished run of this recipe; after one, this says which share of them "
+            f"would have been faster. Until then `armature plan {recipe.name}` computes it from data sheets"
+        ]
+    return share_lines(measured, max((len(each) for each in machine.server_gpus), default=1))
 
 
 def check_ahead(recipe: Recipe) -> Machine:

@@ -13,37 +13,36 @@ from components.configuration import Recipe, explain, read_toml
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
 from components.environments import ENVIRONMENTS
-from components.planning.costs import Costs, FlowCosts, ServerCosts, TrainerCosts
+from components.planning.costs import Costs
+from components.planning.fitting import MeasuredRuns, measured_runs
 from components.planning.geometry import geometry, read_config
 from components.planning.gpus import GIB, GPUS
 from components.planning.layout import Planner
-from components.planning.records import measured_run, read_run, workload_of
-from components.planning.simulate import SimulatedRun
+from components.planning.records import RunRecords, read_run, workload_of
 from components.planning.walls import first_wall
 from components.planning.workload import Workload, WorkloadSettings, drawn
 from components.project import project
 from components.registry import suggestion
 from components.rl.settings import TrainVLMSettings
+from components.stages import open_store
 
 SIZES = (8, 64, 512, 4096)
-NO_COSTS = Costs(
-    servers=ServerCosts(pass_seconds=0.0, token_seconds=0.0),
-    trainer=TrainerCosts(token_seconds=0.0),
-    flow=FlowCosts(request_seconds=0.0),
-    sync_seconds=0.0,
+HEAD = (
+    *("GPUs", "servers", "ranks", "step", "rollouts/s", "GPU s each", "servers busy", "sequences", "trainer busy"),
+    *("server GiB", "rank GiB", "first wall"),
 )
 SHOWN = ("wait_for_rollouts", "batch", "train", "sync", "step")
 
 
 def plan_recipe(
-    recipe: Recipe, gpus: Sequence[int], gpu: str, records: Path | None, given: Path | None, price: float | None
+    recipe: Recipe, gpus: Sequence[int], gpu: str, records: Sequence[Path], given: Path | None, price: float | None
 ) -> Iterator[str]:
     """The lines of the plan.
 
     Args:
-        gpus: how many there are; none: `SIZES`, or the run of `records` as it was.
+        gpus: how many there are; none: `SIZES`, or the machine of `records` as it was.
         gpu: key of `GPUS`.
-        records: artifact of a finished train-vlm.
+        records: artifacts of finished trainings (train-vlm); the episodes are those of the first.
         given: file of costs and of the table `workload`.
         price: of a GPU for an hour.
 
@@ -60,14 +59,17 @@ def plan_recipe(
     settings, machine = recipe.settings_for(TrainVLMSettings), recipe.sections["machine"]
     assert isinstance(settings, TrainVLMSettings) and isinstance(machine, Machine)
     costs, described = _given(given)
-    if records is not None and not gpus:
-        yield from _as_measured(recipe.name, settings, machine, records, costs, given)
+    with project(recipe.folder):
+        store = open_store(machine)
+    runs = [read_run(path, store) for path in records]
+    if runs and not gpus:
+        yield from _as_measured(recipe.name, settings, machine, runs, (costs, f"given: {given}"))
         return
     if gpu not in GPUS:
         raise ConfigurationError(f"no GPU is called {gpu!r}", where="--gpu", remedy=suggestion(gpu, GPUS))
     with project(recipe.folder):
         sizes = geometry(read_config(settings.model), settings.model, settings.trainer, settings.inference.dtype)
-    workload = workload_of(read_run(records)) if records else _described(settings, described, given)
+    workload = workload_of(runs[0]) if runs else described_workload(settings, described, given)
     planner = Planner(settings, machine, sizes, GPUS[gpu], workload, (costs, f"given: {given}"))
     plan = settings.rollouts
     mode = "in turn"
@@ -77,39 +79,18 @@ def plan_recipe(
     yield f"a step: {plan.groups_per_step} groups of {plan.group_size}, {mode}"
     yield f"episodes: {workload.source}"
     yield ""
-    paid = ["$ per 1,000"] if price is not None else []
-    rows = [["GPUs", "servers", "ranks", "step", "rollouts/s", "GPU s each", *paid]]
-    rows[0] += ["servers busy", "sequences", "trainer busy", "server GiB", "rank GiB", "first wall"]
+    rows = [[*HEAD[:6], *(["$ per 1,000"] if price is not None else []), *HEAD[6:]]]
     last: Costs | None = None
     for count in gpus or SIZES:
         try:
-            layout, run, found = planner.plan(count)
+            row, last = plan_row(planner, count)
         except ConfigurationError as error:
             if len(gpus) == 1:
                 raise
             rows.append([f"{count:,}", *[""] * (len(rows[0]) - 2), error.what])
             continue
-        wall, gain = first_wall(run, found)
-        cost = [f"{found.gpu_seconds / 3600 * price * 1000:,.2f}"] if price is not None else []
-        tensor = f" x {layout.gpus_per_server}" if layout.gpus_per_server > 1 else ""
-        last = run.costs
-        rows.append(
-            [
-                f"{count:,}",
-                f"{layout.servers:,}{tensor}",
-                f"{layout.ranks:,}",
-                f"{found.step_seconds:,.1f} s",
-                f"{found.samples_per_step / found.step_seconds:,.1f}",
-                f"{found.gpu_seconds:,.2f}",
-                *cost,
-                f"{found.server_share:.0%}",
-                f"{found.sequences_per_server:.0f}",
-                f"{found.trainer_share:.0%}",
-                f"{layout.server_bytes / GIB:.0f}",
-                f"{layout.trainer_bytes / GIB:.0f}",
-                f"{wall} ({gain:.0%} of the cost)" if wall else "none: servers and trainer compute",
-            ]
-        )
+        cost = [f"{float(row[5].replace(',', '')) / 3600 * price * 1000:,.2f}"] if price is not None else []
+        rows.append([*row[:6], *cost, *row[6:]])
     yield from _table(rows)
     if last is not None:
         yield ""
@@ -119,36 +100,97 @@ def plan_recipe(
     yield "not simulated: evaluations, the start of servers and trainer, the time to make micro-batches of images"
 
 
+def plan_row(planner: Planner, gpus: int) -> tuple[list[str], Costs]:
+    """The cells below `HEAD` for so many GPUs, and the costs that they rest on. Raises as `Planner.plan` does."""
+    layout, run, found = planner.plan(gpus)
+    wall, gain = first_wall(run, found)
+    tensor = f" x {layout.gpus_per_server}" if layout.gpus_per_server > 1 else ""
+    row = [
+        f"{gpus:,}",
+        f"{layout.servers:,}{tensor}",
+        f"{layout.ranks:,}",
+        f"{found.step_seconds:,.1f} s",
+        f"{found.samples_per_step / found.step_seconds:,.1f}",
+        f"{found.gpu_seconds:,.2f}",
+        f"{found.server_share:.0%}",
+        f"{found.sequences_per_server:.0f}",
+        f"{found.trainer_share:.0%}",
+        f"{layout.server_bytes / GIB:.0f}",
+        f"{layout.trainer_bytes / GIB:.0f}",
+        f"{wall} ({gain:.0%} of the cost)" if wall else "none: servers and trainer compute",
+    ]
+    return row, run.costs
+
+
 def _as_measured(
-    name: str, settings: TrainVLMSettings, machine: Machine, folder: Path, costs: Mapping[str, Any], given: Path | None
+    name: str,
+    settings: TrainVLMSettings,
+    machine: Machine,
+    runs: Sequence[RunRecords],
+    given: tuple[Mapping[str, Any], str],
 ) -> Iterator[str]:
-    """The recipe on the machine of a run, by the costs of that run; beside its own steps, if it is that recipe."""
-    records = read_run(folder)
-    base = measured_run(records, machine)
-    base = replace(base, costs=base.costs.replaced(costs, f"given: {given}"))
-    run: SimulatedRun = replace(base, rollouts=settings.rollouts, batches=settings.batches, trainer=settings.trainer)
-    found = run.simulate()
-    same = settings.rollouts == records.settings.rollouts and settings.batches == records.settings.batches
-    yield f"{name} on the machine of {folder}, simulated by its costs"
+    """The recipe on the machine of `runs`, by their costs; beside the steps of the first, if it is that recipe."""
+    found, first = measured_runs(runs, machine), runs[0]
+    plans = (settings.rollouts, settings.batches, settings.trainer)
+    run = replace(found.runs[0], rollouts=plans[0], batches=plans[1], trainer=plans[2])
+    run = replace(run, costs=run.costs.replaced(*given))
+    predicted = run.simulate()
+    bounds = [replace(run, costs=costs.replaced(*given)).simulate().timings for costs in found.bounds]
+    same = plans[:2] == (first.settings.rollouts, first.settings.batches)
+    yield f"{name} on the machine of {', '.join(str(one.path) for one in runs)}, simulated by its costs"
     yield ""
-    rows = [["seconds", "predicted", *(["measured", "difference"] if same else [])]]
+    rows = [["seconds", "predicted", *(["between"] if bounds else []), *(["measured", "difference"] if same else [])]]
     for part in SHOWN:
-        predicted = found.timings[f"timing/{part}"]
-        row = [part, f"{predicted:.2f}"]
+        key = f"timing/{part}"
+        row = [part, f"{predicted.timings[key]:.2f}"]
+        if bounds:
+            row.append(" and ".join(f"{each:.2f}" for each in sorted(timings[key] for timings in bounds)))
         if same:
-            measured = records.mean(f"timing/{part}")
-            row += [f"{measured:.2f}", f"{predicted / measured - 1:+.1%}" if measured else ""]
+            row += _beside(predicted.timings[key], first.mean(key))
         rows.append(row)
     yield from _table(rows)
+    if len(runs) > 1:
+        yield ""
+        yield from _table(list(_themselves(runs, found)))
     yield ""
     yield (
-        f"busy: servers {found.server_share:.0%}, trainer {found.trainer_share:.0%}, event loop of the flow process "
-        f"{found.flow_share:.0%} of the time"
+        f"busy: servers {predicted.server_share:.0%}, trainer {predicted.trainer_share:.0%}, event loop of the flow "
+        f"process {predicted.flow_share:.0%} of the time"
     )
+    if found.unknown:
+        yield (
+            f"not known: how much of {', '.join(found.unknown)} is fixed, whatever the size of a step, as all steps of "
+            "the run were of about one size; half of it is taken to be. A second --from with another "
+            "rollouts.groups_per_step says it"
+        )
+    yield "these seconds hold for the load that the machine had meanwhile" + (
+        f": {found.slowdown:.1f} s passed for each second that the run's threads computed" if found.slowdown else ""
+    )
+    if settings.rollouts.max_staleness and not machine.trainer_gpus:
+        in_turn = settings.rollouts.model_copy(update={"max_staleness": 0, "in_flight_updates": False})
+        yield (
+            "rollouts and training at the same time have CPUs of their own here; where others leave none to spare, a "
+            f"step takes up to {replace(run, rollouts=in_turn).simulate().step_seconds:.2f} s, as in turn"
+        )
     yield ""
     yield "what this rests on:"
     yield f"  {'episodes':<32} {'':>10}  {run.workload.source}"
     yield from (f"  {line}" for line in run.costs.lines())
+
+
+def _themselves(runs: Sequence[RunRecords], found: MeasuredRuns) -> Iterator[list[str]]:
+    """The runs, by the costs of all; "at its load" is how far off what is predicted for the slowdown of the run."""
+    yield ["rollouts in a step", "predicted", "measured", "difference", "slowdown", "at its load", "run"]
+    for one, made in zip(runs, found.runs, strict=True):
+        step, measured = made.simulate().step_seconds, one.mean("timing/step")
+        load = ["", ""]
+        if found.slowdown is not None and one.slowdown is not None:
+            load = [f"{one.slowdown:.1f}", f"{step * one.slowdown / found.slowdown / measured - 1:+.1%}"]
+        yield [f"{one.mean('rollouts/planned'):.0f}", f"{step:.2f}", *_beside(step, measured), *load, str(one.path)]
+
+
+def _beside(predicted: float, measured: float) -> list[str]:
+    return [f"{measured:.2f}", f"{predicted / measured - 1:+.1%}" if measured else ""]
 
 
 def _given(file: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -160,13 +202,13 @@ def _given(file: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
     values = dict(read_toml(file)) if file is not None else {}
     workload = dict(values.pop("workload", {}))
     try:
-        NO_COSTS.replaced(values, "")
+        Costs.nothing().replaced(values, "")
     except ValidationError as error:
         raise ConfigurationError(explain(error, "", Costs), where=str(file)) from error
     return values, workload
 
 
-def _described(settings: TrainVLMSettings, values: Mapping[str, Any], file: Path | None) -> Workload:
+def described_workload(settings: TrainVLMSettings, values: Mapping[str, Any], file: Path | None) -> Workload:
     """Episodes as the file says; what it leaves out is assumed from the recipe."""
     environment, sampling = settings.environment, settings.rollouts.sampling
     kind = ENVIRONMENTS[environment.name]

@@ -84,12 +84,12 @@ def plan(
     ] = None,
     gpu: Annotated[str, typer.Option(help="Which: a100 (80 GB), h100 or h200.")] = "h100",
     from_: Annotated[
-        Optional[Path],  # noqa: UP045
+        Optional[list[Path]],  # noqa: UP045
         typer.Option(
             "--from",
             metavar="RUN",
             help="A finished training, whose episodes are taken; without --gpus its measured costs as well, to say how "
-            "long a step of the recipe takes on its machine.",
+            "long a step of the recipe takes on its machine. Repeat for costs of several.",
             file_okay=False,
         ),
     ] = None,
@@ -109,7 +109,7 @@ def plan(
     from armature.plan import plan_recipe
     from components.configuration import load_recipe
 
-    for line in plan_recipe(load_recipe(name, overrides(set_, machine)), gpus or [], gpu, from_, costs, price):
+    for line in plan_recipe(load_recipe(name, overrides(set_, machine)), gpus or [], gpu, from_ or [], costs, price):
         print(line)
 
 

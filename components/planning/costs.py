@@ -38,6 +38,8 @@ class FlowCosts(Settings):
     request_seconds: NonNegativeFloat = Field(description="Seconds of its event loop for a turn.")
     image_seconds: NonNegativeFloat = Field(0.0, description="More for each image of the conversation.")
     rollout_seconds: NonNegativeFloat = Field(0.0, description="Seconds for a rollout in the batch of a step.")
+    batch_seconds: NonNegativeFloat = Field(0.0, description="Seconds of a batch, however few rollouts it has.")
+    step_seconds: NonNegativeFloat = Field(0.0, description="Seconds of a step's rollouts, however few there are.")
 
 
 class FailureCosts(Settings):
@@ -60,6 +62,16 @@ class Costs(Settings):
     sync_seconds: NonNegativeFloat = Field(description="Seconds to load them, while no request is in flight.")
     failures: FailureCosts = Field(FailureCosts(), description="Failures and recovery.")
     sources: Mapping[str, str] = Field({}, description="Where each is from, by its dotted name.")
+
+    @classmethod
+    def nothing(cls) -> Costs:
+        """Nothing takes any time."""
+        return cls(
+            servers=ServerCosts(pass_seconds=0.0, token_seconds=0.0),
+            trainer=TrainerCosts(token_seconds=0.0),
+            flow=FlowCosts(request_seconds=0.0),
+            sync_seconds=0.0,
+        )
 
     def replaced(self, values: Mapping[str, Any], source: str) -> Costs:
         """With `values`, tables of the same shape, in their places.

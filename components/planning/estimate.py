@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from components.contracts.settings import Settings
+from components.models.settings import ModelSettings
 from components.planning.costs import Costs, FlowCosts, ServerCosts, TrainerCosts
 from components.planning.geometry import ModelGeometry, key_value_bytes
 from components.planning.gpus import Gpu
+from components.vlm.settings import TrainerSettings
 
 BENCHMARKS = "docs/benchmarks.md"
+STEP, SYNC = BENCHMARKS + ", A step of the trainer", BENCHMARKS + ", New weights to a server"
+Transfer = Literal["file", "delta", "nccl", "ipc", "adapter"]
+Mfu = Literal["trainer_mfu", "packed_mfu", "compiled_mfu", "kept_mfu"]
 
 
 class Assumptions(Settings):
     """What is not on a data sheet. The descriptions say where each is from."""
 
     trainer_mfu: PositiveFloat = Field(
-        0.2, description="assumed: of the bf16 FLOPs, without packing and compiled layers (0.20 measured on an H200)"
+        0.175, description="measured: of the bf16 FLOPs without trainer.packing, 0.15 and 0.19 on an H200"
     )
     packed_mfu: PositiveFloat = Field(
-        0.35, description="measured: with them 0.34 to 0.47 on an H200, " + BENCHMARKS + ", A step of the trainer"
+        0.3, description="measured: packed, 0.28 to 0.32 on an H200; 0.19 with three micro-batches in place of one"
+    )
+    compiled_mfu: PositiveFloat = Field(
+        0.43, description="measured: packed and compiled, 0.39 to 0.46 on an H200, " + STEP
+    )
+    kept_mfu: PositiveFloat = Field(
+        0.5, description="measured: packed and compiled, activations kept, 0.44 to 0.54 on an H200, " + STEP
     )
     prefill_mfu: PositiveFloat = Field(0.4, description="assumed: of the bf16 FLOPs for prompts and decoded tokens")
     memory_share: PositiveFloat = Field(0.7, description="assumed: of the memory bandwidth, when weights are read")
@@ -35,13 +48,27 @@ class Assumptions(Settings):
     rollout_seconds: NonNegativeFloat = Field(
         1 / 5259, description="measured: 5,259 rows/s, " + BENCHMARKS + ", `make bench NAMES=batches`"
     )
-    sync_seconds: NonNegativeFloat = Field(0.15, description="measured: 0.12 to 0.19 s by NCCL for a tiny model")
+    sync_seconds: NonNegativeFloat = Field(0.15, description="measured: 0.12 to 0.19 s of a sync of a tiny model")
     tensor_seconds: NonNegativeFloat = Field(
         0.125 / 824, description="measured: 125 ms of the host to publish 824 tensors"
+    )
+    load_bandwidth: PositiveFloat = Field(
+        12e9, description="measured: bytes/s of vLLM's loader and the probes after it, on an H100, " + SYNC
+    )
+    write_bandwidth: PositiveFloat = Field(
+        0.56e9, description="measured: bytes/s of a checkpoint that is written, on a disk, " + SYNC
     )
     shared_bandwidth: PositiveFloat = Field(
         2e9, description="assumed: bytes/s of the folder that servers load weights from (14 GB to 24 in 168 s)"
     )
+    delta_bandwidth: PositiveFloat = Field(
+        4e9, description="measured: bytes/s of weights that are compared, and those that are put together, " + SYNC
+    )
+    delta_share: PositiveFloat = Field(0.03, description="measured: moved of weights of which 2 % changed, " + SYNC)
+    adapter_publish: NonNegativeFloat = Field(
+        0.28, description="measured: 0.22 and 0.34 s to publish adapters, " + SYNC
+    )
+    adapter_load: NonNegativeFloat = Field(0.94, description="measured: 0.94 s to load 60 MB of adapters, " + SYNC)
 
 
 def estimated(
@@ -52,28 +79,25 @@ def estimated(
     servers: int,
     gpus_per_server: int,
     ranks: int,
-    transfer: str,
-    fast_trainer: bool,
+    transfer: Transfer,
+    mfu: Mfu,
     slots: int,
 ) -> Costs:
     """Costs of a model of `sizes` on `gpu`.
 
-    A forward pass is 2 operations for a weight and token, a backward pass 4, or 2 for weights that are not trained.
-    A pass of a server reads all weights; one of the trainer gathers them twice and scatters the gradients once.
+    A forward pass is 2 operations for a weight and token, a backward pass 4, or 2 for weights that are not trained;
+    what is computed again is counted in the share of the FLOPs that is reached. A pass of a server reads all weights;
+    one of the trainer gathers them twice and scatters the gradients once.
 
     Args:
-        transfer: `machine.weight_transfer`.
-        fast_trainer: with `trainer.packing` and compiled layers.
+        mfu: which of `Assumptions` the trainer reaches; see `mfu_of`.
     """
     weights, server_flops = sizes.parameters, gpu.flops * gpus_per_server
     read = gpu.memory_bandwidth * said.memory_share * gpus_per_server
     link = (gpu.link if ranks <= gpu.per_node else gpu.network) * said.network_share
     gathered = 0.0 if ranks == 1 else (4 * weights + 4 * weights * sizes.trained) / link
     hops = 3 * (sizes.blocks + 1) * (ranks - 1) * said.hop_seconds
-    mfu = said.packed_mfu if fast_trainer else said.trainer_mfu
-    shared = 2 * weights / said.shared_bandwidth
-    network = 2 * weights / (gpu.network * said.network_share)
-    by_file = transfer in ("file", "delta")  # a delta takes less, which nobody measured on large models
+    publish, sync, of_sync = _sync(sizes, gpu, said, servers, transfer)
     costs = Costs(
         servers=ServerCosts(
             pass_seconds=said.pass_seconds + sizes.estimate.server_weights / read,
@@ -82,7 +106,7 @@ def estimated(
             slots=slots,
         ),
         trainer=TrainerCosts(
-            token_seconds=(2 + 2 + 2 * min(1.0, sizes.trained)) * weights / (gpu.flops * mfu),
+            token_seconds=(2 + 2 + 2 * min(1.0, sizes.trained)) * weights / (gpu.flops * getattr(said, mfu)),
             gather_seconds=gathered + hops,
             update_seconds=16 * sizes.shard(ranks) * sizes.trained * 2 / (gpu.memory_bandwidth * said.memory_share),
         ),
@@ -91,15 +115,44 @@ def estimated(
             image_seconds=said.image_seconds,
             rollout_seconds=said.rollout_seconds,
         ),
-        publish_seconds=shared if by_file else 0.0,
-        sync_seconds=said.sync_seconds
-        + (servers * shared if by_file else network)
-        + len(sizes.shapes) * said.tensor_seconds,
+        publish_seconds=publish,
+        sync_seconds=sync,
     )
-    return costs.model_copy(update={"sources": _sources(gpu, said, fast_trainer, by_file, ranks)})
+    return costs.model_copy(update={"sources": _sources(gpu, said, mfu, of_sync, ranks)})
 
 
-def _sources(gpu: Gpu, said: Assumptions, fast_trainer: bool, by_file: bool, ranks: int) -> dict[str, str]:
+def mfu_of(model: ModelSettings, trainer: TrainerSettings) -> Mfu:
+    """What was measured of a trainer like this."""
+    if not trainer.packing:
+        return "trainer_mfu"
+    if not trainer.torch_compile:
+        return "packed_mfu"
+    return "compiled_mfu" if model.gradient_checkpointing else "kept_mfu"
+
+
+def _sync(
+    sizes: ModelGeometry, gpu: Gpu, said: Assumptions, servers: int, transfer: Transfer
+) -> tuple[float, float, tuple[str, ...]]:
+    """Seconds to publish, while servers go on; seconds of the sync; and the assumptions that they rest on."""
+    moved, tensors = 2 * sizes.parameters, len(sizes.shapes) * said.tensor_seconds
+    if transfer == "adapter":
+        return said.adapter_publish, said.adapter_load, ("adapter_publish", "adapter_load")
+    if transfer == "file":
+        publish, load = moved / said.write_bandwidth, servers * moved / said.shared_bandwidth
+        return publish, said.sync_seconds + load, ("sync_seconds", "write_bandwidth", "shared_bandwidth")
+    if transfer == "delta":
+        put = moved / said.delta_bandwidth
+        load = servers * said.delta_share * moved / said.shared_bandwidth
+        bandwidths = ("delta_bandwidth", "shared_bandwidth")
+        return put, said.sync_seconds + put + load, ("sync_seconds", *bandwidths, "delta_share")
+    names = ("sync_seconds", "tensor_seconds", "load_bandwidth")
+    seconds = said.sync_seconds + tensors + moved / said.load_bandwidth
+    if transfer == "ipc":
+        return 0.0, seconds, names
+    return 0.0, seconds + moved / (gpu.network * said.network_share), (*names, "network_share")
+
+
+def _sources(gpu: Gpu, said: Assumptions, mfu: str, sync: tuple[str, ...], ranks: int) -> dict[str, str]:
     fields = type(said).model_fields
 
     def of(*names: str) -> str:
@@ -112,11 +165,12 @@ def _sources(gpu: Gpu, said: Assumptions, fast_trainer: bool, by_file: bool, ran
         "servers.token_seconds": f"{sheet}; {of('prefill_mfu')}",
         "servers.context_token_seconds": f"{sheet}; {of('memory_share')}",
         "servers.slots": "assumed: vLLM's max_num_seqs, or as many as its cache has room for",
-        "trainer.token_seconds": f"{sheet}; {of('packed_mfu' if fast_trainer else 'trainer_mfu')}",
+        "trainer.token_seconds": f"{sheet}; {of(mfu)}",
         "trainer.gather_seconds": f"{sheet}, over {where}; {of('network_share', 'hop_seconds')}",
         "trainer.update_seconds": f"{sheet}; {of('memory_share')}",
         "flow.request_seconds": of("request_seconds"),
         "flow.image_seconds": of("image_seconds"),
         "flow.rollout_seconds": of("rollout_seconds"),
-        "sync_seconds": of("sync_seconds", "tensor_seconds", "shared_bandwidth" if by_file else "network_share"),
+        "publish_seconds": of(*sync),
+        "sync_seconds": of(*sync),
     }

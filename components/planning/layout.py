@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
 from components.planning.costs import Costs
-from components.planning.estimate import Assumptions, estimated
+from components.planning.estimate import Assumptions, estimated, mfu_of
 from components.planning.geometry import ModelGeometry, key_value_bytes, server_bytes, trainer_bytes
 from components.planning.gpus import GIB, Gpu
 from components.planning.simulate import Simulated, SimulatedRun
@@ -109,7 +109,8 @@ class Planner:
         return 4 * layout.servers * layout.slots
 
     def costs(self, layout: Layout) -> Costs:
-        trainer = self.settings.trainer
+        lora = self.settings.model.lora
+        adapters = lora is not None and lora.served_as == "adapter"
         costs = estimated(
             self.sizes,
             self.gpu,
@@ -117,8 +118,8 @@ class Planner:
             servers=layout.servers,
             gpus_per_server=layout.gpus_per_server,
             ranks=layout.ranks,
-            transfer=self.machine.weight_transfer,
-            fast_trainer=trainer.packing and trainer.torch_compile,
+            transfer="adapter" if adapters else self.machine.weight_transfer,
+            mfu=mfu_of(self.settings.model, self.settings.trainer),
             slots=layout.slots,
         )
         return costs.replaced(*self._given)

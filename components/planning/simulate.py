@@ -165,6 +165,7 @@ class _Steps:
 
     async def _rollouts(self, step: int) -> Artifact:
         self.outputs[step] = await play_rounds(partial(self._round, step), self.plan)
+        await asyncio.sleep(self.costs.flow.step_seconds)
         return _artifact(step)
 
     async def _round(self, step: int, number: int) -> GenerateOutputs:
@@ -174,7 +175,8 @@ class _Steps:
 
     def batch(self, step: int, rollouts: Artifact) -> Artifact:
         outputs = self.outputs[step]
-        self.loop.wait(self.costs.flow.rollout_seconds * (len(outputs.trajectories) + len(outputs.failures)))
+        flow, played = self.costs.flow, len(outputs.trajectories) + len(outputs.failures)
+        self.loop.wait(flow.batch_seconds + flow.rollout_seconds * played)
         return _artifact(step)
 
     def train(self, step: int, batch: Artifact) -> dict[str, float]:

@@ -20,8 +20,10 @@ def _no_flow(run: SimulatedRun) -> SimulatedRun:
 
 
 def _more_episodes(run: SimulatedRun) -> SimulatedRun:
+    """As many at once as before, where that is fewer than a step has."""
     plan = run.rollouts.model_copy(update={"groups_per_step": 2 * run.rollouts.groups_per_step})
-    return replace(run, rollouts=plan, max_concurrent=2 * run.max_concurrent)
+    limited = run.max_concurrent < run.rollouts.groups_per_step * run.rollouts.group_size
+    return replace(run, rollouts=plan, max_concurrent=run.max_concurrent * (1 if limited else 2))
 
 
 WALLS = {
@@ -30,6 +32,7 @@ WALLS = {
     "weights gathered between ranks": lambda run: _with(run, trainer={"gather_seconds": 0.0}),
     "longest episodes": lambda run: replace(run, workload=run.workload.evened()),
     "too few groups in a step": _more_episodes,
+    "too few environments at once": lambda run: replace(run, max_concurrent=2 * run.max_concurrent),
 }
 
 
@@ -37,7 +40,7 @@ def first_wall(run: SimulatedRun, found: Simulated) -> tuple[str, float]:
     """That without which a rollout costs least, and the share of its cost; "" where none takes a tenth.
 
     Each is taken away in turn and the run simulated again: no seconds of the flow's event loop, of a sync, of gathering
-    weights; every episode the mean of all; twice the groups in a step.
+    weights; every episode the mean of all; twice the groups in a step; twice the episodes at once.
     """
     gains = {name: 1 - change(run).simulate().gpu_seconds / found.gpu_seconds for name, change in WALLS.items()}
     name = max(gains, key=lambda each: gains[each])

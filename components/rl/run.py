@@ -29,6 +29,7 @@ from components.contracts.stages import Artifact, StageContext
 from components.inference.endpoint import Endpoint
 from components.inference.pool import ServerPool
 from components.rl.agreement import LogprobAgreement, compare, refuse_mismatch, step_mismatch
+from components.rl.cpu import CpuTimes
 from components.rl.loop import Ahead, run_loop
 from components.rl.metrics import rollout_metrics
 from components.rl.panel import HeldoutPanel, PanelEvaluations
@@ -107,6 +108,7 @@ class RLRun:
         self._sampler = SignalSampler(parts.tasks, settings.rollouts)
         self._room = asyncio.Semaphore(context.machine.max_concurrent)
         self._step_metrics: dict[int, dict[str, float]] = {}
+        self._cpu = CpuTimes()
 
     def train_from(self, done: int) -> int:
         """All steps after `done`; before the first one trainer and servers have to agree.
@@ -256,6 +258,10 @@ class RLRun:
         metrics.update(self._step_metrics.pop(step, {}))
         if self.evaluations is not None:
             metrics.update(self.evaluations.history(step))
+        if "timing/step" in metrics:
+            machine = self.context.machine
+            ranks = machine.trainer_nodes * machine.trainer_processes
+            metrics |= self._cpu.since() | {"machine/servers": len(self.pool.replicas), "machine/ranks": ranks}
         self.history.append(step, metrics)
 
     def complete_history(self, done: int) -> None:

@@ -27,7 +27,7 @@ environment_seconds = 2.0
 
 
 def planned(*changes: str, gpus: tuple[int, ...] = (2,), name: str = "train-vlm/colors", **options: object) -> str:
-    given: dict[str, object] = {"gpu": "h100", "records": None, "given": None, "price": None}
+    given: dict[str, object] = {"gpu": "h100", "records": (), "given": None, "price": None}
     recipe = load_recipe(name, ("rollouts.groups_per_step=4", *changes) if "vlm" in name else changes)
     return "\n".join(plan_recipe(recipe, gpus, **{**given, **options}))  # type: ignore[arg-type]
 

@@ -19,7 +19,8 @@ from components.contracts.machine import Machine
 from components.contracts.rollouts import GenerateOutputs, Trajectory, Turn
 from components.inference.merge import WINDOW
 from components.planning.costs import Costs
-from components.planning.records import measured_run, read_run
+from components.planning.fitting import measured_runs
+from components.planning.records import RunRecords, read_run
 from components.planning.simulate import SimulatedRun
 from components.planning.workload import PlannedTurn, Workload
 from components.rl.settings import TrainVLMSettings
@@ -59,29 +60,46 @@ def test_a_measured_step_is_predicted_within_a_fifth(staleness: int) -> None:
     assert predicted == pytest.approx(RECORDED["measured_step_seconds"][staleness], rel=0.2)
 
 
-@pytest.fixture
-def stored(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a run to a store, as `train-vlm` does; its numbers are those of a simulation."""
+@pytest.mark.parametrize("other", RECORDED["several"]["runs"], ids=lambda run: f"{run['groups']}-{run['slowdown']}")
+def test_other_runs_are_predicted_within_a_fifth_at_their_load(other: dict[str, float]) -> None:
+    """By the costs of three sizes; the load is what each run's own records say of it."""
+    several, run = RECORDED["several"], recorded_run(0)
+    plan = run.rollouts.model_copy(update={"groups_per_step": other["groups"]})
+    run = replace(run, rollouts=plan, costs=Costs.model_validate(several["costs"]), steps=3)
+    predicted = run.simulate().step_seconds
+    assert predicted * other["slowdown"] / several["slowdown"] == pytest.approx(other["measured"], rel=0.2)
 
-    def store(run: SimulatedRun, kind: str = "train-vlm", staleness: int = 0) -> Path:
-        recipe = load_recipe("train-vlm/colors", [f"rollouts.max_staleness={staleness}"])
-        settings = recipe.settings_for(TrainVLMSettings)
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Callable[..., RunRecords]:
+    """Writes a run to a store, as `train-vlm` does, and reads it; its numbers are those of a simulation."""
+
+    def store(
+        run: SimulatedRun, kind: str = "train-vlm", key: str = "a-run", staleness: int = 0, slowdown: float = 0.0
+    ) -> RunRecords:
+        changes = [f"rollouts.max_staleness={staleness}", f"rollouts.groups_per_step={run.rollouts.groups_per_step}"]
+        settings = load_recipe("train-vlm/colors", changes).settings_for(TrainVLMSettings)
         found, here = run.simulate(), ArtifactStore(tmp_path / "store")
-        row = found.timings | {"rollouts/planned": found.samples_per_step}
+        timings = {name: seconds * (slowdown or 1.0) for name, seconds in found.timings.items()}
+        row = timings | {"rollouts/planned": found.samples_per_step, "turns": 1.0, "tokens/completion": 2.0}
+        if slowdown:
+            row["timing/cpu"] = timings["timing/step"] / slowdown
+        lineage = []
         for step in range(3, STEPS):
             outputs = played(run, step)
 
-            def fill(folder: Path, outputs: GenerateOutputs = outputs) -> None:
+            def fill(folder: Path, outputs: GenerateOutputs = outputs, step: int = step) -> None:
                 write_rollouts(folder, outputs)
-                _manifest(folder, "rollouts", {})
+                _manifest(folder, "rollouts", {"run": key, "step": step})
 
-            here.write("rollouts", f"a-run-{step:05d}", fill)
+            lineage.append({"step": step, "rollouts": here.write("rollouts", f"{key}-{step:05d}", fill).digest})
 
         def finish(folder: Path) -> None:
             (folder / "history.json").write_text(json.dumps([row | {"step": step} for step in range(1, STEPS + 1)]))
+            (folder / "lineage.json").write_text(json.dumps(lineage))
             _manifest(folder, kind, settings.model_dump(mode="json"))
 
-        return here.write(kind, "a-run", finish).path
+        return read_run(here.write(kind, key, finish).path, here)
 
     return store
 
@@ -114,27 +132,66 @@ def _turn(index: int, turn: PlannedTurn, reward: float, seconds: float) -> Turn:
     return Turn(index, prompt, answer, answer.astype(np.float32), "stop", 0, (), "[]", "", reward, {}, *values)
 
 
-def test_costs_that_are_fitted_to_records_give_the_steps_of_the_records(stored: Callable[..., Path]) -> None:
-    run = recorded_run(0)
-    alike = replace(run.workload.evened(), no_signal=0.0)  # each step is like all others
-    records = read_run(stored(replace(run, workload=alike)))
-    assert [row["step"] for row in records.steps] == [3, 4, 5]  # not the first two, nor the last
+def machine_of_colors() -> Machine:
     machine = load_recipe("train-vlm/colors").sections["machine"]
     assert isinstance(machine, Machine)
-    fitted = measured_run(records, machine)
-    assert fitted.simulate().step_seconds == pytest.approx(records.mean("timing/step"), rel=0.03)
+    return machine
+
+
+def known_run(groups: int) -> SimulatedRun:
+    """Each step is like all others, and everything has a part that is fixed."""
+    run = recorded_run(0)
+    given: dict[str, Any] = {
+        "trainer": {"update_seconds": 0.3},
+        "flow": {"batch_seconds": 0.1, "step_seconds": 0.5},
+    }
+    plan = run.rollouts.model_copy(update={"groups_per_step": groups})
+    workload = replace(run.workload.evened(), no_signal=0.0)
+    return replace(run, rollouts=plan, workload=workload, costs=run.costs.replaced(given, ""), steps=STEPS)
+
+
+def test_one_run_says_its_own_steps_and_within_which_bounds_others_are(stored: Callable[..., RunRecords]) -> None:
+    records = stored(known_run(32))
+    assert [row["step"] for row in records.steps] == [3, 4, 5]  # not the first two, nor the last
+    fitted = measured_runs([records], machine_of_colors())
+    assert fitted.runs[0].simulate().step_seconds == pytest.approx(records.mean("timing/step"), rel=0.03)
     assert fitted.costs.sources["servers.token_seconds"].startswith("measured")
-    assert fitted.workload.no_signal == 0
-    faster = replace(fitted, costs=fitted.costs.replaced({"sync_seconds": 0.0}, "given"))
-    assert faster.simulate().step_seconds < records.mean("timing/step")
+    assert fitted.runs[0].workload.no_signal == 0
+    assert fitted.unknown == ["rollouts", "batch", "train"] and fitted.slowdown is None
+    half = known_run(16)
+    none, all_ = (replace(half, costs=costs).simulate().step_seconds for costs in fitted.bounds)
+    assert none < half.simulate().step_seconds < all_
 
 
-def test_a_run_that_does_not_say_what_rollouts_take_is_refused(stored: Callable[..., Path]) -> None:
-    records = read_run(stored(recorded_run(0), staleness=1))
+def test_runs_of_two_sizes_tell_apart_what_is_fixed(stored: Callable[..., RunRecords]) -> None:
+    """The costs are those that the runs were made by, and a third size is predicted."""
+    records = [stored(known_run(16), key="half"), stored(known_run(32), key="whole")]
+    fitted, true = measured_runs(records, machine_of_colors()), known_run(24).costs
+    assert fitted.unknown == [] and fitted.bounds == []
+    assert fitted.costs.trainer.update_seconds == pytest.approx(true.trainer.update_seconds, rel=1e-6)
+    assert fitted.costs.trainer.token_seconds == pytest.approx(true.trainer.token_seconds, rel=1e-6)
+    assert fitted.costs.flow.batch_seconds == pytest.approx(true.flow.batch_seconds, rel=1e-6)
+    assert fitted.costs.flow.step_seconds == pytest.approx(true.flow.step_seconds, rel=0.1)
+    predicted = replace(known_run(24), costs=fitted.costs).simulate().step_seconds
+    assert predicted == pytest.approx(known_run(24).simulate().step_seconds, rel=0.02)
+
+
+def test_runs_under_different_load_are_brought_to_the_mean_of_it(stored: Callable[..., RunRecords]) -> None:
+    records = [
+        stored(known_run(16), key="quiet", slowdown=1.5),
+        stored(known_run(32), key="busy", slowdown=2.5),
+    ]
+    fitted = measured_runs(records, machine_of_colors())
+    assert fitted.slowdown == pytest.approx(2.0)
+    assert fitted.costs.trainer.update_seconds == pytest.approx(2.0 * 0.3, rel=1e-6)
+
+
+def test_a_run_that_does_not_say_what_rollouts_take_is_refused(stored: Callable[..., RunRecords]) -> None:
+    records = stored(recorded_run(0), staleness=1)
     with pytest.raises(ConfigurationError, match="max_staleness = 1"):
-        measured_run(records, Machine())
+        measured_runs([records], Machine())
 
 
-def test_another_artifact_is_refused(stored: Callable[..., Path]) -> None:
+def test_another_artifact_is_refused(stored: Callable[..., RunRecords]) -> None:
     with pytest.raises(ConfigurationError, match="an artifact of evaluate"):
-        read_run(stored(recorded_run(0), kind="evaluate"))
+        stored(recorded_run(0), kind="evaluate")

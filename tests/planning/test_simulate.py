@@ -13,6 +13,7 @@ from components.batches.settings import BatchSettings
 from components.inference.merge import WINDOW
 from components.planning.costs import Costs, FailureCosts, FlowCosts, ServerCosts, TrainerCosts
 from components.planning.simulate import SimulatedRun
+from components.planning.walls import first_wall
 from components.planning.workload import PlannedTurn, Workload
 from components.rollouts.settings import RolloutSettings
 from components.vlm.settings import TrainerSettings
@@ -143,3 +144,21 @@ def test_failures_cost_time_and_lose_no_rollout(resumes_alone: bool) -> None:
     assert found.server_failures > 0 and found.trainer_failures > 0
     assert found.samples_per_step == GROUPS * SIZE
     assert found.step_seconds > 1.05 * sound.simulate().step_seconds
+
+
+SLOW_ENVIRONMENT = (PlannedTurn(PROMPT, PROMPT, 1, 1, 20.0),)
+NO_BATCH = COSTS.replaced({"flow": {"rollout_seconds": 0.0}, "sync_seconds": 0.0}, "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "wall"),
+    [
+        ({"max_concurrent": 4, "costs": NO_BATCH}, "too few environments at once"),  # 8 rounds of 20 s
+        ({"costs": NO_BATCH}, "too few groups in a step"),  # one round: all GPUs wait for the environment
+        ({"costs": NO_BATCH.replaced({"sync_seconds": 90.0}, "")}, "sync of weights"),
+    ],
+)
+def test_the_first_wall_is_what_a_rollout_costs_least_without(changes: dict[str, Any], wall: str) -> None:
+    run = make_run((SLOW_ENVIRONMENT,), **changes)
+    name, gain = first_wall(run, run.simulate())
+    assert name == wall and 0.4 < gain < 1

@@ -1,0 +1,78 @@
+"""What data sheets predict, against what GPUs took: the measured seconds are those of docs/benchmarks.md."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+from transformers import PretrainedConfig, Qwen2_5_VLConfig, Qwen2VLConfig
+
+from benchmarks.step_case import TEXT, VISION
+from components.models.settings import ModelSettings
+from components.planning.costs import Costs
+from components.planning.estimate import Assumptions, Mfu, Transfer, estimated
+from components.planning.geometry import ModelGeometry, geometry
+from components.planning.gpus import GPUS
+from components.vlm.settings import TrainerSettings
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@cache
+def sizes(small: bool = False) -> ModelGeometry:
+    """Qwen2.5-VL-3B as the benchmarks made it; small: Qwen2-VL-2B."""
+    config: PretrainedConfig = Qwen2_5_VLConfig(text_config=TEXT, vision_config=VISION, tie_word_embeddings=True)
+    if small:
+        text = TEXT | {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28}
+        text |= {"num_attention_heads": 12}
+        vision = {"depth": 32, "embed_dim": 1280, "hidden_size": 1536, "num_heads": 16}
+        config = Qwen2VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True)
+    settings = ModelSettings(source="none", gradient_checkpointing=True)
+    return geometry(config, settings, _trainer(), "bfloat16")
+
+
+def _trainer() -> TrainerSettings:
+    return TrainerSettings(learning_rate=1e-6, max_steps=1)
+
+
+def costs(gpu: str, transfer: Transfer = "ipc", mfu: Mfu = "compiled_mfu", small: bool = False) -> Costs:
+    how: dict[str, int] = {"servers": 1, "gpus_per_server": 1, "ranks": 1, "slots": 256}
+    return estimated(sizes(small), GPUS[gpu], Assumptions(), transfer=transfer, mfu=mfu, **how)
+
+
+def step(tokens: int, mfu: Mfu = "compiled_mfu", small: bool = False) -> float:
+    found = costs("h200", mfu=mfu, small=small).trainer
+    return tokens * found.token_seconds + found.update_seconds
+
+
+def sync(transfer: Transfer) -> float:
+    found = costs("h100", transfer)
+    return found.publish_seconds + found.sync_seconds
+
+
+CASES = [
+    ("H200", "3.75 B, case A, activations recomputed", step(18_989), 1.144, "1,144 ms"),
+    ("H200", "case B, recomputed", step(68_141), 3.386, "3,386 ms"),
+    ("H200", "case C, recomputed", step(39_679), 2.069, "2,069 ms"),
+    ("H200", "case A, activations kept", step(18_989, "kept_mfu"), 0.843, "843 ms"),
+    ("H200", "case B, kept", step(68_156, "kept_mfu"), 3.001, "3,001 ms"),
+    ("H200", "case C, kept", step(39_694, "kept_mfu"), 2.108, "2,108 ms"),
+    ("H200", "case A, packed, not compiled", step(18_989, "packed_mfu"), 1.38, "1.38 s"),
+    ("H200", "case A, not packed", step(37_504, "trainer_mfu"), 4.46, "4.46 s"),
+    ("H200", "2.2 B, 64 samples of 574 tokens, not packed", step(64 * 574, "trainer_mfu", True), 3.2, "3.2 s"),
+    ("H100", "new weights of 3.75 B by `ipc`", sync("ipc"), 0.92, "0.92 s"),
+    ("H100", "by `file`, to one server", sync("file"), 15.94, "15.94 s"),
+    ("H100", "by `delta`", sync("delta"), 3.98, "3.98 s"),
+    ("H100", "by `adapter`", sync("adapter"), 1.16, "1.16 s"),
+]
+
+
+@pytest.mark.parametrize(("gpu", "what", "predicted", "measured", "as_said"), CASES, ids=[case[1] for case in CASES])
+def test_what_gpus_took_is_predicted_within_a_fifth(
+    gpu: str, what: str, predicted: float, measured: float, as_said: str
+) -> None:
+    assert predicted == pytest.approx(measured, rel=0.2)
+    assert as_said in (DOCS / "benchmarks.md").read_text()
+    row = f"| {gpu} | {what} | {predicted:.2f} s | {measured:.2f} s | {predicted / measured - 1:+.0%} |"
+    assert row.replace("%", " %") in (DOCS / "planning.md").read_text(), row

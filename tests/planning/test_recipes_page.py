@@ -1,0 +1,32 @@
+"""The page of recipes on many GPUs says what the code would write."""
+
+from __future__ import annotations
+
+import pytest
+
+from armature.plan import SIZES
+from benchmarks.plans import PAGE, TOP, gpu_recipes, planner, section, table_row, written
+
+QUICK = "train-vlm/qwen3-vl"
+
+
+def test_every_recipe_for_gpus_is_there_with_every_size() -> None:
+    sections = written()
+    assert list(sections) == gpu_recipes()
+    for name, text in sections.items():
+        rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
+        assert [row.split(" |")[0] for row in rows] == [f"| {gpus:,}" for gpus in SIZES], name
+
+
+def test_a_row_is_what_is_simulated_now() -> None:
+    assert table_row(planner(QUICK), SIZES[0]) in written()[QUICK].splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in gpu_recipes() if "molmo2" not in name])
+def test_all_rows_are_what_is_simulated_now(name: str) -> None:
+    assert section(name) == written()[name]
+
+
+def test_the_page_begins_as_it_is_written() -> None:
+    assert PAGE.read_text().startswith(TOP)
