@@ -123,7 +123,7 @@ def measured_run(records: RunRecords, machine: Machine) -> SimulatedRun:
             remedy="give a run with max_staleness = 0: what it measured holds for the others",
         )
     workload, ranks = workload_of(records), machine.trainer_nodes * machine.trainer_processes
-    update, token = _fit_trainer(records, ranks)
+    update, token = _fit_trainer(records, ranks, machine.trainer_context_parallel)
     run = SimulatedRun(
         rollouts=settings.rollouts,
         batches=settings.batches,
@@ -142,6 +142,7 @@ def measured_run(records: RunRecords, machine: Machine) -> SimulatedRun:
         servers=len(machine.endpoints) or machine.servers,
         gpus_per_server=max((len(each) for each in machine.server_gpus), default=1),
         ranks=ranks,
+        sharing=machine.trainer_context_parallel,
         max_concurrent=machine.max_concurrent,
         train_tasks=settings.environment.train_tasks or 4096,
         steps=len(records.steps),
@@ -157,7 +158,7 @@ def measured_run(records: RunRecords, machine: Machine) -> SimulatedRun:
     return replace(run, costs=run.costs.model_copy(update={"sources": sources}))
 
 
-def _fit_trainer(records: RunRecords, ranks: int) -> tuple[float, float]:
+def _fit_trainer(records: RunRecords, ranks: int, sharing: int) -> tuple[float, float]:
     """Seconds of a step and of a token that explain the steps best, neither below 0."""
     settings, one_each = records.settings, TrainerCosts(token_seconds=1.0)
     tokens = []
@@ -169,7 +170,7 @@ def _fit_trainer(records: RunRecords, ranks: int) -> tuple[float, float]:
             for one in chosen
             if one.group_id in differing or not settings.batches.skip_zero_advantage
         ]
-        tokens.append(training_seconds(samples_of(rollouts, False), settings.trainer, one_each, ranks))
+        tokens.append(training_seconds(samples_of(rollouts, False), settings.trainer, one_each, ranks, sharing))
     seconds = np.array([step["timing/train"] for step in records.steps])
     x = np.array(tokens)
     spread = float(((x - x.mean()) ** 2).sum())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 
 import psutil
@@ -38,7 +39,7 @@ def check(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], context: S
     weights = locate(inputs["model"].path, settings.model.revision)
     estimate = estimate_memory(weights, settings.model, settings.trainer, settings.inference.dtype)
     processes = TrainerProcesses.of(context.machine)
-    memory = estimate.over(processes.shards)
+    memory = estimate.over(processes.shards, processes.context_parallel)
     available, where = available_memory(processes)
     for line in memory.lines(available, where):
         context.events.message(line)
@@ -79,8 +80,10 @@ class MemoryEstimate:
         gathered = self.gathered if self.shards > 1 else 0
         return self.weights + self.optimizer + gathered + self.activations + self.logits
 
-    def over(self, shards: int) -> MemoryEstimate:
-        """The same training with the model split over `shards` ranks (FSDP2)."""
+    def over(self, shards: int, sharing: int = 1) -> MemoryEstimate:
+        """The same training with the model split over `shards` ranks (FSDP2), and sequences over `sharing`."""
+        if sharing > 1:
+            return replace(self, activations=ceil(self.activations / sharing)).over(shards)
         if shards == 1:
             return self
         weights, optimizer = self.models * self.parameters * 4, self.trainable * (4 + 8)

@@ -48,6 +48,7 @@ class TrainerProcesses(BaseModel):
     sharding: Literal["full", "hybrid"] | None = Field(
         None, description="Split the model over all ranks (FSDP2), or over those of a node; None: copy it to each rank."
     )
+    context_parallel: PositiveInt = Field(1, description="Ranks that share a sequence; they divide all ranks evenly.")
     threads: NonNegativeInt = Field(0, description="Of torch in each rank; 0 lets it choose.")
     environment: Environment = Field(default_factory=dict, description="More variables of the ranks.")
     ready_timeout: PositiveFloat = Field(600.0, description="Seconds that ranks wait for each other to start.")
@@ -64,6 +65,7 @@ class TrainerProcesses(BaseModel):
             interface=machine.trainer_interface,
             gpus=machine.trainer_gpus,
             sharding=machine.trainer_sharding or ("full" if several and machine.trainer_gpus else None),
+            context_parallel=machine.trainer_context_parallel,
             threads=machine.threads,
             environment=machine.trainer_environment,
             ready_timeout=machine.ready_timeout,

@@ -190,5 +190,5 @@ class TrainerWorker(TokenWorker):
             ranks=ranks,
             shard=shard,
         )
-        load = MicroBatchLoader(collator, ImageStore(policy.images), settings.loader_workers)
+        load = MicroBatchLoader(collator, ImageStore(policy.images), settings.loader_workers, part=ranks.part)
         super().__init__(settings, learner, processor, publisher, load, ranks.broadcast(who))

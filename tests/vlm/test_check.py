@@ -29,6 +29,13 @@ def test_a_model_that_is_split_takes_its_part_on_each_rank_and_what_is_gathered(
     assert "GiB on each of 4 ranks; 1.00 GiB free on GPU 0" in compared.over(4).lines(2**30, "GPU 0")[1]
 
 
+def test_ranks_that_share_sequences_have_their_part_of_the_activations(tiny: Tiny) -> None:
+    whole = estimate_memory(tiny.folder, model_settings(), trainer_settings(packing=True), "float32").over(4)
+    assert whole.activations - whole.over(1, 4).activations == 3 * whole.activations // 4
+    split = estimate_memory(tiny.folder, model_settings(), trainer_settings(packing=True), "float32").over(4, 4)
+    assert split.trainer == whole.trainer - 3 * whole.activations // 4
+
+
 def test_weights_in_16_bits_have_the_other_16_of_their_masters_beside_them(tiny: Tiny) -> None:
     settings = trainer_settings(weights="bfloat16")
     estimate = estimate_memory(tiny.folder, model_settings(dtype="bfloat16"), settings, "bfloat16")
