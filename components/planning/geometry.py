@@ -15,8 +15,8 @@ from components.models.families import family_of
 from components.models.settings import ModelSettings
 from components.models.source import local_code_options
 from components.project import project_source
-from components.rl.check import MemoryEstimate, estimate_memory_of
 from components.training.sharding import blocks
+from components.vlm.memory import MemoryEstimate, estimate_memory_of
 from components.vlm.settings import TrainerSettings
 
 Shape = tuple[int, ...]
