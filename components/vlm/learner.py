@@ -31,6 +31,7 @@ from components.training.schedule import learning_rate
 from components.vlm.logprobs import Policy, check_head
 from components.vlm.metrics import Meter, batch_report
 from components.vlm.objectives import Tokens, loss_of, normalizer
+from components.vlm.offloading import offloaded_activations
 from components.vlm.packing import PackedBatch
 from components.vlm.plan import MicroBatch, micro_batches, packed_micro_batches, share, updates
 from components.vlm.settings import TrainerSettings
@@ -174,7 +175,8 @@ class Learner(TrainingEngine[Any]):
         scale = 1 / normalizer(self.settings, n_tokens, n_sequences)
         for micro, batch in batches:
             batch = self._ready(batch)
-            logprobs, entropy = _run(self.policy, batch)
+            with offloaded_activations() if self.settings.activation_offloading else nullcontext():
+                logprobs, entropy = _run(self.policy, batch)
             at_start = _at_start(micro, logprobs, start)
             tokens = _pack(batch, logprobs, at_start, corrected=self.settings.correction.mode != "none")
             loss = loss_of(tokens, entropy, self._reference_logprobs(batch), at_start, self.settings)

@@ -32,7 +32,8 @@ class MemoryEstimate:
     trainer.weights = "bfloat16", else an fp32 copy. Of a model that is split over `shards` ranks, weights
     are fp32, and `gathered` is what a rank has whole besides its shards: what is in no block, and two blocks.
     `activations` is what a transformer layer keeps for the backward pass (34 bytes per token and hidden unit in
-    bf16, arXiv 2205.05198 without the attention scores), once per layer, or once with gradient checkpointing;
+    bf16, arXiv 2205.05198 without the attention scores), once per layer, or once with gradient checkpointing, or where
+    they are offloaded;
     `logits` is one chunk of log-probs in fp32 with its gradient, or all of a micro-batch with logprobs = normal.
     """
 
@@ -118,6 +119,8 @@ def estimate_memory_of(
     tokens = trainer.max_tokens_per_micro_batch
     layers = 1 if model.gradient_checkpointing else text.num_hidden_layers
     kept = text.num_hidden_layers * tokens * text.hidden_size * width if model.gradient_checkpointing else 0
+    if trainer.activation_offloading:
+        layers, kept = 1, 0
     master = {"float32": 4, "bfloat16": 2}[trainer.weights] if model.dtype == "bfloat16" else 0
     models = 2 if trainer.kl_coefficient and model.lora is None else 1
     return MemoryEstimate(
@@ -145,7 +148,8 @@ def chosen_recomputation(
     if model.gradient_checkpointing != "auto":
         return model
     kept = model.model_copy(update={"gradient_checkpointing": False})
-    estimate = estimate_memory(source, kept, trainer, "bfloat16").over(processes.shards, processes.context_parallel)
+    here = trainer.model_copy(update={"activation_offloading": False})  # to recompute is faster than to offload it all
+    estimate = estimate_memory(source, kept, here, "bfloat16").over(processes.shards, processes.context_parallel)
     return kept.model_copy(update={"gradient_checkpointing": estimate.trainer * OVERHEAD > available})
 
 

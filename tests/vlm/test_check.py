@@ -42,6 +42,14 @@ def test_ranks_that_share_sequences_have_their_part_of_the_activations(tiny: Tin
     assert split.trainer == whole.trainer - 3 * whole.activations // 4
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_offloaded_activations_are_those_of_a_layer(tiny: Tiny, recomputed: bool) -> None:
+    model, settings = model_settings(gradient_checkpointing=recomputed), trainer_settings(activation_offloading=True)
+    one = estimate_memory(tiny.folder, model, settings, "float32").activations
+    assert one == 17 * 4 * settings.max_tokens_per_micro_batch * 64
+    assert one < estimate_memory(tiny.folder, model, trainer_settings(), "float32").activations
+
+
 def test_weights_in_16_bits_have_the_other_16_of_their_masters_beside_them(tiny: Tiny) -> None:
     settings = trainer_settings(weights="bfloat16")
     estimate = estimate_memory(tiny.folder, model_settings(dtype="bfloat16"), settings, "bfloat16")
