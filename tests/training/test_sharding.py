@@ -151,7 +151,7 @@ def one_rank(runs: Runs) -> dict[str, Result]:
 @pytest.fixture(scope="module")
 def two_ranks(runs: Runs) -> dict[str, Result]:
     """Sharded; ended after step 2."""
-    return runs.run(CASES, processes=2, most_batches=2)
+    return runs.run(CASES.keys() - SHARED, processes=2, most_batches=2)
 
 
 @pytest.fixture(scope="module")
