@@ -11,7 +11,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 from components.models.settings import LoraSettings, ModelSettings
-from components.rl.check import GIB, MemoryEstimate, estimate_memory
+from components.vlm.memory import GIB, OVERHEAD, MemoryEstimate, estimate_memory
 from components.vlm.settings import TrainerSettings
 
 PAGE = Path(__file__).with_name("models.md")
@@ -21,8 +21,6 @@ HEAD = (
     "|---|---:|---:|---|---:|---|---:|\n"
 )
 TOKENS = 16_384
-OVERHEAD = 1.15
-"""CUDA's context, NCCL, fragmentation and what is short-lived, over the estimate."""
 
 
 def text_sizes(hidden: int, layers: int, heads: int, kv: int, inner: int, vocabulary: int) -> dict[str, int]:

@@ -83,11 +83,15 @@ class SampleCollator:
             )
         return features
 
-    def join(self, features: Sequence[Features]) -> dict[str, Tensor]:
-        """Model inputs of several images, equal to what the processor returns for all of them at once."""
+    def join(self, features: Sequence[Features], names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Model inputs of several images, equal to what the processor returns for all of them at once.
+
+        `names`: which ones, of those that the family has; None: all.
+        """
         if not features:
             return {}
-        return {name: join([one[name] for one in features], features) for name, join in self.spec.joins.items()}
+        joins = {name: join for name, join in self.spec.joins.items() if names is None or name in names}
+        return {name: join([one[name] for one in features], features) for name, join in joins.items()}
 
     def collate(self, samples: Sequence[Sample], images: ImageSource) -> MultimodalBatch:
         """`collate_features` with each distinct image opened and processed once."""

@@ -75,6 +75,11 @@ class Machine(Settings):
         description="How the trainer's ranks split the model with FSDP2: full, over all of them; hybrid (HSDP), over "
         "those of a node, with a copy on each node. None: full on several GPUs; on CPU each rank has the whole model.",
     )
+    trainer_context_parallel: PositiveInt = Field(
+        1,
+        description="Ranks that compute one sequence together, each a part of its tokens: for sequences that one GPU "
+        "does not hold. Needs trainer.packing, and a model whose attention heads it divides.",
+    )
     trainer_interface: str | None = Field(
         None,
         pattern=r"^[^\s=,^]+$",
@@ -167,6 +172,11 @@ class Machine(Settings):
             raise ValueError("trainer_sharding has no effect with one rank of the trainer")
         if self.trainer_sharding == "hybrid" and self.trainer_nodes == 1:
             raise ValueError('trainer_sharding = "hybrid" has a copy on each node: with trainer_nodes = 1 it is "full"')
+        if (self.trainer_nodes * self.trainer_processes) % self.trainer_context_parallel:
+            raise ValueError(
+                f"trainer_context_parallel = {self.trainer_context_parallel} does not divide the "
+                f"{self.trainer_nodes * self.trainer_processes} ranks of the trainer (trainer_processes on each node)"
+            )
         if self.cluster and not (self.environment_processes or self.statistics_workers or self.rollout_workers):
             raise ValueError(
                 "cluster needs environment_processes, rollout_workers or statistics_workers, how many it is to have"

@@ -82,7 +82,8 @@ def load_model(
 ) -> PreTrainedModel:
     """The model on `device`, in evaluation mode, with its frozen components and its adapters.
 
-    With `settings.lora` it is a PEFT model whose adapters alone, and nothing frozen, are trainable.
+    With `settings.lora` it is a PEFT model whose adapters alone, and nothing frozen, are trainable. Gradient
+    checkpointing "auto" is off: who trains chooses before.
 
     Args:
         empty: parameters are on the meta device and take no memory, for one that gets them from elsewhere.
@@ -100,7 +101,7 @@ def load_model(
     follow_image_attention(model)
     register_body(model)
     model = _frozen_and_adapted(model, settings)
-    if settings.gradient_checkpointing:
+    if settings.gradient_checkpointing is True:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=RECOMPUTATION)
     return (model if empty else model.to(device)).eval()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from inspect import signature
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,10 +13,14 @@ from transformers import PreTrainedModel
 
 from components.contracts.errors import ConfigurationError, DataError
 from components.models.attention import blocks_of
+from components.models.context_parallel import ContextParallel, FeatureExchange, encoded_by, feature_exchange
 from components.models.families import family_of
 from components.models.packed_attention import PACKED, REMEDY, Segments
 from components.models.vision import encoded_images
 
+Holder = TypeVar("Holder", "Packing", FeatureExchange)
+GRIDS = ("image_grid_thw", "image_grids")
+"""Inputs that positions and blocks depend on."""
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -30,10 +34,11 @@ class Packing:
         lengths: the tokens of each segment, in order.
         keys, key_lengths: see `components.models.packed_attention.Segments`.
         images: the distinct images that the packed tokens show, in order.
-        row_images: those that the rows show, row after row.
         image_tokens: of each distinct image, how many tokens it has.
+        encoders: which of the ranks that share the sequence encodes each distinct image.
         positions: (1, T), or (3, 1, T) where the family has positions in three dimensions; from `laid_out`.
         blocks: see `Segments`; from `laid_out`.
+        exchange: how features reach the ranks that share the sequence; from `laid_out`.
     """
 
     rows: Tensor
@@ -43,23 +48,30 @@ class Packing:
     keys: Tensor
     key_lengths: tuple[int, ...]
     images: tuple[int, ...]
-    row_images: tuple[int, ...]
     image_tokens: tuple[int, ...]
+    encoders: tuple[int, ...]
     positions: Tensor | None = None
     blocks: Tensor | None = None
+    exchange: FeatureExchange | None = None
 
     def to(self, device: torch.device) -> Packing:
-        tensors: dict[str, Any] = {
-            f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)
-        }
-        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
+        moved = _tensors_on(self, device)
+        return moved if self.exchange is None else replace(moved, exchange=_tensors_on(self.exchange, device))
 
 
-def attend_in_segments(model: PreTrainedModel) -> None:
+def _tensors_on(value: Holder, device: torch.device) -> Holder:
+    tensors: dict[str, Any] = {f.name: own for f in fields(value) if isinstance(own := getattr(value, f.name), Tensor)}
+    return replace(value, **{name: own.to(device, non_blocking=True) for name, own in tensors.items()})
+
+
+def attend_in_segments(model: PreTrainedModel, context: ContextParallel | None = None) -> None:
     """Let the language model of `model`, which was loaded with `sdpa`, attend by this module.
 
+    Args:
+        context: the ranks that share its packed sequences.
+
     Raises:
-        ConfigurationError: it does something that packed rows cannot have; says what.
+        ConfigurationError: it does something that packed rows cannot have, or its heads cannot be divided among ranks.
     """
     text = model.config.get_text_config()
     layers = set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYERS
@@ -78,6 +90,8 @@ def attend_in_segments(model: PreTrainedModel) -> None:
         reason = "its text attends in both directions"
     if reason is not None:
         raise _refusal(model, reason)
+    if context is not None:
+        context.check_heads(text.num_attention_heads)
     text._attn_implementation = PACKED
 
 
@@ -89,17 +103,24 @@ def _refusal(model: PreTrainedModel, reason: str) -> ConfigurationError:
     )
 
 
-def laid_out(model: PreTrainedModel, inputs: Mapping[str, Tensor], packing: Packing) -> Packing:
+def laid_out(
+    model: PreTrainedModel, rows: Mapping[str, Tensor], packing: Packing, context: ContextParallel | None = None
+) -> Packing:
     """`packing` with the positions and blocks that its tokens have in rows of their own.
 
-    `inputs` are the model's, by name: of B rows, and of the distinct images. It is work for a CPU.
+    `rows` are the model's inputs for B rows, by name, with the grids of the images that they show. It is work for a
+    CPU.
 
     Raises:
-        DataError: rows that begin alike part within tokens that attend to one another.
+        DataError: rows that begin alike part within tokens that attend to one another, or there are fewer tokens than
+            ranks.
     """
-    shown = torch.tensor(packing.row_images, dtype=torch.int64)
-    grids = {name: inputs[name][shown] for name in ("image_grid_thw", "image_grids") if name in inputs}
-    rows = {**inputs, **grids}
+    if context is not None and len(packing.rows) < context.size:
+        raise DataError(
+            f"{context.size} ranks cannot share {len(packing.rows)} tokens",
+            where="a micro-batch, machine.trainer_context_parallel",
+            remedy="make it smaller",
+        )
     at = packing.rows, packing.columns
     body: Any = model.model
     positions = packing.columns[None]
@@ -110,7 +131,14 @@ def laid_out(model: PreTrainedModel, inputs: Mapping[str, Tensor], packing: Pack
     blocks = blocks_of(model.config, rows)
     if blocks is not None:
         _check_blocks(blocks, packing)
-    return replace(packing, positions=positions, blocks=None if blocks is None else blocks[at])
+    exchange = None
+    if context is not None and packing.images:
+        ids = rows["input_ids"][at]
+        places = (ids == getattr(model.config, family_of(model.config).placeholder)).nonzero()[:, 0]
+        exchange = feature_exchange(
+            context, packing.images, packing.image_tokens, packing.encoders, places, len(packing.rows)
+        )
+    return replace(packing, positions=positions, blocks=None if blocks is None else blocks[at], exchange=exchange)
 
 
 def _check_blocks(blocks: Tensor, packing: Packing) -> None:
@@ -126,27 +154,34 @@ def _check_blocks(blocks: Tensor, packing: Packing) -> None:
         )
 
 
-def packed_states(model: PreTrainedModel, inputs: Mapping[str, Tensor], packing: Packing) -> Tensor:
-    """(T, D) last hidden states of the packed tokens.
+def packed_states(
+    model: PreTrainedModel, inputs: Mapping[str, Tensor], packing: Packing, context: ContextParallel | None = None
+) -> Tensor:
+    """(T, D) last hidden states of the packed tokens; with `context` (t, D), those of this rank.
 
     Args:
-        inputs: `input_ids` (B, L), and those of the distinct images.
+        inputs: `input_ids` (B, L), and those of the distinct images, with `context` of those that this rank encodes.
         packing: from `laid_out`.
 
     Raises:
         ConfigurationError: a layer of the model did something else than attend.
     """
     body: Any = model.model
-    ids = inputs["input_ids"][packing.rows, packing.columns][None]
+    assert packing.positions is not None
+    own, encoded = slice(None), packing.image_tokens
+    if context is not None:
+        own = context.slice(len(packing.rows))
+        encoded = tuple(encoded[image] for image in encoded_by(context.rank, packing.encoders, encoded))
+    ids = inputs["input_ids"][packing.rows[own], packing.columns[own]][None]
     images = {}
     if packing.images:
-        images["image"] = encoded_images(body, inputs, packing.image_tokens, packing.images)
-    segments = Segments(packing.lengths, packing.keys, packing.key_lengths, packing.blocks)
+        images["image"] = encoded_images(body, inputs, encoded, packing.images, packing.exchange)
+    segments = Segments(packing.lengths, packing.keys, packing.key_lengths, packing.blocks, context)
     states: Tensor = body(
         input_ids=ids,
         # Four dimensions: transformers takes the mask as it is, and makes none of T x T.
         attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device),
-        position_ids=packing.positions,
+        position_ids=packing.positions[..., own],
         mm_encoder_outputs=images,
         segments=segments,
         use_cache=False,

@@ -24,6 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from components.contracts.errors import ConfigurationError
+from components.models.context_parallel import ContextParallel
 from components.models.varlen import has_kernel, under_autocast
 
 PACKED = "packed"
@@ -41,14 +42,20 @@ class Segments:
         key_lengths: how many of `keys` are each segment's.
         blocks: (T,) int64: tokens of a segment with the same number attend in both directions, -1 does not; None:
             none do.
+        context: the ranks that share the sequence; None: this one has all of it.
         layers: how many layers have attended.
     """
 
     def __init__(
-        self, lengths: Sequence[int], keys: Tensor, key_lengths: Sequence[int], blocks: Tensor | None = None
+        self,
+        lengths: Sequence[int],
+        keys: Tensor,
+        key_lengths: Sequence[int],
+        blocks: Tensor | None = None,
+        context: ContextParallel | None = None,
     ) -> None:
         self.lengths, self.keys, self.key_lengths, self.blocks = lengths, keys, key_lengths, blocks
-        self.layers = 0
+        self.context, self.layers = context, 0
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
     @cached_property
@@ -116,7 +123,8 @@ def attend_packed(
     segments: Segments | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Attention within the paths of `segments`: (1, H, T, D) to (1, T, H, D).
+    """Attention within the paths of `segments`: (1, H, T, D) to (1, T, H, D); of ranks that share them, each gives and
+    gets its own tokens alone.
 
     Raises:
         ConfigurationError: the model asks for something that is not known here.
@@ -133,10 +141,14 @@ def attend_packed(
         )
     segments.layers += 1
     q, k, v = (tensor[0].transpose(0, 1) for tensor in under_autocast(query, key, value))
+    if segments.context is not None:
+        q, k, v = segments.context.whole_sequence(q, k, v, sum(segments.lengths))
     if has_kernel(q) and segments.blocks is None:
         out = _flash(q, k, v, segments, scaling, sliding_window)
     else:
         out = _by_shape(q, k, v, segments, scaling, sliding_window)
+    if segments.context is not None:
+        out = segments.context.own_tokens(out)
     return out[None], None
 
 

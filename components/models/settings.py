@@ -143,8 +143,10 @@ class ModelSettings(Settings):
     )
     freeze: tuple[Component, ...] = Field((), description="Components that are not trained.")
     lora: LoraSettings | None = Field(None, description="Train adapters instead of the weights; leave out for none.")
-    gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass to save memory."
+    gradient_checkpointing: bool | Literal["auto"] = Field(
+        False,
+        description="Recompute activations in the backward pass to save memory; auto: where by the estimate of "
+        "`armature check` the memory does not hold them. Numbers are the same.",
     )
     tiny: TinySettings | None = Field(None, description="Sizes for tiny/FAMILY; leave out for other sources.")
 

@@ -93,8 +93,9 @@ class _Fit:
     def __init__(self, runs: Sequence[RunRecords], machine: Machine, scales: Sequence[float]) -> None:
         self._sources = "measured: " + ", ".join(str(one.path) for one in runs)
         ranks = machine.trainer_nodes * machine.trainer_processes
+        sharing = machine.trainer_context_parallel
         scaled = list(zip(runs, scales, strict=True))
-        self._training = [point for one, scale in scaled for point in _training(one, ranks, scale)]
+        self._training = [point for one, scale in scaled for point in _training(one, ranks, sharing, scale)]
         self._batches = [
             (step["rollouts/planned"], scale * step["timing/batch"]) for one, scale in scaled for step in one.steps
         ]
@@ -181,20 +182,21 @@ def _simulated(records: RunRecords, machine: Machine, ranks: int) -> SimulatedRu
         servers=len(machine.endpoints) or machine.servers,
         gpus_per_server=max((len(each) for each in machine.server_gpus), default=1),
         ranks=ranks,
+        sharing=machine.trainer_context_parallel,
         max_concurrent=machine.max_concurrent,
         train_tasks=settings.environment.train_tasks or 4096,
         steps=len(records.steps),
     )
 
 
-def _training(records: RunRecords, ranks: int, scale: float) -> list[tuple[float, float]]:
+def _training(records: RunRecords, ranks: int, sharing: int, scale: float) -> list[tuple[float, float]]:
     """Of each step: the tokens that an update waits for, and its seconds."""
     settings, one_each = records.settings, TrainerCosts(token_seconds=1.0)
     points = []
     for step, outputs in zip(records.steps, records.outputs, strict=True):
         samples = samples_of(_trained(outputs, records), False)
         count = len(list(updates(len(samples), settings.trainer.samples_per_update)))
-        tokens = training_seconds(samples, settings.trainer, one_each, ranks)
+        tokens = training_seconds(samples, settings.trainer, one_each, ranks, sharing)
         if count:
             points.append((tokens / count, scale * step["timing/train"] / count))
     return points

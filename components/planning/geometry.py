@@ -15,8 +15,8 @@ from components.models.families import family_of
 from components.models.settings import ModelSettings
 from components.models.source import local_code_options
 from components.project import project_source
-from components.rl.check import MemoryEstimate, estimate_memory_of
 from components.training.sharding import blocks
+from components.vlm.memory import MemoryEstimate, estimate_memory_of
 from components.vlm.settings import TrainerSettings
 
 Shape = tuple[int, ...]
@@ -100,10 +100,11 @@ def geometry(config: Any, model: ModelSettings, trainer: TrainerSettings, server
     )
 
 
-def trainer_bytes(sizes: ModelGeometry, trainer: TrainerSettings, ranks: int) -> int:
+def trainer_bytes(sizes: ModelGeometry, trainer: TrainerSettings, ranks: int, sharing: int = 1) -> int:
     """Bytes of a rank: shards in fp32 with gradients and AdamW's moments, what is gathered, and a micro-batch.
 
-    A single rank holds all of it as `armature check` says.
+    Of the activations it has its part where `sharing` ranks compute a sequence together. A single rank holds all of it
+    as `armature check` says.
     """
     estimate = sizes.estimate
     reference = 4 * (trainer.kl_coefficient > 0 and not sizes.lora)
@@ -112,7 +113,7 @@ def trainer_bytes(sizes: ModelGeometry, trainer: TrainerSettings, ranks: int) ->
     width = 2 if trainer.autocast == "bf16" or trainer.weights == "bfloat16" else 4
     shards = sizes.shard(ranks) * (4 + 12 * sizes.trained + reference)
     gathered = (sizes.root + 2 * sizes.largest) * width + max(sizes.root, sizes.largest) * sizes.trained * (4 + width)
-    return int(shards + gathered) + estimate.activations + estimate.logits
+    return int(shards + gathered) + ceil(estimate.activations / sharing) + estimate.logits
 
 
 def server_bytes(sizes: ModelGeometry, gpus: int, sequences: int, context: int) -> int:

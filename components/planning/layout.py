@@ -95,6 +95,7 @@ class Planner:
             workload=self.workload,
             servers=layout.servers,
             ranks=layout.ranks,
+            sharing=self.machine.trainer_context_parallel,
             max_concurrent=min(at_once, self._episodes_at_once(layout)),
             gpus_per_server=layout.gpus_per_server,
             train_tasks=settings.environment.train_tasks or 4096,
@@ -135,11 +136,11 @@ class Planner:
             ranks,
             slots,
             server_bytes(self.sizes, self.gpus_per_server, slots, context),
-            trainer_bytes(self.sizes, self.settings.trainer, ranks),
+            trainer_bytes(self.sizes, self.settings.trainer, ranks, self.machine.trainer_context_parallel),
         )
 
     def _ranks(self, gpus: int, wished: float) -> int:
-        """Whole nodes, where there are several; powers of 2 in one."""
+        """Whole nodes, where there are several; powers of 2 in one; multiples of the ranks that share sequences."""
         node = self.gpu.per_node
         most = gpus - self.gpus_per_server
         if gpus > node:
@@ -149,7 +150,7 @@ class Planner:
             ranks = 2 ** max(0, int(wished).bit_length() - 1)
             while ranks > most:
                 ranks //= 2
-        return max(self.fewest_ranks, ranks)
+        return max(self.fewest_ranks, ranks - ranks % self.machine.trainer_context_parallel)
 
     def _server_size(self) -> int:
         """As the recipe says, else the fewest GPUs of a node with half of their memory left for sequences."""
@@ -170,15 +171,16 @@ class Planner:
         )
 
     def _fewest_ranks(self) -> int:
-        trainer = self.settings.trainer
+        trainer, sharing = self.settings.trainer, self.machine.trainer_context_parallel
         for ranks in (1, 2, 4, *range(8, 8193, 8)):
-            if trainer_bytes(self.sizes, trainer, ranks) <= USABLE * self.gpu.memory:
+            fits = trainer_bytes(self.sizes, trainer, ranks, sharing) <= USABLE * self.gpu.memory
+            if fits and ranks % sharing == 0:
                 return ranks
-        least = trainer_bytes(self.sizes, trainer, 8192)
+        least = trainer_bytes(self.sizes, trainer, 8192, sharing)
         raise ConfigurationError(
             f"a rank of the trainer needs {least / GIB:.0f} GiB, however many there are, of "
-            f"{self.gpu.memory / GIB:.0f}: a gathered block and the activations of a micro-batch are not shared",
+            f"{self.gpu.memory / GIB:.0f}: a gathered block and the activations of a micro-batch are not split",
             where=f"--gpu {self.gpu.name}, trainer.max_tokens_per_micro_batch = {trainer.max_tokens_per_micro_batch}",
-            remedy="lower trainer.max_tokens_per_micro_batch, set model.gradient_checkpointing = true, or take larger "
-            "GPUs",
+            remedy="lower trainer.max_tokens_per_micro_batch, set model.gradient_checkpointing = true, raise "
+            "machine.trainer_context_parallel, or take larger GPUs",
         )

@@ -41,7 +41,10 @@ _NOTHING = np.zeros(0, np.int32)
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """What is simulated: `servers` of `gpus_per_server`, a trainer of `ranks`, `max_concurrent` episodes at once."""
+    """What is simulated: `servers` of `gpus_per_server`, a trainer of `ranks`, `max_concurrent` episodes at once.
+
+    `sharing` of the ranks compute a sequence together.
+    """
 
     rollouts: RolloutSettings
     batches: BatchSettings
@@ -51,6 +54,7 @@ class SimulatedRun:
     servers: int
     ranks: int
     max_concurrent: int
+    sharing: int = 1
     gpus_per_server: int = 1
     train_tasks: int = 4096
     steps: int = 3
@@ -186,7 +190,7 @@ class _Steps:
             chosen = [one for one in chosen if one.group_id in differing]
         trained = [PlannedRollout(one.group_id, self.run_.workload.episode(_place(one))) for one in chosen]
         samples = samples_of(trained, self.run_.workload.dialogue)
-        seconds = training_seconds(samples, self.run_.trainer, self.costs.trainer, self.run_.ranks)
+        seconds = training_seconds(samples, self.run_.trainer, self.costs.trainer, self.run_.ranks, self.run_.sharing)
         self._of_trainer(step - 1, lambda: self.trainer.step(step, seconds))
         return {}
 

@@ -51,13 +51,15 @@ def _sample(ids: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Sample:
     return Sample("", "", "", ids, yes, none, ids, none, 0.0, ())
 
 
-def training_seconds(samples: Sequence[Sample], settings: TrainerSettings, costs: TrainerCosts, ranks: int) -> float:
-    """Seconds of a step: in each round every rank has one micro-batch, and the slowest counts."""
-    seconds = 0.0
+def training_seconds(
+    samples: Sequence[Sample], settings: TrainerSettings, costs: TrainerCosts, ranks: int, sharing: int = 1
+) -> float:
+    """Seconds of a step: in each round `sharing` ranks have one micro-batch together, and the slowest counts."""
+    seconds, at_once = 0.0, ranks // sharing
     for rows in updates(len(samples), settings.samples_per_update):
         planned = list(_planned(samples, rows, settings))
-        for start in range(0, len(planned), ranks):
-            tokens = max(planned[start : start + ranks])
+        for start in range(0, len(planned), at_once):
+            tokens = max(planned[start : start + at_once]) / sharing
             seconds += max(tokens * costs.token_seconds, costs.gather_seconds)
         seconds += costs.update_seconds
     return seconds

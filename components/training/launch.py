@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout  # there is no public way to change it
 
 from components.contracts.errors import TrainerError
+from components.models.context_parallel import ContextParallel
 from components.training.processes import RENDEZVOUS, TrainerProcesses
 from components.training.ranks import Ranks
 
@@ -45,9 +46,18 @@ def joined(processes: TrainerProcesses, seed: int) -> Iterator[Ranks]:
     timeout = timedelta(seconds=processes.rank_timeout)
     _set_pg_timeout(timeout)
     try:
-        yield Ranks(rank, size, device, dist.new_group(backend="gloo", timeout=timeout), timeout)
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        yield Ranks(rank, size, device, group, timeout, _context(rank, size, processes.context_parallel, timeout))
     finally:
         dist.destroy_process_group()
+
+
+def _context(rank: int, size: int, sharing: int, timeout: timedelta) -> ContextParallel | None:
+    """Neighbors share sequences."""
+    if sharing == 1:
+        return None
+    groups = [dist.new_group(range(first, first + sharing), timeout=timeout) for first in range(0, size, sharing)]
+    return ContextParallel(rank % sharing, sharing, groups[rank // sharing])
 
 
 def _meeting(rank: int, size: int, patience: float) -> dist.Store:

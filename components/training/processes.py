@@ -29,6 +29,8 @@ from components.training.links import network
 
 RENDEZVOUS = "ARMATURE_RENDEZVOUS"
 """Variable that names the file in which ranks meet."""
+SERVER_SHARE = 0.92
+"""vLLM's gpu_memory_utilization (0.26 to 0.32)."""
 _POLL = 0.1
 
 
@@ -48,6 +50,10 @@ class TrainerProcesses(BaseModel):
     sharding: Literal["full", "hybrid"] | None = Field(
         None, description="Split the model over all ranks (FSDP2), or over those of a node; None: copy it to each rank."
     )
+    context_parallel: PositiveInt = Field(1, description="Ranks that share a sequence; they divide all ranks evenly.")
+    server_share: float | None = Field(
+        None, description="Part of one of these GPUs that a server of the run takes; None: no server is on them."
+    )
     threads: NonNegativeInt = Field(0, description="Of torch in each rank; 0 lets it choose.")
     environment: Environment = Field(default_factory=dict, description="More variables of the ranks.")
     ready_timeout: PositiveFloat = Field(600.0, description="Seconds that ranks wait for each other to start.")
@@ -64,6 +70,8 @@ class TrainerProcesses(BaseModel):
             interface=machine.trainer_interface,
             gpus=machine.trainer_gpus,
             sharding=machine.trainer_sharding or ("full" if several and machine.trainer_gpus else None),
+            context_parallel=machine.trainer_context_parallel,
+            server_share=_server_share(machine),
             threads=machine.threads,
             environment=machine.trainer_environment,
             ready_timeout=machine.ready_timeout,
@@ -126,6 +134,12 @@ class TrainerProcesses(BaseModel):
         if self.threads:
             ours["OMP_NUM_THREADS"] = str(self.threads)
         return Program(command, log=log, env=ours | dict(env or {}))
+
+
+def _server_share(machine: Machine) -> float | None:
+    if machine.started_server_gpus.isdisjoint(machine.trainer_gpus):
+        return None
+    return float(machine.server_arguments.get("gpu_memory_utilization", SERVER_SHARE))
 
 
 def error_file(rendezvous: Path, rank: int) -> Path:

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout  # there is no pu
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from components.contracts.errors import TrainerError
+from components.models.context_parallel import ContextParallel
 
 TIMEOUT = timedelta(minutes=30)
 BUCKET_ELEMENTS = 16 * 2**20
@@ -29,7 +30,8 @@ class Ranks:
     """This process among `size` that hold the same model. `device` is where it computes.
 
     `group` is a gloo group for small Python objects; None when there is one rank. A rank that died is noticed by its
-    parent; one that is cut off, by the others when it did not answer for `timeout`.
+    parent; one that is cut off, by the others when it did not answer for `timeout`. `context`: those of the ranks that
+    share each sequence with this one; None: it has all of its own.
     """
 
     rank: int = 0
@@ -37,10 +39,22 @@ class Ranks:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     group: Any = None
     timeout: timedelta = TIMEOUT
+    context: ContextParallel | None = None
 
     @property
     def first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Which of how many ranks that share a sequence this one is."""
+        return (0, 1) if self.context is None else (self.context.rank, self.context.size)
+
+    @property
+    def data_parallel(self) -> tuple[int, int]:
+        """Which of how many parts of a batch is this rank's."""
+        _, sharing = self.part
+        return self.rank // sharing, self.size // sharing
 
     def another_group(self) -> Ranks:
         """The same ranks with a group of their own, for a thread: what it sends cannot meet what others send."""

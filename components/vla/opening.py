@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from components.contracts.errors import ConfigurationError
 from components.models.lora import merged_weights
 from components.models.mapped import MappedWeights
 from components.policies.molmoact2.checkpoints.checkpoint import empty_model, load_model, read_model, save_policy
@@ -56,8 +57,15 @@ def open_model(
         prepare: freezes a model, and adds to it what is trained besides; called before it is split.
 
     Raises:
+        ConfigurationError: ranks are to share sequences.
         DataError: a weight is missing, unknown or of another shape.
     """
+    if ranks.context is not None:
+        raise ConfigurationError(
+            "ranks share sequences of vision-language models alone, and this is a robot policy",
+            where="machine.trainer_context_parallel",
+            remedy="leave it out",
+        )
     sharded = processes.sharding is not None
     model = empty_model(parts) if sharded else load_model(source, parts)
     dtypes = {name: value.dtype for name, value in model.state_dict().items()}

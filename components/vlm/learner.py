@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from components.adapters.validate import model_inputs
 from components.batches.check import check_samples
 from components.contracts.batches import MultimodalBatch, Sample
+from components.contracts.errors import ConfigurationError
 from components.models.compiled import compile_layers
 from components.models.families import family_of
 from components.models.lora import base_model
@@ -30,6 +31,7 @@ from components.training.schedule import learning_rate
 from components.vlm.logprobs import Policy, check_head
 from components.vlm.metrics import Meter, batch_report
 from components.vlm.objectives import Tokens, loss_of, normalizer
+from components.vlm.offloading import offloaded_activations
 from components.vlm.packing import PackedBatch
 from components.vlm.plan import MicroBatch, micro_batches, packed_micro_batches, share, updates
 from components.vlm.settings import TrainerSettings
@@ -54,7 +56,8 @@ class Learner(TrainingEngine[Any]):
             rank would else hold all of it; called with the policy, and with the reference where there is one.
 
     Raises:
-        ConfigurationError: weights of several dtypes without autocast, or an output head that is not understood.
+        ConfigurationError: weights of several dtypes without autocast, an output head that is not understood, or ranks
+            that share sequences which are not packed.
     """
 
     def __init__(
@@ -69,6 +72,12 @@ class Learner(TrainingEngine[Any]):
     ) -> None:
         ranks = ranks or Ranks()
         self.settings = settings
+        if ranks.context is not None and not settings.packing:
+            raise ConfigurationError(
+                "ranks share packed sequences alone",
+                where="trainer.packing, machine.trainer_context_parallel",
+                remedy="set trainer.packing = true",
+            )
         if shard is None:
             model.to(ranks.device)
         self._make_policy = lambda inner: Policy(
@@ -80,6 +89,7 @@ class Learner(TrainingEngine[Any]):
             autocast=torch.bfloat16 if settings.autocast == "bf16" else None,
             device=ranks.device,
             packing=settings.packing,
+            context=ranks.context,
         )
         needs_copy = settings.kl_coefficient > 0 and not isinstance(model, PeftModel)
         self.reference = self._make_policy(deepcopy(model).requires_grad_(False)) if needs_copy else None
@@ -132,12 +142,10 @@ class Learner(TrainingEngine[Any]):
     def score(self, samples: Sequence[Sample], load: Load) -> list[npt.NDArray[np.float32]]:
         """For each sample (L,) log-probs of its trained tokens, 0 elsewhere. Every rank calls it alike."""
         scored = self._score(samples, load)
-        for part in self.ranks.gather({row: values.cpu() for row, values in scored.items()}):
-            scored |= part
         arrays = []
         for row, sample in enumerate(samples):
             array = np.zeros(len(sample.input_ids), dtype=np.float32)
-            array[1:][sample.loss_mask[1:]] = scored[row].cpu().numpy()
+            array[1:][sample.loss_mask[1:]] = scored[row].numpy()
             arrays.append(array)
         return arrays
 
@@ -151,7 +159,7 @@ class Learner(TrainingEngine[Any]):
             planned = packed_micro_batches(samples, rows, *most, image_token)
         else:
             planned = micro_batches(samples, rows, *most)
-        return share(planned, self.ranks.rank, self.ranks.size)
+        return share(planned, *self.ranks.data_parallel)
 
     def _update(
         self,
@@ -167,7 +175,8 @@ class Learner(TrainingEngine[Any]):
         scale = 1 / normalizer(self.settings, n_tokens, n_sequences)
         for micro, batch in batches:
             batch = self._ready(batch)
-            logprobs, entropy = _run(self.policy, batch)
+            with offloaded_activations() if self.settings.activation_offloading else nullcontext():
+                logprobs, entropy = _run(self.policy, batch)
             at_start = _at_start(micro, logprobs, start)
             tokens = _pack(batch, logprobs, at_start, corrected=self.settings.correction.mode != "none")
             loss = loss_of(tokens, entropy, self._reference_logprobs(batch), at_start, self.settings)
@@ -191,14 +200,17 @@ class Learner(TrainingEngine[Any]):
 
     @torch.no_grad()
     def _score(self, samples: Sequence[Sample], load: Load) -> dict[int, Tensor]:
-        """Log-probs (T,) of the T trained tokens of this rank's samples, by the samples' position."""
+        """Log-probs (T,) of the T trained tokens of each sample, by its position, on the CPU. An update may give its
+        ranks other samples than this does.
+        """
         scored: dict[int, Tensor] = {}
         for micro, batch in load(self.plan(samples, range(len(samples)))):
             batch = self._ready(batch)
             logprobs, _ = _run(self.policy, batch)
             lengths = batch.loss_mask[:, 1:].sum(1).tolist()
-            scored |= {r: part for r, part in zip(micro.rows, logprobs.split(lengths), strict=True) if r >= 0}
-        return scored
+            parts = logprobs.cpu().split(lengths)
+            scored |= {row: part for row, part in zip(micro.rows, parts, strict=True) if row >= 0}
+        return {row: values for part in self.ranks.gather(scored) for row, values in part.items()}
 
     @torch.no_grad()
     def _reference_logprobs(self, batch: MultimodalBatch) -> Tensor | None:
@@ -217,7 +229,9 @@ class Learner(TrainingEngine[Any]):
     def _ready(self, batch: MultimodalBatch) -> MultimodalBatch:
         """The batch on the device of this rank; positions of packed rows are made before."""
         if isinstance(batch, PackedBatch):
-            batch = replace(batch, packing=laid_out(base_model(self.model), model_inputs(batch), batch.packing))
+            rows = model_inputs(batch) | batch.grids
+            packing = laid_out(base_model(self.model), rows, batch.packing, self.ranks.context)
+            batch = replace(batch, packing=packing)
         return _to(batch, self.ranks.device)
 
 
@@ -245,7 +259,8 @@ def _at_start(micro: MicroBatch, logprobs: Tensor, start: dict[int, Tensor] | No
     """Log-probs of the policy at the start of the step: those at hand, before the first update."""
     if start is None:
         return logprobs.detach()
-    return torch.cat([start[row] for row in micro.rows if row >= 0] or [logprobs.detach()])
+    found = [start[row] for row in micro.rows if row >= 0]
+    return torch.cat(found).to(logprobs.device) if found else logprobs.detach()
 
 
 def _to(batch: MultimodalBatch, device: torch.device) -> MultimodalBatch:

@@ -52,14 +52,14 @@ class FeatureCache:
 class BatchDataset(Dataset[tuple[MicroBatch, MultimodalBatch]]):
     """The "index" of an item is the whole job, so that workers outlive the batch they were started for."""
 
-    def __init__(self, collator: SampleCollator, images: ImageStore) -> None:
-        self.collator, self.images = collator, images
+    def __init__(self, collator: SampleCollator, images: ImageStore, part: tuple[int, int]) -> None:
+        self.collator, self.images, self.part = collator, images, part
 
     def __getitem__(self, job: Job) -> tuple[MicroBatch, MultimodalBatch]:
         micro, folder = job
         features = FeatureCache(self.collator, self.images, Path(folder))
         if micro.packed:
-            return micro, packed_batch(self.collator, micro.samples, features)
+            return micro, packed_batch(self.collator, micro.samples, features, *self.part)
         return micro, self.collator.collate_features(micro.samples, features)
 
 
@@ -71,9 +71,17 @@ class MicroBatchLoader:
         images: where the images lie.
         workers: processes; 0 builds micro-batches in this one, when they are asked for.
         scratch: folder for the features of the images of the batch at hand; None for the system's.
+        part: which of how many ranks that share a packed micro-batch this one is.
     """
 
-    def __init__(self, collator: SampleCollator, images: ImageStore, workers: int, scratch: Path | None = None) -> None:
+    def __init__(
+        self,
+        collator: SampleCollator,
+        images: ImageStore,
+        workers: int,
+        scratch: Path | None = None,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
         self.scratch = scratch
         self._folder: str | None = None
         self._jobs: list[Job] = []
@@ -84,7 +92,11 @@ class MicroBatchLoader:
             context.set_forkserver_preload([__name__])
             options = {"multiprocessing_context": context, "persistent_workers": True, "prefetch_factor": 2}
         self._loader = DataLoader(
-            BatchDataset(collator, images), batch_size=None, sampler=_Jobs(self._jobs), num_workers=workers, **options
+            BatchDataset(collator, images, part),
+            batch_size=None,
+            sampler=_Jobs(self._jobs),
+            num_workers=workers,
+            **options,
         )
 
     @contextmanager

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from components.contracts.errors import ConfigurationError
+from components.models.context_parallel import ContextParallel
 from components.models.lora import base_model
 from components.models.packed import Packing, attend_in_segments, packed_states
 from components.vlm.heads import HEADS, Backend, HeadSettings
@@ -34,10 +35,11 @@ class Policy(nn.Module):
         autocast: dtype of matrix products, None for the dtype of the weights.
         device: where it will compute; None: where the model is.
         packing: whether rows may come packed.
+        context: the ranks that share packed rows with this one.
 
     Raises:
         ConfigurationError: the backend does not work with this head, or on this device; or the model's rows cannot be
-            packed.
+            packed, or not be shared by so many ranks.
     """
 
     def __init__(
@@ -51,11 +53,12 @@ class Policy(nn.Module):
         autocast: torch.dtype | None = None,
         device: torch.device | None = None,
         packing: bool = False,
+        context: ContextParallel | None = None,
     ) -> None:
         super().__init__()
-        self.model = model.eval()
+        self.model, self.context = model.eval(), context
         if packing:
-            attend_in_segments(base_model(model))
+            attend_in_segments(base_model(model), context)
         for module in model.modules():
             # Such a layer checkpoints in training mode only; its children, where dropout is, stay as they are.
             if isinstance(module, GradientCheckpointingLayer):
@@ -76,18 +79,29 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(N,) log-probs and (N,) entropies of the N tokens where `loss_mask` (B, L) is True, columns 1 on.
 
-        With `packing` the model computes what rows begin with once, and no padding; the result is the same.
+        With `packing` the model computes what rows begin with once, and no padding; the result is the same. Ranks that
+        share the rows all get the whole of it, and each the gradients of its part of the tokens.
         Without any token they are empty, and still depend on the head: under FSDP every rank has to use it, or its
         gradients are missing from a collective of the others.
         """
         mask = loss_mask[:, 1:].bool()
         with self.cast(loss_mask.device):
-            if packing is None:
-                hidden = self._hidden(inputs)[:, :-1][mask]
-            else:
-                hidden = packed_states(base_model(self.model), inputs, packing)[packing.places[:, :-1][mask]]
             targets = inputs["input_ids"][:, 1:][mask]
-            return self.backend(base_model(self.model).get_output_embeddings(), hidden, targets, self.forbidden)
+            if packing is None:
+                return self._applied(self._hidden(inputs)[:, :-1][mask], targets)
+            states = packed_states(base_model(self.model), inputs, packing, self.context)
+            places = packing.places[:, :-1][mask]
+            if self.context is None:
+                return self._applied(states[places], targets)
+            own = self.context.slice(len(packing.rows))
+            mine = (places >= own.start) & (places < own.stop)
+            found = self._applied(states[places[mine] - own.start], targets[mine])
+            logprobs, entropies = self.context.joined(torch.stack(found), mine)
+            return logprobs, entropies
+
+    def _applied(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """What the head makes of the hidden states (N, D) before `targets` (N,)."""
+        return self.backend(base_model(self.model).get_output_embeddings(), hidden, targets, self.forbidden)
 
     def next_tokens(self, inputs: dict[str, Tensor], mask: Tensor) -> Tensor:
         """(N, V) log-probs of every token after each of the N where `mask` (B, L) is True, as servers report those of

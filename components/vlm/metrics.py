@@ -102,7 +102,8 @@ class Meter:
 
     def report(self, ranks: Ranks, log_ratios: Collection[LogRatios]) -> dict[str, float]:
         """Means over the trained tokens of all ranks (0 where there are none), and quantiles of the raw ratio."""
-        sums = ranks.sum(self.sums)
+        place, _ = ranks.part  # of ranks that share their tokens the first one counts
+        sums = ranks.sum(self.sums if place == 0 else dict.fromkeys(self.sums, 0.0))
         tokens = max(sums.pop("tokens"), 1.0)
         report = {"loss": sums.pop("loss") / max(len(self.grad_norms), 1)}
         first, mismatch = sums.pop("first_tokens"), sums.pop("first_mismatch_kl")

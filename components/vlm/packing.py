@@ -13,6 +13,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from components.adapters.collate import SampleCollator
 from components.adapters.images import PLACEHOLDER_RUNS
@@ -20,7 +21,8 @@ from components.adapters.joins import Features
 from components.contracts.batches import MultimodalBatch, Sample
 from components.contracts.errors import DataError
 from components.contracts.images import ImageRef
-from components.models.packed import Packing
+from components.models.context_parallel import encoded_by, encoders
+from components.models.packed import GRIDS, Packing
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -28,9 +30,12 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(kw_only=True)
 class PackedBatch(MultimodalBatch):
-    """A batch whose rows share what they begin with: features of images are those of each distinct image, once."""
+    """A batch whose rows share what they begin with: features of images are those of each distinct image, once; of
+    ranks that share it, each has those that it encodes. `grids`: of the images that the rows show, row after row.
+    """
 
     packing: Packing
+    grids: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,7 @@ def packing_of(
     images: Sequence[Sequence[int]] = (),
     places: Sequence[Ints] = (),
     image_tokens: Sequence[int] = (),
+    ranks: int = 1,
 ) -> Packing:
     """How the rows are packed.
 
@@ -125,6 +131,7 @@ def packing_of(
         images: of each row, which of the distinct images it shows, in order.
         places: of each row, the columns of its image tokens.
         image_tokens: of each distinct image, how many tokens it has.
+        ranks: how many share the sequence.
 
     Raises:
         DataError: rows that begin alike part within an image.
@@ -146,8 +153,8 @@ def packing_of(
         keys=torch.from_numpy(np.concatenate(keys)),
         key_lengths=tuple(map(len, keys)),
         images=tuple(shown),
-        row_images=tuple(image for row in images for image in row),
         image_tokens=tuple(image_tokens),
+        encoders=encoders(image_tokens, ranks),
     )
 
 
@@ -171,9 +178,15 @@ def _images_of(
 
 
 def packed_batch(
-    collator: SampleCollator, samples: Sequence[Sample], features: Callable[[ImageRef], Features]
+    collator: SampleCollator,
+    samples: Sequence[Sample],
+    features: Callable[[ImageRef], Features],
+    rank: int = 0,
+    ranks: int = 1,
 ) -> PackedBatch:
     """As `SampleCollator.collate_features`, with each distinct image once, and how the rows are packed.
+
+    Of several `ranks` that share the batch it is for `rank`.
 
     Raises:
         DataError: no samples, or a row's placeholders are not those that its images need.
@@ -192,9 +205,11 @@ def packed_batch(
         images,
         [np.flatnonzero(sample.input_ids == token) for sample in samples],
         tokens,
+        ranks,
     )
-    collator.add_images(batch, found)
-    return PackedBatch(**vars(batch), packing=packing)
+    collator.add_images(batch, [found[image] for image in encoded_by(rank, packing.encoders, tokens)])
+    grids = collator.join([found[image] for row in images for image in row], GRIDS)
+    return PackedBatch(**vars(batch), packing=packing, grids=grids)
 
 
 def _marked(sample: Sample, tokens: Collection[int]) -> Bools:

@@ -154,6 +154,12 @@ class UpdateSettings(Settings):
         description="Compile the model's layers: their small operations become few kernels. Takes a minute or two at "
         "the start of a run.",
     )
+    activation_offloading: bool = Field(
+        False,
+        exclude_if=operator.not_,  # as `weights`
+        description="Keep what the backward pass needs in main memory until then: less memory of the GPU, more time, "
+        "the same numbers. With model.gradient_checkpointing it is one tensor for each layer.",
+    )
     save_every: PositiveInt = Field(10, description="Steps between checkpoints.")
     keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints that are kept.")
     seed: NonNegativeInt = Field(0, description="Seed of the trainer's random numbers.")

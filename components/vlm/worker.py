@@ -35,6 +35,7 @@ from components.training.sharding import blocks, sharder
 from components.vlm.client import TrainerPolicySettings
 from components.vlm.learner import Learner
 from components.vlm.loader import MicroBatchLoader
+from components.vlm.memory import chosen_recomputation, memory_of_rank
 from components.vlm.plan import MicroBatch
 from components.vlm.probe import answer_probe
 from components.vlm.publish import Publisher
@@ -156,12 +157,16 @@ class TrainerWorker(TokenWorker):
 
     def __init__(self, settings: ServiceSettings, ranks: Ranks) -> None:
         policy = TrainerPolicySettings.model_validate(settings.training)
+        room = memory_of_rank(settings.processes, ranks.device if ranks.device.type == "cuda" else None)
+        loaded = chosen_recomputation(
+            policy.model_path, policy.model, policy.trainer, settings.processes, min(ranks.gather(room))
+        )
         processor = load_processor(policy.model_path, policy.model)
         collator = get_collator(policy.model_path, processor)
         sharded = settings.processes.sharding is not None
         # First, so that adapters have the random numbers that they would have in one process.
         read = read_model(policy.model_path, policy.model) if sharded and ranks.first else None
-        model = load_model(policy.model_path, policy.model, empty=sharded)
+        model = load_model(policy.model_path, loaded, empty=sharded)
         whole, weights = read or (model, None)
         family = family_of(base_model(model).config)
         loading = policy.model.model_dump(mode="json")
@@ -190,5 +195,5 @@ class TrainerWorker(TokenWorker):
             ranks=ranks,
             shard=shard,
         )
-        load = MicroBatchLoader(collator, ImageStore(policy.images), settings.loader_workers)
+        load = MicroBatchLoader(collator, ImageStore(policy.images), settings.loader_workers, part=ranks.part)
         super().__init__(settings, learner, processor, publisher, load, ranks.broadcast(who))

@@ -79,6 +79,8 @@ def test_with_its_optimizer_a_rank_has_sixteen_bytes_for_each_of_its_weights(
     estimate = sizes.estimate
     whole = (sizes.root + 2 * sizes.largest) * 4 + max(sizes.root, sizes.largest) * 8
     assert bytes_ == trainer_bytes(sizes, TRAINER, ranks.size) - whole - estimate.activations - estimate.logits
+    shared = trainer_bytes(sizes, TRAINER, ranks.size, sharing=2)
+    assert bytes_ == shared - whole - estimate.activations // 2 - estimate.logits
 
 
 def test_a_model_of_a_real_size_over_a_thousand_ranks(tmp_path: Path) -> None:

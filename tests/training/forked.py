@@ -2,6 +2,7 @@
 
 Ranks are forked from it: importing torch and transformers in each would cost more than the steps. It reads
 [processes, rendezvous, cases] as a line of JSON, and answers with the exit code of the first rank that fails, or 0.
+Other tests give it another `work`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -44,22 +46,22 @@ def train(file: str) -> None:
                 (settings.workspace / "results.json").write_text(json.dumps([results, scores]))
 
 
-def fork(rank: int, processes: int, rendezvous: str, cases: str) -> int:
+def fork(rank: int, processes: int, rendezvous: str, cases: str, work: Callable[[str], None]) -> int:
     """The id of a process that is this rank."""
     if child := os.fork():
         return child
     try:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
         os.environ.update({RENDEZVOUS: f"{rendezvous}/store", "GLOO_SOCKET_IFNAME": loopback()})
-        train(cases)
+        work(cases)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
 
 
-def run(processes: int, rendezvous: str, cases: str) -> int:
-    ranks = {fork(rank, processes, rendezvous, cases) for rank in range(processes)}
+def run(processes: int, rendezvous: str, cases: str, work: Callable[[str], None] = train) -> int:
+    ranks = {fork(rank, processes, rendezvous, cases, work) for rank in range(processes)}
     failed = 0
     while ranks:
         ended, status = os.wait()
@@ -72,6 +74,10 @@ def run(processes: int, rendezvous: str, cases: str) -> int:
     return failed
 
 
-if __name__ == "__main__":
+def serve(work: Callable[[str], None] = train) -> None:
     for line in sys.stdin:
-        print(run(*json.loads(line)), flush=True)
+        print(run(*json.loads(line), work), flush=True)
+
+
+if __name__ == "__main__":
+    serve()

@@ -40,13 +40,19 @@ class Case:
     batches: int = 3
 
 
+SEQUENCES = {"objective": {"name": "gspo"}, "aggregation": "sequence", "kl_coefficient": 0.1}
+CORRECTED = {"correction": {"mode": "truncate", "level": "sequence"}}
 CASES = {
     "full": Case(),
     "lora": Case(lora=LORA),
     "one micro-batch": Case(trainer={"max_tokens_per_micro_batch": 16384, "max_rows_per_micro_batch": 256}, batches=1),
     "packed": Case(trainer={"packing": True}, batches=1),
+    "shared": Case(trainer={"packing": True, **SEQUENCES}),
+    "shared, lora": Case(lora=LORA, trainer={"packing": True, "samples_per_update": 4, **CORRECTED}),
 }
 RESUMED = ("full", "lora")
+SHARED = ("shared", "shared, lora")
+"""Their sequences are shared by two ranks."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +75,22 @@ class Runs:
         return self.root / f"{name} on {processes}{suffix}"
 
     def run(
-        self, names: Iterable[str], processes: int, most_batches: int = 3, suffix: str = "", nodes: int = 1
+        self,
+        names: Iterable[str],
+        processes: int,
+        most_batches: int = 3,
+        suffix: str = "",
+        nodes: int = 1,
+        sharing: int = 1,
     ) -> dict[str, Result]:
-        """Of several nodes each has a copy of the model, `processes` ranks on each."""
+        """Of several nodes each has a copy of the model, `processes` ranks on each; `sharing` share sequences."""
         sharding = "hybrid" if nodes > 1 else "full" if processes > 1 else None
         machine = Machine(
             trainer_nodes=nodes,
             trainer_interface="lo" if nodes > 1 else None,
             trainer_processes=processes,
             trainer_sharding=sharding,
+            trainer_context_parallel=sharing,
             threads=1,
             loader_workers=0,
         )
@@ -138,7 +151,7 @@ def one_rank(runs: Runs) -> dict[str, Result]:
 @pytest.fixture(scope="module")
 def two_ranks(runs: Runs) -> dict[str, Result]:
     """Sharded; ended after step 2."""
-    return runs.run(CASES, processes=2, most_batches=2)
+    return runs.run(CASES.keys() - SHARED, processes=2, most_batches=2)
 
 
 @pytest.fixture(scope="module")
@@ -248,6 +261,44 @@ def test_a_checkpoint_of_two_nodes_is_resumed_on_another_number(
     for name in RESUMED:
         assert len(results[name].metrics) == 1
         assert largest_difference(results[name], two_nodes[name]) < 1e-6
+
+
+@pytest.fixture(scope="module")
+def shared(runs: Runs) -> dict[str, Result]:
+    """Two ranks that share each sequence; ended after step 2."""
+    return runs.run(SHARED, processes=2, most_batches=2, suffix=" shared", sharing=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", SHARED)
+def test_ranks_that_share_sequences_make_the_steps_of_one(
+    case: str, one_rank: dict[str, Result], shared: dict[str, Result]
+) -> None:
+    """With losses of whole sequences, which no rank has, and the model split over the same ranks."""
+    one, two = one_rank[case], shared[case]
+    assert len(two.metrics) == 2
+    for before, after in zip(one.metrics, two.metrics, strict=False):
+        assert before.keys() == after.keys() and after["tokens/trained"] > 0
+        for name in before.keys() - {"timing/train_s", "tokens_per_second", "memory/peak_gib"}:
+            assert after[name] == pytest.approx(before[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("processes", "sharing"), [(2, 1), (1, 1), (4, 2)])
+def test_a_checkpoint_is_resumed_by_another_number_of_ranks_that_share(
+    runs: Runs, one_rank: dict[str, Result], shared: dict[str, Result], processes: int, sharing: int
+) -> None:
+    suffix = f" shared by {sharing} from 2"
+    for name in SHARED:
+        folders = runs.folder(name, 2, " shared"), runs.folder(name, processes, suffix)
+        shutil.copytree(*(folder / "checkpoints/step-000002" for folder in folders))
+    results = runs.run(SHARED, processes, suffix=suffix, sharing=sharing)
+    for name in SHARED:
+        assert len(results[name].metrics) == 1
+        assert results[name].metrics[0]["loss"] == pytest.approx(one_rank[name].metrics[2]["loss"], rel=1e-4, abs=1e-6)
+        assert largest_difference(results[name], one_rank[name]) < 1e-6
 
 
 @pytest.mark.gpu(2)

@@ -13,9 +13,11 @@ from safetensors.torch import load_file
 
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.machine import Machine
+from components.models.context_parallel import ContextParallel
 from components.policies.molmoact2.checkpoints.checkpoint import load_policy
 from components.training.checkpoints import TENSORS
 from components.training.optimizer_state import WEIGHT
+from components.training.ranks import Ranks
 from tests.training.rewriting import read
 
 from .conftest import Job, make_job
@@ -109,3 +111,9 @@ def test_what_cannot_be_trained_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         make_job(inputs, tmp_path, **changes).train()
+
+
+def test_ranks_that_share_sequences_are_refused(inputs: dict[str, Path], tmp_path: Path) -> None:
+    ranks = Ranks(context=ContextParallel(0, 2, None))
+    with pytest.raises(ConfigurationError, match=r"machine.trainer_context_parallel"):
+        make_job(inputs, tmp_path, batch_size=2).train(ranks)

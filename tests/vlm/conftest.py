@@ -109,19 +109,24 @@ class Tiny:
         return self.images.put(EncodedImage(buffer.getvalue(), "image/png"))
 
 
+def open_tiny(folder: Path) -> Tiny:
+    """A checkpoint that was made, with its images beside it."""
+    processor = load_processor(folder, model_settings())
+    return Tiny(folder, processor, get_adapter(folder, processor), ImageStore(folder.parent / "images"))
+
+
 @pytest.fixture(scope="session")
 def make_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tiny]:
-    """Tiny checkpoints by family name, tied or untied, each made once."""
-    made: dict[tuple[str, bool], Tiny] = {}
+    """Tiny checkpoints by family name, tied or untied, of other sizes, each made once."""
+    made: dict[tuple[Any, ...], Tiny] = {}
 
-    def make(family: str, tied: bool = False) -> Tiny:
-        if (family, tied) not in made:
+    def make(family: str, tied: bool = False, **sizes: int) -> Tiny:
+        key = family, tied, *sorted(sizes.items())
+        if key not in made:
             root = tmp_path_factory.mktemp(family)
-            folder = make_tiny_checkpoint(family, root / "model", 0, SMALL.model_copy(update={"tie_embeddings": tied}))
-            processor = load_processor(folder, model_settings())
-            images = ImageStore(root / "images")
-            made[family, tied] = Tiny(folder, processor, get_adapter(folder, processor), images)
-        return made[family, tied]
+            settings = SMALL.model_copy(update={"tie_embeddings": tied} | sizes)
+            made[key] = open_tiny(make_tiny_checkpoint(family, root / "model", 0, settings))
+        return made[key]
 
     return make
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from components.contracts.machine import Machine
 from components.models.load import load_model
-from components.rl.check import GIB, estimate_memory, server_share
 from components.training.processes import TrainerProcesses
+from components.training.ranks import Ranks
+from components.training.service_settings import service_settings
+from components.vlm.client import TrainerPolicySettings
+from components.vlm.memory import GIB, OVERHEAD, chosen_recomputation, estimate_memory
+from components.vlm.worker import TrainerWorker
 from tests.vlm.conftest import Tiny, model_settings, trainer_settings
 
 
@@ -27,6 +33,21 @@ def test_a_model_that_is_split_takes_its_part_on_each_rank_and_what_is_gathered(
     )
     assert compared.over(4).weights == 2 * parameters
     assert "GiB on each of 4 ranks; 1.00 GiB free on GPU 0" in compared.over(4).lines(2**30, "GPU 0")[1]
+
+
+def test_ranks_that_share_sequences_have_their_part_of_the_activations(tiny: Tiny) -> None:
+    whole = estimate_memory(tiny.folder, model_settings(), trainer_settings(packing=True), "float32").over(4)
+    assert whole.activations - whole.over(1, 4).activations == 3 * whole.activations // 4
+    split = estimate_memory(tiny.folder, model_settings(), trainer_settings(packing=True), "float32").over(4, 4)
+    assert split.trainer == whole.trainer - 3 * whole.activations // 4
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_offloaded_activations_are_those_of_a_layer(tiny: Tiny, recomputed: bool) -> None:
+    model, settings = model_settings(gradient_checkpointing=recomputed), trainer_settings(activation_offloading=True)
+    one = estimate_memory(tiny.folder, model, settings, "float32").activations
+    assert one == 17 * 4 * settings.max_tokens_per_micro_batch * 64
+    assert one < estimate_memory(tiny.folder, model, trainer_settings(), "float32").activations
 
 
 def test_weights_in_16_bits_have_the_other_16_of_their_masters_beside_them(tiny: Tiny) -> None:
@@ -59,8 +80,36 @@ def test_a_server_on_the_trainer_s_gpu_is_counted(tiny: Tiny) -> None:
         ([[0]], (0,), 0.45, 0.45),
         ([[0]], (0,), None, 0.92),
         ([[1]], (0,), 0.45, None),
+        ([[1]], (0, 1), 0.45, 0.45),
         ([], (), None, None),
     ):
         arguments = {} if share is None else {"gpu_memory_utilization": share}
         machine = Machine(server_gpus=tuple(map(tuple, servers)), trainer_gpus=trainers, server_arguments=arguments)
-        assert server_share(machine, TrainerProcesses.of(machine)) == expected
+        assert TrainerProcesses.of(machine).server_share == expected
+
+
+@pytest.mark.parametrize(("processes", "sharing"), [(1, 1), (4, 1), (4, 4)])
+def test_activations_are_recomputed_where_they_do_not_fit(tiny: Tiny, processes: int, sharing: int) -> None:
+    ranks = TrainerProcesses(processes=processes, sharding="full", context_parallel=sharing)
+    auto, kept, settings = model_settings(gradient_checkpointing="auto"), model_settings(), trainer_settings()
+    estimate = estimate_memory(tiny.folder, kept, settings, "float32").over(ranks.shards, sharing)
+    enough = int(estimate.trainer * OVERHEAD) + 1
+    chosen = [chosen_recomputation(tiny.folder, auto, settings, ranks, room) for room in (enough, enough - 2)]
+    assert chosen == [kept, model_settings(gradient_checkpointing=True)]
+    assert chosen_recomputation(tiny.folder, kept, settings, ranks, 0) == kept
+
+
+@pytest.mark.parametrize(("tokens", "recomputed"), [(256, False), (10**12, True)])
+def test_a_trainer_chooses_by_the_memory_that_there_is(
+    tiny: Tiny, tmp_path: Path, tokens: int, recomputed: bool
+) -> None:
+    policy = TrainerPolicySettings(
+        model_path=tiny.folder,
+        model=model_settings(gradient_checkpointing="auto"),
+        trainer=trainer_settings(max_tokens_per_micro_batch=tokens),
+        temperature=1.0,
+        images=tiny.images.root,
+    )
+    worker = TrainerWorker(service_settings(policy, Machine(loader_workers=0), tmp_path), Ranks())
+    layers = [module for module in worker.learner.model.modules() if getattr(module, "gradient_checkpointing", False)]
+    assert bool(layers) is recomputed

@@ -190,7 +190,7 @@ def assert_rows_are_separate(tiny: Tiny, model: Any, samples: list[Sample], tmp_
     features = FeatureCache(tiny.collator, tiny.images, tmp_path)
     batch = packed_batch(tiny.collator, samples, features)
     assert len(batch.packing.rows) < 0.7 * sum(len(sample.input_ids) for sample in samples)
-    packing = laid_out(policy.model, model_inputs(batch), batch.packing)
+    packing = laid_out(policy.model, model_inputs(batch) | batch.grids, batch.packing)
     ours, our_gradient = results(policy, [(batch, packing)])
     rows = [(tiny.collator.collate_features([sample], features), None) for sample in samples]
     alone, gradient = results(policy, rows)

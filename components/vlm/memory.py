@@ -1,0 +1,167 @@
+"""What training takes of memory, computed before, and whether activations have to be recomputed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+
+import psutil
+import torch
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+
+from components.models.families import family_of
+from components.models.load import load_config
+from components.models.lora import target_modules
+from components.models.settings import ModelSettings
+from components.training.processes import TrainerProcesses
+from components.vlm.settings import ChunkedLogprobs, TrainerSettings
+
+GIB = 2**30
+OVERHEAD = 1.15
+"""CUDA's context, NCCL, fragmentation and what is short-lived, over the estimate."""
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one rank of the trainer, and of one server's weights.
+
+    `models` is 2 where there is a frozen copy for the KL to the initial model. `optimizer` counts fp32 gradients, two
+    AdamW moments and, of a model in bf16, what its weights have besides 16 bits: the other 16 of each master with
+    trainer.weights = "bfloat16", else an fp32 copy. Of a model that is split over `shards` ranks, weights
+    are fp32, and `gathered` is what a rank has whole besides its shards: what is in no block, and two blocks.
+    `activations` is what a transformer layer keeps for the backward pass (34 bytes per token and hidden unit in
+    bf16, arXiv 2205.05198 without the attention scores), once per layer, or once with gradient checkpointing, or where
+    they are offloaded;
+    `logits` is one chunk of log-probs in fp32 with its gradient, or all of a micro-batch with logprobs = normal.
+    """
+
+    parameters: int
+    trainable: int
+    models: int
+    weights: int
+    optimizer: int
+    gathered: int
+    activations: int
+    logits: int
+    server_weights: int
+    shards: int = 1
+
+    @property
+    def trainer(self) -> int:
+        gathered = self.gathered if self.shards > 1 else 0
+        return self.weights + self.optimizer + gathered + self.activations + self.logits
+
+    def over(self, shards: int, sharing: int = 1) -> MemoryEstimate:
+        """The same training with the model split over `shards` ranks (FSDP2), and sequences over `sharing`."""
+        if sharing > 1:
+            return replace(self, activations=ceil(self.activations / sharing)).over(shards)
+        if shards == 1:
+            return self
+        weights, optimizer = self.models * self.parameters * 4, self.trainable * (4 + 8)
+        return replace(self, shards=shards, weights=weights // shards, optimizer=optimizer // shards)
+
+    def lines(self, available: int, where: str) -> list[str]:
+        parts = {
+            "weights": self.weights,
+            "gradients, AdamW, master weights": self.optimizer,
+            "activations of a micro-batch": self.activations,
+            "log-prob chunk": self.logits,
+        }
+        split = "unsharded"
+        if self.shards > 1:
+            parts["gathered at a time"], split = self.gathered, f"on each of {self.shards} ranks"
+        table = [f"  {name:<34}{size / GIB:8.2f} GiB" for name, size in parts.items()]
+        return [
+            f"parameters             {self.parameters / 1e6:,.1f} M, {self.trainable / 1e6:,.1f} M trained",
+            f"trainer needs          {self.trainer / GIB:.2f} GiB {split}; {available / GIB:.2f} GiB free on {where}",
+            *table,
+            f"server weights         {self.server_weights / GIB:.2f} GiB, and its KV cache",
+        ]
+
+    def beside_server(self, share: float, total: int, available: int) -> str:
+        """Whether the trainer fits on a GPU of `total` bytes with a server that takes `share` of it."""
+        server, lacking = int(share * total), self.trainer + int(share * total) - available
+        line = f"a server beside it      {server / GIB:.2f} GiB, {share:.0%} of the GPU (gpu_memory_utilization)"
+        if self.server_weights > server:
+            return line + f"; WARNING: its weights are {self.server_weights / GIB:.2f} GiB"
+        if lacking > 0:
+            return line + f"; WARNING: {lacking / GIB:.2f} GiB are missing for both"
+        return line + f"; {-lacking / GIB:.2f} GiB are left"
+
+
+def estimate_memory(source: Path, model: ModelSettings, trainer: TrainerSettings, server_dtype: str) -> MemoryEstimate:
+    """Counts parameters on the meta device: no weights are read."""
+    config = load_config(source, model)
+    with torch.device("meta"):
+        skeleton = AutoModelForImageTextToText.from_config(config, trust_remote_code=model.trust_remote_code)
+    return estimate_memory_of(skeleton, model, trainer, server_dtype)
+
+
+def estimate_memory_of(
+    skeleton: PreTrainedModel, model: ModelSettings, trainer: TrainerSettings, server_dtype: str
+) -> MemoryEstimate:
+    """`estimate_memory` of a model without weights."""
+    config = skeleton.config
+    family = family_of(config)
+    sizes = {name: parameter.numel() for name, parameter in skeleton.named_parameters()}
+    parameters = sum(sizes.values())
+    blocks = [_count(module) for module in skeleton.modules() if type(module).__name__ in family.wrap_classes]
+    text = config.get_text_config()
+    if model.lora is None:
+        trainable = sum(size for name, size in sizes.items() if family.component_of(name) not in model.freeze)
+    else:
+        names = target_modules(skeleton, family, model.lora)
+        adapted = [skeleton.get_submodule(name) for name in names if family.component_of(name) not in model.freeze]
+        trainable = model.lora.rank * sum(sum(layer.weight.shape) for layer in adapted)
+    width = 2 if trainer.autocast == "bf16" or model.dtype == "bfloat16" else 4
+    tokens = trainer.max_tokens_per_micro_batch
+    layers = 1 if model.gradient_checkpointing else text.num_hidden_layers
+    kept = text.num_hidden_layers * tokens * text.hidden_size * width if model.gradient_checkpointing else 0
+    if trainer.activation_offloading:
+        layers, kept = 1, 0
+    master = {"float32": 4, "bfloat16": 2}[trainer.weights] if model.dtype == "bfloat16" else 0
+    models = 2 if trainer.kl_coefficient and model.lora is None else 1
+    return MemoryEstimate(
+        parameters=parameters,
+        trainable=trainable,
+        models=models,
+        weights=models * parameters * BYTES[model.dtype],
+        optimizer=trainable * (4 + 8 + master),
+        gathered=(parameters - sum(blocks) + 2 * max(blocks, default=0)) * width,
+        activations=17 * width * tokens * text.hidden_size * layers + kept,
+        logits=(trainer.logprobs.chunk_tokens if isinstance(trainer.logprobs, ChunkedLogprobs) else tokens)
+        * text.vocab_size
+        * 4
+        * 2,
+        server_weights=parameters * {"float32": 4}.get(server_dtype, 2),
+    )
+
+
+def chosen_recomputation(
+    source: Path, model: ModelSettings, trainer: TrainerSettings, processes: TrainerProcesses, available: int
+) -> ModelSettings:
+    """`model` with gradient checkpointing on or off where it is "auto": on if the `available` bytes of a rank do not
+    hold the activations of a micro-batch as well. Numbers are the same either way.
+    """
+    if model.gradient_checkpointing != "auto":
+        return model
+    kept = model.model_copy(update={"gradient_checkpointing": False})
+    here = trainer.model_copy(update={"activation_offloading": False})  # to recompute is faster than to offload it all
+    estimate = estimate_memory(source, kept, here, "bfloat16").over(processes.shards, processes.context_parallel)
+    return kept.model_copy(update={"gradient_checkpointing": estimate.trainer * OVERHEAD > available})
+
+
+def memory_of_rank(processes: TrainerProcesses, gpu: torch.device | int | None) -> int:
+    """Bytes that a rank has for training: those of `gpu` that are free and no server of the run takes, or its part of
+    main memory.
+    """
+    if gpu is None:
+        return psutil.virtual_memory().available // processes.processes
+    free, total = torch.cuda.mem_get_info(gpu)
+    return min(free, int(total * (1 - (processes.server_share or 0.0))))
+
+
+def _count(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,113 @@
+"""A program whose ranks compute the cases of test_context_parallel, each a slice of the tokens."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from components.adapters import model_inputs
+from components.contracts.batches import Sample
+from components.models.lora import base_model
+from components.models.packed import laid_out
+from components.training.launch import joined
+from components.training.processes import TrainerProcesses
+from components.training.ranks import Ranks
+from components.vlm.loader import FeatureCache
+from components.vlm.logprobs import Policy
+from components.vlm.packing import packed_batch
+from tests.training.forked import serve
+from tests.vlm.conftest import Tiny, open_tiny
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is computed; `window` is that of layers with a sliding window, in tokens."""
+
+    folder: Path
+    samples: list[Sample]
+    model: dict[str, Any] = field(default_factory=dict)
+    window: int | None = None
+
+
+def policy_of(case: Case, tiny: Tiny, ranks: Ranks) -> Policy:
+    torch.manual_seed(0)  # of the adapters
+    model = tiny.model(**case.model)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # else the other half would have no gradient
+            nn.init.normal_(parameter, std=0.1)
+    if case.window is not None:
+        base_model(model).config.text_config.sliding_window = case.window
+        for module in model.modules():
+            if getattr(module, "sliding_window", None) is not None:
+                module.sliding_window = case.window
+    forbidden = sorted(tiny.collator.forbidden_token_ids)
+    return Policy(
+        model, logprobs="torch", temperature=1.0, forbidden_token_ids=forbidden, packing=True, context=ranks.context
+    )
+
+
+def packed(case: Case, tiny: Tiny, policy: Policy, ranks: Ranks) -> tuple[Any, Any]:
+    with TemporaryDirectory() as folder:
+        features = FeatureCache(tiny.collator, tiny.images, Path(folder))
+        batch = packed_batch(tiny.collator, case.samples, features, *ranks.part)
+    rows = model_inputs(batch) | batch.grids
+    return batch, laid_out(base_model(policy.model), rows, batch.packing, ranks.context)
+
+
+def results(
+    policy: Policy, batches: list[tuple[Any, Any]], kept: Callable[[nn.Module], Any]
+) -> tuple[list[Tensor], dict[str, Tensor], int]:
+    """Log-probs and entropies of all rows, the gradient of a weighted sum of them, and the bytes kept for it."""
+    policy.zero_grad()
+    found, most = [], 0
+    for batch, packing in batches:
+        with kept(policy) as sizes:
+            logprobs, entropy = policy(model_inputs(batch), batch.loss_mask, packing)
+        weight = batch.advantages[:, 1:][batch.loss_mask[:, 1:]]
+        (weight * logprobs + 0.1 * entropy).sum().backward()
+        found += [logprobs.detach(), entropy.detach()]
+        most = max(most, sum(sizes.values()))
+    return found, {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}, most
+
+
+@contextmanager
+def kept_for_backward(policy: nn.Module) -> Iterator[dict[int, int]]:
+    """Bytes of the memory that autograd keeps, by address; weights are not counted."""
+    weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    sizes: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield sizes
+
+
+def compute(file: str) -> None:
+    cases: dict[str, Case] = pickle.loads(Path(file).read_bytes())
+    with joined(TrainerProcesses(threads=1, context_parallel=int(os.environ["WORLD_SIZE"])), seed=0) as ranks:
+        for name, case in cases.items():
+            tiny = open_tiny(case.folder)
+            policy = policy_of(case, tiny, ranks)
+            found, gradient, most = results(policy, [packed(case, tiny, policy, ranks)], kept_for_backward)
+            ranks.sum_gradients(policy.parameters())
+            reached = [sorted(gradient), most, *found]
+            told = ranks.gather(reached)
+            if ranks.first:
+                torch.save((told, gradient), Path(file).with_name(f"{name} on {ranks.size}.pt"))
+
+
+if __name__ == "__main__":
+    serve(compute)

@@ -1,0 +1,76 @@
+"""Activations that wait in main memory: the same bits, and weights do not take part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from components.training.ranks import Ranks
+from components.vlm import offloading
+from components.vlm.learner import Learner
+from components.vlm.loader import MicroBatchLoader
+
+from .conftest import LORA, Tiny, trainer_settings
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ({}, {}),
+        ({"gradient_checkpointing": True}, {"packing": True}),
+        ({"lora": LORA}, {"autocast": "bf16"}),
+        pytest.param({"gradient_checkpointing": True}, {"packing": True, "device": "cuda"}, marks=pytest.mark.gpu),
+    ],
+    ids=["kept", "recomputed and packed", "adapters in bf16", "on a GPU"],
+)
+def test_a_step_has_the_same_bits(tiny: Tiny, model: Any, changes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[torch.Tensor] = []
+    back = offloading.from_main_memory
+    monkeypatch.setattr(offloading, "from_main_memory", lambda kept: [back(kept), moved.append(kept)][0])
+    device, done = changes.pop("device", "cpu"), []
+    for offload in (False, True):
+        torch.manual_seed(0)  # of the adapters
+        learner = Learner(
+            tiny.model(**model),
+            trainer_settings(activation_offloading=offload, **changes),
+            temperature=1.0,
+            ranks=Ranks(device=torch.device(device)),
+        )
+        load = MicroBatchLoader(tiny.collator, tiny.images, 0)
+        with load.batch():
+            metrics = learner.step(tiny.samples(6, seed=1), load)
+        assert any(isinstance(kept, tuple) for kept in moved) is offload
+        done.append((metrics["loss"], metrics["grad_norm"], list(learner.model.parameters())))
+    assert done[0][:2] == done[1][:2]
+    assert all(torch.equal(one, other) for one, other in zip(done[0][2], done[1][2], strict=True))
+
+
+def test_weights_and_what_is_small_stay() -> None:
+    weight = nn.Parameter(torch.randn(256, 256))
+    for tensor in (weight, weight.t(), weight[:128], torch.randn(8)):
+        assert offloading.to_main_memory(tensor) is tensor
+    hidden = torch.randn(256, 256).t()
+    kept = offloading.to_main_memory(hidden)
+    assert isinstance(kept, tuple) and kept[1].data_ptr() != hidden.data_ptr()
+    assert torch.equal(offloading.from_main_memory(kept), hidden) and kept[1].stride() == hidden.stride()
+
+
+def test_no_weight_is_copied_by_a_layer_of_a_model(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.model()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    copied: list[int] = []
+    to = offloading.to_main_memory
+
+    def noted(tensor: torch.Tensor) -> Any:
+        kept = to(tensor)
+        copied.extend([tensor.untyped_storage().data_ptr()] if isinstance(kept, tuple) else [])
+        return kept
+
+    monkeypatch.setattr(offloading, "to_main_memory", noted)
+    ids = torch.arange(64)[None]
+    with offloading.offloaded_activations():
+        model(input_ids=ids, mm_token_type_ids=torch.zeros_like(ids)).logits.sum().backward()
+    assert copied and weights.isdisjoint(copied)
