@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
+from components.contracts.autoscaling import ServerAutoscaling
 from components.contracts.cluster import ClusterSettings
 from components.contracts.secrets import Environment, refuse_plain_arguments, refuse_plain_url, resolve
 from components.contracts.settings import Settings
@@ -45,6 +46,11 @@ class Machine(Settings):
         None,
         description="File with such URLs, one in a line, which is read again and again: servers added to it join the "
         "run, servers taken out of it leave it once they have answered what they were asked.",
+    )
+    server_autoscaling: ServerAutoscaling | None = Field(
+        None,
+        description="How many servers the run starts besides as requests wait, and stops again when they are idle. "
+        "None: always as many as `servers`.",
     )
     weight_transfer: Literal["file", "delta", "nccl", "ipc"] = Field(
         "file",
@@ -157,6 +163,7 @@ class Machine(Settings):
                 f'endpoints_file needs weight_transfer = "file" or "delta": {self.weight_transfer} is set up for the '
                 "servers that are there at the start"
             )
+        self._refuse_scaling()
         if self.trainer_nodes > 1 and self.trainer_interface is None:
             raise ValueError(
                 f"trainer_nodes = {self.trainer_nodes} needs trainer_interface, the private network between the nodes"
@@ -177,6 +184,33 @@ class Machine(Settings):
                 "them: name servers that all nodes reach in endpoints or endpoints_file"
             )
         return self
+
+    def _refuse_scaling(self) -> None:
+        """Raises ValueError where `server_autoscaling` is impossible or would have no effect."""
+        plan = self.server_autoscaling
+        if plan is None:
+            return
+        if self.joins_servers:
+            raise ValueError("server_autoscaling is of servers that a run starts: leave it out, or the endpoints")
+        if not self.sends_folders:
+            raise ValueError(
+                f'server_autoscaling needs weight_transfer = "file" or "delta": {self.weight_transfer} is set up for '
+                "the servers that are there at the start"
+            )
+        if plan.max_servers <= self.servers:
+            raise ValueError(
+                f"server_autoscaling.max_servers = {plan.max_servers} has to be more than servers = {self.servers}"
+            )
+        if self.server_gpus and len(self.server_gpus) < plan.max_servers:
+            raise ValueError(
+                f"server_gpus has to name the devices of all {plan.max_servers} servers of server_autoscaling"
+            )
+        if self.max_concurrent <= plan.target_ongoing_requests * (plan.max_servers - 1):
+            raise ValueError(
+                f"{plan.max_servers} servers are never needed by max_concurrent = {self.max_concurrent} requests, "
+                f"{plan.target_ongoing_requests} for each: raise max_concurrent, or lower "
+                "server_autoscaling.target_ongoing_requests"
+            )
 
     @property
     def server_interpreter(self) -> Path:

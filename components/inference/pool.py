@@ -18,6 +18,7 @@ import httpx
 from components.contracts.machine import Machine
 from components.inference.adapters import ServedAdapters
 from components.inference.answers import AnswerLimits
+from components.inference.autoscaling import Autoscaler
 from components.inference.checkpoint import placeholder_token_ids, sampled_token_ids, vocabulary
 from components.inference.client import (
     OTHER_WEIGHTS,
@@ -32,7 +33,7 @@ from components.inference.endpoints_file import read_endpoints
 from components.inference.kept import KeptServers, kept_servers
 from components.inference.lease import describe_run
 from components.inference.lending import LentServer, SuspectServer, lend
-from components.inference.members import PoolMembers
+from components.inference.members import PoolMembers, ServerScaling
 from components.inference.monitor import PoolContext
 from components.inference.probe import ProbeAnswer, make_probe
 from components.inference.proof import SyncProof
@@ -52,7 +53,8 @@ OPEN: WeakSet[ServerPool] = WeakSet()
 
 
 class ServerPool:
-    """Starts `machine.servers` local servers, or joins those of `machine.endpoints`; used as `async with`.
+    """Starts `machine.servers` local servers, or joins those of `machine.endpoints`; used as `async with`. With
+    `machine.server_autoscaling` further servers are started and stopped as requests want them.
 
     A request is answered exactly once or raises; what fails on one server is tried on another, up to
     `MAX_ATTEMPTS` times. A server that dies or hangs is taken out, started again with the current weights, and
@@ -116,18 +118,24 @@ class ServerPool:
             return [Replica(url, self._api_key, url=url) for url in read_endpoints(self.machine.endpoints_file)]
         if self.machine.endpoints:
             return [Replica(url, self._api_key, url=url.rstrip("/")) for url in self.machine.endpoints]
-        servers = [
-            VllmServer(
-                self.settings,
-                self.machine,
-                index=index,
-                log_folder=self.log_folder,
-                api_key=self._api_key,
-                adapters=self.adapters,
-            )
-            for index in range(self.machine.servers)
-        ]
-        return [Replica(server.name, self._api_key, server=server) for server in servers]
+        return [self._local_replica(index) for index in range(self.machine.servers)]
+
+    def _scaling(self) -> ServerScaling | None:
+        plan = self.machine.server_autoscaling
+        if plan is None:
+            return None
+        return ServerScaling(Autoscaler(plan, self.machine.servers), lambda: self.in_flight, self._local_replica)
+
+    def _local_replica(self, index: int) -> Replica:
+        server = VllmServer(
+            self.settings,
+            self.machine,
+            index=index,
+            log_folder=self.log_folder,
+            api_key=self._api_key,
+            adapters=self.adapters,
+        )
+        return Replica(server.name, self._api_key, server=server)
 
     async def __aenter__(self) -> Self:
         """Start or join every server.
@@ -149,7 +157,7 @@ class ServerPool:
             describe_run(self.log_folder),
             self.notify,
         )
-        self._members = PoolMembers(shared, self.replicas, self._api_key)
+        self._members = PoolMembers(shared, self.replicas, self._api_key, self._scaling())
         try:
             await self._members.start()
         except BaseException:
@@ -175,10 +183,11 @@ class ServerPool:
         await self._requests.aclose()
         await self.http.aclose()
         servers = [replica.server for replica in self.replicas if replica.server]
-        if self._kept is not None and keep and all(replica.ready for replica in self.replicas):
-            self._kept.keep(servers, self._first_weights)
-        else:
-            await asyncio.gather(*(server.stop() for server in servers))
+        kept = self.machine.servers if self._kept is not None and keep else 0
+        if self._kept is not None and kept and all(replica.ready for replica in self.replicas[:kept]):
+            self._kept.keep(servers[:kept], self._first_weights)
+            servers = servers[kept:]
+        await asyncio.gather(*(server.stop() for server in servers))
         log.info("the pool's counts: %s", self.statistics.snapshot())
 
     # Requests
@@ -208,18 +217,25 @@ class ServerPool:
         await self.weights.prove(self.http, replica, mark, answered)
 
     @asynccontextmanager
-    async def lent(self) -> AsyncIterator[list[LentServer]]:
-        """The servers that may be asked now, to be asked directly from elsewhere. Within, they keep their weights: it
-        counts as one request in flight, so `sync` waits for its end.
+    async def lent(self, requests: int) -> AsyncIterator[list[LentServer]]:
+        """The servers that may be asked now, to be asked directly from elsewhere, `requests` at once. Within, they keep
+        their weights and none is stopped: these requests count as in flight.
 
         Raises:
             ConfigurationError: one of them does not say in its answers which weights it has.
             ServerError: no server is left.
             WeightSyncError: an earlier sync failed.
         """
-        async with self._router.admitted():
+        async with self._router.admitted(requests):
             ready = await self._router.ready()
-            yield [lend(replica) for replica in ready]
+            servers = [lend(replica) for replica in ready]
+            for replica in ready:
+                replica.outstanding += 1
+            try:
+                yield servers
+            finally:
+                for replica in ready:
+                    replica.outstanding -= 1
 
     def returned(self, suspects: Sequence[SuspectServer]) -> None:
         """See to servers that did not answer those whom they were lent to."""

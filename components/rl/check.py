@@ -12,6 +12,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from components.contracts.machine import Machine
 from components.contracts.stages import Artifact, StageContext
+from components.inference.command import server_environment
 from components.models.families import family_of
 from components.models.load import load_config
 from components.models.lora import target_modules
@@ -44,6 +45,8 @@ def check(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], context: S
         context.events.message(line)
     if (share := server_share(context.machine, processes)) is not None:
         context.events.message(memory.beside_server(share, torch.cuda.mem_get_info(processes.gpus[0])[1], available))
+    if (scaled := scaled_servers(context.machine, memory.server_weights)) is not None:
+        context.events.message(scaled)
     with open_run(settings, inputs, context, open_store(context.machine), load_on_join=False) as (run, _):
         for line in run.preflight().lines():
             context.events.message(line)
@@ -120,6 +123,18 @@ def server_share(machine: Machine, processes: TrainerProcesses) -> float | None:
     if not processes.gpus or processes.gpus[0] not in machine.started_server_gpus:
         return None
     return float(machine.server_arguments.get("gpu_memory_utilization", SERVER_SHARE))
+
+
+def scaled_servers(machine: Machine, weights: int) -> str | None:
+    """Whether the most servers that `server_autoscaling` allows, of `weights` bytes each, fit into main memory; None
+    where that is not set, or where servers are on GPUs."""
+    plan = machine.server_autoscaling
+    if plan is None or machine.server_gpus:
+        return None
+    cache = float(server_environment(machine, api_key="", gpus=())["VLLM_CPU_KVCACHE_SPACE"] or 0)
+    needed, free = plan.max_servers * (weights / GIB + cache), psutil.virtual_memory().available / GIB
+    line = f"up to {plan.max_servers} servers        {needed:.2f} GiB of weights and KV cache"
+    return line + (f"; WARNING: {free:.2f} GiB free on this machine" if needed > free else f"; {free:.2f} GiB free")
 
 
 def estimate_memory(source: Path, model: ModelSettings, trainer: TrainerSettings, server_dtype: str) -> MemoryEstimate:

@@ -154,7 +154,8 @@ class RolloutWorkers:
     async def _made(self, worker: Worker, shard: RolloutShard) -> GenerateOutputs:
         key = f"{self._run}-{shard.name}"
         tasks = [{**asdict(task), "payload": task.payload} for task in shard.tasks]
-        async with self._free[worker], self._pool.lent() as servers:
+        requests = len(shard.tasks) * self._plan.group_size
+        async with self._free[worker], self._pool.lent(requests) as servers:
             play = partial(
                 worker.call, "play", key, shard.step, shard.first_group, tasks, [asdict(server) for server in servers]
             )

@@ -204,7 +204,7 @@ def test_answers_of_other_weights_are_thrown_away(
     real = run.pool.lent
 
     async def changed() -> GenerateOutputs:
-        async with real() as lent:
+        async with real(1) as lent:
             stale = [replace(each, mark="another") for each in lent]
         worker = run.workers._workers.workers[0]
         tasks = [{"task_id": "a", "split": "train", "payload": TASKS[0].payload}]

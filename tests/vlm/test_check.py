@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from components.contracts.autoscaling import ServerAutoscaling
 from components.contracts.machine import Machine
 from components.models.load import load_model
-from components.rl.check import GIB, estimate_memory, server_share
+from components.rl.check import GIB, estimate_memory, scaled_servers, server_share
 from components.training.processes import TrainerProcesses
 from tests.vlm.conftest import Tiny, model_settings, trainer_settings
 
@@ -64,3 +65,14 @@ def test_a_server_on_the_trainer_s_gpu_is_counted(tiny: Tiny) -> None:
         arguments = {} if share is None else {"gpu_memory_utilization": share}
         machine = Machine(server_gpus=tuple(map(tuple, servers)), trainer_gpus=trainers, server_arguments=arguments)
         assert server_share(machine, TrainerProcesses.of(machine)) == expected
+
+
+def test_the_servers_that_may_be_started_are_counted() -> None:
+    plan = ServerAutoscaling(max_servers=3)
+    assert scaled_servers(Machine(), GIB) is None
+    assert scaled_servers(Machine(server_autoscaling=plan, server_gpus=((0,), (1,), (2,))), GIB) is None
+    few = Machine(server_autoscaling=plan, server_environment={"VLLM_CPU_KVCACHE_SPACE": "0.5"})
+    said = str(scaled_servers(few, 0))
+    assert "up to 3 servers        1.50 GiB of weights" in said and "WARNING" not in said
+    many = Machine(server_autoscaling=plan)
+    assert "3003.00 GiB of weights and KV cache; WARNING: " in str(scaled_servers(many, 1000 * GIB))
