@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from components.contracts.autoscaling import ServerAutoscaling
-from components.contracts.cluster import ClusterSettings
+from components.contracts.cluster import ClusterSettings, ServerBundle
 from components.contracts.secrets import Environment, refuse_plain_arguments, refuse_plain_url, resolve
 from components.contracts.settings import Settings
 from components.cpus import available_cpus
@@ -38,7 +38,7 @@ class Machine(Settings):
     force: tuple[str, ...] = Field(
         (), description="Stages that are made again, with all that depends on them, though they were made before."
     )
-    servers: PositiveInt = Field(1, description="Local vLLM servers to start when no endpoints are given.")
+    servers: PositiveInt = Field(1, description="vLLM servers to start when no endpoints are given.")
     endpoints: Annotated[tuple[str, ...], BeforeValidator(refuse_plain_url)] = Field(
         (), description="Base URLs of running vLLM servers to join instead."
     )
@@ -109,7 +109,8 @@ class Machine(Settings):
     )
     cluster: ClusterSettings | None = Field(
         None,
-        description="The Ray cluster that has those processes, and those of statistics, in place of this machine.",
+        description="The Ray cluster that has those processes, those of statistics, and with its `servers` the vLLM "
+        "servers, in place of this machine.",
     )
     statistics_workers: int = Field(
         0,
@@ -174,16 +175,34 @@ class Machine(Settings):
             raise ValueError("trainer_sharding has no effect with one rank of the trainer")
         if self.trainer_sharding == "hybrid" and self.trainer_nodes == 1:
             raise ValueError('trainer_sharding = "hybrid" has a copy on each node: with trainer_nodes = 1 it is "full"')
-        if self.cluster and not (self.environment_processes or self.statistics_workers or self.rollout_workers):
+        self._refuse_cluster()
+        return self
+
+    def _refuse_cluster(self) -> None:
+        """Raises ValueError where `cluster` has nothing, or has what cannot be together."""
+        if self.cluster is None:
+            return
+        bundle = self.server_bundle
+        if not (self.environment_processes or self.statistics_workers or self.rollout_workers or bundle):
             raise ValueError(
-                "cluster needs environment_processes, rollout_workers or statistics_workers, how many it is to have"
+                "cluster needs environment_processes, rollout_workers or statistics_workers, how many it is to have, "
+                "or cluster.servers"
             )
-        if self.cluster and self.rollout_workers and not self.joins_servers:
+        if self.rollout_workers and not self.joins_servers and not bundle:
             raise ValueError(
                 "rollout_workers on a cluster ask the servers themselves, which listen on loopback where a run starts "
-                "them: name servers that all nodes reach in endpoints or endpoints_file"
+                "them: name servers that all nodes reach in endpoints or endpoints_file, or start them on the cluster "
+                "with cluster.servers"
             )
-        return self
+        if bundle and self.joins_servers:
+            raise ValueError("cluster.servers is of servers that a run starts: leave it out, or the endpoints")
+        if bundle and self.server_gpus:
+            raise ValueError(
+                "server_gpus names GPUs of this machine, and cluster.servers puts the servers on others: set "
+                "server_gpus = [], and cluster.servers.tensor_parallel_size"
+            )
+        if bundle and not self.sends_folders:
+            raise ValueError(f'cluster.servers needs weight_transfer = "file" or "delta", not {self.weight_transfer}')
 
     def _refuse_scaling(self) -> None:
         """Raises ValueError where `server_autoscaling` is impossible or would have no effect."""
@@ -234,6 +253,17 @@ class Machine(Settings):
     def joins_servers(self) -> bool:
         """Whether a run asks servers that run already, and starts none."""
         return bool(self.endpoints or self.endpoints_file)
+
+    @property
+    def server_bundle(self) -> ServerBundle | None:
+        """What a server takes of its node of the cluster; None: servers that a run starts are on this machine."""
+        return self.cluster.servers if self.cluster else None
+
+    def gpus_of_server(self, index: int) -> tuple[int, ...]:
+        """The CUDA devices of a server that the run starts; on a cluster, those of its bundle, counted from 0."""
+        if self.server_bundle is not None:
+            return tuple(range(self.server_bundle.tensor_parallel_size))
+        return self.server_gpus[index] if index < len(self.server_gpus) else ()
 
     @property
     def started_server_gpus(self) -> frozenset[int]:

@@ -35,6 +35,7 @@ from components.inference.lease import describe_run
 from components.inference.lending import LentServer, SuspectServer, lend
 from components.inference.members import PoolMembers, ServerScaling
 from components.inference.monitor import PoolContext
+from components.inference.placed import PlacedHost, ServerPlaces
 from components.inference.probe import ProbeAnswer, make_probe
 from components.inference.proof import SyncProof
 from components.inference.replica import Replica, reset_caches
@@ -53,8 +54,8 @@ OPEN: WeakSet[ServerPool] = WeakSet()
 
 
 class ServerPool:
-    """Starts `machine.servers` local servers, or joins those of `machine.endpoints`; used as `async with`. With
-    `machine.server_autoscaling` further servers are started and stopped as requests want them.
+    """Starts `machine.servers` servers, here or on `machine.cluster`, or joins those of `machine.endpoints`; used as
+    `async with`. With `machine.server_autoscaling` it starts and stops further servers as requests want them.
 
     A request is answered exactly once or raises; what fails on one server is tried on another, up to
     `MAX_ATTEMPTS` times. A server that dies or hangs is taken out, started again with the current weights, and
@@ -105,6 +106,7 @@ class ServerPool:
         self.weights = ServedWeights(weights, transfer, proof, load_on_join, adapters is not None)
         self._api_key = os.environ.get("VLLM_API_KEY") or secrets.token_urlsafe(32)
         self.lease = secrets.token_hex(16)
+        self._places = _places(machine)
         self.replicas = self._make_replicas()
         self._router = Router(self.replicas, machine.max_concurrent, self.statistics, log_folder)
         self._requests = PoolRequests(
@@ -134,6 +136,7 @@ class ServerPool:
             log_folder=self.log_folder,
             api_key=self._api_key,
             adapters=self.adapters,
+            host=PlacedHost(self._places, index) if self._places else None,
         )
         return Replica(server.name, self._api_key, server=server)
 
@@ -188,6 +191,8 @@ class ServerPool:
             self._kept.keep(servers[:kept], self._first_weights)
             servers = servers[kept:]
         await asyncio.gather(*(server.stop() for server in servers))
+        if self._places is not None:
+            await asyncio.to_thread(self._places.close)
         log.info("the pool's counts: %s", self.statistics.snapshot())
 
     # Requests
@@ -305,6 +310,13 @@ class ServerPool:
             await reset_caches(self.http, replica.endpoint)
         except httpx.TransportError:
             replica.doubt()  # what brings it back resets them
+
+
+def _places(machine: Machine) -> ServerPlaces | None:
+    """Where on a cluster the servers are to be; None: on this machine."""
+    if machine.cluster is None or machine.server_bundle is None:
+        return None
+    return ServerPlaces(machine.cluster, machine.server_bundle, machine.servers)
 
 
 def _doubt_other_weights(replica: Replica, error: TransientError) -> None:

@@ -127,9 +127,9 @@ def server_share(machine: Machine, processes: TrainerProcesses) -> float | None:
 
 def scaled_servers(machine: Machine, weights: int) -> str | None:
     """Whether the most servers that `server_autoscaling` allows, of `weights` bytes each, fit into main memory; None
-    where that is not set, or where servers are on GPUs."""
+    where that is not set, or where servers are on GPUs or on a cluster."""
     plan = machine.server_autoscaling
-    if plan is None or machine.server_gpus:
+    if plan is None or machine.server_gpus or machine.server_bundle:
         return None
     cache = float(server_environment(machine, api_key="", gpus=())["VLLM_CPU_KVCACHE_SPACE"] or 0)
     needed, free = plan.max_servers * (weights / GIB + cache), psutil.virtual_memory().available / GIB
