@@ -107,6 +107,11 @@ class Machine(Settings):
         description="Worker processes, on the cluster if there is one, that collect the rollouts of train-vlm: each "
         "plays whole groups and asks the servers itself. 0: the run's own process does.",
     )
+    rollout_straggler_timeout: PositiveFloat | None = Field(
+        None,
+        description="Seconds that training waits for a shard of a rollout worker, with nothing else to do, until it is "
+        "taken from it and played by a worker that is free. None: as long as the worker takes.",
+    )
     cluster: ClusterSettings | None = Field(
         None,
         description="The Ray cluster that has those processes, those of statistics, and with its `servers` the vLLM "
@@ -165,6 +170,8 @@ class Machine(Settings):
                 "servers that are there at the start"
             )
         self._refuse_scaling()
+        if self.rollout_straggler_timeout and self.rollout_workers < 2:
+            raise ValueError("rollout_straggler_timeout has no effect without another of the rollout_workers")
         if self.trainer_nodes > 1 and self.trainer_interface is None:
             raise ValueError(
                 f"trainer_nodes = {self.trainer_nodes} needs trainer_interface, the private network between the nodes"
