@@ -18,7 +18,6 @@ import httpx
 from components.contracts.machine import Machine
 from components.inference.adapters import ServedAdapters
 from components.inference.answers import AnswerLimits
-from components.inference.autoscaling import Autoscaler
 from components.inference.checkpoint import placeholder_token_ids, sampled_token_ids, vocabulary
 from components.inference.client import (
     OTHER_WEIGHTS,
@@ -30,18 +29,16 @@ from components.inference.client import (
 )
 from components.inference.determinism import Repeatability
 from components.inference.endpoints_file import read_endpoints
-from components.inference.kept import KeptServers, kept_servers
 from components.inference.lease import describe_run
 from components.inference.lending import LentServer, SuspectServer, lend
-from components.inference.members import PoolMembers, ServerScaling
+from components.inference.members import PoolMembers
 from components.inference.monitor import PoolContext
-from components.inference.placed import PlacedHost, ServerPlaces
+from components.inference.own_servers import OwnServers
 from components.inference.probe import ProbeAnswer, make_probe
 from components.inference.proof import SyncProof
 from components.inference.replica import Replica, reset_caches
 from components.inference.requests import PoolRequests
 from components.inference.routing import Router
-from components.inference.server import VllmServer
 from components.inference.settings import ServerSettings
 from components.inference.statistics import PoolStatistics
 from components.inference.sync import ServedWeights, sync_failure
@@ -106,39 +103,19 @@ class ServerPool:
         self.weights = ServedWeights(weights, transfer, proof, load_on_join, adapters is not None)
         self._api_key = os.environ.get("VLLM_API_KEY") or secrets.token_urlsafe(32)
         self.lease = secrets.token_hex(16)
-        self._places = _places(machine)
+        self._own = OwnServers(weights, settings, machine, log_folder, self._api_key, adapters)
         self.replicas = self._make_replicas()
         self._router = Router(self.replicas, machine.max_concurrent, self.statistics, log_folder)
         self._requests = PoolRequests(
             self._router, self.limits, machine.generation_timeout, self._prove, _doubt_other_weights
         )
-        self._kept = kept_servers(machine) if adapters is None else None  # theirs keep the weights they began with
-        self._first_weights = weights
 
     def _make_replicas(self) -> list[Replica]:
         if self.machine.endpoints_file:
             return [Replica(url, self._api_key, url=url) for url in read_endpoints(self.machine.endpoints_file)]
         if self.machine.endpoints:
             return [Replica(url, self._api_key, url=url.rstrip("/")) for url in self.machine.endpoints]
-        return [self._local_replica(index) for index in range(self.machine.servers)]
-
-    def _scaling(self) -> ServerScaling | None:
-        plan = self.machine.server_autoscaling
-        if plan is None:
-            return None
-        return ServerScaling(Autoscaler(plan, self.machine.servers), lambda: self.in_flight, self._local_replica)
-
-    def _local_replica(self, index: int) -> Replica:
-        server = VllmServer(
-            self.settings,
-            self.machine,
-            index=index,
-            log_folder=self.log_folder,
-            api_key=self._api_key,
-            adapters=self.adapters,
-            host=PlacedHost(self._places, index) if self._places else None,
-        )
-        return Replica(server.name, self._api_key, server=server)
+        return [self._own.replica(index) for index in range(self.machine.servers)]
 
     async def __aenter__(self) -> Self:
         """Start or join every server.
@@ -146,8 +123,7 @@ class ServerPool:
         Raises:
             ServerError: one of them does not come up, or another run has it.
         """
-        if self._kept is not None:
-            await self._take_kept(self._kept)
+        await self._own.take_kept(self.replicas)
         self.http = httpx.AsyncClient(timeout=self.machine.generation_timeout, trust_env=False)
         self._requests.open()
         shared = PoolContext(
@@ -160,7 +136,7 @@ class ServerPool:
             describe_run(self.log_folder),
             self.notify,
         )
-        self._members = PoolMembers(shared, self.replicas, self._api_key, self._scaling())
+        self._members = PoolMembers(shared, self.replicas, self._api_key, self._own.scaling(lambda: self.in_flight))
         try:
             await self._members.start()
         except BaseException:
@@ -174,25 +150,12 @@ class ServerPool:
     ) -> None:
         await self._close(keep=kind is None and self._router.broken is None)
 
-    async def _take_kept(self, kept: KeptServers) -> None:
-        servers = await asyncio.to_thread(kept.take, self._first_weights, self.settings, self.machine)
-        for replica, server in zip(self.replicas, servers, strict=False):
-            server.log_folder = self.log_folder
-            replica.server, replica.api_key = server, server.api_key
-
     async def _close(self, keep: bool = False) -> None:
         OPEN.discard(self)
         await self._members.close()
         await self._requests.aclose()
         await self.http.aclose()
-        servers = [replica.server for replica in self.replicas if replica.server]
-        kept = self.machine.servers if self._kept is not None and keep else 0
-        if self._kept is not None and kept and all(replica.ready for replica in self.replicas[:kept]):
-            self._kept.keep(servers[:kept], self._first_weights)
-            servers = servers[kept:]
-        await asyncio.gather(*(server.stop() for server in servers))
-        if self._places is not None:
-            await asyncio.to_thread(self._places.close)
+        await self._own.close(self.replicas, keep)
         log.info("the pool's counts: %s", self.statistics.snapshot())
 
     # Requests
@@ -310,13 +273,6 @@ class ServerPool:
             await reset_caches(self.http, replica.endpoint)
         except httpx.TransportError:
             replica.doubt()  # what brings it back resets them
-
-
-def _places(machine: Machine) -> ServerPlaces | None:
-    """Where on a cluster the servers are to be; None: on this machine."""
-    if machine.cluster is None or machine.server_bundle is None:
-        return None
-    return ServerPlaces(machine.cluster, machine.server_bundle, machine.servers)
 
 
 def _doubt_other_weights(replica: Replica, error: TransientError) -> None:

@@ -79,15 +79,10 @@ class Load:
         await until(lambda: server in {result.server for result in self.results[before:]})
 
 
-def scaled(pool: ServerPool) -> ServerPool:
-    pool.machine = pool.machine.model_copy(update={"server_autoscaling": PLAN})
-    return pool
-
-
 def test_one_is_started_with_the_current_weights_and_stopped_after_its_last_answer(
     local_pool: LocalPool, checkpoint: Checkpoint, sampling: SamplingSettings
 ) -> None:
-    pool = scaled(local_pool(checkpoint("a"), 1))
+    pool = local_pool(checkpoint("a"), 1, server_autoscaling=PLAN)
 
     async def work() -> list[Any]:
         async with pool:
@@ -118,7 +113,7 @@ def test_one_is_started_with_the_current_weights_and_stopped_after_its_last_answ
 def test_one_that_is_stopped_answers_first_and_is_not_stopped_while_it_is_lent(
     local_pool: LocalPool, checkpoint: Checkpoint, sampling: SamplingSettings
 ) -> None:
-    pool = scaled(local_pool(checkpoint("a"), 1))
+    pool = local_pool(checkpoint("a"), 1, server_autoscaling=PLAN)
 
     async def work() -> None:
         async with pool:
@@ -138,7 +133,7 @@ def test_one_that_dies_is_started_again_and_one_that_cannot_be_started_is_left_o
     local_pool: LocalPool, checkpoint: Checkpoint, sampling: SamplingSettings, caplog: pytest.LogCaptureFixture
 ) -> None:
     weights = checkpoint("a")
-    pool = scaled(local_pool(weights, 1))
+    pool = local_pool(weights, 1, server_autoscaling=PLAN)
 
     async def work() -> None:
         async with pool, Load(pool, sampling, 8) as load:
@@ -159,7 +154,7 @@ def test_one_that_dies_is_started_again_and_one_that_cannot_be_started_is_left_o
 
 
 def test_all_end_with_the_pool(local_pool: LocalPool, checkpoint: Checkpoint, sampling: SamplingSettings) -> None:
-    pool = scaled(local_pool(checkpoint("a"), 1))
+    pool = local_pool(checkpoint("a"), 1, server_autoscaling=PLAN)
 
     async def work() -> list[psutil.Process]:
         async with pool, Load(pool, sampling, 8) as load:
