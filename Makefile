@@ -29,6 +29,8 @@ interop-cluster: .venv-cluster/.made .venv-checkov/.made
 
 interop-ray: .venv-ray/.made
 	.venv-ray/bin/python -m pytest tests/workers -k actor  # those in processes of this machine are in make test
+	.venv-ray/bin/python -m pytest tests/rollouts/test_shards.py -k actor
+	.venv-ray/bin/python -m pytest tests/inference/test_hosts.py
 	.venv-ray/bin/python -m pytest tests/interop/ray_cluster
 
 interop-verifiers: .venv-verifiers-legacy/.made .venv-verifiers-v1/.made

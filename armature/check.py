@@ -14,6 +14,7 @@ from armature import supervisor
 from armature.deployments import pool_of
 from armature.hardware import gpu_count
 from components.configuration import Recipe
+from components.contracts.cluster import ClusterSettings
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
 from components.contracts.stages import Stage, StageContext
@@ -45,14 +46,7 @@ def _check(recipe: Recipe, configuration_only: bool) -> None:
     machine = check_ahead(recipe)
     print("machine: what the recipe names is there")
     if machine.cluster:
-        from components.workers.actor import room
-
-        fits = room(machine.cluster)
-        print(
-            f"cluster: {len(fits)} nodes with room for {sum(fits.values())} workers, "
-            f"environment_processes asks for {machine.environment_processes}, rollout_workers for "
-            f"{machine.rollout_workers}, statistics_workers for {machine.statistics_workers}"
-        )
+        _say_room(machine, machine.cluster)
     first = {name: _resolved(recipe, name) for name in FIRST_STAGES.get(recipe.flow, ())}
     pool, platform = pool_of(recipe), supervisor.current()
     if platform is not None and pool not in platform.pools:
@@ -170,6 +164,25 @@ def _check_robot(sections: Mapping[str, BaseModel], machine: Machine) -> None:
         print("dataset: its robot is the simulator's")
 
 
+def _say_room(machine: Machine, cluster: ClusterSettings) -> None:
+    from components.workers.actor import room  # Ray is an extra
+
+    if machine.environment_processes or machine.rollout_workers or machine.statistics_workers:
+        fits = room(cluster.address, cluster.resources_of_node())
+        print(
+            f"cluster: {len(fits)} nodes with room for {sum(fits.values())} workers, "
+            f"environment_processes asks for {machine.environment_processes}, rollout_workers for "
+            f"{machine.rollout_workers}, statistics_workers for {machine.statistics_workers}"
+        )
+    if cluster.servers is not None:
+        fits, plan = room(cluster.address, cluster.servers.resources_of_node()), machine.server_autoscaling
+        further = f", server_autoscaling for {plan.max_servers} at most" if plan else ""
+        print(
+            f"cluster: {len(fits)} nodes with room for {sum(fits.values())} model servers, "
+            f"servers asks for {machine.servers}{further}"
+        )
+
+
 def check_machine(machine: Machine, with_servers: bool) -> None:
     """
     Args:
@@ -190,7 +203,8 @@ def check_machine(machine: Machine, with_servers: bool) -> None:
             where="machine.server_gpus, machine.trainer_gpus",
             remedy="name devices that are there: --machine 'trainer_gpus=[0]'",
         )
-    if with_servers and not machine.joins_servers and not _has_vllm(machine.server_interpreter):
+    starts = not machine.joins_servers and machine.server_bundle is None  # those of a cluster look on their nodes
+    if with_servers and starts and not _has_vllm(machine.server_interpreter):
         raise ConfigurationError(
             "no Python interpreter with vLLM to start servers with",
             where=f"machine.server_python = {machine.server_interpreter}",

@@ -8,7 +8,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from components.contracts.cluster import ClusterSettings
+from components.contracts.autoscaling import ServerAutoscaling
+from components.contracts.cluster import ClusterSettings, ServerBundle
 from components.contracts.secrets import Environment, refuse_plain_arguments, refuse_plain_url, resolve
 from components.contracts.settings import Settings
 from components.cpus import available_cpus
@@ -37,7 +38,7 @@ class Machine(Settings):
     force: tuple[str, ...] = Field(
         (), description="Stages that are made again, with all that depends on them, though they were made before."
     )
-    servers: PositiveInt = Field(1, description="Local vLLM servers to start when no endpoints are given.")
+    servers: PositiveInt = Field(1, description="vLLM servers to start when no endpoints are given.")
     endpoints: Annotated[tuple[str, ...], BeforeValidator(refuse_plain_url)] = Field(
         (), description="Base URLs of running vLLM servers to join instead."
     )
@@ -45,6 +46,11 @@ class Machine(Settings):
         None,
         description="File with such URLs, one in a line, which is read again and again: servers added to it join the "
         "run, servers taken out of it leave it once they have answered what they were asked.",
+    )
+    server_autoscaling: ServerAutoscaling | None = Field(
+        None,
+        description="How many servers the run starts besides as requests wait, and stops again when they are idle. "
+        "None: always as many as `servers`.",
     )
     weight_transfer: Literal["file", "delta", "nccl", "ipc"] = Field(
         "file",
@@ -106,9 +112,15 @@ class Machine(Settings):
         description="Worker processes, on the cluster if there is one, that collect the rollouts of train-vlm: each "
         "plays whole groups and asks the servers itself. 0: the run's own process does.",
     )
+    rollout_straggler_timeout: PositiveFloat | None = Field(
+        None,
+        description="Seconds that training waits for a shard of a rollout worker, with nothing else to do, until it is "
+        "taken from it and played by a worker that is free. None: as long as the worker takes.",
+    )
     cluster: ClusterSettings | None = Field(
         None,
-        description="The Ray cluster that has those processes, and those of statistics, in place of this machine.",
+        description="The Ray cluster that has those processes, those of statistics, and with its `servers` the vLLM "
+        "servers, in place of this machine.",
     )
     statistics_workers: int = Field(
         0,
@@ -162,6 +174,9 @@ class Machine(Settings):
                 f'endpoints_file needs weight_transfer = "file" or "delta": {self.weight_transfer} is set up for the '
                 "servers that are there at the start"
             )
+        self._refuse_scaling()
+        if self.rollout_straggler_timeout and self.rollout_workers < 2:
+            raise ValueError("rollout_straggler_timeout has no effect without another of the rollout_workers")
         if self.trainer_nodes > 1 and self.trainer_interface is None:
             raise ValueError(
                 f"trainer_nodes = {self.trainer_nodes} needs trainer_interface, the private network between the nodes"
@@ -177,16 +192,61 @@ class Machine(Settings):
                 f"trainer_context_parallel = {self.trainer_context_parallel} does not divide the "
                 f"{self.trainer_nodes * self.trainer_processes} ranks of the trainer (trainer_processes on each node)"
             )
-        if self.cluster and not (self.environment_processes or self.statistics_workers or self.rollout_workers):
+        self._refuse_cluster()
+        return self
+
+    def _refuse_cluster(self) -> None:
+        """Raises ValueError where `cluster` has nothing, or has what cannot be together."""
+        if self.cluster is None:
+            return
+        bundle = self.server_bundle
+        if not (self.environment_processes or self.statistics_workers or self.rollout_workers or bundle):
             raise ValueError(
-                "cluster needs environment_processes, rollout_workers or statistics_workers, how many it is to have"
+                "cluster needs environment_processes, rollout_workers or statistics_workers, how many it is to have, "
+                "or cluster.servers"
             )
-        if self.cluster and self.rollout_workers and not self.joins_servers:
+        if self.rollout_workers and not self.joins_servers and not bundle:
             raise ValueError(
                 "rollout_workers on a cluster ask the servers themselves, which listen on loopback where a run starts "
-                "them: name servers that all nodes reach in endpoints or endpoints_file"
+                "them: name servers that all nodes reach in endpoints or endpoints_file, or start them on the cluster "
+                "with cluster.servers"
             )
-        return self
+        if bundle and self.joins_servers:
+            raise ValueError("cluster.servers is of servers that a run starts: leave it out, or the endpoints")
+        if bundle and self.server_gpus:
+            raise ValueError(
+                "server_gpus names GPUs of this machine, and cluster.servers puts the servers on others: set "
+                "server_gpus = [], and cluster.servers.tensor_parallel_size"
+            )
+        if bundle and not self.sends_folders:
+            raise ValueError(f'cluster.servers needs weight_transfer = "file" or "delta", not {self.weight_transfer}')
+
+    def _refuse_scaling(self) -> None:
+        """Raises ValueError where `server_autoscaling` is impossible or would have no effect."""
+        plan = self.server_autoscaling
+        if plan is None:
+            return
+        if self.joins_servers:
+            raise ValueError("server_autoscaling is of servers that a run starts: leave it out, or the endpoints")
+        if not self.sends_folders:
+            raise ValueError(
+                f'server_autoscaling needs weight_transfer = "file" or "delta": {self.weight_transfer} is set up for '
+                "the servers that are there at the start"
+            )
+        if plan.max_servers <= self.servers:
+            raise ValueError(
+                f"server_autoscaling.max_servers = {plan.max_servers} has to be more than servers = {self.servers}"
+            )
+        if self.server_gpus and len(self.server_gpus) < plan.max_servers:
+            raise ValueError(
+                f"server_gpus has to name the devices of all {plan.max_servers} servers of server_autoscaling"
+            )
+        if self.max_concurrent <= plan.target_ongoing_requests * (plan.max_servers - 1):
+            raise ValueError(
+                f"{plan.max_servers} servers are never needed by max_concurrent = {self.max_concurrent} requests, "
+                f"{plan.target_ongoing_requests} for each: raise max_concurrent, or lower "
+                "server_autoscaling.target_ongoing_requests"
+            )
 
     @property
     def server_interpreter(self) -> Path:
@@ -210,6 +270,17 @@ class Machine(Settings):
     def joins_servers(self) -> bool:
         """Whether a run asks servers that run already, and starts none."""
         return bool(self.endpoints or self.endpoints_file)
+
+    @property
+    def server_bundle(self) -> ServerBundle | None:
+        """What a server takes of its node of the cluster; None: servers that a run starts are on this machine."""
+        return self.cluster.servers if self.cluster else None
+
+    def gpus_of_server(self, index: int) -> tuple[int, ...]:
+        """The CUDA devices of a server that the run starts; on a cluster, those of its bundle, counted from 0."""
+        if self.server_bundle is not None:
+            return tuple(range(self.server_bundle.tensor_parallel_size))
+        return self.server_gpus[index] if index < len(self.server_gpus) else ()
 
     @property
     def started_server_gpus(self) -> frozenset[int]:

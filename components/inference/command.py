@@ -23,7 +23,7 @@ vLLM says the same of FLEX_ATTENTION, whose log-probs were 0.1 nats away (0.26),
 _OURS = {
     "model": "the pool's weights",
     "served_model_name": "the pool",
-    "host": "the pool: servers listen on loopback only",
+    "host": "the pool: servers listen on loopback, or on the address of their node",
     "api_key": "the environment variable VLLM_API_KEY",
     "middleware": "the pool",
     "logprobs_mode": "the pool: anything but processed_logprobs biases importance ratios",
@@ -31,7 +31,7 @@ _OURS = {
     "max_model_len": "server.max_model_len",
     "limit_mm_per_prompt": "server.max_images_per_prompt",
     "dtype": "server.dtype",
-    "tensor_parallel_size": "machine.server_gpus",
+    "tensor_parallel_size": "machine.server_gpus, or machine.cluster.servers",
     "weight_transfer_config": "machine.weight_transfer",
     "worker_extension_cls": "machine.weight_transfer",
 }
@@ -45,8 +45,9 @@ def server_command(
     port: int,
     gpus: tuple[int, ...],
     adapters: ServedAdapters | None = None,
+    address: str = "127.0.0.1",
 ) -> list[str]:
-    """The command that serves `model` on 127.0.0.1:`port`, with room for `adapters`.
+    """The command that serves `model` on `address`, an IP address, and `port`, with room for `adapters`.
 
     Raises:
         DataError: `model` is not a checkpoint.
@@ -56,7 +57,7 @@ def server_command(
     arguments: dict[str, Scalar] = {
         "model": str(model),
         "served-model-name": MODEL_NAME,
-        "host": "127.0.0.1",
+        "host": address,
         "port": port,
         "dtype": settings.dtype,
         "max-model-len": settings.max_model_len,
@@ -172,7 +173,8 @@ def server_environment(
     if not gpus:
         # Half of the cores: the HTTP front, the environments and the trainer need theirs. With a tiny model on
         # two cores, one thread answers ten times as much as two, which wait for each other.
-        threads = machine.threads or max(1, available_cpus() // (2 * machine.servers))
+        bundle = machine.server_bundle
+        threads = machine.threads or (bundle.num_cpus if bundle else max(1, available_cpus() // (2 * machine.servers)))
         environment |= {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             # Pinned threads would share a core with the trainer's while another core is idle.
@@ -198,7 +200,7 @@ def is_deterministic(settings: ServerSettings, machine: Machine) -> bool:
         ConfigurationError: `inference.deterministic` is true where it cannot be promised.
     """
     obstacle = ""
-    if machine.server_gpus:
+    if machine.gpus_of_server(0):
         obstacle = "kernels on GPUs are chosen by the size of the batch (machine.server_gpus)"
     elif settings.dtype != "float32":
         obstacle = f"products in {settings.dtype} are chosen by the size of the batch (inference.dtype)"

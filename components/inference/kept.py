@@ -78,7 +78,8 @@ def keep_servers() -> Iterator[None]:
 
 def kept_servers(machine: Machine) -> KeptServers | None:
     """Where a pool finds and leaves its servers; None: they begin and end with it."""
-    lasting = not machine.server_gpus and not machine.joins_servers and machine.sends_folders
+    here = not machine.joins_servers and machine.server_bundle is None
+    lasting = here and not machine.server_gpus and machine.sends_folders
     return _current.get() if lasting else None
 
 

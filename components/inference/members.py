@@ -1,13 +1,15 @@
-"""The servers of a pool, each with its monitor. With `machine.endpoints_file` they come and go."""
+"""The servers of a pool, each with its monitor. They come and go with `machine.endpoints_file`, or as requests wait."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 
 from components.contracts.errors import ConfigurationError
+from components.inference.autoscaling import Autoscaler
 from components.inference.endpoints_file import read_endpoints
 from components.inference.monitor import PoolContext, ReplicaMonitor
 from components.inference.replica import Replica
@@ -15,7 +17,16 @@ from components.inference.replica import Replica
 log = logging.getLogger(__name__)
 
 READ_EVERY = 1.0
-"""Seconds between two looks at `machine.endpoints_file`."""
+"""Seconds between two looks at `machine.endpoints_file`, or at the requests in flight."""
+
+
+@dataclass(frozen=True)
+class ServerScaling:
+    """What starts and stops servers of our own: `make` makes the replica with an index, its server not started yet."""
+
+    autoscaler: Autoscaler
+    in_flight: Callable[[], int]
+    make: Callable[[int], Replica]
 
 
 class PoolMembers:
@@ -23,10 +34,13 @@ class PoolMembers:
     Args:
         replicas: those of the pool at first; the list is kept up to date.
         api_key: of servers that join.
+        scaling: what starts and stops servers as requests want them, if anything does.
     """
 
-    def __init__(self, pool: PoolContext, replicas: list[Replica], api_key: str) -> None:
-        self._pool, self._replicas, self._api_key = pool, replicas, api_key
+    def __init__(
+        self, pool: PoolContext, replicas: list[Replica], api_key: str, scaling: ServerScaling | None = None
+    ) -> None:
+        self._pool, self._replicas, self._api_key, self._scaling = pool, replicas, api_key, scaling
         self._monitors = {replica.name: ReplicaMonitor(pool, replica) for replica in replicas}
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
@@ -43,6 +57,8 @@ class PoolMembers:
         self._watching = {name: asyncio.create_task(monitor.run()) for name, monitor in self._monitors.items()}
         if file := self._pool.machine.endpoints_file:
             self._following = [asyncio.create_task(_loud(self._follow(file)))]
+        elif self._scaling is not None:
+            self._following = [asyncio.create_task(_loud(self._scale(self._scaling)))]
 
     async def close(self) -> None:
         """End the monitors, and let others have the servers."""
@@ -63,21 +79,47 @@ class PoolMembers:
                 continue
             said = ""
             for name in self._monitors.keys() - set(listed) - self._leaving.keys():
-                self._leaving[name] = asyncio.create_task(_loud(self._leave(name)))
+                self._begin_to_leave(name)
             for url in listed:
                 if url not in self._monitors:
-                    self._join(url)
+                    self._join(Replica(url, self._api_key, url=url))
 
-    def _join(self, url: str) -> None:
-        log.warning("%s joins the pool", url)
-        replica = Replica(url, self._api_key, url=url)
+    async def _scale(self, scaling: ServerScaling) -> None:
+        autoscaler, clock = scaling.autoscaler, asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(READ_EVERY)
+            here = [replica for replica in self._replicas if replica.name not in self._leaving]
+            further = here[autoscaler.least :]
+            for replica in further:
+                if replica.given_up:
+                    autoscaler.most = len(here) - 1
+                    log.warning("%s cannot be started: the pool gets no more than %d", replica.name, autoscaler.most)
+                    self._begin_to_leave(replica.name)
+            if not all(replica.ready for replica in further):
+                continue
+            in_flight = scaling.in_flight()
+            change = autoscaler.change(clock.time(), in_flight, len(here))
+            if change:
+                log.warning("%d requests in flight, %d of the pool's servers", in_flight, len(here))
+            if change > 0:
+                indices = {replica.server.index for replica in self._replicas if replica.server}
+                self._join(scaling.make(min(set(range(len(indices) + 1)) - indices)))
+            elif change < 0:
+                self._begin_to_leave(further[-1].name)
+
+    def _join(self, replica: Replica) -> None:
+        name = replica.name
+        log.warning("%s joins the pool", name)
         self._replicas.append(replica)
-        self._monitors[url] = ReplicaMonitor(self._pool, replica)
-        self._watching[url] = asyncio.create_task(self._monitors[url].run(up=False))
+        self._monitors[name] = ReplicaMonitor(self._pool, replica)
+        self._watching[name] = asyncio.create_task(self._monitors[name].run(up=False))
         self._pool.statistics.joined += 1
 
+    def _begin_to_leave(self, name: str) -> None:
+        self._leaving[name] = asyncio.create_task(_loud(self._leave(name)))
+
     async def _leave(self, name: str) -> None:
-        """Ask the server nothing more; once it has answered, let others have it."""
+        """Ask the server nothing more; once it has answered, let others have it, or stop one of our own."""
         (replica,) = (each for each in self._replicas if each.name == name)
         await _cancel(self._watching.pop(name))
         async with self._pool.weights.changing:  # a sync that has begun still reaches it
@@ -85,6 +127,8 @@ class PoolMembers:
         while replica.outstanding:
             await asyncio.sleep(0.1)
         await self._monitors[name].close()
+        if replica.server is not None:
+            await replica.server.stop()
         self._replicas.remove(replica)
         del self._monitors[name], self._leaving[name]
         self._pool.statistics.left += 1
@@ -96,7 +140,7 @@ async def _loud(work: Coroutine[None, None, None]) -> None:
     try:
         await work
     except Exception:
-        log.exception("the pool's servers no longer follow machine.endpoints_file")
+        log.exception("the pool's servers no longer come and go")
         raise
 
 

@@ -157,7 +157,7 @@ class ReplicaMonitor:
                 f"last lines:\n{replica.server.tail()}",
                 where=str(replica.server.log),
             )
-        self.pool.statistics.restarts += 1
+        self.pool.statistics.restarts += replica.server.log is not None  # the first start of one that joins is none
 
     async def _give_up(self, failure: ServerError, cause: Exception) -> None:
         self.replica.ready = False

@@ -29,17 +29,16 @@ from components.inference.client import (
 )
 from components.inference.determinism import Repeatability
 from components.inference.endpoints_file import read_endpoints
-from components.inference.kept import KeptServers, kept_servers
 from components.inference.lease import describe_run
 from components.inference.lending import LentServer, SuspectServer, lend
 from components.inference.members import PoolMembers
 from components.inference.monitor import PoolContext
+from components.inference.own_servers import OwnServers
 from components.inference.probe import ProbeAnswer, make_probe
 from components.inference.proof import SyncProof
 from components.inference.replica import Replica, reset_caches
 from components.inference.requests import PoolRequests
 from components.inference.routing import Router
-from components.inference.server import VllmServer
 from components.inference.settings import ServerSettings
 from components.inference.statistics import PoolStatistics
 from components.inference.sync import ServedWeights, sync_failure
@@ -52,7 +51,8 @@ OPEN: WeakSet[ServerPool] = WeakSet()
 
 
 class ServerPool:
-    """Starts `machine.servers` local servers, or joins those of `machine.endpoints`; used as `async with`.
+    """Starts `machine.servers` servers, here or on `machine.cluster`, or joins those of `machine.endpoints`; used as
+    `async with`. With `machine.server_autoscaling` it starts and stops further servers as requests want them.
 
     A request is answered exactly once or raises; what fails on one server is tried on another, up to
     `MAX_ATTEMPTS` times. A server that dies or hangs is taken out, started again with the current weights, and
@@ -103,31 +103,19 @@ class ServerPool:
         self.weights = ServedWeights(weights, transfer, proof, load_on_join, adapters is not None)
         self._api_key = os.environ.get("VLLM_API_KEY") or secrets.token_urlsafe(32)
         self.lease = secrets.token_hex(16)
+        self._own = OwnServers(weights, settings, machine, log_folder, self._api_key, adapters)
         self.replicas = self._make_replicas()
         self._router = Router(self.replicas, machine.max_concurrent, self.statistics, log_folder)
         self._requests = PoolRequests(
             self._router, self.limits, machine.generation_timeout, self._prove, _doubt_other_weights
         )
-        self._kept = kept_servers(machine) if adapters is None else None  # theirs keep the weights they began with
-        self._first_weights = weights
 
     def _make_replicas(self) -> list[Replica]:
         if self.machine.endpoints_file:
             return [Replica(url, self._api_key, url=url) for url in read_endpoints(self.machine.endpoints_file)]
         if self.machine.endpoints:
             return [Replica(url, self._api_key, url=url.rstrip("/")) for url in self.machine.endpoints]
-        servers = [
-            VllmServer(
-                self.settings,
-                self.machine,
-                index=index,
-                log_folder=self.log_folder,
-                api_key=self._api_key,
-                adapters=self.adapters,
-            )
-            for index in range(self.machine.servers)
-        ]
-        return [Replica(server.name, self._api_key, server=server) for server in servers]
+        return [self._own.replica(index) for index in range(self.machine.servers)]
 
     async def __aenter__(self) -> Self:
         """Start or join every server.
@@ -135,8 +123,7 @@ class ServerPool:
         Raises:
             ServerError: one of them does not come up, or another run has it.
         """
-        if self._kept is not None:
-            await self._take_kept(self._kept)
+        await self._own.take_kept(self.replicas)
         self.http = httpx.AsyncClient(timeout=self.machine.generation_timeout, trust_env=False)
         self._requests.open()
         shared = PoolContext(
@@ -149,7 +136,7 @@ class ServerPool:
             describe_run(self.log_folder),
             self.notify,
         )
-        self._members = PoolMembers(shared, self.replicas, self._api_key)
+        self._members = PoolMembers(shared, self.replicas, self._api_key, self._own.scaling(lambda: self.in_flight))
         try:
             await self._members.start()
         except BaseException:
@@ -163,22 +150,12 @@ class ServerPool:
     ) -> None:
         await self._close(keep=kind is None and self._router.broken is None)
 
-    async def _take_kept(self, kept: KeptServers) -> None:
-        servers = await asyncio.to_thread(kept.take, self._first_weights, self.settings, self.machine)
-        for replica, server in zip(self.replicas, servers, strict=False):
-            server.log_folder = self.log_folder
-            replica.server, replica.api_key = server, server.api_key
-
     async def _close(self, keep: bool = False) -> None:
         OPEN.discard(self)
         await self._members.close()
         await self._requests.aclose()
         await self.http.aclose()
-        servers = [replica.server for replica in self.replicas if replica.server]
-        if self._kept is not None and keep and all(replica.ready for replica in self.replicas):
-            self._kept.keep(servers, self._first_weights)
-        else:
-            await asyncio.gather(*(server.stop() for server in servers))
+        await self._own.close(self.replicas, keep)
         log.info("the pool's counts: %s", self.statistics.snapshot())
 
     # Requests
@@ -208,18 +185,25 @@ class ServerPool:
         await self.weights.prove(self.http, replica, mark, answered)
 
     @asynccontextmanager
-    async def lent(self) -> AsyncIterator[list[LentServer]]:
-        """The servers that may be asked now, to be asked directly from elsewhere. Within, they keep their weights: it
-        counts as one request in flight, so `sync` waits for its end.
+    async def lent(self, requests: int) -> AsyncIterator[list[LentServer]]:
+        """The servers that may be asked now, to be asked directly from elsewhere, `requests` at once. Within, they keep
+        their weights and none is stopped: these requests count as in flight.
 
         Raises:
             ConfigurationError: one of them does not say in its answers which weights it has.
             ServerError: no server is left.
             WeightSyncError: an earlier sync failed.
         """
-        async with self._router.admitted():
+        async with self._router.admitted(requests):
             ready = await self._router.ready()
-            yield [lend(replica) for replica in ready]
+            servers = [lend(replica) for replica in ready]
+            for replica in ready:
+                replica.outstanding += 1
+            try:
+                yield servers
+            finally:
+                for replica in ready:
+                    replica.outstanding -= 1
 
     def returned(self, suspects: Sequence[SuspectServer]) -> None:
         """See to servers that did not answer those whom they were lent to."""

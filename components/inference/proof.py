@@ -66,7 +66,7 @@ class SyncProof:
             return machine.sync_tolerance
         if {dtype, self._dtype} != {"float32"}:
             return SIXTEEN_BITS
-        return GPU_FLOAT32 if machine.joins_servers or machine.server_gpus else CPU_FLOAT32
+        return GPU_FLOAT32 if machine.joins_servers or machine.gpus_of_server(0) else CPU_FLOAT32
 
     def _reason(self, values: LogProbs, expected: LogProbs, tolerance: float) -> str:
         text = len(self.probe.tokens) - 1

@@ -43,8 +43,8 @@ class Router:
         self._draining = False
 
     @asynccontextmanager
-    async def admitted(self) -> AsyncIterator[None]:
-        """Counts a request as in flight; waits for a slot, and while weights are being changed.
+    async def admitted(self, requests: int = 1) -> AsyncIterator[None]:
+        """Counts as so many requests in flight; waits for a slot, and while weights are being changed.
 
         Raises:
             WeightSyncError: an earlier sync failed.
@@ -54,11 +54,11 @@ class Router:
                 await self._changed.wait_for(lambda: not self._draining or self.broken is not None)
                 if self.broken is not None:
                     raise self.broken
-                self.in_flight += 1
+                self.in_flight += requests
             try:
                 yield
             finally:
-                self.in_flight -= 1
+                self.in_flight -= requests
                 await self.notify()
 
     async def answered(self, attempt: Callable[[Replica], Awaitable[T]]) -> T:

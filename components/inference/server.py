@@ -1,12 +1,11 @@
-"""One vLLM server of our own: start it, know when it is ready, say why it is not."""
+"""One vLLM server of a run's own: start it, know when it is ready, say why it is not."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-import shutil
-import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
@@ -18,25 +17,24 @@ from components.inference.adapters import ServedAdapters
 from components.inference.client import MODEL_NAME
 from components.inference.command import is_deterministic, server_command, server_environment
 from components.inference.endpoint import Endpoint
+from components.inference.host import Host, LocalHost, ServerNeeds
 from components.inference.replies import BadReply, exchange
 from components.inference.settings import ServerSettings
 from components.installation import SERVED
-from components.ports import listener
-from components.process import Program
 
 _POLL = 0.25
 _HEALTH_TIMEOUT = 10.0
-_GIB = 2**30
 
 
 class VllmServer:
-    """A local vLLM server under the process guard; each start is an attempt with a log file of its own.
+    """A vLLM server under the process guard; each start is an attempt with a log file of its own.
 
     Args:
         index: its place among the local servers; chooses GPUs, port and the name of the log files.
         log_folder: gets `vllm-<index>-<attempt>.log`.
         api_key: without it the server answers nothing but liveness.
         adapters: that it has room for.
+        host: the machine that it runs on; None: this one.
     """
 
     def __init__(
@@ -48,35 +46,30 @@ class VllmServer:
         log_folder: Path,
         api_key: str,
         adapters: ServedAdapters | None = None,
+        host: Host | None = None,
     ) -> None:
         self.settings, self.machine, self.index, self.adapters = settings, machine, index, adapters
         self.log_folder, self.api_key = log_folder, api_key
-        self.gpus = machine.server_gpus[index] if index < len(machine.server_gpus) else ()
+        self.gpus = machine.gpus_of_server(index)
         self.url = ""
-        self._program: Program | None = None
+        self.log: Path | None = None
+        """Of the latest attempt, on its machine."""
+        self._host = host or LocalHost()
 
     @property
     def name(self) -> str:
         return f"vllm-{self.index}"
 
     @property
-    def log(self) -> Path | None:
-        """The log file of the latest attempt."""
-        return self._program.log if self._program else None
-
-    @property
     def alive(self) -> bool:
-        return self._program is not None and self._program.returncode is None
+        return self._host.alive
 
     def family(self) -> list[psutil.Process]:
-        """The server's process, first, and those that it started."""
-        return self._program.family() if self._program else []
+        """The server's process, first, and those that it started, where they are on this machine."""
+        return self._host.family()
 
     def tail(self, lines: int = 30) -> str:
-        try:
-            return self._program.tail(lines) if self._program else ""
-        except OSError as error:
-            return f"(the log cannot be read: {error})"
+        return self._host.tail(lines)
 
     async def start(self, model: Path) -> None:
         """Start serving the checkpoint folder `model` and return when it answers.
@@ -84,24 +77,31 @@ class VllmServer:
         Raises:
             ServerError: it cannot start, dies, or is not ready after `machine.ready_timeout` seconds; with the
                 last lines of its log and, for known causes, what to do.
+            ConfigurationError: no node of the cluster has room for it, or its settings are impossible.
         """
         await self.stop()
-        self._check_machine(model)
-        port = self._choose_port()
-        self.url = f"http://127.0.0.1:{port}"
-        attempt = len(list(self.log_folder.glob(f"{self.name}-*.log")))
-        self._program = Program(
-            server_command(model, self.settings, self.machine, port=port, gpus=self.gpus, adapters=self.adapters),
-            log=self.log_folder / f"{self.name}-{attempt}.log",
-            env=server_environment(
-                self.machine,
-                api_key=self.api_key,
-                gpus=self.gpus,
-                deterministic=is_deterministic(self.settings, self.machine),
-                adapters=self.adapters,
-            ),
+        environment = server_environment(
+            self.machine,
+            api_key=self.api_key,
+            gpus=self.gpus,
+            deterministic=is_deterministic(self.settings, self.machine),
+            adapters=self.adapters,
         )
         try:
+            address, port = await asyncio.to_thread(self._host.prepare, self._needs(model, environment))
+            self.url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
+            command = server_command(
+                model,
+                self.settings,
+                self.machine,
+                port=port,
+                gpus=self.gpus,
+                adapters=self.adapters,
+                address=address,
+            )
+            attempt = len(list(self.log_folder.glob(f"{self.name}-*.log")))
+            self.log = self.log_folder / f"{self.name}-{attempt}.log"
+            await asyncio.to_thread(self._host.start, command, self.log, environment)
             await self._wait_ready(model)
         except BaseException:
             await self.stop()
@@ -113,8 +113,7 @@ class VllmServer:
 
     def end(self) -> None:
         """`stop`, where no event loop runs."""
-        if self._program is not None:
-            self._program.stop()
+        self._host.stop()
 
     async def _wait_ready(self, model: Path) -> None:
         began, endpoint = time.monotonic(), Endpoint(self.url, self.api_key)
@@ -122,8 +121,7 @@ class VllmServer:
             while reason := await fault(http, endpoint, model):
                 waited = time.monotonic() - began
                 if not self.alive:
-                    code = self._program.returncode if self._program else None
-                    raise self._failure(f"the vLLM server ended with exit code {code} before it was ready")
+                    raise self._failure(f"the vLLM server ended {self._host.ending} before it was ready")
                 if waited > self.machine.ready_timeout:
                     raise self._failure(f"the vLLM server was not ready after {waited:.0f} s ({reason})")
                 await asyncio.sleep(_POLL)
@@ -132,45 +130,15 @@ class VllmServer:
         text = self.tail(400)
         remedy = next((hint for pattern, hint in _HINTS if re.search(pattern, text)), "read the log")
         if "{memory}" in remedy:
-            remedy = remedy.replace("{memory}", f"{psutil.virtual_memory().available / _GIB:.1f} GiB are free")
+            remedy = remedy.replace("{memory}", f"{self._host.free_gib():.1f} GiB are free")
         return ServerError(f"{what}; its last lines:\n{self.tail()}", where=str(self.log), remedy=remedy)
 
-    def _check_machine(self, model: Path) -> None:
-        python = self.machine.server_interpreter
-        if shutil.which(python) is None:
-            raise ServerError(
-                "the environment that has vLLM is missing", where=str(python), remedy="make it: armature setup"
-            )
-        if not (model / "config.json").is_file():
-            raise ServerError("no checkpoint to serve", where=str(model), remedy="give a folder with config.json")
-        environment = server_environment(self.machine, api_key="", gpus=self.gpus)
-        if not self.gpus:
-            asked = float(environment["VLLM_CPU_KVCACHE_SPACE"] or 0)
-            weights = sum(file.stat().st_size for file in model.glob("*.safetensors")) / _GIB
-            free = psutil.virtual_memory().available / _GIB
-            if asked + weights > free:
-                raise ServerError(
-                    f"no free memory: {asked:g} GiB of KV cache and {weights:.1f} GiB of weights are requested, "
-                    f"{free:.1f} GiB are free",
-                    where=self.name,
-                    remedy="lower machine.server_environment.VLLM_CPU_KVCACHE_SPACE, or free memory",
-                )
-
-    def _choose_port(self) -> int:
+    def _needs(self, model: Path, environment: Mapping[str, str | None]) -> ServerNeeds:
+        cache = None if self.gpus else float(environment["VLLM_CPU_KVCACHE_SPACE"] or 0)
         wanted = self.machine.server_arguments.get("port")
-        port = int(wanted) + self.index if wanted is not None else 0
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError as error:
-                owner = listener(port)
-                raise ServerError(
-                    f"port {port} is in use{f' by {owner}' if owner else ''} ({error.strerror})",
-                    where="machine.server_arguments.port",
-                    remedy="end that program, choose another port, or leave the port out to get a free one",
-                ) from error
-            return int(probe.getsockname()[1])
+        port = None if wanted is None else int(wanted) + self.index
+        python = str(self.machine.server_interpreter)
+        return ServerNeeds(self.name, python, str(model), cache, port)
 
 
 async def fault(http: httpx.AsyncClient, endpoint: Endpoint, model: Path | None = None) -> str:

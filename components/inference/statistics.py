@@ -24,6 +24,8 @@ class PoolStatistics:
     restarts: int = 0
     joined: int = 0
     left: int = 0
+    stragglers: int = 0
+    """Shards of rollouts that were taken from workers because they were late."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     request_seconds: float = 0.0

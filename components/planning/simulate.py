@@ -210,6 +210,8 @@ class _Steps:
         self.loop.wait(self.costs.publish_seconds)
         self.loop.run_until_complete(self.pool.sync())
 
+    def awaits(self, step: int) -> None: ...
+
     def evaluates(self, step: int) -> bool:
         return False
 

@@ -24,9 +24,14 @@ SHOWN = {
 
 
 class StepUnits(Protocol):
-    """The units of one step. Each can be asked again after a crash and returns what it made before."""
+    """The units of one step. Each can be asked again after a crash and returns what it made before.
+
+    `awaits` is no unit: it says that nothing goes on without the rollouts of `step`, by the bound of staleness.
+    """
 
     def rollouts(self, step: int) -> Artifact: ...
+
+    def awaits(self, step: int) -> None: ...
 
     def batch(self, step: int, rollouts: Artifact) -> Artifact: ...
 
@@ -93,6 +98,7 @@ def run_loop(
     postfix: dict[str, float] = {}
     for step in range(first, last + 1):
         clock = _Clock(now)
+        steps.awaits(step)
         rollouts = pending.popleft().result()
         clock.lap("timing/wait_for_rollouts")
         if overlaps:
@@ -102,6 +108,7 @@ def run_loop(
         metrics = units.submit(f"step-{step:05d}", steps.train, step, batch).result()
         clock.lap("timing/train")
         if overlaps and pending:
+            steps.awaits(step + 1)
             pending[0].result()
             clock.lap("timing/wait_for_rollouts")
         steps.save(step)

@@ -154,6 +154,11 @@ class RLRun:
         self.context.events.artifact(artifact, "output", step)
         return artifact
 
+    def awaits(self, step: int) -> None:
+        """Training waits for the rollouts of `step`: workers that are late with them are replaced."""
+        if self.parts.workers is not None:
+            self.parts.workers.awaited(step)
+
     def batch(self, step: int, rollouts: Artifact) -> Artifact:
         """The training samples of `step` with their advantages."""
         outputs = read_rollouts(rollouts.path)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import defaultdict, deque
+import time
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -23,6 +24,7 @@ from components.inference.pool import ServerPool
 from components.project import VARIABLE as PROJECT
 from components.project import project_folder
 from components.rollouts.collect import CollectionProgress, failures_said
+from components.rollouts.late import ShardQueue
 from components.rollouts.settings import RolloutSettings
 from components.rollouts.table import read_rollouts
 from components.rollouts.worker import SHARDS, WorkerPlan
@@ -39,6 +41,9 @@ PAUSE = 1.0
 
 ATTEMPTS = 4
 """Times that a shard is begun before its error is the run's."""
+
+LOOK_EVERY = 1.0
+"""Seconds between two looks for shards that are late."""
 
 
 @dataclass(frozen=True)
@@ -102,13 +107,20 @@ class RolloutWorkers:
         self._free = {worker: asyncio.Lock() for worker in self._workers.workers}
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="shard")
         self._made_of = defaultdict[int, list[str]](list)
+        self._late_after = machine.rollout_straggler_timeout
+        self._awaited = dict[int, float]()
+
+    def awaited(self, step: int) -> None:
+        """The training can do nothing more without the rollouts of `step`; from any thread."""
+        self._awaited[step] = time.monotonic()
 
     async def collect(
         self, tasks: Sequence[Task], events: Events, *, step: int, first_group: int, name: str
     ) -> GenerateOutputs:
         """As `components.rollouts.collect.collect`, and with its results. Each worker has one shard at a time.
 
-        A shard whose worker or node is lost is collected again by the next worker that is free.
+        A shard whose worker or node is lost is collected again by the next worker that is free. One that is late (see
+        `machine.rollout_straggler_timeout`) is taken from its worker, which is ended, and so are its rollouts.
 
         Raises:
             ConfigurationError: a worker cannot be started, or what it writes is not seen here.
@@ -118,28 +130,31 @@ class RolloutWorkers:
         size = min(self._groups, -(-len(tasks) // len(self._workers.workers)))
         starts = range(0, len(tasks), size)
         shards = [RolloutShard(step, first_group + start, tuple(tasks[start : start + size])) for start in starts]
-        waiting, made = deque((shard, 1) for shard in shards), dict[int, GenerateOutputs]()
+        queue, made = ShardQueue[RolloutShard, Worker](shards), dict[int, GenerateOutputs]()
         progress = CollectionProgress(name, len(tasks) * self._plan.group_size, events)
 
         async def work(worker: Worker) -> None:
-            while waiting:
-                shard, attempt = waiting.popleft()
+            while taken := await queue.take():
+                shard, attempt = taken
                 try:
-                    outputs = await self._made(worker, shard)
+                    outputs = await self._made(worker, shard, queue)
                 except WorkerError as error:
                     if attempt == ATTEMPTS:
                         raise
                     events.message(f"{shard} is collected again: {error}")
-                    waiting.append((shard, attempt + 1))
+                    await queue.put_back(shard, attempt + 1)
+                    await asyncio.sleep(PAUSE)  # another worker takes it, if one is free
                     continue
                 made[shard.first_group] = outputs
+                await queue.made()
                 for result in chain[Trajectory | Failure](outputs.trajectories, outputs.failures):
                     progress.add(result)
 
         try:
-            async with asyncio.TaskGroup() as working:
-                for worker in self._workers.workers:
-                    working.create_task(work(worker))
+            async with asyncio.TaskGroup() as group:
+                looking = group.create_task(self._replace_late(step, queue, events))
+                await asyncio.gather(*(group.create_task(work(worker)) for worker in self._workers.workers))
+                looking.cancel()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         parts = [made[shard.first_group] for shard in shards]
@@ -151,15 +166,29 @@ class RolloutWorkers:
             events.message(failures_said(outputs, f"{name}, step {step}"))
         return outputs
 
-    async def _made(self, worker: Worker, shard: RolloutShard) -> GenerateOutputs:
+    async def _replace_late(self, step: int, queue: ShardQueue[RolloutShard, Worker], events: Events) -> None:
+        while self._late_after is not None:
+            await asyncio.sleep(LOOK_EVERY)
+            if (awaited := self._awaited.get(step)) is None:
+                continue
+            for shard, worker in queue.overdue(time.monotonic(), awaited, self._late_after):
+                self._pool.statistics.stragglers += 1
+                events.message(f"{shard} is late: training has waited {self._late_after:g} s; its worker is replaced")
+                await asyncio.to_thread(worker.close)  # its call fails, and the shard is collected again
+
+    async def _made(
+        self, worker: Worker, shard: RolloutShard, queue: ShardQueue[RolloutShard, Worker]
+    ) -> GenerateOutputs:
         key = f"{self._run}-{shard.name}"
         tasks = [{**asdict(task), "payload": task.payload} for task in shard.tasks]
-        async with self._free[worker], self._pool.lent() as servers:
+        requests = len(shard.tasks) * self._plan.group_size
+        async with self._free[worker], self._pool.lent(requests) as servers:
             play = partial(
                 worker.call, "play", key, shard.step, shard.first_group, tasks, [asdict(server) for server in servers]
             )
             try:
-                answer = (await asyncio.get_running_loop().run_in_executor(self._threads, play))[-1]
+                with queue.played(shard, worker, time.monotonic()):
+                    answer = (await asyncio.get_running_loop().run_in_executor(self._threads, play))[-1]
             except asyncio.CancelledError:
                 worker.close()
                 raise
@@ -179,6 +208,7 @@ class RolloutWorkers:
 
     def forget(self, step: int) -> None:
         """Delete the shards of `step`, which an artifact of all of them has replaced. Their images stay."""
+        self._awaited.pop(step, None)
         for key in self._made_of.pop(step, ()):
             self._store.discard(SHARDS, key)
 

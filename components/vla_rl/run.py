@@ -163,6 +163,8 @@ class RobotRLRun:
             if other != folder:
                 shutil.rmtree(other)
 
+    def awaits(self, step: int) -> None: ...
+
     def evaluates(self, step: int) -> bool:
         """Whether the panel is played by the weights after `step`."""
         return self.evaluations is not None and self.evaluations.due(step)

@@ -137,7 +137,7 @@ class WorkerActor:
                 remedy="install the same release of Armature on each node, or start them from the same image",
             ) from error
         self.node = about["node"]
-        _refuse_other(about)
+        refuse_other(about, "machine.cluster")
         return actor
 
     def _answer(self, ray: Any, actor: Any, request: bytes, timeout: float) -> bytes:
@@ -232,18 +232,16 @@ def _reach(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
 
 
-def room(cluster: ClusterSettings) -> dict[str, int]:
-    """How many workers each node has room for when nothing else is on it, by its address.
+def room(address: str, wanted: Mapping[str, float]) -> dict[str, int]:
+    """How many of what takes `wanted`, resources of Ray by name, each node has room for when nothing else is on it.
 
     Raises:
         ConfigurationError: as `joined`.
     """
-    options = cluster.options()
-    wanted = {"CPU": cluster.num_cpus, "GPU": cluster.num_gpus, "memory": options["memory"] or 0, **cluster.resources}
-    nodes = [node for node in joined(cluster.address).nodes() if node["Alive"]]
+    nodes = [node for node in joined(address).nodes() if node["Alive"]]
     return {
         f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})": int(
-            min((node["Resources"].get(name, 0) // amount for name, amount in wanted.items() if amount), default=1000)
+            min((node["Resources"].get(name, 0) // amount for name, amount in wanted.items()), default=1000)
         )
         for node in nodes
     }
@@ -257,7 +255,7 @@ def installed() -> dict[str, Any]:
     return {"code": listing_digest(code), "packages": {each.name.lower(): each.version for each in distributions()}}
 
 
-def _refuse_other(about: Mapping[str, Any]) -> None:
+def refuse_other(about: Mapping[str, Any], where: str) -> None:
     """
     Raises:
         ConfigurationError: the node's results might be others than this machine's.
@@ -273,6 +271,6 @@ def _refuse_other(about: Mapping[str, Any]) -> None:
     if different:
         raise ConfigurationError(
             f"the node has {'; '.join(different[:3])}",
-            where=f"machine.cluster, node {about['node']}",
+            where=f"{where}, node {about['node']}",
             remedy="install the same on each node, or start them from the same image",
         )

@@ -1,10 +1,11 @@
-"""Real servers that join and leave a training: the weights are those of a training with one server throughout."""
+"""Real servers that join and leave a training, or that it starts and stops: the weights are those of one server."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 from components.configuration import load_recipe
 from components.contracts.machine import Machine
 from components.contracts.stages import Artifact, Events
+from components.inference import members
+from components.inference.pool import OPEN
 from components.stages import STAGES, run_stage
 from tests.conftest import SharedServer, real_server
 
@@ -29,7 +32,7 @@ OVERRIDES = (
     "inference.deterministic=true",
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 class ChangesServers:
@@ -76,11 +79,27 @@ def train(store: Path, servers: str, events: Events | None = None) -> Artifact:
     return stage("train-vlm", {name: stage(name, {}) for name in ("tasks", "model")})
 
 
-def test_one_joins_and_one_leaves(
-    tmp_path: Path, joined_url: str, second: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    alone = train(tmp_path / "alone", f'machine.endpoints=["{joined_url}"]')
+@pytest.fixture(scope="module")
+def alone(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """What a training with one server ends with."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_API_KEY", shared_server.key)
+        return train(tmp_path_factory.mktemp("alone"), f'machine.endpoints=["{shared_server.url}"]')
 
+
+def digest(made: Artifact) -> str:
+    return hashlib.sha256((made.path / "checkpoint/model.safetensors").read_bytes()).hexdigest()
+
+
+def refuse_lost_rollouts(made: Artifact) -> None:
+    history = json.loads((made.path / "history.json").read_text())
+    assert [(row["step"], row["rollouts/failed"]) for row in history] == [(step, 0) for step in range(1, STEPS + 1)]
+    assert [row["policy_version/min"] for row in history] == [row["policy_version/max"] for row in history]
+
+
+def test_one_joins_and_one_leaves(
+    tmp_path: Path, alone: Artifact, joined_url: str, second: str, caplog: pytest.LogCaptureFixture
+) -> None:
     def said() -> list[str]:
         return [record.getMessage() for record in caplog.records if record.name == "components.inference.members"]
 
@@ -88,11 +107,47 @@ def test_one_joins_and_one_leaves(
     events = ChangesServers(file, joined_url, second, said)
     changing = train(tmp_path / "changing", f'machine.endpoints_file="{file}"', events)
     assert said() == [f"{second} joins the pool", f"{joined_url} has left the pool"]
-    digests = [
-        hashlib.sha256((made.path / "checkpoint/model.safetensors").read_bytes()).hexdigest()
-        for made in (alone, changing)
-    ]
-    assert digests[0] == digests[1]
-    history = json.loads((changing.path / "history.json").read_text())
-    assert [(row["step"], row["rollouts/failed"]) for row in history] == [(step, 0) for step in range(1, STEPS + 1)]
-    assert [row["policy_version/min"] for row in history] == [row["policy_version/max"] for row in history]
+    assert digest(changing) == digest(alone)
+    refuse_lost_rollouts(changing)
+
+
+class WaitsForServers:
+    """Holds a training up after step 2 until the pool has started a server, after step 4 until it has stopped it."""
+
+    def __init__(self, said: Callable[[str], bool]) -> None:
+        self._said, self._waited_for = said, {2: "vllm-1 is back", 4: "vllm-1 has left the pool"}
+
+    def metrics(self, values: Mapping[str, float], step: int) -> None:
+        deadline = time.monotonic() + 300
+        while step in self._waited_for and not self._said(self._waited_for[step]):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def progress(self, name: str, done: int, total: int, **postfix: float) -> None: ...
+
+    def artifact(self, artifact: Artifact, role: str, step: int | None = None) -> None: ...
+
+    def message(self, text: str) -> None: ...
+
+
+def test_one_is_started_for_requests_that_wait_and_stopped_when_idle(
+    tmp_path: Path, alone: Artifact, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "READ_EVERY", 0.05)
+    scaling = "{max_servers=2, target_ongoing_requests=4, upscale_delay=0.2, downscale_delay=10}"
+    asked, done = set[str](), threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.005):
+            asked.update(replica.name for pool in OPEN for replica in list(pool.replicas) if replica.outstanding)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        changing = train(tmp_path, f"machine.server_autoscaling={scaling}", WaitsForServers(lambda s: s in caplog.text))
+    finally:
+        done.set()
+        looking.join()
+    assert "vllm-1 joins the pool" in caplog.text and asked == {"vllm-0", "vllm-1"}
+    assert digest(changing) == digest(alone)
+    refuse_lost_rollouts(changing)

@@ -293,6 +293,7 @@ def main() -> None:
     It does not come up while there is a file called "refuse" beside the checkpoint.
     """
     parser = argparse.ArgumentParser()
+    parser.add_argument("--host")
     parser.add_argument("--port", type=int)
     parser.add_argument("--model", type=Path)
     given, _ = parser.parse_known_args()
@@ -301,7 +302,7 @@ def main() -> None:
     stand_in = StandIn(os.environ["VLLM_API_KEY"], root=str(given.model), version=given.model.name, delay=0.3)
     stand_in.start_again()
     stand_in.version = given.model.name
-    uvicorn.run(stand_in, host="127.0.0.1", port=given.port, log_level="critical")
+    uvicorn.run(stand_in, host=given.host, port=given.port, log_level="critical")
 
 
 if __name__ == "__main__":

@@ -26,14 +26,14 @@ Checkpoint = Callable[..., Path]
 
 
 @pytest.fixture
-def local_pool(tmp_path: Path) -> Callable[[Path, int], ServerPool]:
+def local_pool(tmp_path: Path) -> Callable[..., ServerPool]:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {STAND_IN} "$@"\n')
     python.chmod(0o755)
     settings = ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="float32")
 
-    def make(weights: Path, servers: int) -> ServerPool:
-        machine = Machine(server_python=python, servers=servers, ready_timeout=30)
+    def make(weights: Path, servers: int, **facts: Any) -> ServerPool:
+        machine = Machine(server_python=python, servers=servers, ready_timeout=30, **facts)
         return ServerPool(weights, settings, machine, tmp_path / "logs")
 
     return make

@@ -69,6 +69,7 @@ RECIPES = {
     ),
 }
 """Each with fewer and smaller steps than it has."""
+SERVER = "vllm.entrypoints.openai.api_server"
 PLAYERS = {"train-vlm": "components.rollouts.worker", "train-vla": "components.environments.libero.worker"}
 ENVIRONMENT = {**ONE_THREAD, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1"}
 
@@ -198,6 +199,30 @@ def test_the_weights_are_those_of_one_machine_though_a_raylet_is_killed(
             (tmp_path / "remote/images").iterdir()
         )
         server.stop()
+    ray_cluster.add(lost)
+
+
+def test_the_weights_are_those_of_one_machine_though_the_node_with_the_model_server_is_lost(
+    ray_cluster: RayCluster, tmp_path: Path
+) -> None:
+    recipe = "train-vlm/colors"
+    expected = ended(start(None, tmp_path, recipe))
+    place = f'cluster={{address="{ray_cluster.address}", start_timeout=300, servers={{num_cpus=2}}}}'
+    python = f'server_python="{ROOT / ".venv-vllm/bin/python"}"'
+    began = time.monotonic()
+    # All nodes see the store: servers read the weights there.
+    run = start(ray_cluster.head, tmp_path / "placed", recipe, place, python, "threads=1")
+    wait_for(lambda: any(tmp_path.glob("placed/store/workspaces/train-vlm-*/history.jsonl")), run, 900)
+    ((lost, servers),) = ray_cluster.players(SERVER).items()
+    ray_cluster.kill_raylet(lost)
+    print(f"{lost.name} lost its raylet, and the server, after {time.monotonic() - began:.0f} s")
+    wait_for(lambda: bool(ray_cluster.players(SERVER).keys() - {lost}), run, 300)
+    _, alive = psutil.wait_procs(servers, timeout=60)
+    assert not alive, "the server outlived its raylet"
+    assert ended(run) == expected
+    said = run.tail(5000)
+    print(f"on the cluster after {time.monotonic() - began:.0f} s, the same weights")
+    assert "is removed from the pool" in said and "is back with version" in said
     ray_cluster.add(lost)
 
 

@@ -48,6 +48,9 @@ class RecordingSteps:
         self._note(f"rollouts {step} end")
         return Artifact(kind="rollouts", path=Path(str(step)), digest=str(step))
 
+    def awaits(self, step: int) -> None:
+        self._note(f"rollouts {step} awaited")
+
     def batch(self, step: int, rollouts: Artifact) -> Artifact:
         assert rollouts.digest == str(step)
         return Artifact(kind="batches", path=Path(str(step)), digest=f"b{step}")
@@ -119,6 +122,17 @@ def test_with_updates_in_flight_rollouts_begin_as_early_as_their_weights_may_be_
     assert all(steps.sampled_until[step] <= step - 1 for step in range(1, 9))
     assert steps.notes.index(f"rollouts {1 + staleness} begin") < steps.notes.index("train 1 begin")
     assert [steps.notes.count(f"rollouts {step} begin") for step in range(1, 9)] == [1] * 8
+
+
+@pytest.mark.parametrize(("staleness", "in_flight"), [(0, False), (1, False), (2, True)])
+def test_rollouts_are_awaited_once_nothing_else_is_to_be_done(staleness, in_flight):
+    steps = RecordingSteps()
+    run(steps, staleness, in_flight=in_flight)
+    for step in range(1, 6):
+        awaited = steps.notes.index(f"rollouts {step} awaited")
+        assert awaited < steps.notes.index(f"train {step} begin")
+        if step > 1:  # until then the trainer had something to do
+            assert steps.notes.index(f"train {step - 1} end") < awaited
 
 
 def test_with_updates_in_flight_no_weights_wait_for_rollouts():

@@ -7,33 +7,41 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
+from pydantic import ValidationError
 
 from components.artifacts.images import ImageStore
 from components.artifacts.store import ArtifactStore
 from components.contracts.episodes import Task
 from components.contracts.errors import ConfigurationError
+from components.contracts.machine import Machine
 from components.contracts.rollouts import GenerateOutputs
 from components.environments.make import make_environment
 from components.environments.settings import EnvironmentSettings
 from components.inference.pool import ServerPool
 from components.inference.settings import SamplingSettings
 from components.rollouts.collect import collect
+from components.rollouts.late import ShardQueue
 from components.rollouts.settings import RolloutSettings
-from components.rollouts.shards import RolloutWorkers
+from components.rollouts.shards import WORKER, RolloutWorkers
 from components.rollouts.table import write_rollouts
 from components.rollouts.worker import SHARDS
+from components.workers.worker import workers_on
 from tests.inference.conftest import checkpoint, make_pool, stand_ins
+from tests.workers.conftest import cluster, ray_cluster
 
 from .conftest import RecordedEvents
 
-__all__ = ["checkpoint", "make_pool", "stand_ins"]
+__all__ = ["checkpoint", "cluster", "make_pool", "ray_cluster", "stand_ins"]
 COLORS = EnvironmentSettings(name="colors", train_tasks=6, heldout_tasks=1)
 PLAN = RolloutSettings(groups_per_step=6, group_size=2, sampling=SamplingSettings(max_tokens=3), seed=7)
 TASKS: tuple[Task, ...] = tuple(make_environment(COLORS).tasks("train"))
@@ -163,6 +171,79 @@ def test_a_worker_that_is_killed_costs_no_rollout(
     assert f"process {killed[0]}" in said and "the shard of step 3, groups " in said
 
 
+def playing_processes() -> set[int]:
+    """The workers that this process has started, or the nodes of its cluster."""
+    found = set()
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            command = each.cmdline()
+            if WORKER in command and not any(part.endswith("components/process.py") for part in command):
+                found.add(each.pid)
+    return found
+
+
+@pytest.fixture(params=["process", *(["actor"] if find_spec("ray") else [])])
+def place(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where workers are: processes of this machine, or nodes of a cluster."""
+    with workers_on(None if request.param == "process" else request.getfixturevalue("cluster")):
+        yield
+
+
+@pytest.mark.usefixtures("place")
+def test_a_worker_that_is_late_is_replaced_and_no_rollout_is_doubled(
+    stand_ins: StandIns, make_pool: MakePool, weights: Path, tmp_path: Path
+) -> None:
+    servers = stand_ins(1)
+    alone = in_one_process(tmp_path, make_pool(servers, weights))
+    run = Run(tmp_path, make_pool(servers, weights), rollout_straggler_timeout=2.0)
+    servers[0].delay = 1.0
+    before = playing_processes()
+
+    async def stopping() -> GenerateOutputs:
+        playing = asyncio.create_task(run.collect())
+        while not (started := playing_processes() - before) or not servers[0].at_once:
+            await asyncio.sleep(0.05)
+        os.kill(started.pop(), signal.SIGSTOP)  # it says no more that it lives, but would have two minutes to
+        await asyncio.sleep(5.0)
+        assert not run.events.messages, "nobody waits for the rollouts yet"
+        run.workers.awaited(3)
+        return await playing
+
+    outputs = run.play(stopping)
+    assert rows(tmp_path / "workers", outputs) == rows(tmp_path / "alone", alone)
+    late, again = run.events.messages
+    assert "is late: training has waited 2 s" in late and "is collected again" in again
+    assert late.startswith(again.partition(" is collected")[0])
+    assert run.pool.statistics.stragglers == 1
+    assert len(run.shards) == 2
+
+
+def test_what_is_late() -> None:
+    async def work() -> None:
+        queue = ShardQueue[str, str](["a", "b", "c"])
+        assert [await queue.take() for _ in range(3)] == [("a", 1), ("b", 1), ("c", 1)]
+        with queue.played("a", "one", 0.0), queue.played("b", "two", 5.0), queue.played("c", "three", 5.0):
+            assert not list(queue.overdue(99.0, 0.0, 10.0)), "no worker is free"
+            idle = asyncio.create_task(queue.take())
+            await asyncio.sleep(0)
+            assert not list(queue.overdue(13.0, 4.0, 10.0)), "waited for since 4"
+            assert list(queue.overdue(16.0, 4.0, 10.0)) == [("a", "one")], "one worker is free, and a is the longest"
+            assert list(queue.overdue(16.0, 4.0, 10.0)) == [("b", "two")], "each is taken once"
+            await queue.put_back("a", 2)
+            assert await idle == ("a", 2)
+            assert not list(queue.overdue(99.0, 4.0, 10.0)), "no worker is free any more"
+        for _ in range(3):
+            await queue.made()
+        assert await queue.take() is None
+
+    asyncio.run(work())
+
+
+def test_one_worker_cannot_be_replaced() -> None:
+    with pytest.raises(ValidationError, match="has no effect without another of the rollout_workers"):
+        Machine(rollout_workers=1, rollout_straggler_timeout=60.0)
+
+
 def test_a_server_that_dies_is_taken_out_and_its_requests_go_to_the_other(
     stand_ins: StandIns, make_pool: MakePool, weights: Path, tmp_path: Path
 ) -> None:
@@ -204,7 +285,7 @@ def test_answers_of_other_weights_are_thrown_away(
     real = run.pool.lent
 
     async def changed() -> GenerateOutputs:
-        async with real() as lent:
+        async with real(1) as lent:
             stale = [replace(each, mark="another") for each in lent]
         worker = run.workers._workers.workers[0]
         tasks = [{"task_id": "a", "split": "train", "payload": TASKS[0].payload}]

@@ -133,12 +133,12 @@ def test_a_node_that_cannot_make_workers_is_said(cluster: ClusterSettings) -> No
 def test_other_packages_and_other_code_are_refused() -> None:
     here = actor.installed()
     about = {"node": "10.0.0.2", "code": here["code"], "packages": dict(here["packages"])}
-    actor._refuse_other(about)
-    actor._refuse_other(about | {"packages": about["packages"] | {"more": "1"}})
+    actor.refuse_other(about, "machine.cluster")
+    actor.refuse_other(about | {"packages": about["packages"] | {"more": "1"}}, "machine.cluster")
     with pytest.raises(ConfigurationError, match=r"numpy 1\.0, here .*\n.*10\.0\.0\.2"):
-        actor._refuse_other(about | {"packages": about["packages"] | {"numpy": "1.0"}})
+        actor.refuse_other(about | {"packages": about["packages"] | {"numpy": "1.0"}}, "machine.cluster")
     with pytest.raises(ConfigurationError, match="another code"):
-        actor._refuse_other(about | {"code": "0"})
+        actor.refuse_other(about | {"code": "0"}, "machine.cluster")
 
 
 def test_a_cluster_that_is_not_there_is_said() -> None:

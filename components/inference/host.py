@@ -1,0 +1,141 @@
+"""The machine that a model server runs on: this one, or one that is asked to run it."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from components.contracts.errors import ServerError
+from components.ports import listener
+from components.process import Program
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class ServerNeeds:
+    """What a server wants of its machine before it is started.
+
+    `cache_gib`: main memory for its KV cache; None where it is on GPUs. `port`: None: any that is free.
+    """
+
+    name: str
+    python: str
+    model: str
+    cache_gib: float | None
+    port: int | None
+
+
+class Host(Protocol):
+    """Runs one program at a time, which ends with whoever has the host."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the program runs. It does not wait."""
+
+    @property
+    def ending(self) -> str:
+        """How the program ended: "with exit code 1"."""
+
+    def prepare(self, needs: ServerNeeds) -> tuple[str, int]:
+        """The address and the port where the server is to listen.
+
+        Raises:
+            ServerError: the machine lacks something that the server needs.
+            ConfigurationError: there is no such machine.
+        """
+
+    def start(self, command: Sequence[str], log: Path, env: Mapping[str, str | None]) -> None:
+        """Start a program; see `Program`. `prepare` has returned. Raises OSError."""
+
+    def stop(self) -> None:
+        """End the program and all its processes, or a `prepare` that waits."""
+
+    def tail(self, lines: int) -> str:
+        """The last lines of the log."""
+
+    def free_gib(self) -> float:
+        """Free main memory."""
+
+    def family(self) -> list[psutil.Process]:
+        """The program, first, and its processes, as far as they are on this machine."""
+
+
+class LocalHost:
+    """This machine: a `Host`, and what other machines do when they are one."""
+
+    def __init__(self) -> None:
+        self._program: Program | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._program is not None and self._program.returncode is None
+
+    @property
+    def ending(self) -> str:
+        return f"with exit code {self._program.returncode if self._program else None}"
+
+    def prepare(self, needs: ServerNeeds) -> tuple[str, int]:
+        model = Path(needs.model)
+        if shutil.which(needs.python) is None:
+            raise ServerError("the environment that has vLLM is missing", where=needs.python, remedy=_SETUP)
+        if not (model / "config.json").is_file():
+            raise ServerError("no checkpoint to serve", where=needs.model, remedy="give a folder with config.json")
+        if needs.cache_gib is not None:
+            weights = sum(file.stat().st_size for file in model.glob("*.safetensors")) / GIB
+            if needs.cache_gib + weights > (free := self.free_gib()):
+                raise ServerError(
+                    f"no free memory: {needs.cache_gib:g} GiB of KV cache and {weights:.1f} GiB of weights are "
+                    f"requested, {free:.1f} GiB are free",
+                    where=needs.name,
+                    remedy="lower machine.server_environment.VLLM_CPU_KVCACHE_SPACE, or free memory",
+                )
+        return "127.0.0.1", free_port(needs.port, "127.0.0.1")
+
+    def start(self, command: Sequence[str], log: Path, env: Mapping[str, str | None]) -> None:
+        self._program = Program(command, log=log, env=env)
+
+    def stop(self) -> None:
+        if self._program is not None:
+            self._program.stop()
+
+    def tail(self, lines: int) -> str:
+        try:
+            return self._program.tail(lines) if self._program else ""
+        except OSError as error:
+            return f"(the log cannot be read: {error})"
+
+    def free_gib(self) -> float:
+        return float(psutil.virtual_memory().available / GIB)
+
+    def family(self) -> list[psutil.Process]:
+        return self._program.family() if self._program else []
+
+
+_SETUP = "make it: armature setup"
+
+
+def free_port(wanted: int | None, address: str) -> int:
+    """`wanted`, or any port that nobody listens on there.
+
+    Raises:
+        ServerError: it is taken.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, wanted or 0))
+        except OSError as error:
+            owner = listener(wanted or 0)
+            raise ServerError(
+                f"port {wanted} is in use{f' by {owner}' if owner else ''} ({error.strerror})",
+                where="machine.server_arguments.port",
+                remedy="end that program, choose another port, or leave the port out to get a free one",
+            ) from error
+        return int(probe.getsockname()[1])

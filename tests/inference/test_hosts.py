@@ -1,0 +1,258 @@
+"""A server's machine, this one or a node of a Ray cluster: the same contract; stand-in programs in vLLM's place."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from pydantic import ValidationError
+
+from components.contracts.autoscaling import ServerAutoscaling
+from components.contracts.cluster import ClusterSettings, ServerBundle
+from components.contracts.errors import ConfigurationError, ServerError
+from components.contracts.machine import Machine
+from components.inference import members
+from components.inference.command import is_deterministic, server_command, server_environment
+from components.inference.host import Host, LocalHost, ServerNeeds
+from components.inference.placed import PlacedHost, ServerPlaces
+from components.inference.pool import ServerPool
+from components.inference.settings import SamplingSettings, ServerSettings
+from tests.workers.conftest import cluster, ray_cluster
+
+from .test_autoscaling import Load
+from .test_endpoints_file import MESSAGES, until
+from .test_pool_restarts import STAND_IN
+
+__all__ = ["cluster", "ray_cluster"]
+SETTINGS = ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="float32")
+BUNDLE = ServerBundle(num_cpus=1, resources={"steady": 1})
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: make interop-ray")
+Checkpoint = Callable[..., Path]
+
+
+@pytest.fixture(params=["local", pytest.param("node", marks=needs_ray)])
+def host(request: pytest.FixtureRequest) -> Iterator[Host]:
+    if request.param == "local":
+        host: Host = LocalHost()
+        yield host
+        host.stop()
+        return
+    place = request.getfixturevalue("cluster")
+    places = ServerPlaces(place, BUNDLE, 1)
+    host = PlacedHost(places, 0)
+    yield host
+    host.stop()
+    places.close()
+
+
+def needs(checkpoint: Path, **changes: Any) -> ServerNeeds:
+    given = {"name": "vllm-0", "python": sys.executable, "model": str(checkpoint), "cache_gib": 0.1, "port": None}
+    return ServerNeeds(**(given | changes))
+
+
+def until_gone(pid: int) -> None:
+    end = time.monotonic() + 20
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_program_listens_where_it_was_told_to_and_ends_with_all_that_it_started(
+    host: Host, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    address, port = host.prepare(needs(checkpoint("a")))
+    assert not host.alive
+    code = (
+        "import http.server, os, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(tmp_path / 'pids')!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\n"
+        "print('the word is', os.environ['WORD'], flush=True)\n"
+        f"http.server.test(http.server.SimpleHTTPRequestHandler, port={port}, bind={address!r})\n"
+    )
+    host.start([sys.executable, "-c", code], tmp_path / "logs/one.log", {"WORD": "abracadabra"})
+    end = time.monotonic() + 30
+    while "the word is" not in host.tail(30):
+        assert host.alive and time.monotonic() < end
+        time.sleep(0.05)
+    with httpx.Client(trust_env=False, transport=httpx.HTTPTransport(retries=20)) as http:
+        assert http.get(f"http://{address}:{port}/").status_code == 200
+    assert host.tail(1).endswith("-") or "abracadabra" in host.tail(30)
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    host.stop()
+    assert not host.alive
+    for pid in pids:
+        until_gone(pid)
+
+
+def test_how_it_ended_is_said_and_another_can_be_started(host: Host, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model = checkpoint("a")
+    for number in (3, 5):
+        host.prepare(needs(model))
+        host.start([sys.executable, "-c", f"print('to {number}'); raise SystemExit({number})"], tmp_path / "log", {})
+        end = time.monotonic() + 30
+        while host.alive:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert host.ending == f"with exit code {number}" and host.tail(1) == f"to {number}"
+        host.stop()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"python": "/nowhere/python"}, "the environment that has vLLM is missing"),
+        ({"model": "/nowhere"}, "no checkpoint to serve"),
+        ({"cache_gib": 1e6}, "no free memory: 1e[+]06 GiB of KV cache"),
+    ],
+)
+def test_what_its_machine_lacks_is_said(host: Host, checkpoint: Checkpoint, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ServerError, match=said):
+        host.prepare(needs(checkpoint("a"), **changes))
+    assert not host.alive
+
+
+# On a cluster
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {STAND_IN} "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+@pytest.fixture
+def placed_pool(python: Path, tmp_path: Path) -> Callable[..., ServerPool]:
+    def make(weights: Path, cluster: ClusterSettings, bundle: ServerBundle = BUNDLE, **machine: Any) -> ServerPool:
+        place = cluster.model_copy(update={"servers": bundle})
+        facts = {"servers": 2, "ready_timeout": 60, **machine}
+        return ServerPool(weights, SETTINGS, Machine(server_python=python, cluster=place, **facts), tmp_path / "logs")
+
+    return make
+
+
+async def ask_many(pool: ServerPool, sampling: SamplingSettings, count: int) -> list[Any]:
+    return await asyncio.gather(*(pool.complete(MESSAGES, sampling, 2 * seed) for seed in range(count)))
+
+
+def serves(node: Any) -> bool:
+    """Whether a server runs on this node of Ray."""
+    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+    return any(str(STAND_IN) in each.cmdline() for each in raylet.children(recursive=True) if each.is_running())
+
+
+@needs_ray
+def test_a_lost_node_s_server_is_started_elsewhere_with_the_current_weights(
+    ray_cluster: Any,
+    cluster: ClusterSettings,
+    placed_pool: Callable[..., ServerPool],
+    checkpoint: Checkpoint,
+    sampling: SamplingSettings,
+) -> None:
+    nodes = [ray_cluster.add_node(num_cpus=1, resources={"serving": 1}) for _ in range(3)]
+    pool = placed_pool(checkpoint("a"), cluster, ServerBundle(num_cpus=1, resources={"serving": 1}))
+
+    async def work() -> list[Any]:
+        async with pool:
+            before = await ask_many(pool, sampling, 8)
+            await pool.sync(checkpoint("b"), 1)
+            async with Load(pool, sampling, 6) as load:
+                lost = nodes.pop([serves(node) for node in nodes].index(True))
+                await asyncio.to_thread(ray_cluster.remove_node, lost, allow_graceful=False)
+                await until(lambda: pool.statistics.ejections == 1)
+                async with asyncio.timeout(90):
+                    while not all(replica.ready for replica in pool.replicas):
+                        await asyncio.sleep(0.05)
+                await load.until_answered_by("vllm-0")
+                await load.until_answered_by("vllm-1")
+            assert {result.server for result in before} == {"vllm-0", "vllm-1"}
+            return load.results
+
+    results = asyncio.run(work())
+    assert {(result.text, result.policy_version) for result in results} == {("b", 1)}
+    assert not pool.statistics.failures and pool.statistics.restarts == 1
+    for node in nodes:
+        ray_cluster.remove_node(node)
+
+
+@needs_ray
+def test_servers_beyond_the_least_have_bundles_as_long_as_they_run(
+    cluster: ClusterSettings,
+    placed_pool: Callable[..., ServerPool],
+    checkpoint: Checkpoint,
+    sampling: SamplingSettings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import ray
+
+    monkeypatch.setattr(members, "READ_EVERY", 0.05)
+    plan = ServerAutoscaling(max_servers=2, target_ongoing_requests=4, upscale_delay=0.2, downscale_delay=0.6)
+    pool = placed_pool(checkpoint("a"), cluster, servers=1, server_autoscaling=plan)
+
+    def taken() -> float:
+        return float(ray.cluster_resources()["steady"] - ray.available_resources()["steady"])
+
+    async def work() -> None:
+        async with pool:
+            assert taken() == 1
+            async with Load(pool, sampling, 8) as load:
+                await load.until_answered_by("vllm-1")
+                assert taken() == 2
+            await until(lambda: len(pool.replicas) == 1 and taken() == 1)
+        await until(lambda: taken() == 0)
+
+    asyncio.run(work())
+    assert not pool.statistics.failures
+
+
+@needs_ray
+def test_no_room_is_said_with_what_is_free(
+    cluster: ClusterSettings, placed_pool: Callable[..., ServerPool], checkpoint: Checkpoint
+) -> None:
+    place = cluster.model_copy(update={"start_timeout": 2.0})
+    pool = placed_pool(checkpoint("a"), place, ServerBundle(num_cpus=1000))
+
+    async def work() -> None:
+        async with pool:
+            raise AssertionError
+
+    with pytest.raises(ConfigurationError, match=r"had room for a model server within 2 s: it takes .*1000.*free"):
+        asyncio.run(work())
+
+
+def test_what_a_server_on_a_cluster_is_told(checkpoint: Checkpoint) -> None:
+    place = ClusterSettings(address="auto", servers=ServerBundle(num_cpus=3, tensor_parallel_size=2))
+    machine = Machine(cluster=place)
+    gpus = machine.gpus_of_server(1)
+    command = server_command(checkpoint("a"), SETTINGS, machine, port=1, gpus=gpus, address="10.0.0.7")
+    assert command[command.index("--host") + 1] == "10.0.0.7"
+    assert command[command.index("--tensor-parallel-size") + 1] == "2"
+    assert not is_deterministic(SETTINGS, machine)
+    on_cpu = Machine(cluster=ClusterSettings(address="auto", servers=ServerBundle(num_cpus=3)))
+    assert on_cpu.gpus_of_server(0) == () and is_deterministic(SETTINGS, on_cpu)
+    assert server_environment(on_cpu, api_key="", gpus=())["OMP_NUM_THREADS"] == "3"
+    assert place.servers is not None and place.servers.resources_of_node() == {"CPU": 3, "GPU": 2}
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"endpoints": ["http://10.0.0.7:8000"]}, "of servers that a run starts"),
+        ({"server_gpus": [[0]]}, "server_gpus names GPUs of this machine"),
+        ({"weight_transfer": "nccl"}, "cluster.servers needs weight_transfer"),
+    ],
+)
+def test_what_it_cannot_be_set_with(facts: dict[str, Any], said: str) -> None:
+    place = {"address": "auto", "servers": {}}
+    Machine.model_validate({"cluster": place, "rollout_workers": 2})
+    with pytest.raises(ValidationError, match=said):
+        Machine.model_validate({"cluster": place, **facts})
