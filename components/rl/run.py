@@ -264,9 +264,11 @@ class RLRun:
         if self.evaluations is not None:
             metrics.update(self.evaluations.history(step))
         if "timing/step" in metrics:
+            metrics |= self._cpu.since()
+        if step:
             machine = self.context.machine
-            ranks = machine.trainer_nodes * machine.trainer_processes
-            metrics |= self._cpu.since() | {"machine/servers": len(self.pool.replicas), "machine/ranks": ranks}
+            metrics["machine/servers"] = len(self.pool.replicas)
+            metrics["machine/ranks"] = machine.trainer_nodes * machine.trainer_processes
         self.history.append(step, metrics)
 
     def complete_history(self, done: int) -> None:

@@ -113,6 +113,7 @@ class PoolOfOne:
     def __init__(self, policy: Scripted) -> None:
         self.complete = policy.complete
         self._policy, self.weights = policy, SimpleNamespace(probe=None, version=0)
+        self.replicas = [policy]
 
     async def sync(self, folder: Path, version: int, send: None = None, answer: None = None) -> None:
         self._policy.version = self.weights.version = version

@@ -57,7 +57,7 @@ class LocalSampler:
         self.model = load_model(folder, model_settings())
         self.weights = SimpleNamespace(probe=make_probe(384, self.forbidden, 64, images=False), version=0)
         self.synced: list[int] = []
-        self.asked = 0
+        self.asked, self.replicas = 0, [self]
 
     async def __aenter__(self) -> Self:
         return self

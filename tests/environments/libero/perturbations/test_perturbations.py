@@ -55,14 +55,19 @@ class Begin:
         )
 
 
-def begin(made: LiberoSimulator, perturbation: Perturbation | None, seed: int = 1000, state: int = 0) -> Begin:
-    made.reset(state, seed, perturbation)
+def where(scene: PerturbedScene) -> tuple[dict[str, NDArray[np.float64]], float]:
+    """The place of each thing, and how deep one is in another: as a negative distance."""
+    places = {name: scene.data.xpos[body].copy() for name, body in (scene.objects | scene.fixtures).items()}
+    return places, min(scene.data.contact.dist, default=0.0)
+
+
+def begin(made: LiberoSimulator, perturbation: Perturbation | None, seed: int = 1000) -> Begin:
+    made.reset(0, seed, perturbation)
     scene = PerturbedScene.of(made._environment)
     arrays = {name: getattr(scene.model, name) for name in dir(scene.model) if not name.startswith("_")}
     model = {name: array.copy() for name, array in arrays.items() if isinstance(array, np.ndarray)}
     seen, at_first = made.observe(), physics(made)
-    deepest = min(scene.data.contact.dist, default=0.0)
-    places = {name: scene.data.xpos[body].copy() for name, body in (scene.objects | scene.fixtures).items()}
+    places, deepest = where(scene)
     joints = scene.data.qpos[scene.arm].copy()
     for action in ACTIONS:
         made.step(action)
@@ -158,13 +163,18 @@ def test_another_process_and_another_order_give_the_same_bytes(made: LiberoSimul
 def check_placements(suite: str, index: int, states: range) -> dict[str, float]:
     """Nothing penetrates, and everything stays as high as it was; how far each thing moved at most."""
     made, ways = LiberoSimulator(suite_tasks(suite)[index], SETTINGS), dict[str, float]()
+
+    def places_after(state: int, perturbation: Perturbation | None) -> tuple[dict[str, NDArray[np.float64]], float]:
+        made.reset(state, 1000 + state, perturbation)
+        return where(PerturbedScene.of(made._environment))
+
     for state in states:
-        before = begin(made, None, 1000 + state, state)
+        before, deepest_before = places_after(state, None)
         for name in ("layout", "distractors", "robot"):
-            after = begin(made, Perturbation(name, 1.0), 1000 + state, state)
-            assert after.deepest > min(-1e-3, before.deepest - 1e-3), (name, state, after.deepest, before.deepest)
-            for thing, place in after.places.items():
-                shift = place - before.places[thing]
+            after, deepest = places_after(state, Perturbation(name, 1.0))
+            assert deepest > min(-1e-3, deepest_before - 1e-3), (name, state, deepest, deepest_before)
+            for thing, place in after.items():
+                shift = place - before[thing]
                 assert abs(shift[2]) < 0.01, (name, state, thing, shift)
                 ways[thing] = max(ways.get(thing, 0.0), float(np.linalg.norm(shift[:2])))
     made.close()
