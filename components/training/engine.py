@@ -87,6 +87,10 @@ class TrainingEngine(Generic[Model]):
         # FSDP averages gradients over its ranks.
         (loss * (self.ranks.size if self.sharded else 1)).backward()
 
+    def discard(self) -> None:
+        """Forget the gradients since the last update."""
+        self.optimizer.zero_grad(set_to_none=True)
+
     def update(self, number: int) -> AppliedUpdate:
         """Sum the gradients over the ranks, clip them, and make the optimizer step if they are finite.
 
@@ -108,7 +112,7 @@ class TrainingEngine(Generic[Model]):
             for group, own in zip(self.groups, self.optimizer.param_groups, strict=True):
                 own["lr"] = group.rate(number)
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.discard()
         self.skipped.note(number, norms if len(norms) > 1 else next(iter(norms.values())), finite)
         return AppliedUpdate(norms, finite)
 

@@ -84,20 +84,24 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
     def step(self, samples: Sequence[AnswerSample]) -> dict[str, float]:
         """Train on the answers of one step, `epochs` times; every rank calls it with the same.
 
-        A step without answers, because every group agreed, changes nothing and counts.
+        A step without answers, because every group agreed, changes nothing and counts. With `target_kl` the step ends
+        before an update whose answers are farther than that from the policy that played.
         """
         began, number = perf_counter(), self.steps_done + 1
         sums: dict[str, float] = defaultdict(float)
-        norms, skipped = [], 0
+        norms, skipped, updates = [], 0, self._updates(len(samples), number)
         solved = frozenset(each.episode_id for each in samples if each.done and not each.truncated)
-        for rows in self._updates(len(samples), number):
-            chosen = [samples[row] for row in rows]
+        for rows in updates:
+            chosen, before = [samples[row] for row in rows], sums["kl"]
             ratios = len(chosen) if self._chunks else sum(len(each.logprobs) for each in chosen)
             for part, real in self._own(chosen):
                 loss, found = self._losses(part, ratios, len(chosen), solved)
                 self.backward(loss if real else 0.0 * loss)
                 for name, value in found.items() if real else ():
                     sums[name] += value
+            if (most := self.settings.target_kl) and self.ranks.sum({"kl": sums["kl"] - before})["kl"] > most * ratios:
+                self.discard()
+                break
             done = self.update(number)
             norms.append(sqrt(sum(norm**2 for norm in done.norms.values())))
             skipped += not done.finite
@@ -105,7 +109,8 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
         names = set().union(*self.ranks.gather(list(sums)))  # a rank without answers has none
         totals = self.ranks.sum({name: sums[name] for name in sorted({"loss", *names})})
         counts = {name: totals.pop(name, 1.0) for name in (RATIOS, ANSWERS, SLOTS)}
-        report = {"loss": totals.pop("loss") / max(len(norms), 1)}
+        computed = min(len(norms) + 1, len(updates))
+        report = {"loss": totals.pop("loss") / max(computed, 1)}
         over = dict.fromkeys(OF_ANSWERS, ANSWERS) | {PADDING: SLOTS}
         report |= {name: value / counts[over.get(name, RATIOS)] for name, value in totals.items()}
         seconds = perf_counter() - began
@@ -113,6 +118,7 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
             "grad_norm": float(np.mean(norms)) if norms else 0.0,
             "updates": float(len(norms)),
             "updates_skipped": float(skipped),
+            "updates_left_out": float(len(updates) - len(norms)),
             "answers_per_second": len(samples) * self.settings.epochs / seconds,
             "timing/train_s": seconds,
             "memory/peak_gib": max(self.ranks.gather(peak_memory_gib(self.ranks.device))),

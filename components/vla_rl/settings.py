@@ -185,6 +185,12 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
         exclude_if=operator.not_,
         description="Weight of the behavior cloning of answers from episodes that solved their task; 0: none.",
     )
+    target_kl: NonNegativeFloat = Field(
+        0.0,
+        exclude_if=operator.not_,
+        description="End a step's updates before one whose probability ratios have a larger mean KL divergence from "
+        "the policy that played; 0: make all of them.",
+    )
     samples_per_update: NonNegativeInt = Field(
         0, description="Answers per optimizer update at most, spread evenly; 0: all of the step."
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from components.artifacts.images import ImageStore
 from components.contracts.errors import DataError
@@ -131,6 +132,25 @@ def test_micro_batches_and_epochs_are_sums_of_the_same_answers(
     assert sorted(row for rows in updates[:3] for row in rows) == [*range(11)] and updates[:3] != updates[3:]
     assert several.step(samples)["updates"] == 2 * -(-len(samples) // 5)
     assert several.step([])["updates"] == 0 and several.steps_done == 2
+
+
+def test_a_step_ends_before_an_update_that_is_too_far_from_the_policy_that_played(
+    loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+) -> None:
+    samples, plan = judged(answers), {"samples_per_update": 5, "epochs": 2}
+    whole, near, far = (learner(loaded, images, target_kl=most, **plan) for most in (0.0, 1e-9, 1e3))
+    reports = [each.step(samples) for each in (whole, near, far)]
+    count = len(whole._updates(len(samples), 1))
+    assert [report["updates"] for report in reports] == [count, 1, count]
+    assert [report["updates_left_out"] for report in reports] == [0, count - 1, 0]
+    assert reports[1]["kl"] > 1e-9  # that of the answers that were looked at
+    first = learner(loaded, images, **plan)
+    first._updates = lambda count, number: whole._updates(count, number)[:1]
+    first.step(samples)
+    for one, other in ((near, first), (far, whole)):
+        for name, weight in other.model.state_dict().items():
+            assert torch.equal(one.model.state_dict()[name], weight), name
+    assert all(weight.grad is None for weight in near.model.parameters())  # nothing is left of what was not made
 
 
 def test_an_answer_of_another_policy_is_refused(
