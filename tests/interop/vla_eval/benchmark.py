@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -66,8 +67,9 @@ class Table(StepBenchmark):
 
 
 def evaluate(url: str, episodes: int) -> dict[str, Any]:
-    config = {"benchmarks": [{"benchmark": f"{__name__}:Table", "episodes_per_task": episodes}]}
-    (result,) = run(config, server_url=url, docker=False, no_save=True)
+    with TemporaryDirectory() as folder:  # of this run alone: its progress is in a file with the benchmark's name
+        benchmarks = [{"benchmark": f"{__name__}:Table", "episodes_per_task": episodes}]
+        (result,) = run({"benchmarks": benchmarks, "output_dir": folder}, server_url=url, docker=False, no_save=True)
     return dict(result)
 
 
