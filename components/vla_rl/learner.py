@@ -118,7 +118,7 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
             "grad_norm": float(np.mean(norms)) if norms else 0.0,
             "updates": float(len(norms)),
             "updates_skipped": float(skipped),
-            "updates_left_out": float(len(updates) - len(norms)),
+            "updates_dropped": float(len(updates) - len(norms)),
             "answers_per_second": len(samples) * self.settings.epochs / seconds,
             "timing/train_s": seconds,
             "memory/peak_gib": max(self.ranks.gather(peak_memory_gib(self.ranks.device))),

@@ -321,7 +321,8 @@ def images_of(root, monkeypatch, small):
     return found
 
 
-def test_videos_that_are_decoded_once_have_the_same_frames(written, monkeypatch):
+def test_videos_that_are_decoded_once_have_the_same_frames(written, monkeypatch, tmp_path):
+    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path))
     made = []
     monkeypatch.setattr(FrameReader, "_decode", lambda *given, real=FrameReader._decode: made.append(real(*given)))
     expected = images_of(written[0], monkeypatch, small=0)

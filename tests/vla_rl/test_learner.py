@@ -142,7 +142,7 @@ def test_a_step_ends_before_an_update_that_is_too_far_from_the_policy_that_playe
     reports = [each.step(samples) for each in (whole, near, far)]
     count = len(whole._updates(len(samples), 1))
     assert [report["updates"] for report in reports] == [count, 1, count]
-    assert [report["updates_left_out"] for report in reports] == [0, count - 1, 0]
+    assert [report["updates_dropped"] for report in reports] == [0, count - 1, 0]
     assert reports[1]["kl"] > 1e-9  # that of the answers that were looked at
     first = learner(loaded, images, **plan)
     first._updates = lambda count, number: whole._updates(count, number)[:1]

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from components.artifacts.cache import DownloadCache, make_once
-
-if TYPE_CHECKING:
-    from components.environments.libero.simulator import LiberoSimulator
 
 FOLDER = "NUMBA_CACHE_DIR"
 """Numba's variable with the folder of what it has compiled."""
@@ -21,12 +18,12 @@ def use_folder() -> None:
     os.environ.setdefault(FOLDER, str(DownloadCache.standard().folder / "numba"))
 
 
-def compile_once(simulator: LiberoSimulator) -> None:
-    """Let a `LiberoSimulator` take its first steps, unless a process has: they compile, which takes 25 s of a core.
+def compile_once(first_steps: Callable[[], None]) -> None:
+    """Let a simulator take its first steps, unless a process has: they compile, which takes 25 s of a core.
 
     Processes that start together would all compile. Here one does, and the others wait for it.
     """
     from llvmlite.binding import get_host_cpu_name
 
     name = "-".join([version("robosuite"), version("numba"), get_host_cpu_name()])
-    make_once(Path(os.environ[FOLDER]) / name, lambda _: simulator.reset(0, 0))
+    make_once(Path(os.environ[FOLDER]) / name, lambda _: first_steps())

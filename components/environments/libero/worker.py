@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,7 +81,7 @@ class SimulatorWorker:
                 del self._simulators[slot]
                 current.close()
             current = self._simulators[slot] = LiberoSimulator(task, self._settings)
-            compile_once(current)
+            compile_once(partial(current.reset, 0, 0))
         return current
 
     def close(self) -> None:
