@@ -133,8 +133,8 @@ class WaitsForServers:
 def test_one_is_started_for_requests_that_wait_and_stopped_when_idle(
     tmp_path: Path, alone: Artifact, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(members, "READ_EVERY", 0.05)
-    scaling = "{max_servers=2, target_ongoing_requests=4, upscale_delay=0.2, downscale_delay=10}"
+    monkeypatch.setattr(members, "READ_EVERY", 0.01)
+    scaling = "{max_servers=2, target_ongoing_requests=2, upscale_delay=0, downscale_delay=10}"
     asked, done = set[str](), threading.Event()
 
     def look() -> None:
