@@ -23,7 +23,7 @@ def test_a_row_is_what_is_simulated_now() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["train-vlm/geometry3k-7b", QUICK])  # adapters, all weights
+@pytest.mark.parametrize("name", ["train-vlm/geometry3k-7b", QUICK])
 def test_all_rows_are_what_is_simulated_now(name: str) -> None:
     assert section(name) == written()[name]
 
