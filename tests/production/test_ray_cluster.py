@@ -146,7 +146,7 @@ def start(node: Node | None, folder: Path, recipe: str, *machine: str) -> Progra
 def ended(program: Program) -> str:
     """Its digest of the weights."""
     assert program.wait(1500) == 0, program.tail(60)
-    return re.findall(f"{WEIGHTS}(.*)", program.tail(5))[0]
+    return re.findall(f"{WEIGHTS}(.*)", program.tail(60))[0]  # Ray may speak of lost nodes after it
 
 
 def serve(node: Node, recipe: str, model: Path) -> Program:
