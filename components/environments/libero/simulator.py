@@ -68,10 +68,12 @@ class LiberoSimulator:
         """
         from robosuite.utils.errors import RandomizationError
 
+        from components.environments.libero.control import quicken, restore
         from components.environments.libero.perturbations.apply import Perturber
 
         environment, perturber = self._environment, Perturber(perturbation, self.task, seed)
         use_assets(self._assets)
+        restore(environment)
         environment.seed(seed)
         while True:  # LIBERO's wrapper tries again whatever is raised, also where no try can succeed
             environment.object_property_initializers.clear()
@@ -80,6 +82,7 @@ class LiberoSimulator:
                 break
             except RandomizationError:
                 continue
+        quicken(environment)
         perturber.change_sight(environment)
         self._words = perturber.words(self.task.language)
         self.observed = self._control.set_init_state(self._states[initial_state % len(self._states)])
