@@ -2,7 +2,8 @@
 
 `python -m benchmarks.vla_rl_gpu` takes about five minutes: answers at several batch sizes, episodes of libero_spatial
 that the policy plays in simulators, and updates of the action expert on what it did. A policy of random weights solves
-nothing, so every episode has as many actions as one that is solved has on average.
+nothing, so every episode has as many actions as one that is solved has on average. Rollouts and updates are those of
+one step of πRL (arXiv 2510.25889): 512 episodes and one epoch.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from components.vla_rl.settings import RobotRLTrainerSettings, RobotRolloutSetti
 from components.vla_rl.table import AnswerSample, with_advantage
 
 ROWS = (1, 8, 32, 64)
-EPISODES, ACTIONS = 192, 120
+EPISODES, ACTIONS = 512, 120
 MICRO_BATCH, SAMPLES = 32, 512
 NOISE = 0.5
 SUITE: Suite = "libero_spatial"
@@ -137,7 +138,7 @@ def play(loaded: LoadedPolicy, folder: Path, small: bool) -> tuple[dict[str, Any
     with ExitStack() as opened:
         arenas = [opened.enter_context(SimulatorProcess(simulator, 300.0)) for _ in range(min(slots, processes))]
         collector = Collector(settings, policy, arenas, store, lambda done, total: None)
-        collector.collect(plan_step(settings, tasks, 1)[:slots], 1, 0, bootstrap=False)
+        collector.collect(plan_step(settings, tasks, 1)[: len(arenas)], 1, 0, bootstrap=False)
         began = time.perf_counter()
         found = collector.collect(plan_step(settings, tasks, 2), 2, 1, bootstrap=False)
         seconds = time.perf_counter() - began
