@@ -101,7 +101,7 @@ def replay_episode(arena: SimulatorClient, slot: int, planned: PlannedEpisode, a
 
 
 def _refuse_state(observation: RobotObservation, planned: PlannedEpisode, chunk: int) -> None:
-    """A policy would read 0 where there is no number, as the released one does."""
+    """Policies read NaN as 0, as the released one does."""
     if not np.isfinite(observation.state).all():
         raise WorkerError(
             "the simulator's state is not finite",
