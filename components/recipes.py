@@ -6,9 +6,9 @@ leaves it out, if it has them all.
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from components.batches.settings import BatchSettings
 from components.contracts.machine import Machine
@@ -21,6 +21,7 @@ from components.environments.libero.settings import SimulatorSettings
 from components.environments.settings import EnvironmentSettings
 from components.evaluation.libero.settings import (
     CompareLiberoSettings,
+    EvaluateLiberoStageSettings,
     LiberoEvaluationSettings,
     TrainLiberoEvaluationSettings,
 )
@@ -29,11 +30,16 @@ from components.evaluation.subjects import SubjectSettings, SweepSettings
 from components.inference.settings import ServerSettings
 from components.models.settings import ModelSettings
 from components.policies.settings import RobotPolicySettings
-from components.rl.settings import PreflightSettings
+from components.rl.settings import PreflightSettings, TrainVLMSettings
 from components.rollouts.settings import RolloutSettings
 from components.sft.settings import WarmStartSettings
-from components.vla.settings import VLATrainerSettings
-from components.vla_rl.settings import RobotPreflightSettings, RobotRLTrainerSettings, RobotRolloutSettings
+from components.vla.settings import TrainVLASettings, VLATrainerSettings
+from components.vla_rl.settings import (
+    RobotPreflightSettings,
+    RobotRLTrainerSettings,
+    RobotRolloutSettings,
+    TrainVLARLSettings,
+)
 from components.vlm.settings import TrainerSettings
 
 MachineSection = Annotated[Machine, Field(description="Facts of this machine; none changes the result.")]
@@ -54,6 +60,22 @@ StatisticsSection = Annotated[
 
 class Sections(Settings):
     """The sections of a recipe, `machine` among them."""
+
+    JOINED: ClassVar[tuple[type[Settings], ...]] = ()
+    """Settings of stages that join sections, and refuse some that are valid by themselves."""
+
+    @model_validator(mode="after")
+    def _stages_take_them_together(self) -> Self:
+        """Before the first stage is run, not when the last one begins."""
+        given = self.given()
+        for stage in self.JOINED:
+            if stage.model_fields.keys() <= given.keys():
+                try:
+                    stage.model_validate({name: given[name] for name in stage.model_fields})
+                except ValidationError as error:
+                    said = [problem["msg"].removeprefix("Value error, ") for problem in error.errors()]
+                    raise ValueError("\n".join(said)) from error
+        return self
 
     @classmethod
     def optional(cls) -> frozenset[str]:
@@ -96,6 +118,8 @@ class TrainVlm(Sections):
     With a warm start the model is first trained on demonstrations.
     """
 
+    JOINED = (TrainVLMSettings,)
+
     model: ModelSection
     environment: EnvironmentSection
     inference: ServerSection
@@ -119,6 +143,8 @@ class TrainVla(Sections):
     The data are a dataset, or demonstrations that a scripted policy gives in the simulator: one of the two. A robot
     that is not LIBERO's has no evaluation: the error of held-out actions is the measure then.
     """
+
+    JOINED = (TrainVLASettings, EvaluateLiberoStageSettings)
 
     policy: RobotPolicySettings = Field(
         description="Where the weights come from, and what the policy is told of the robot."
@@ -172,6 +198,8 @@ class TrainVlaRl(Sections):
     With `training` it is first trained on demonstrations that a scripted policy gives in the same simulator.
     """
 
+    JOINED = (TrainVLASettings, TrainVLARLSettings, EvaluateLiberoStageSettings)
+
     policy: RobotPolicySettings = Field(
         description="Where the weights come from, and what the policy is told of the robot."
     )
@@ -187,7 +215,9 @@ class TrainVlaRl(Sections):
     )
     comparison: CompareLiberoSettings = Field(description="How the policies before and after are compared.")
     machine: MachineSection = Machine()
-    demonstrations: DemonstrationSettings | None = Field(None, description="What the expert demonstrates first.")
+    demonstrations: DemonstrationSettings | None = Field(
+        None, description="What the scripted policy demonstrates first."
+    )
     layout: LayoutSettings | None = Field(None, description="How the demonstrations are stored.")
     statistics: QuantileStatsSettings | None = Field(None, description="Which features of them are measured.")
     training: VLATrainerSettings | None = Field(None, description="The training on demonstrations.")
@@ -204,6 +234,11 @@ class TrainVlaRl(Sections):
     def _imitation_makes_what_acts(self) -> Self:
         """Where the policy comes from somewhere else, its own settings say what it can do."""
         trained = self.policy.action_mode
+        if self.policy.num_inference_steps == 1 and self.rollouts.inference_action_mode == "continuous":
+            raise ValueError(
+                "policy.num_inference_steps is 1, and Flow-SDE, which draws one denoising step at random, needs two at "
+                "least: set it to 4 or more"
+            )
         for name in ("rollouts", "evaluation") if self.training is not None and trained != "both" else ():
             if (asked := getattr(self, name).inference_action_mode) != trained:
                 raise ValueError(

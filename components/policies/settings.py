@@ -16,7 +16,7 @@ Normalization = Literal["quantiles", "mean_std", "identity"]
 class TinyPolicySettings(Settings):
     """Sizes of a policy with random weights, in the released layout, small enough for a CPU."""
 
-    seed: NonNegativeInt = Field(0, description="Seed of the weights.")
+    seed: NonNegativeInt = Field(0, lt=2**63, description="Seed of the weights.")
     hidden_size: PositiveInt = Field(96, description="Width of the language model.")
     intermediate_size: PositiveInt = Field(192, description="Width of its feed-forward layers.")
     layers: PositiveInt = Field(2, description="Layers of the language model, and of the action expert.")

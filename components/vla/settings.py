@@ -91,7 +91,9 @@ class PolicyUpdateSettings(Settings):
     final_lr_fraction: float = Field(0.1, ge=0, le=1, description="Learning rate after the decay, of the peak's.")
     save_every: PositiveInt = Field(1000, description="Updates between checkpoints to resume from.")
     keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints that are kept.")
-    seed: NonNegativeInt = Field(0, description="Seed of data order, augmentation, flow times, noise and dropout.")
+    seed: NonNegativeInt = Field(
+        0, lt=2**63, description="Seed of data order, augmentation, flow times, noise and dropout."
+    )
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:

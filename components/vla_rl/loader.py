@@ -17,6 +17,7 @@ from components.policies.molmoact2.policy import InferenceMode
 from components.policies.molmoact2.processing.batch import Example, PolicyBatch
 from components.policies.molmoact2.processing.processor import Processor
 from components.policies.molmoact2.processing.threads import in_threads
+from components.policies.molmoact2.sampling import InferencePlan
 from components.vla.packing import arranged
 from components.vla.settings import PackingSettings
 from components.vla_rl.table import AnswerSample
@@ -60,6 +61,12 @@ class AnswerLoader:
             sizes, expected = (len(each.before), len(each.after), len(each.logprobs)), self._sizes(each)
             if sizes != expected:
                 problem = f"its points and log-probs have the sizes {sizes}, the policy's {expected}"
+            elif not 0 < each.executed <= self.processor.horizon:
+                problem = f"{each.executed} of {self.processor.horizon} actions were carried out"
+            elif self.mode == "continuous" and each.flow_step not in range(self._steps):
+                problem = f"its drawn step is {each.flow_step}, the policy has 0 to {self._steps - 1}"
+            elif len(each.cameras) != len(each.images):
+                problem = f"it has {len(each.images)} images of {len(each.cameras)} cameras"
             elif not all(np.isfinite(v).all() for v in _numbers(each)):
                 problem = "a number is not finite"
             elif not _within(each.tokens, self.processor.config.text_config.vocab_size):
@@ -71,6 +78,10 @@ class AnswerLoader:
                 where=f"{where}, row {row}, {each.episode_id}, chunk {each.chunk}",
                 remedy="collect the rollouts again, with the policy that is trained",
             )
+
+    @property
+    def _steps(self) -> int:
+        return InferencePlan.of(self.processor.settings, self.processor.config).steps
 
     def _sizes(self, sample: AnswerSample) -> tuple[int, int, int]:
         """Of points and log-probs, as they are to be."""
@@ -130,4 +141,4 @@ def _column(values: Sequence[float | None]) -> Tensor | None:
 def _numbers(sample: AnswerSample) -> list[ArrayLike]:
     """All that training computes with."""
     known = [value for value in (sample.value, sample.value_target) if value is not None]
-    return [sample.before, sample.after, sample.logprobs, sample.advantage, *known]
+    return [sample.state, sample.before, sample.after, sample.logprobs, sample.advantage, *known]

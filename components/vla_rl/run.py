@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
 
 from components.artifacts.disk import link_folder
 from components.artifacts.history import History
@@ -224,12 +225,12 @@ class RobotRLRun:
         folder.mkdir(exist_ok=True)
         write_batch(folder, [with_advantage(answer, 0.0) for answer in answers])
         scores = self._of_trainer(0, lambda: self.trainer.score(folder))
-        sampled = [float(answer.logprobs.sum()) for answer in answers]
-        errors = [abs(math.expm1(score - own)) for score, own in zip(scores, sampled, strict=True)]
-        refuse_ratios(errors, self.settings.preflight.max_ratio_error)
+        worst = refuse_ratios(
+            scores, [float(answer.logprobs.sum()) for answer in answers], self.settings.preflight.max_ratio_error
+        )
         self.context.events.message(
-            f"pre-flight: the trainer gives {len(errors)} answers the probabilities that they were sampled with, "
-            f"ratios within {max(errors):.1e} of 1"
+            f"pre-flight: the trainer gives {len(answers)} answers the probabilities that they were sampled with, "
+            f"ratios within {worst:.1e} of 1"
         )
 
     def _of_trainer(self, done: int, ask: Callable[[], T]) -> T:
@@ -270,18 +271,22 @@ class RobotRLRun:
         write_manifest(folder, kind=kind, kind_version=1, rows=rows, drops=drops, inputs=inputs, settings=settings)
 
 
-def refuse_ratios(errors: Sequence[float], most: float) -> None:
-    """
+def refuse_ratios(scores: Sequence[float], sampled: Sequence[float], most: float) -> float:
+    """The largest |ratio - 1|, trainer over sampler.
+
     Args:
-        errors: |ratio - 1| of answers, trainer over sampler.
+        scores, sampled: log-probs of the same answers, by the trainer and by the sampler.
 
     Raises:
-        MismatchError: one is larger than `most`, or not a number.
+        MismatchError: it is larger than `most`, or one is not a number.
     """
-    if not max(errors) <= most:
+    with np.errstate(over="ignore", invalid="ignore"):
+        worst = float(np.abs(np.expm1(np.subtract(scores, sampled))).max())
+    if not worst <= most:
         raise MismatchError(
-            f"trainer and sampler disagree: a probability ratio is {max(errors):.3g} away from 1, {most:g} is allowed",
+            f"trainer and sampler disagree: a probability ratio is {worst:.3g} away from 1, {most:g} is allowed",
             where="pre-flight, preflight.max_ratio_error",
             remedy="rows of other batches differ in their last bits: on a CPU set trainer.micro_batch_size = 1, as "
             "answers are sampled there; on a GPU allow 1e-4 in fp32 (policy.dtype), where 2e-5 was seen, more in bf16",
         )
+    return worst

@@ -65,12 +65,16 @@ class RobotRolloutSettings(Settings):
         exclude_if="continuous".__eq__,  # what was made before there was this setting keeps its fingerprint
         description="Actions by flow matching, or as tokens; the policy must have been trained for it.",
     )
-    noise_level: PositiveFloat = Field(
+    noise_level: float = Field(
         NOISE_LEVEL,
+        ge=1e-3,  # far below, float32 cannot hold what is drawn; far above, no action is finite
+        le=10,
         description="Continuous actions: Flow-SDE's η, how widely the one random denoising step of an answer is drawn.",
     )
-    temperature: PositiveFloat = Field(
+    temperature: float = Field(
         1.0,
+        ge=0.01,
+        le=10,
         exclude_if=(1.0).__eq__,
         description="Discrete actions: tokens are drawn from softmax(logits / temperature).",
     )
@@ -203,7 +207,7 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
         None, description="Step at which the cosine ends, also when the run is shorter; none: with the run."
     )
     save_every: PositiveInt = Field(1, description="Steps between checkpoints to resume from.")
-    seed: NonNegativeInt = Field(0, description="Seed of the order in which answers come to updates.")
+    seed: NonNegativeInt = Field(0, lt=2**63, description="Seed of the order in which answers come to updates.")
 
     @model_validator(mode="after")
     def _start_can_be_kept(self) -> Self:
@@ -268,6 +272,11 @@ class TrainVLARLSettings(Settings):
             raise ValueError(
                 "trainer.mode expert trains the action expert alone, and discrete actions come from the VLM: set "
                 "trainer.mode to full or lora"
+            )
+        if self.trainer.ratio == "chunk" and self.trainer.objective.name == "gspo":
+            raise ValueError(
+                "trainer.objective gspo has the mean of an answer's log-ratios, and trainer.ratio chunk leaves it a "
+                f'single one: set trainer.ratio to "{"token" if discrete else "dimension"}", or take the objective ppo'
             )
         if self.trainer.ratio == ("dimension" if discrete else "token"):
             other = "token" if discrete else "dimension"

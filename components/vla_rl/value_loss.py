@@ -26,5 +26,5 @@ def value_loss(values: Tensor, before: Tensor, targets: Tensor, settings: GAE) -
     plain = huber(values)
     if not settings.value_clip:
         return plain, torch.zeros_like(plain, dtype=torch.bool)
-    clipped = huber(before + (values - before).clamp(-settings.value_clip, settings.value_clip))
+    clipped = huber(values.clamp(before - settings.value_clip, before + settings.value_clip))
     return torch.maximum(plain, clipped), clipped > plain

@@ -96,8 +96,9 @@ def test_a_batch_is_read_as_it_was_written(tmp_path: Path) -> None:
                 assert read == value
 
 
-@pytest.mark.parametrize("errors", [[0.0, 2e-5], [float("nan")]])
-def test_a_ratio_that_is_not_one_is_refused(errors: list[float]) -> None:
+@pytest.mark.parametrize("score", [-7.0 + 2e-5, float("nan"), 1e4, -1e4, float("inf"), float("-inf")])
+def test_a_ratio_that_is_not_one_is_refused_wherever_it_stands(score: float) -> None:
+    sampled = [3.0, -7.0, 5.0]
     with pytest.raises(MismatchError, match="away from 1"):
-        refuse_ratios(errors, 1e-5)
-    refuse_ratios([0.0, 9e-6], 1e-5)
+        refuse_ratios([3.0, score, 5.0], sampled, 1e-5)
+    assert refuse_ratios([3.0, -7.0 + 9e-6, 5.0], sampled, 1e-5) == pytest.approx(9e-6, rel=1e-4)

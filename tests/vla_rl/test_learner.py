@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,19 @@ def test_an_answer_of_another_policy_is_refused(
     vars(samples[2])["before"] = np.full_like(samples[2].after, np.nan)
     with pytest.raises(DataError, match="not finite"):
         load.refuse(samples, "here")
+    good = samples[0]
+    nowhere, nothing = np.full_like(good.state, np.nan), np.zeros(0)
+    for changes, problem in (
+        ({"flow_step": None}, "drawn step is None, the policy has 0 to 3"),
+        ({"flow_step": 4}, "drawn step is 4"),
+        ({"flow_step": -1}, "drawn step is -1"),
+        ({"executed": 0, "logprobs": nothing}, "0 of 4 actions"),
+        ({"executed": 5, "logprobs": np.zeros(35)}, "5 of 4 actions"),
+        ({"images": good.images[:1]}, "1 images of 2 cameras"),
+        ({"state": nowhere}, "not finite"),
+    ):
+        with pytest.raises(DataError, match=problem):
+            load.refuse([good, replace(good, **changes)], "here")
 
 
 @pytest.mark.parametrize("ratio", ["chunk", "dimension"])

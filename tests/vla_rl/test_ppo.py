@@ -298,3 +298,11 @@ def test_the_start_of_the_kl_term_is_known_where_its_vlm_is() -> None:
     RobotRLTrainerSettings.model_validate(values)
     with pytest.raises(ValidationError, match="needs mode expert"):
         RobotRLTrainerSettings.model_validate(values | {"mode": "full"})
+
+
+def test_a_value_that_stays_near_is_not_counted_as_clipped() -> None:
+    random = torch.Generator().manual_seed(0)
+    values, before, targets = torch.randn(3, 500, generator=random)
+    loss, clipped = value_loss(values, before, targets, GAE(name="gae", value_clip=20.0, huber_delta=0.7))
+    assert not clipped.any()
+    assert torch.equal(loss, value_loss(values, before, targets, GAE(name="gae", value_clip=0.0, huber_delta=0.7))[0])

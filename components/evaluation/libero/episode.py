@@ -16,6 +16,7 @@ from components.environments.libero.processes import ChunkResult
 from components.environments.libero.progress import GoalProgress
 from components.environments.libero.tasks import ACTION_NAMES, LiberoTask
 from components.evaluation.libero.schedule import PlannedEpisode
+from components.workers.errors import WorkerError
 
 Actions = NDArray[np.float32]
 CameraImages = Mapping[str, NDArray[np.uint8]]
@@ -66,10 +67,11 @@ def play_episode(
 ) -> PlayedEpisode:
     """
     Raises:
-        WorkerError: the simulator was lost.
+        WorkerError: the simulator was lost, or its state is not finite.
         DataError: the policy answered with something that is not an action.
     """
     observation = arena.reset(planned.task, planned.initial_state, planned.simulator_seed, slot, planned.perturbation)
+    _refuse_state(observation, planned, 0)
     carried_out: list[Actions] = []
     frames: list[CameraImages] = []
     progress = [arena.progress(slot)] if measure else []
@@ -82,6 +84,7 @@ def play_episode(
         progress += [arena.progress(slot)] if measure else []
         observation, success = carried.observation, carried.success
         steps, chunk = steps + carried.steps, chunk + 1
+        _refuse_state(observation, planned, chunk)
     if film:
         frames.append(observation.images)
     return PlayedEpisode(success, np.concatenate(carried_out), observation, frames, progress)
@@ -95,6 +98,16 @@ def replay_episode(arena: SimulatorClient, slot: int, planned: PlannedEpisode, a
     """
     again = replace(planned, max_steps=len(actions))
     return play_episode(arena, slot, again, lambda _observation, _chunk: actions, film=True)
+
+
+def _refuse_state(observation: RobotObservation, planned: PlannedEpisode, chunk: int) -> None:
+    """Policies read NaN as 0, as the released one does."""
+    if not np.isfinite(observation.state).all():
+        raise WorkerError(
+            "the simulator's state is not finite",
+            where=f"{planned.name}, before chunk {chunk}",
+            remedy="its physics failed: look at the actions that came before, or leave out this initial state",
+        )
 
 
 def _checked(actions: Actions, planned: PlannedEpisode, chunk: int) -> Actions:

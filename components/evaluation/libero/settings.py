@@ -55,7 +55,7 @@ class LiberoEvaluationSettings(Settings):
         True,
         description="Each episode draws noise of its own; else chunk k of every episode begins with the same noise.",
     )
-    seed: NonNegativeInt = Field(1000, description="Seed of the simulator; episode k of a task has seed + k.")
+    seed: NonNegativeInt = Field(1000, lt=2**31, description="Seed of the simulator; episode k of a task has seed + k.")
     batch: PositiveInt = Field(32, description="Episodes that are played at once. No result depends on it.")
     rows_per_pass: PositiveInt = Field(
         8,
@@ -127,6 +127,11 @@ class TrainLiberoEvaluationSettings(LiberoEvaluationSettings):
             raise ValueError(
                 f"patience = {self.patience} counts evaluations during training, and there are none: "
                 "set every, or leave patience out"
+            )
+        if self.panel_episodes != type(self).model_fields["panel_episodes"].default and not self.every:
+            raise ValueError(
+                f"panel_episodes = {self.panel_episodes} are played during training, and nothing is: set every, or "
+                "leave panel_episodes out"
             )
         return self
 

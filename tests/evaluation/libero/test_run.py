@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,24 @@ def test_episodes_that_always_fail_are_counted_up_to_a_limit(tmp_path: Path) -> 
         play(tmp_path / "more", [Plane(deaths=range(1, 7))], failed_episodes=1)
     resumed = play(tmp_path, [Plane()], failed_episodes=1)
     assert not any(outcome.failure for outcome in resumed.values())
+
+
+def test_a_state_that_is_not_finite_costs_its_episode_alone(
+    tmp_path: Path, alone: dict[EpisodeKey, EpisodeOutcome]
+) -> None:
+    class Exploding(Plane):
+        """Its physics fails in the first three attempts."""
+
+        def _observe(self, slot: int) -> RobotObservation:
+            seen = super()._observe(slot)
+            return replace(seen, state=seen.state * np.nan) if self.resets <= 3 and self.steps else seen
+
+    outcomes = play(tmp_path, [Exploding()], failed_episodes=1)
+    failed = [key for key, outcome in outcomes.items() if outcome.failure]
+    assert len(failed) == 1 and "the simulator's state is not finite" in str(outcomes[failed[0]].failure)
+    assert ends({key: each for key, each in outcomes.items() if key not in failed}) == {
+        key: each for key, each in ends(alone).items() if key not in failed
+    }
 
 
 class Counting(Homing):
