@@ -1,7 +1,9 @@
 """Our half of the GPU benchmark: updates on tensors at hand.
 
 Usage: python -m benchmarks.step_ours PROCESSOR RESULTS STEPS SMALL WAY..., a way being words joined by commas: a case,
-the tokens of a micro-batch, then `packing`, `bf16`, `compile`, `keep` (activations), `lora`, `profile` as wanted.
+the tokens of a micro-batch, then `packing`, `bf16`, `compile`, `keep` (activations), `lora`, `profile` as wanted. `cpu`
+or `8bit` is where the optimizer's states are, `7b` a larger model; with `lora`, `nf4` has base weights in 4 bits, and
+`rounded` what these stand for.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from components.models.attention import follow_image_attention
 from components.models.families import family_of
 from components.models.load import RECOMPUTATION, freeze
 from components.models.lora import add_adapters
+from components.models.nf4 import NF4Linear, quantize
 from components.models.settings import LoraSettings
 from components.models.varlen import choose_kernels
 from components.training.ranks import Ranks
@@ -62,6 +65,7 @@ def settings_of(tokens: int, words: set[str]) -> TrainerSettings:
             "weights": "bfloat16" if "bf16" in words else "float32",
             "autocast": "none" if "bf16" in words or not CUDA else "bf16",
             "torch_compile": "compile" in words,
+            "optimizer_states": next(iter(words & {"cpu", "8bit"}), "device"),
         }
     )
 
@@ -112,6 +116,14 @@ def measure(
     return found
 
 
+def restore(model: Any) -> None:
+    """Make plain layers of those in 4 bits, with the weights that they compute with."""
+    for name, layer in [(name, layer) for name, layer in model.named_modules() if isinstance(layer, NF4Linear)]:
+        plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        plain.weight, plain.bias = torch.nn.Parameter(layer.dequantized(), requires_grad=False), layer.bias
+        model.set_submodule(name, plain)
+
+
 def profiled(step: Any) -> dict[str, Any]:
     """Kernels of one step, how long the GPU was busy, and what took longest."""
     from torch.profiler import ProfilerActivity, profile
@@ -147,7 +159,7 @@ def main() -> None:
             name, words = way.split(",")[0], way.split(",")[2:]
             case = Case(folder, name, small)
             prompt = case.prompt(processor, case.question(processor))
-            model = make_model(folder, "sdpa", str(DEVICE), small)
+            model = make_model(folder, "sdpa", str(DEVICE), small, seven="7b" in words)
             choose_kernels(model)
             follow_image_attention(model)
             try:
@@ -155,6 +167,11 @@ def main() -> None:
                 if "lora" in words:
                     frozen, family = ("vision", "projector"), family_of(model.config)
                     freeze(model, family, frozen)
+                    if {"nf4", "rounded"} & set(words):
+                        quantize(model, family, DEVICE)
+                    if "rounded" in words:
+                        restore(model)
+                    torch.manual_seed(0)
                     model = add_adapters(model, family, LoraSettings(), frozen)
                 found = measure(model, adapter.collator, store, samples_of(case, adapter, store, prompt), steps, way)
                 say(out, {"side": "ours", "way": way} | found)

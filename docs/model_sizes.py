@@ -17,8 +17,8 @@ from components.vlm.settings import TrainerSettings
 PAGE = Path(__file__).with_name("models.md")
 BEGIN, END = "<!-- written by docs/model_sizes.py -->\n", "<!-- end -->\n"
 HEAD = (
-    "| model | parameters | all weights | on | LoRA, rank 16 | on | weights of a server |\n"
-    "|---|---:|---:|---|---:|---|---:|\n"
+    "| model | parameters | all weights | on | LoRA, rank 16 | on | in 4 bits | on | weights of a server |\n"
+    "|---|---:|---:|---|---:|---|---:|---|---:|\n"
 )
 TOKENS = 16_384
 
@@ -100,17 +100,17 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
 """Model type and published sizes."""
 
 
-def estimates(model_type: str, sizes: dict[str, Any]) -> tuple[MemoryEstimate, MemoryEstimate]:
-    """Training all weights, and LoRA of rank 16 on the language model's linear layers."""
+def estimates(model_type: str, sizes: dict[str, Any]) -> tuple[MemoryEstimate, MemoryEstimate, MemoryEstimate]:
+    """Training all weights, LoRA of rank 16 on the language model's linear layers, and these above 4 bits."""
     trainer = TrainerSettings(learning_rate=1e-6, max_steps=1, autocast="bf16", max_tokens_per_micro_batch=TOKENS)
     common = {"revision": "main", "gradient_checkpointing": True}
     with tempfile.TemporaryDirectory() as folder:
         CONFIG_MAPPING[model_type](**sizes).save_pretrained(folder)
-        whole, lora = (
-            estimate_memory(Path(folder), ModelSettings(source=folder, lora=lora, **common), trainer, "bfloat16")
-            for lora in (None, LoraSettings())
+        whole, lora, few_bits = (
+            estimate_memory(Path(folder), ModelSettings(source=folder, **own, **common), trainer, "bfloat16")
+            for own in ({}, {"lora": LoraSettings()}, {"lora": LoraSettings(), "quantization": "nf4"})
         )
-    return whole, lora
+    return whole, lora, few_bits
 
 
 def gpus(estimate: MemoryEstimate) -> str:
@@ -123,10 +123,11 @@ def gpus(estimate: MemoryEstimate) -> str:
 
 
 def row(name: str) -> str:
-    whole, lora = estimates(*MODELS[name])
+    whole, lora, few_bits = estimates(*MODELS[name])
     return (
         f"| {name} | {whole.parameters / 1e9:.2f} B | {whole.trainer / GIB:.0f} GiB | {gpus(whole)} | "
-        f"{lora.trainer / GIB:.0f} GiB | {gpus(lora)} | {whole.server_weights / GIB:.0f} GiB |\n"
+        f"{lora.trainer / GIB:.0f} GiB | {gpus(lora)} | {few_bits.trainer / GIB:.0f} GiB | {gpus(few_bits)} | "
+        f"{whole.server_weights / GIB:.0f} GiB |\n"
     )
 
 

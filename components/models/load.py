@@ -29,6 +29,7 @@ from components.models.families import Family, family_of
 from components.models.lora import add_adapters, base_model, merged_weights
 from components.models.mapped import MappedWeights, hollow
 from components.models.molmo2 import has_second_layout, to_hub
+from components.models.nf4 import quantize
 from components.models.remote import complete_processor, is_remote, register_body
 from components.models.settings import ModelSettings
 from components.models.source import local_code_options, locate
@@ -89,18 +90,21 @@ def load_model(
         empty: parameters are on the meta device and take no memory, for one that gets them from elsewhere.
 
     Raises:
-        ConfigurationError: unknown family, flash-attn is not installed, or an adapter target matches nothing.
+        ConfigurationError: unknown family, flash-attn is not installed, an adapter target matches nothing, or a model
+            in 4 bits is to be empty.
         DataError: the weights do not belong to the configuration.
     """
     config = load_config(source, settings)
     _check_attention(settings.attn_implementation)
+    if empty:
+        _refuse_split(settings)
     dtype = DTYPES[settings.dtype]
     model = _empty(config, settings) if empty else _loaded(config, source, settings, dtype)
     if settings.attn_implementation == "auto":
         choose_kernels(model)
     follow_image_attention(model)
     register_body(model)
-    model = _frozen_and_adapted(model, settings)
+    model = _frozen_and_adapted(model, settings, device)
     if settings.gradient_checkpointing is True:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=RECOMPUTATION)
     return (model if empty else model.to(device)).eval()
@@ -115,6 +119,7 @@ def read_model(source: str | Path, settings: ModelSettings) -> tuple[PreTrainedM
     Raises:
         ConfigurationError, DataError: as `load_model`, or the weights are quantized.
     """
+    _refuse_split(settings)
     config = load_config(source, settings)
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigurationError(
@@ -134,9 +139,22 @@ def read_model(source: str | Path, settings: ModelSettings) -> tuple[PreTrainedM
     return model, MappedWeights(model, stored)
 
 
-def _frozen_and_adapted(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
+def _refuse_split(settings: ModelSettings) -> None:
+    if settings.quantization is not None:
+        raise ConfigurationError(
+            "a model in 4 bits cannot be split over ranks",
+            where="model.quantization, machine.trainer_sharding",
+            remedy="train it in one process, or leave model.quantization out",
+        )
+
+
+def _frozen_and_adapted(
+    model: PreTrainedModel, settings: ModelSettings, device: str | torch.device = "cpu"
+) -> PreTrainedModel:
     family = family_of(model.config)
     freeze(model, family, settings.freeze)
+    if settings.quantization is not None:
+        quantize(model, family, device)
     return add_adapters(model, family, settings.lora, settings.freeze) if settings.lora is not None else model
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from components.contracts.errors import ConfigurationError
 from components.models.families import COMPONENTS, Family
+from components.models.nf4 import SCALES, NF4Linear
 from components.models.settings import LoraSettings
 
 ALL_LINEARS = "all"
@@ -104,23 +105,33 @@ def write_adapter(folder: Path, model: PeftModel, weights: Mapping[str, torch.Te
 
 
 @torch.no_grad()
-def merged_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights under the names of the model without adapters, each adapter added to its layer.
+def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights by their names in the model without adapters, each adapter added to its layer as it is asked for.
 
     Nothing is merged in place: subtracting an adapter again would not give back the same bits. The sum has the
-    wider dtype of layer and adapter.
+    wider dtype of layer and adapter. Of a layer in 4 bits the weight is what it computes with.
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    deltas = {
-        name: module.get_delta_weight(adapter)
-        for name, module in base.named_modules()
-        if isinstance(module, LoraLayer)
-        for adapter in module.active_adapters
-    }
-    weights = {}
+    modules = dict(base.named_modules(remove_duplicate=False))
     for key, tensor in base.state_dict().items():
-        if ".lora_" in key:
+        name, _, own = key.rpartition(".")
+        layer = modules[name]
+        if ".lora_" in key or (isinstance(layer, NF4Linear) and own == SCALES):
             continue
-        layer = key.removesuffix(".base_layer.weight")
-        weights[key.replace(".base_layer.", ".")] = tensor + deltas[layer] if layer in deltas else tensor
-    return weights
+        value = layer.dequantized() if isinstance(layer, NF4Linear) and own == "weight" else tensor
+        adapted = modules.get(name.removesuffix(".base_layer"))
+        if key.endswith(".base_layer.weight") and isinstance(adapted, LoraLayer):
+            for adapter in adapted.active_adapters:
+                value = value + adapted.get_delta_weight(adapter)
+        yield key.replace(".base_layer.", "."), value
+
+
+def weight_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """Of the weights by their names in the model without adapters; of a layer in 4 bits the one it computes in."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    dtypes = {key: tensor.dtype for key, tensor in base.state_dict().items() if ".lora_" not in key}
+    for name, layer in base.named_modules():
+        if isinstance(layer, NF4Linear):
+            del dtypes[f"{name}.{SCALES}"]
+            dtypes[f"{name}.weight"] = layer.dtype
+    return {key.replace(".base_layer.", "."): dtype for key, dtype in dtypes.items()}

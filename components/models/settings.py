@@ -143,6 +143,12 @@ class ModelSettings(Settings):
     )
     freeze: tuple[Component, ...] = Field((), description="Components that are not trained.")
     lora: LoraSettings | None = Field(None, description="Train adapters instead of the weights; leave out for none.")
+    quantization: Literal["nf4"] | None = Field(
+        None,
+        exclude_if=lambda value: value is None,  # what was made before there was this setting keeps its fingerprint
+        description="Keep the language model's frozen weights, below its adapters, in 4 bits (QLoRA): nf4. Servers get "
+        "what these stand for, in model.dtype.",
+    )
     gradient_checkpointing: bool | Literal["auto"] = Field(
         False,
         description="Recompute activations in the backward pass to save memory; auto: where by the estimate of "
@@ -173,6 +179,8 @@ class ModelSettings(Settings):
                 f"trust_remote_code needs revision pinned to a full commit hash, not {self.revision!r}: "
                 "a branch or a tag can be moved to other code"
             )
+        if self.quantization is not None and self.lora is None:
+            raise ValueError("weights in 4 bits are not trained themselves: quantization needs the section lora")
         if self.lora is None and {"vision", "projector", "language"} <= set(self.freeze):
             raise ValueError("freeze names every component and there is no lora: nothing would be trained")
         return self

@@ -111,7 +111,8 @@ def trainer_bytes(sizes: ModelGeometry, trainer: TrainerSettings, ranks: int, sh
     if ranks == 1:
         return estimate.trainer + reference * sizes.parameters
     width = 2 if trainer.autocast == "bf16" or trainer.weights == "bfloat16" else 4
-    shards = sizes.shard(ranks) * (4 + 12 * sizes.trained + reference)
+    states = 4 if trainer.optimizer_states == "cpu" else 12
+    shards = sizes.shard(ranks) * (4 + states * sizes.trained + reference)
     gathered = (sizes.root + 2 * sizes.largest) * width + max(sizes.root, sizes.largest) * sizes.trained * (4 + width)
     return int(shards + gathered) + ceil(estimate.activations / sharing) + estimate.logits
 

@@ -25,7 +25,7 @@ from components.inference.adapters import ServedAdapters
 from components.inference.checkpoint import vocabulary
 from components.inference.pool import ServerPool
 from components.models.families import COMPONENTS, family_of
-from components.models.load import load_config, load_processor
+from components.models.load import load_config, load_model, load_processor, save_checkpoint
 from components.models.settings import ModelSettings
 from components.models.source import locate
 from components.rl.evaluations import BEST
@@ -35,6 +35,7 @@ from components.rl.settings import LoopSettings, TrainVLMSettings
 from components.rollouts.shards import RolloutWorkers
 from components.vlm.client import TrainerClient, TrainerPolicySettings
 
+QUANTIZED_BASE = "quantized-base"
 SKIPPED_BATCHES = "skipped-batches.json"
 
 
@@ -50,7 +51,7 @@ def open_run(
 
     Servers that somebody else started are given the run's weights, unless `load_on_join` is False.
     """
-    weights = locate(inputs["model"].path, settings.model.revision)
+    weights = base_weights(locate(inputs["model"].path, settings.model.revision), settings.model, context.workspace)
     policy = TrainerPolicySettings(
         model_path=weights,
         model=settings.model,
@@ -94,6 +95,20 @@ def open_run(
             adapters=servers.adapters is not None,
         )
         yield opened.enter_context(open_parts(settings.loop, context, store, parts))
+
+
+def base_weights(weights: Path, model: ModelSettings, workspace: Path) -> Path:
+    """The folder that trainer and servers start from: `weights`, or what is left of them in 4 bits, written once.
+
+    The trainer quantizes it again, which changes nothing.
+    """
+    if model.quantization is None:
+        return weights
+    folder = workspace / QUANTIZED_BASE
+    if not folder.exists():
+        plain = model.model_copy(update={"lora": None, "gradient_checkpointing": False})
+        save_checkpoint(load_model(weights, plain), load_processor(weights, model), folder)
+    return folder
 
 
 def served_adapters(model: ModelSettings, weights: Path) -> ServedAdapters | None:

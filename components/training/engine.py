@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from components.contracts.errors import ConfigurationError
+from components.training.moments import OptimizerStates
 from components.training.optimizer import CompensatedAdamW
 from components.training.ranks import Ranks, whole
 from components.training.skipped import SkippedUpdates
@@ -47,10 +48,11 @@ class TrainingEngine(Generic[Model]):
         groups: of parameters; empty ones are left out.
         max_grad_norm: largest norm of the gradients of all groups together, or of each with `clip_groups`.
         masters: of weights in bf16 the fp32 ones are kept and updated; see `CompensatedAdamW`.
+        states: where the optimizer's states are; see `components.training.moments`.
         ema_decay: of a moving average of the weights; None: no average.
 
     Raises:
-        ConfigurationError: nothing is trained.
+        ConfigurationError: nothing is trained, or states in 8 bits of a model that is split.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class TrainingEngine(Generic[Model]):
         max_grad_norm: float,
         clip_groups: bool = False,
         masters: bool = False,
+        states: OptimizerStates = "device",
         ema_decay: float | None = None,
     ) -> None:
         self.model, self.ranks, self.sharded, self.max_grad_norm = model, ranks, sharded, max_grad_norm
@@ -72,6 +75,12 @@ class TrainingEngine(Generic[Model]):
         self.groups = [group for group in groups if group.parameters]
         if not self.groups:
             raise ConfigurationError("nothing of the model is trained", where="model.freeze", remedy="freeze less")
+        if sharded and states == "8bit":
+            raise ConfigurationError(
+                "a block of moments in 8 bits has one scale, and a model that is split has it on several ranks",
+                where="trainer.optimizer_states, machine.trainer_sharding",
+                remedy='set trainer.optimizer_states = "cpu", or leave it out: each rank has its part of the states',
+            )
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._clipped = {g.name: g.parameters for g in self.groups} if clip_groups else {ALL: self.trained}
         self.optimizer = CompensatedAdamW(
@@ -79,6 +88,7 @@ class TrainingEngine(Generic[Model]):
             betas=betas,
             eps=eps,
             masters=masters,
+            states=states,
             ema_decay=ema_decay,
         )
 

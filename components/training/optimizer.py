@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -15,9 +15,10 @@ from torch.optim.adamw import adamw
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from components.training.master_weights import joined, split
+from components.training.moments import FIRST, LOW, RESIDUAL, SECOND, STORAGES, OptimizerStates, State
 from components.training.sharded_tensors import TensorSpec
 
-FIRST, SECOND, STEP, RESIDUAL, LOW, EMA = "exp_avg", "exp_avg_sq", "step", "residual", "low", "ema"
+STEP, EMA = "step", "ema"
 
 
 class CompensatedAdamW(torch.optim.Optimizer):
@@ -30,7 +31,9 @@ class CompensatedAdamW(torch.optim.Optimizer):
         groups: each with `params` and `lr`, and a `weight_decay` of its own if it has one.
         masters: of one in bf16 the moments are fp32, and all that rounding takes from the weight is kept, so that the
             update is the one of an fp32 weight, bit for bit; see `components.training.master_weights`.
-        ema_decay: also keep e <- decay * e + (1 - decay) * weight in fp32, from the weights at the first update on.
+        states: where and how what is kept lies between updates; see `components.training.moments`.
+        ema_decay: also keep e <- decay * e + (1 - decay) * weight in fp32, from the weights at the first update on;
+            with states on the device alone.
     """
 
     def __init__(
@@ -41,9 +44,11 @@ class CompensatedAdamW(torch.optim.Optimizer):
         eps: float,
         weight_decay: float = 0.0,
         masters: bool = False,
+        states: OptimizerStates = "device",
         ema_decay: float | None = None,
     ) -> None:
-        self.masters, self.ema_decay = masters, ema_decay
+        assert ema_decay is None or states == "device"
+        self.masters, self.ema_decay, self._storage = masters, ema_decay, STORAGES[states]()
         self._average = get_ema_multi_avg_fn(ema_decay) if ema_decay is not None else None
         super().__init__([dict(g) for g in groups], {"betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -54,10 +59,12 @@ class CompensatedAdamW(torch.optim.Optimizer):
             trained = [p for p in group["params"] if p.grad is not None]
             for parameter in trained:
                 self._prepare(parameter)
-            self._step_fp32([p for p in trained if p.dtype == torch.float32], group)
-            for parameter in trained:
-                if parameter.dtype != torch.float32:
-                    self._step_rounded(parameter, group)
+            for parameters, states in self._storage.at_work(trained, [self.state[p] for p in trained]):
+                pairs = list(zip(parameters, states, strict=True))
+                self._step_fp32([pair for pair in pairs if pair[0].dtype == torch.float32], group)
+                for parameter, state in pairs:
+                    if parameter.dtype != torch.float32:
+                        self._step_rounded(parameter, state, group)
             if self._average is not None and trained:
                 averages = [self.state[p][EMA] for p in trained]
                 self._average(averages, [self._exact(p) for p in trained], torch.tensor(1))
@@ -73,7 +80,13 @@ class CompensatedAdamW(torch.optim.Optimizer):
             slots[RESIDUAL] = moment
         if self.ema_decay is not None:
             slots[EMA] = TensorSpec(shape, torch.float32)
-        return slots
+        return self._storage.slots(slots)
+
+    def empty_slot(self, parameter: nn.Parameter, slot: str, spec: TensorSpec) -> Tensor:
+        """A tensor that such a slot can be read into, where this keeps it."""
+        if slot == STEP:
+            return torch.empty(spec.shape, dtype=spec.dtype)
+        return self._storage.empty(parameter.detach(), slot, spec)
 
     @contextmanager
     def averaged(self) -> Any:
@@ -93,9 +106,8 @@ class CompensatedAdamW(torch.optim.Optimizer):
         state = self.state[parameter]
         if FIRST in state:
             return
-        for name, slot in self.slots(parameter).items():
-            state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format, dtype=slot.dtype)
-        state[STEP] = torch.tensor(0.0)
+        for name, spec in self.slots(parameter).items():
+            state[name] = self.empty_slot(parameter, name, spec).zero_()
         if EMA in state:
             state[EMA].copy_(parameter)
 
@@ -106,14 +118,16 @@ class CompensatedAdamW(torch.optim.Optimizer):
             return joined(parameter.detach(), state[LOW])
         return parameter.float() + state[RESIDUAL].float() if RESIDUAL in state else parameter.detach()
 
-    def _step_fp32(self, parameters: list[nn.Parameter], group: Mapping[str, Any]) -> None:
-        self._update(parameters, [_local(p.detach()) for p in parameters], group)
+    def _step_fp32(self, pairs: Sequence[tuple[nn.Parameter, State]], group: Mapping[str, Any]) -> None:
+        self._update(pairs, [_local(p.detach()) for p, _ in pairs], group)
 
-    def _update(self, parameters: list[nn.Parameter], weights: list[Tensor], group: Mapping[str, Any]) -> None:
-        """torch's AdamW on `weights`, the fp32 values of `parameters`, in place."""
-        if not parameters:
+    def _update(
+        self, pairs: Sequence[tuple[nn.Parameter, State]], weights: list[Tensor], group: Mapping[str, Any]
+    ) -> None:
+        """torch's AdamW on `weights`, the fp32 values of the parameters, in place."""
+        if not pairs:
             return
-        states = [self.state[p] for p in parameters]
+        states = [state for _, state in pairs]
         beta1, beta2 = group["betas"]
         fused = all(weight.is_cuda for weight in weights)
         counts = [s[STEP] for s in states]
@@ -121,7 +135,7 @@ class CompensatedAdamW(torch.optim.Optimizer):
             counts = list(torch.stack(counts).to(weights[0].device).unbind())
         adamw(
             weights,
-            [_local(p.grad) for p in parameters if p.grad is not None],
+            [_local(p.grad) for p, _ in pairs if p.grad is not None],
             [_local(s[FIRST]) for s in states],
             [_local(s[SECOND]) for s in states],
             [],
@@ -140,15 +154,14 @@ class CompensatedAdamW(torch.optim.Optimizer):
             for state in states:
                 state[STEP] += 1
 
-    def _step_rounded(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
+    def _step_rounded(self, parameter: nn.Parameter, state: State, group: Mapping[str, Any]) -> None:
         assert parameter.grad is not None
-        state = self.state[parameter]
         rest = state[LOW] if self.masters else state[RESIDUAL]
         weight, *others = map(_local, (parameter.detach(), parameter.grad, state[FIRST], state[SECOND], rest))
         fused = _fused_update() if weight.is_cuda and weight.is_contiguous() else None
         if self.masters and fused is None:
             master = joined(weight, others[-1])
-            self._update([parameter], [master], group)
+            self._update([(parameter, state)], [master], group)
             for own, half in zip((weight, others[-1]), split(master), strict=True):
                 own.copy_(half)
             return

@@ -61,7 +61,7 @@ def empty_state(
         _same_names(f"slots of {name}", set(wanted), slots, where)
         for slot, spec in wanted.items():
             _refuse_misfit(found[f"{STATE}{name}|{slot}"], spec, f"{name}|{slot}", where)
-        state[name] = {slot: _empty(slot, spec, trained[name]) for slot, spec in wanted.items()}
+        state[name] = {slot: _empty(optimizer, trained[name], slot, spec) for slot, spec in wanted.items()}
     return state
 
 
@@ -81,8 +81,11 @@ def refusal(what: str, where: Path) -> DataError:
     return DataError(f"the checkpoint cannot be resumed from: {what}", where=str(where), remedy=remedy)
 
 
-def _empty(slot: str, spec: TensorSpec, parameter: nn.Parameter) -> Tensor:
-    """Moments lie like their parameter, counts on the CPU."""
+def _empty(optimizer: Optimizer, parameter: nn.Parameter, slot: str, spec: TensorSpec) -> Tensor:
+    """Where the optimizer says, else moments lie like their parameter, counts on the CPU."""
+    if own := getattr(optimizer, "empty_slot", None):
+        made: Tensor = own(parameter, slot, spec)
+        return made
     if slot == "step":
         return torch.empty(spec.shape, dtype=spec.dtype)
     return torch.empty_like(parameter.detach(), dtype=spec.dtype)

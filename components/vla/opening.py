@@ -39,7 +39,7 @@ class OpenedModel:
 
     def publish(self, folder: Path, parts: PolicyParts, ranks: Ranks) -> None:
         """Write the policy, adapters merged, in the dtypes that it was loaded in. Every rank calls it."""
-        merged = merged_weights(self.model).items()
+        merged = merged_weights(self.model)
         weights = {name: whole(value).to(self.dtypes.get(name, value.dtype)) for name, value in merged}
         if ranks.first:
             save_policy(folder, parts, weights)

@@ -112,6 +112,7 @@ class Learner(TrainingEngine[Any]):
             eps=settings.adam_epsilon,
             max_grad_norm=settings.max_grad_norm,
             masters=settings.weights == "bfloat16",
+            states=settings.optimizer_states,
         )
 
     def step(self, samples: Sequence[Sample], load: Load) -> dict[str, float]:

@@ -10,9 +10,11 @@ import psutil
 import torch
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
+from components.models.blockwise import NF4, SIGNED
 from components.models.families import family_of
 from components.models.load import load_config
 from components.models.lora import target_modules
+from components.models.nf4 import quantized_layers
 from components.models.settings import ModelSettings
 from components.training.processes import TrainerProcesses
 from components.vlm.settings import ChunkedLogprobs, TrainerSettings
@@ -29,7 +31,8 @@ class MemoryEstimate:
 
     `models` is 2 where there is a frozen copy for the KL to the initial model. `optimizer` counts fp32 gradients, two
     AdamW moments and, of a model in bf16, what its weights have besides 16 bits: the other 16 of each master with
-    trainer.weights = "bfloat16", else an fp32 copy. Of a model that is split over `shards` ranks, weights
+    trainer.weights = "bfloat16", else an fp32 copy; `main_memory` has what of these trainer.optimizer_states = "cpu"
+    keeps there. Of a model that is split over `shards` ranks, weights
     are fp32, and `gathered` is what a rank has whole besides its shards: what is in no block, and two blocks.
     `activations` is what a transformer layer keeps for the backward pass (34 bytes per token and hidden unit in
     bf16, arXiv 2205.05198 without the attention scores), once per layer, or once with gradient checkpointing, or where
@@ -47,6 +50,7 @@ class MemoryEstimate:
     logits: int
     server_weights: int
     shards: int = 1
+    main_memory: int = 0
 
     @property
     def trainer(self) -> int:
@@ -59,8 +63,16 @@ class MemoryEstimate:
             return replace(self, activations=ceil(self.activations / sharing)).over(shards)
         if shards == 1:
             return self
-        weights, optimizer = self.models * self.parameters * 4, self.trainable * (4 + 8)
-        return replace(self, shards=shards, weights=weights // shards, optimizer=optimizer // shards)
+        weights, moments = self.models * self.parameters * 4, self.trainable * 8
+        optimizer = self.trainable * 4 + (0 if self.main_memory else moments)
+        main_memory = moments if self.main_memory else 0
+        return replace(
+            self,
+            shards=shards,
+            weights=weights // shards,
+            optimizer=optimizer // shards,
+            main_memory=main_memory // shards,
+        )
 
     def lines(self, available: int, where: str) -> list[str]:
         parts = {
@@ -73,6 +85,9 @@ class MemoryEstimate:
         if self.shards > 1:
             parts["gathered at a time"], split = self.gathered, f"on each of {self.shards} ranks"
         table = [f"  {name:<34}{size / GIB:8.2f} GiB" for name, size in parts.items()]
+        if self.main_memory:
+            states = f"optimizer states       {self.main_memory / GIB:.2f} GiB of main memory, pinned for a GPU"
+            table.append(states + (f", for each of {self.shards} ranks" if self.shards > 1 else ""))
         return [
             f"parameters             {self.parameters / 1e6:,.1f} M, {self.trainable / 1e6:,.1f} M trained",
             f"trainer needs          {self.trainer / GIB:.2f} GiB {split}; {available / GIB:.2f} GiB free on {where}",
@@ -122,13 +137,17 @@ def estimate_memory_of(
     if trainer.activation_offloading:
         layers, kept = 1, 0
     master = {"float32": 4, "bfloat16": 2}[trainer.weights] if model.dtype == "bfloat16" else 0
+    low = master if trainer.weights == "bfloat16" else 0
+    states = {"device": 8 + low, "cpu": 0, "8bit": 2 + 2 * 4 / SIGNED.block + low}[trainer.optimizer_states]
+    few_bits = sum(layer.weight.numel() for _, layer in quantized_layers(skeleton, family)) if model.quantization else 0
     models = 2 if trainer.kl_coefficient and model.lora is None else 1
     return MemoryEstimate(
         parameters=parameters,
         trainable=trainable,
         models=models,
-        weights=models * parameters * BYTES[model.dtype],
-        optimizer=trainable * (4 + 8 + master),
+        weights=models * ((parameters - few_bits) * BYTES[model.dtype] + few_bits // 2 + 4 * NF4.blocks(few_bits)),
+        optimizer=ceil(trainable * (4 + states + master - low)),
+        main_memory=trainable * (8 + low) if trainer.optimizer_states == "cpu" else 0,
         gathered=(parameters - sum(blocks) + 2 * max(blocks, default=0)) * width,
         activations=17 * width * tokens * text.hidden_size * layers + kept,
         logits=(trainer.logprobs.chunk_tokens if isinstance(trainer.logprobs, ChunkedLogprobs) else tokens)

@@ -18,7 +18,7 @@ from components.artifacts.disk import replaced_folder
 from components.artifacts.tensors import saving
 from components.contracts.errors import ConfigurationError
 from components.models.load import save_checkpoint
-from components.models.lora import adapter_weights, base_model, layer_of, merged_weights, write_adapter
+from components.models.lora import adapter_weights, base_model, layer_of, merged_weights, weight_dtypes, write_adapter
 from components.models.molmo2 import has_second_layout, to_hub
 from components.models.source import ADAPTER
 from components.training.ranks import Ranks, whole
@@ -34,10 +34,7 @@ class Publisher:
     """
 
     def __init__(self, model: nn.Module, processor: Any, processor_folder: Path) -> None:
-        self._dtypes = {
-            name.replace(".base_layer.", "."): value.dtype
-            for name, value in base_model(cast(Any, model)).state_dict().items()
-        }
+        self._dtypes = weight_dtypes(model)
         self._processor, self._processor_folder = processor, processor_folder
         self.series = DeltaSeries()
 
@@ -114,13 +111,12 @@ class Publisher:
     @torch.no_grad()
     def _weights(self, model: Any, take: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """By name in the model, each as `take` gives it; parameters that share memory still do."""
-        copies: dict[Any, Tensor] = {}
-        weights = {}
-        for name, value in merged_weights(model).items():
-            key = (_address(value), value.shape) if value.numel() else name
-            if key not in copies:
-                copies[key] = take(value).to(self._dtypes[name])
-            weights[name] = copies[key]
+        held, first = base_model(model).state_dict(), dict[Any, str]()
+        weights: dict[str, Tensor] = {}
+        for name, value in merged_weights(model):
+            own = held.get(name)  # None of a layer with adapters, whose merged weight is of a moment
+            shared = name if own is None or not own.numel() else first.setdefault((_address(own), own.shape), name)
+            weights[name] = weights[shared] if shared in weights else take(value).to(self._dtypes[name])
         return weights
 
 

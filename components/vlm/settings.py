@@ -160,6 +160,12 @@ class UpdateSettings(Settings):
         description="Keep what the backward pass needs in main memory until then: less memory of the GPU, more time, "
         "the same numbers. With model.gradient_checkpointing it is one tensor for each layer.",
     )
+    optimizer_states: Literal["device", "cpu", "8bit"] = Field(
+        "device",
+        exclude_if="device".__eq__,  # as `weights`
+        description="Where the states of AdamW are: on the device; in main memory (cpu), from where a GPU fetches them "
+        "for an update of the same bits; or on the device with both moments in 8 bits, a quarter of their memory.",
+    )
     save_every: PositiveInt = Field(10, description="Steps between checkpoints.")
     keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints that are kept.")
     seed: NonNegativeInt = Field(0, description="Seed of the trainer's random numbers.")

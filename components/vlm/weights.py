@@ -50,7 +50,7 @@ def _set_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
 
 
 def _dtypes(model: nn.Module) -> set[torch.dtype]:
-    return {parameter.dtype for parameter in model.parameters()}
+    return {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
 
 
 def _named(dtypes: Iterable[torch.dtype]) -> str:

@@ -166,7 +166,8 @@ class TrainerWorker(TokenWorker):
         sharded = settings.processes.sharding is not None
         # First, so that adapters have the random numbers that they would have in one process.
         read = read_model(policy.model_path, policy.model) if sharded and ranks.first else None
-        model = load_model(policy.model_path, loaded, empty=sharded)
+        device = "cpu" if policy.model.quantization is None else ranks.device  # in 4 bits it is small enough
+        model = load_model(policy.model_path, loaded, device, empty=sharded)
         whole, weights = read or (model, None)
         family = family_of(base_model(model).config)
         loading = policy.model.model_dump(mode="json")

@@ -188,7 +188,7 @@ def test_what_is_published_is_what_peft_adds_to_the_layers(trained: Trained) -> 
     folder = trained.version(4)
     facts = json.loads((folder / "adapter_config.json").read_text())
     saved = load_file(folder / "adapter_model.safetensors")
-    base, merged = trained.model.get_base_model().state_dict(), merged_weights(trained.model)
+    base, merged = trained.model.get_base_model().state_dict(), dict(merged_weights(trained.model))
     layers = {name.rpartition(".lora_")[0] for name in saved}
     assert layers and facts["r"] == 5
     for layer in layers:

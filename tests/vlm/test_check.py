@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from components.contracts.autoscaling import ServerAutoscaling
 from components.contracts.machine import Machine
@@ -14,6 +16,8 @@ from components.training.processes import TrainerProcesses
 from components.training.ranks import Ranks
 from components.training.service_settings import service_settings
 from components.vlm.client import TrainerPolicySettings
+from components.vlm.learner import Learner
+from components.vlm.loader import MicroBatchLoader
 from components.vlm.memory import GIB, OVERHEAD, chosen_recomputation, estimate_memory
 from components.vlm.worker import TrainerWorker
 from tests.vlm.conftest import Tiny, model_settings, trainer_settings
@@ -56,6 +60,41 @@ def test_weights_in_16_bits_have_the_other_16_of_their_masters_beside_them(tiny:
     settings = trainer_settings(weights="bfloat16")
     estimate = estimate_memory(tiny.folder, model_settings(dtype="bfloat16"), settings, "bfloat16")
     assert estimate.weights + estimate.optimizer == estimate.parameters * (2 + 4 + 8 + 2)
+
+
+def test_optimizer_states_are_counted_where_they_are(tiny: Tiny) -> None:
+    low = model_settings(dtype="bfloat16")
+    found = {}
+    for states in ("device", "cpu", "8bit"):
+        settings = trainer_settings(weights="bfloat16", optimizer_states=states)
+        found[states] = estimate_memory(tiny.folder, low, settings, "bfloat16")
+    p = found["device"].parameters
+    assert {name: (one.optimizer, one.main_memory) for name, one in found.items()} == {
+        "device": (p * (4 + 8 + 2), 0),
+        "cpu": (p * 4, p * (8 + 2)),
+        "8bit": (math.ceil(p * (4 + 2 + 2 * 4 / 256 + 2)), 0),
+    }
+    split = found["cpu"].over(2)
+    assert (split.optimizer, split.main_memory) == (p * 4 // 2, p * 8 // 2)
+    assert "of main memory, pinned for a GPU, for each of 2 ranks" in split.lines(2**30, "GPU 0")[-2]
+
+
+@pytest.mark.parametrize("states", ["cpu", "8bit"])
+def test_the_trainer_keeps_its_states_as_the_setting_says(tiny: Tiny, states: str) -> None:
+    done = []
+    for each in ("device", states):
+        learner = Learner(tiny.model(), trainer_settings(optimizer_states=each), temperature=1.0)
+        load = MicroBatchLoader(tiny.collator, tiny.images, 0)
+        with load.batch():
+            metrics = [learner.step(tiny.samples(4, seed=seed), load) for seed in (1, 2)]
+        done.append((learner, metrics[1]["grad_norm"]))
+    (plain, norm), (other, same) = done
+    pairs = zip(plain.model.parameters(), other.model.parameters(), strict=True)
+    dtypes = {value.dtype for state in other.optimizer.state.values() for value in state.values()}
+    if states == "cpu":
+        assert norm == same and all(torch.equal(one, two) for one, two in pairs)
+    else:
+        assert torch.uint8 in dtypes and norm == pytest.approx(same, rel=0.01)
 
 
 @pytest.mark.parametrize(

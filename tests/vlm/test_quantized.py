@@ -1,0 +1,222 @@
+"""Frozen weights in 4 bits: a model with them is the model with what they stand for, and so is what is published."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from components.contracts.errors import ConfigurationError
+from components.models.families import family_of
+from components.models.load import load_model, load_processor, read_model
+from components.models.lora import base_model, merged_weights
+from components.models.nf4 import NF4Linear, quantized_layers
+from components.models.settings import LoraSettings
+from components.rl.open import QUANTIZED_BASE, base_weights
+from components.training.checkpoints import Checkpoints
+from components.training.ranks import Ranks
+from components.vlm.learner import Learner
+from components.vlm.loader import MicroBatchLoader
+from components.vlm.memory import GIB, estimate_memory, estimate_memory_of
+from components.vlm.publish import Publisher
+
+from .conftest import Tiny, model_settings, trainer_settings
+
+CODES = np.array(
+    (
+        *(-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0),
+        *(0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0),
+    ),
+    np.float32,
+)
+"""QLoRA's appendix E, to eight digits."""
+LORA = LoraSettings(rank=4, alpha=8, targets=("q_proj", "down_proj"))
+
+
+def stands_for(weight: torch.Tensor) -> torch.Tensor:
+    """The code nearest to each number, times the largest of its 64, in the dtype of `weight`."""
+    blocks = weight.float().numpy().reshape(-1, 64)
+    largest = np.abs(blocks).max(1, keepdims=True)
+    nearest = np.abs((blocks / np.where(largest, largest, 1))[..., None] - CODES).argmin(-1)
+    return torch.from_numpy(CODES[nearest] * largest).reshape(weight.shape).to(weight.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_layer_is_the_one_that_its_bits_stand_for(dtype: torch.dtype, autocast: bool) -> None:
+    torch.manual_seed(0)
+    layer, plain = nn.Linear(96, 64).to(dtype), nn.Linear(96, 64).to(dtype)
+    plain.load_state_dict({"weight": stands_for(layer.weight.detach()), "bias": layer.bias.detach()})
+    quantized = NF4Linear(layer)
+    torch.testing.assert_close(quantized.dequantized(), plain.weight.detach(), rtol=1e-6, atol=0)
+    plain.weight.data.copy_(quantized.dequantized())
+    assert torch.equal(NF4Linear(plain).weight, quantized.weight), "quantized again it is the same"
+    assert sum(t.nbytes for t in (quantized.weight, quantized.scales)) == 96 * 64 // 2 + 4 * 96
+    x, found = torch.randn(5, 96).to(dtype if not autocast else torch.float32), []
+    for each in (quantized, plain):
+        own = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = each(own)
+        out.float().square().sum().backward()
+        found.append((out.detach(), own.grad))
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-6, atol=1e-6)
+
+
+def test_a_layer_keeps_no_dequantized_weight_for_the_backward_pass() -> None:
+    layer, kept = NF4Linear(nn.Linear(256, 256)), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+        layer(torch.randn(2, 256, requires_grad=True))
+    assert sum(kept) == 256 * 256 // 2 + 4 * 256 * 4
+
+
+def learners(tiny: Tiny, folder: Path, **changes: Any) -> tuple[Learner, Learner]:
+    """One in 4 bits, and one of plain layers with the weights that the 4 bits stand for, with equal adapters."""
+    made = []
+    for quantization in ("nf4", None):
+        torch.manual_seed(0)
+        model = load_model(folder, model_settings(lora=LORA, quantization=quantization, **changes))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.1)
+        made.append(Learner(model, trainer_settings(), temperature=1.0))
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}], ids=["kept", "recomputed"])
+def test_log_probs_gradients_and_updates_are_those_of_the_dequantized_model(
+    tiny: Tiny, tmp_path: Path, changes: Any
+) -> None:
+    settings = model_settings(lora=LORA, quantization="nf4")
+    base = base_weights(tiny.folder, settings, tmp_path)
+    assert base == tmp_path / QUANTIZED_BASE and base_weights(base, settings, tmp_path) == base
+    assert base_weights(tiny.folder, model_settings(), tmp_path) == tiny.folder
+    quantized, plain = learners(tiny, base, **changes)
+    model = base_model(quantized.model)
+    language = [layer for name, layer in quantized_layers(model, family_of(model.config)) if ".lora_" not in name]
+    assert {type(layer) for layer in language} == {NF4Linear}
+    assert not any(isinstance(module, NF4Linear) for module in model.model.visual.modules())
+    samples, load = tiny.samples(6, seed=1), MicroBatchLoader(tiny.collator, tiny.images, 0)
+    gradients: list[dict[str, torch.Tensor]] = []
+    for learner in (quantized, plain):
+        names = {id(p): name for name, p in learner.model.named_parameters()}
+        own: dict[str, torch.Tensor] = {}
+        learner.optimizer.register_step_pre_hook(
+            lambda optimizer, *_, own=own, names=names: own.update(
+                {names[id(p)]: p.grad.clone() for group in optimizer.param_groups for p in group["params"]}
+            )
+        )
+        gradients.append(own)
+    with load.batch():
+        for one, other in zip(quantized.score(samples, load), plain.score(samples, load), strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-6)
+        metrics = [learner.step(samples, load) for learner in (quantized, plain)]
+    assert metrics[0]["loss"] == pytest.approx(metrics[1]["loss"], rel=1e-6)
+    assert gradients[0].keys() == gradients[1].keys() and all("lora_" in name for name in gradients[0])
+    for name, gradient in gradients[0].items():
+        assert gradient.norm() > 0
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-5, atol=1e-6 * float(gradient.abs().max()))
+    original = load_model(tiny.folder, model_settings()).state_dict()
+    for name, value in load_model(base, model_settings()).state_dict().items():
+        if name.endswith("layers.0.mlp.up_proj.weight"):
+            torch.testing.assert_close(value, stands_for(original[name]), rtol=1e-6, atol=0)
+        if "visual" in name or "lm_head" in name or "norm" in name:
+            assert torch.equal(value, original[name])
+
+
+def test_what_is_published_is_what_the_trainer_computes_with(tiny: Tiny, tmp_path: Path) -> None:
+    base = base_weights(tiny.folder, model_settings(lora=LORA, quantization="nf4"), tmp_path)
+    quantized, plain = learners(tiny, base)
+    folders = []
+    for number, learner in enumerate((quantized, plain)):
+        publisher = Publisher(learner.model, load_processor(base, model_settings()), tmp_path / "processor")
+        assert publisher.float32
+        folders.append(tmp_path / f"published-{number}")
+        publisher.publish(learner.model, folders[-1], Ranks())
+        sent = publisher.tensors(learner.model)
+        written = {name: value for file in folders[-1].glob("*.safetensors") for name, value in load_file(file).items()}
+        assert {name: value.shape for name, value in sent.items()} == {n: v.shape for n, v in written.items()}
+        assert all(torch.equal(sent[name], value) for name, value in written.items())
+    for file in folders[0].rglob("*.safetensors"):
+        one, other = load_file(file), load_file(folders[1] / file.relative_to(folders[0]))
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert dict(merged_weights(quantized.model)).keys() == dict(merged_weights(plain.model)).keys()
+
+
+def test_a_training_in_four_bits_resumes_with_the_same_bits(tiny: Tiny, tmp_path: Path) -> None:
+    base = base_weights(tiny.folder, model_settings(lora=LORA, quantization="nf4"), tmp_path)
+    straight, resumed = learners(tiny, base)[0], learners(tiny, base)[0]
+    load = MicroBatchLoader(tiny.collator, tiny.images, 0)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", {}, Ranks(), keep=1)
+    with load.batch():
+        straight.step(tiny.samples(4, seed=1), load)
+        path = checkpoints.save(straight, {})
+        checkpoints.wait()
+        checkpoints.load(resumed, path)
+        for learner in (straight, resumed):
+            learner.step(tiny.samples(4, seed=2), load)
+    pairs = zip(straight.model.named_parameters(), resumed.model.named_parameters(), strict=True)
+    assert all(torch.equal(one, other) for (_, one), (_, other) in pairs)
+
+
+def test_a_model_that_is_split_or_has_no_adapters_is_refused(tiny: Tiny) -> None:
+    settings = model_settings(lora=LORA, quantization="nf4")
+    with pytest.raises(ConfigurationError, match="4 bits cannot be split"):
+        load_model(tiny.folder, settings, empty=True)
+    with pytest.raises(ConfigurationError, match="4 bits cannot be split"):
+        read_model(tiny.folder, settings)
+    with pytest.raises(ValueError, match="quantization needs the section lora"):
+        model_settings(quantization="nf4")
+
+
+def test_memory_is_counted_as_it_is_taken(tiny: Tiny) -> None:
+    settings = model_settings(lora=LORA, quantization="nf4", dtype="bfloat16")
+    model = base_model(load_model(tiny.folder, settings))
+    taken = sum(t.nbytes for name, t in model.state_dict().items() if ".lora_" not in name)
+    assert estimate_memory(tiny.folder, settings, trainer_settings(), "bfloat16").weights == taken
+
+
+def test_qwen2_5_vl_of_7b_fits_on_24_gib(seven: Callable[[], Any]) -> None:
+    lora = {"rank": 16, "targets": ("all",)}
+    trainer = trainer_settings(weights="bfloat16", max_tokens_per_micro_batch=4096)
+    needed = {
+        quantization: estimate_memory_of(
+            seven(),
+            model_settings(lora=lora, quantization=quantization, dtype="bfloat16", gradient_checkpointing=True),
+            trainer,
+            "bfloat16",
+        ).trainer
+        for quantization in ("nf4", None)
+    }
+    assert needed["nf4"] < 12 * GIB and 16 * GIB < needed[None] < 24 * GIB
+
+
+@pytest.fixture
+def seven() -> Callable[[], Any]:
+    """Qwen2.5-VL-7B by its published sizes, without memory."""
+    from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
+
+    text = {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    }
+    vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584}
+
+    def make() -> Any:
+        with torch.device("meta"):
+            return AutoModelForImageTextToText.from_config(
+                Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
+            )
+
+    return make
