@@ -8,10 +8,12 @@ from a checkpoint.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -41,11 +43,22 @@ def main(settings_file: str) -> None:
     with ExitStack() as group:
         try:
             ranks = group.enter_context(joined(settings.processes, settings.seed))
-            serve(WORKERS[settings.worker](settings, ranks), settings, ranks)
+            serve(imported_worker(settings.worker)(settings, ranks), settings, ranks)
         except BaseException as error:
             rendezvous = Path(os.environ[RENDEZVOUS]).parent
             error_file(rendezvous, int(os.environ["RANK"])).write_text(json.dumps(describe(error)))
             raise
+
+
+def imported_worker(name: str) -> Callable[[ServiceSettings, Ranks], ServiceWorker]:
+    """What `WORKERS` has under that name. Garbage is not looked for meanwhile, nor later in what was imported."""
+    gc.disable()
+    try:
+        worker: Callable[[ServiceSettings, Ranks], ServiceWorker] = WORKERS[name]
+    finally:
+        gc.freeze()
+        gc.enable()
+    return worker
 
 
 def serve(worker: ServiceWorker, settings: ServiceSettings, ranks: Ranks) -> None:
