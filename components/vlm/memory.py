@@ -62,7 +62,9 @@ class MemoryEstimate:
         weights, optimizer = self.models * self.parameters * 4, self.trainable * (4 + 8)
         return replace(self, shards=shards, weights=weights // shards, optimizer=optimizer // shards)
 
-    def lines(self, available: int, where: str) -> list[str]:
+    def lines(self, available: int | None, where: str) -> list[str]:
+        """`available`: bytes that are free `where` a rank is; None: it is on a node that is not known yet."""
+        free = "of a node of the cluster" if available is None else f"{available / GIB:.2f} GiB free on {where}"
         parts = {
             "weights": self.weights,
             "gradients, AdamW, master weights": self.optimizer,
@@ -75,7 +77,7 @@ class MemoryEstimate:
         table = [f"  {name:<34}{size / GIB:8.2f} GiB" for name, size in parts.items()]
         return [
             f"parameters             {self.parameters / 1e6:,.1f} M, {self.trainable / 1e6:,.1f} M trained",
-            f"trainer needs          {self.trainer / GIB:.2f} GiB {split}; {available / GIB:.2f} GiB free on {where}",
+            f"trainer needs          {self.trainer / GIB:.2f} GiB {split}; {free}",
             *table,
             f"server weights         {self.server_weights / GIB:.2f} GiB, and its KV cache",
         ]

@@ -69,7 +69,7 @@ RECIPES = {
     ),
 }
 """Each with fewer and smaller steps than it has."""
-SERVER = "vllm.entrypoints.openai.api_server"
+SERVER, RANK = "vllm.entrypoints.openai.api_server", "components.training.service"
 PLAYERS = {"train-vlm": "components.rollouts.worker", "train-vla": "components.environments.libero.worker"}
 ENVIRONMENT = {**ONE_THREAD, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1"}
 
@@ -223,6 +223,31 @@ def test_the_weights_are_those_of_one_machine_though_the_node_with_the_model_ser
     said = run.tail(5000)
     print(f"on the cluster after {time.monotonic() - began:.0f} s, the same weights")
     assert "is removed from the pool" in said and "is back with version" in said
+    ray_cluster.add(lost)
+
+
+def test_the_weights_are_those_of_one_machine_though_a_node_with_a_rank_of_the_trainer_is_lost(
+    ray_cluster: RayCluster, tmp_path: Path
+) -> None:
+    recipe = "train-vlm/colors"
+    expected = ended(start(None, tmp_path, recipe, "trainer_processes=2", "threads=1"))
+    trainer = 'trainer={num_cpus=1, strategy="STRICT_SPREAD"}'
+    place = f'cluster={{address="{ray_cluster.address}", start_timeout=300, {trainer}}}'
+    python = f'server_python="{ROOT / ".venv-vllm/bin/python"}"'
+    began = time.monotonic()
+    # All nodes see the store: ranks read batches and checkpoints there.
+    run = start(ray_cluster.head, tmp_path / "placed", recipe, place, "trainer_nodes=2", python, "threads=1")
+    wait_for(lambda: any(tmp_path.glob("placed/store/workspaces/train-vlm-*/history.jsonl")), run, 900)
+    lost, ranks = min(ray_cluster.players(RANK).items(), key=lambda found: found[0].name)
+    assert len(ray_cluster.players(RANK)) == 2
+    ray_cluster.kill_raylet(lost)
+    print(f"{lost.name} lost its raylet, and a rank, after {time.monotonic() - began:.0f} s")
+    wait_for(lambda: len(ray_cluster.players(RANK).keys() - {lost}) == 2, run, 300)
+    _, alive = psutil.wait_procs(ranks, timeout=60)
+    assert not alive, "the rank outlived its raylet"
+    assert ended(run) == expected
+    print(f"on the cluster after {time.monotonic() - began:.0f} s, the same weights")
+    assert "the trainer died after step" in run.tail(5000)
     ray_cluster.add(lost)
 
 
