@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -100,7 +101,7 @@ def test_ranks_on_two_nodes_of_which_one_is_lost_make_the_weights_of_this_machin
     losing.join()
     _, alive = psutil.wait_procs(lost, timeout=30)
     assert len(lost) == 1 and not alive
-    assert "the trainer died after step 15; starting it again" in capsys.readouterr().out
+    assert re.search("the trainer died after step [0-9]+; starting it again", capsys.readouterr().out)
     assert (there / OUT / WEIGHTS).read_bytes() == (here / OUT / WEIGHTS).read_bytes()
     assert not any(map(ranks_on, nodes))
 
