@@ -3,6 +3,7 @@ raylet: they end with the weights of a run on one machine."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -15,11 +16,14 @@ import psutil
 import pytest
 import yaml
 
+from components.artifacts.digests import file_digest
 from components.configuration import load_recipe
 from components.contracts.machine import Machine
 from components.inference.command import server_command, server_environment
 from components.inference.settings import ServerSettings
 from components.process import Program
+from tests.production.linear_trainer import CONTINUE, OUT, PAUSED, installed
+from tests.production.linear_trainer import WEIGHTS as LINEAR
 from tests.production.nodes import DISK, Network, Node, wait_for
 from tests.production.recipe_stages import WEIGHTS
 from tests.production.services import ONE_THREAD
@@ -223,6 +227,43 @@ def test_the_weights_are_those_of_one_machine_though_the_node_with_the_model_ser
     said = run.tail(5000)
     print(f"on the cluster after {time.monotonic() - began:.0f} s, the same weights")
     assert "is removed from the pool" in said and "is back with version" in said
+    ray_cluster.add(lost)
+
+
+def test_ranks_on_nodes_of_which_one_is_lost_make_the_weights_of_one_machine(
+    ray_cluster: RayCluster, tmp_path: Path
+) -> None:
+    """A linear model; nodes have networks of their own."""
+    (tmp_path / "installed").mkdir()
+    variables = {"trainer_environment": {"PYTHONPATH": installed(tmp_path / "installed")}}
+    command = [str(PYTHON), "-m", "tests.production.linear_trainer"]
+    facts = {"threads": 1, "loader_workers": 0, **variables}
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    (here / CONTINUE).touch()
+    alone = Program([*command, here, json.dumps({**facts, "trainer_processes": 2})], env=ENVIRONMENT, log=here / "log")
+    assert alone.wait(600) == 0, alone.tail(60)
+    place = {
+        "address": ray_cluster.address,
+        "start_timeout": 300,
+        "trainer": {"num_cpus": 1, "strategy": "STRICT_SPREAD"},
+    }
+    run = ray_cluster.head.start(
+        [*command, there, json.dumps({**facts, "trainer_nodes": 2, "cluster": place})], ENVIRONMENT, "linear.log"
+    )
+    wait_for((there / PAUSED).exists, run, 600)
+    began, ranks = time.monotonic(), ray_cluster.players(RANK)
+    assert len(ranks) == 2
+    lost, gone = min(ranks.items(), key=lambda found: found[0].name)
+    ray_cluster.kill_raylet(lost)
+    (there / CONTINUE).touch()
+    _, alive = psutil.wait_procs(gone, timeout=60)
+    assert not alive, "the rank outlived its raylet"
+    assert run.wait(600) == 0, run.tail(60)
+    print(f"{lost.name} lost its raylet, and a rank; finished after {time.monotonic() - began:.0f} s")
+    assert "the trainer died after step" in run.tail(5000)
+    assert file_digest(there / OUT / LINEAR) == file_digest(here / OUT / LINEAR)
     ray_cluster.add(lost)
 
 
