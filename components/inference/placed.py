@@ -10,13 +10,13 @@ import psutil
 
 from components.contracts.errors import ServerError
 from components.inference.host import LocalHost, ServerNeeds, free_port
-from components.workers.placed import NodeActor, PlacedProgram, Places, absolute
+from components.workers.placed import NodeActor, PlacedProgram, PlacementBundles, absolute
 
 
 class PlacedHost:
     """A `Host`: the node that has the server's bundle."""
 
-    def __init__(self, places: Places, index: int) -> None:
+    def __init__(self, places: PlacementBundles, index: int) -> None:
         self._gpus = places.bundle.gpus
         self._placed = PlacedProgram(places, index, _ServerNode, ServerError)
 

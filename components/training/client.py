@@ -27,7 +27,7 @@ from components.training.nodes import Attempt, LostNode, announce, lost_node, me
 from components.training.placed import PlacedRanks
 from components.training.processes import error_file
 from components.training.service_settings import ServiceSettings, TrainingSettings, service_settings
-from components.workers.placed import Places
+from components.workers.placed import PlacementBundles
 
 TOKEN = "ARMATURE_TRAINER_TOKEN"
 FATAL = 500
@@ -66,7 +66,7 @@ class ServiceClient:
         self._events, self._saved = events, saved
         self._token = secrets.token_hex(32)
         cluster, bundle = machine.cluster, machine.trainer_bundle
-        self._places = Places(cluster, bundle, machine.trainer_nodes) if cluster and bundle else None
+        self._places = PlacementBundles(cluster, bundle, machine.trainer_nodes) if cluster and bundle else None
         self._program: Program | PlacedRanks | None = None
         self._attempt: Attempt | None = None
         self._lost: LostNode | None = None

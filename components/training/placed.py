@@ -11,7 +11,7 @@ from pathlib import Path
 from components.contracts.errors import TrainerError
 from components.training.nodes import Attempt, LostNode, start
 from components.training.service_settings import ServiceSettings
-from components.workers.placed import NodeActor, PlacedProgram, Places
+from components.workers.placed import NodeActor, PlacedProgram, PlacementBundles
 from components.workers.process import importable
 
 HOST = "ARMATURE_TRAINER_HOST"
@@ -32,7 +32,7 @@ class PlacedRanks:
 
     def __init__(
         self,
-        places: Places,
+        places: PlacementBundles,
         settings: ServiceSettings,
         attempt: Attempt,
         variables: Mapping[str, str],

@@ -19,7 +19,7 @@ ANSWER_SECONDS = 30.0
 """For an actor that is there to do what takes no time."""
 
 
-class Places:
+class PlacementBundles:
     """A placement group with `count` bundles; what has a higher index has a group of its own while it runs. When a
     node is lost, Ray looks for room for its bundles on the others."""
 
@@ -68,7 +68,7 @@ class PlacedProgram:
     """
 
     def __init__(
-        self, places: Places, index: int, actor: type[NodeActor], failed: Callable[..., ArmatureError]
+        self, places: PlacementBundles, index: int, actor: type[NodeActor], failed: Callable[..., ArmatureError]
     ) -> None:
         self._places, self._index, self._class, self._failed = places, index, actor, failed
         self._actor: Any = None

@@ -25,7 +25,7 @@ from components.inference.host import Host, LocalHost, ServerNeeds
 from components.inference.placed import PlacedHost
 from components.inference.pool import ServerPool
 from components.inference.settings import SamplingSettings, ServerSettings
-from components.workers.placed import Places
+from components.workers.placed import PlacementBundles
 from tests.workers.conftest import cluster, ray_cluster
 
 from .test_autoscaling import Load
@@ -47,7 +47,7 @@ def host(request: pytest.FixtureRequest) -> Iterator[Host]:
         host.stop()
         return
     place = request.getfixturevalue("cluster")
-    places = Places(place, BUNDLE, 1)
+    places = PlacementBundles(place, BUNDLE, 1)
     host = PlacedHost(places, 0)
     yield host
     host.stop()
@@ -189,7 +189,8 @@ def test_a_lost_node_s_server_is_started_elsewhere_with_the_current_weights(
 def test_each_server_has_gpus_of_its_own(ray_cluster: Any, cluster: ClusterSettings, tmp_path: Path) -> None:
     """Ray counts GPUs that it is told of."""
     node = ray_cluster.add_node(num_cpus=2, num_gpus=4, resources={"serving cards": 2})
-    places = Places(cluster, ServerBundle(num_cpus=1, tensor_parallel_size=2, resources={"serving cards": 1}), 2)
+    bundle = ServerBundle(num_cpus=1, tensor_parallel_size=2, resources={"serving cards": 1})
+    places = PlacementBundles(cluster, bundle, 2)
     (tmp_path / "config.json").touch()
     hosts, devices = [PlacedHost(places, index) for index in range(2)], list[str]()
     for index, host in enumerate(hosts):
