@@ -138,7 +138,7 @@ def _check_episodes(sections: Mapping[str, BaseModel]) -> None:
 
 
 def _check_triton(machine: Machine) -> None:
-    if not machine.trainer_gpus and os.environ.get("TRITON_INTERPRET") != "1":
+    if not machine.gpus_of_trainer and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigurationError(
             "the Triton kernels need a CUDA device, and no GPU is named for the trainer",
             where='trainer.logprobs.name = "triton", machine.trainer_gpus = []',
@@ -180,6 +180,12 @@ def _say_room(machine: Machine, cluster: ClusterSettings) -> None:
         print(
             f"cluster: {len(fits)} nodes with room for {sum(fits.values())} model servers, "
             f"servers asks for {machine.servers}{further}"
+        )
+    if cluster.trainer is not None:
+        fits = room(cluster.address, cluster.trainer.resources_of_node())
+        print(
+            f"cluster: {len(fits)} nodes with room for the trainer's ranks of {sum(fits.values())}, "
+            f"trainer_nodes asks for {machine.trainer_nodes}"
         )
 
 

@@ -127,10 +127,10 @@ def jobset(
         ConfigurationError: the training has one node, or the machine forces stages.
     """
     machine = machine_that_resumes(recipe)
-    if machine.trainer_nodes == 1:
+    if not machine.joining_nodes:
         raise ConfigurationError(
             "a run on one node is a Job, not a JobSet",
-            where="machine.trainer_nodes = 1",
+            where="machine.cluster.trainer" if machine.trainer_bundle else "machine.trainer_nodes = 1",
             remedy="leave --jobset out: the platform's worker makes it; or set machine.trainer_nodes",
         )
     own = f"{re.sub('[^a-z0-9]+', '-', recipe.name.lower()).strip('-')[:40]}-{secrets.token_hex(3)}"
@@ -153,7 +153,7 @@ def jobset(
             },
             "replicatedJobs": [
                 _replicated("first", 1, job, [own, "first", *run]),
-                _replicated("others", machine.trainer_nodes - 1, job, [own, "others"]),
+                _replicated("others", machine.joining_nodes, job, [own, "others"]),
             ],
         },
     }

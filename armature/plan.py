@@ -166,7 +166,7 @@ def _as_measured(
     yield "these seconds hold for the load that the machine had meanwhile" + (
         f": {found.slowdown:.1f} s passed for each second that the run's threads computed" if found.slowdown else ""
     )
-    if settings.rollouts.max_staleness and not machine.trainer_gpus:
+    if settings.rollouts.max_staleness and not machine.gpus_of_trainer:
         in_turn = settings.rollouts.model_copy(update={"max_staleness": 0, "in_flight_updates": False})
         yield (
             "rollouts and training at the same time have CPUs of their own here; where others leave none to spare, a "

@@ -93,8 +93,8 @@ def script(name: str, overrides: Sequence[str], options: Sequence[str]) -> str:
         directives="\n".join(f"#SBATCH {line}" for line in lines),
         folder=shlex.quote(str(Path.cwd())),
         run=shlex.join([sys.executable, "-m", "armature", "run", name, *(f"--set={each}" for each in overrides)]),
-        start=_ONE_NODE if machine.trainer_nodes == 1 else _SEVERAL_NODES,
-        ended="" if machine.trainer_nodes == 1 else _END_OF_SEVERAL,
+        start=_SEVERAL_NODES if machine.joining_nodes else _ONE_NODE,
+        ended=_END_OF_SEVERAL if machine.joining_nodes else "",
     )
 
 
@@ -103,7 +103,7 @@ def _resources(name: str, machine: Machine) -> list[str]:
     node = job_variables(machine)
     return [
         f"--job-name={name}",
-        f"--nodes={machine.trainer_nodes}",
+        f"--nodes={1 + machine.joining_nodes}",
         "--ntasks-per-node=1",
         f"--cpus-per-task={node['cpus']}",
         f"--mem={node['memory'].removesuffix('i')}",

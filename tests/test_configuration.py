@@ -18,8 +18,10 @@ from components.configuration import (
     recipe_path,
 )
 from components.contracts.errors import ConfigurationError
+from components.contracts.machine import Machine
 from components.datasets.settings import SourceSettings
 from components.environments.openenv.settings import OpenEnvSettings
+from components.training.processes import TrainerProcesses
 
 
 def test_files_extend_each_other_table_by_table(tmp_path):
@@ -159,6 +161,27 @@ def test_several_nodes_need_a_place_to_meet():
         load_recipe("train-vla/molmoact2", ["machine.trainer_sharding=hybrid"])
     with pytest.raises(ConfigurationError, match=r"trainer_sharding has no effect with one rank"):
         load_recipe("train-vla/tiny", ["machine.trainer_sharding=full"])
+
+
+def test_the_nodes_of_a_trainer_on_a_cluster():
+    place = 'machine.cluster={address="auto", trainer={num_cpus=8, num_gpus=4}}'
+    here, there = ["machine.trainer_gpus=[]", place], ["machine.trainer_processes=4", "machine.trainer_nodes=2"]
+    machine = load_recipe("train-vla/molmoact2", [*here, *there]).sections["machine"]
+    assert isinstance(machine, Machine)
+    assert machine.joining_nodes == 0 and machine.gpus_of_trainer == (0, 1, 2, 3)
+    processes = TrainerProcesses.of(machine)
+    assert (processes.ranks, processes.sharding, processes.threads, processes.interface) == (8, "full", 2, None)
+    for refused, said in (
+        ([place, *there], "trainer_gpus names GPUs of this machine"),
+        ([*here, "machine.trainer_processes=2"], "num_gpus = 4: each of the 2 ranks of a node"),
+        ([*here, *there, "machine.trainer_rendezvous=nodes"], "trainer_rendezvous has no effect with cluster.trainer"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            load_recipe("train-vla/molmoact2", refused)
+    with pytest.raises(ConfigurationError, match=r"cluster\.trainer needs weight_transfer"):
+        load_recipe(
+            "train-vlm/colors", ['machine.cluster={address="auto", trainer={}}', "machine.weight_transfer=nccl"]
+        )
 
 
 def test_rollout_workers_on_a_cluster_need_servers_that_they_reach():

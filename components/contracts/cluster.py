@@ -1,46 +1,82 @@
-"""Where workers, of environments and of statistics, and model servers are, if not on this machine."""
+"""Where workers, of environments and of statistics, model servers and the trainer are, if not on this machine."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from components.contracts.settings import Settings
 
 
-class ServerBundle(Settings):
-    """What each model server takes of its node, as a bundle of a placement group."""
+class Bundle(Settings):
+    """What each takes of its node, as a bundle of a placement group."""
 
-    num_cpus: PositiveInt = Field(4, description="CPUs that a server takes of its node.")
-    tensor_parallel_size: NonNegativeInt = Field(
-        0, description="GPUs of its node that a server takes, over which vLLM splits the model; 0: it is on CPU."
-    )
+    WHAT: ClassVar[str]
+    """What it is, for messages."""
+    SETTING: ClassVar[str]
+
+    num_cpus: PositiveInt = Field(4, description="CPUs that each takes of its node.")
     memory_gib: NonNegativeFloat = Field(
-        0.0, description="GiB of memory that a server takes of its node; 0: it is not counted."
+        0.0, description="GiB of memory that each takes of its node; 0: it is not counted."
     )
     resources: dict[str, PositiveFloat] = Field(
-        {}, description="What else a server takes, by the names that `ray start --resources` gave: {fast = 1}."
+        {}, description="What else each takes, by the names that `ray start --resources` gave: {fast = 1}."
     )
     strategy: Literal["SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK"] = Field(
         "SPREAD",
-        description="How Ray places the servers: SPREAD over the nodes, PACK on as few as there is room on; with "
-        "STRICT_ in no other way.",
+        description="How Ray places them: SPREAD over the nodes, PACK on as few as there is room on; with STRICT_ in "
+        "no other way.",
     )
 
+    @property
+    def gpus(self) -> int:
+        """Of one node."""
+        raise NotImplementedError
+
     def options(self) -> dict[str, Any]:
-        """What Ray is told of the actor that has a server."""
+        """What Ray is told of the actor in the bundle."""
         return {
             "num_cpus": self.num_cpus,
-            "num_gpus": self.tensor_parallel_size,
+            "num_gpus": self.gpus,
             "memory": int(self.memory_gib * 2**30) or None,
             "resources": self.resources,
         }
 
     def resources_of_node(self) -> dict[str, float]:
         """The same, as resources of Ray by name."""
-        wanted = {"CPU": self.num_cpus, "GPU": self.tensor_parallel_size, "memory": int(self.memory_gib * 2**30)}
+        wanted = {"CPU": self.num_cpus, "GPU": self.gpus, "memory": int(self.memory_gib * 2**30)}
         return {name: amount for name, amount in {**wanted, **self.resources}.items() if amount}
+
+
+class ServerBundle(Bundle):
+    """What each model server takes of its node."""
+
+    WHAT = "a model server"
+    SETTING = "machine.cluster.servers"
+
+    tensor_parallel_size: NonNegativeInt = Field(
+        0, description="GPUs of its node that a server takes, over which vLLM splits the model; 0: it is on CPU."
+    )
+
+    @property
+    def gpus(self) -> int:
+        return self.tensor_parallel_size
+
+
+class TrainerBundle(Bundle):
+    """What the trainer's ranks on a node, `machine.trainer_processes`, take of it together."""
+
+    WHAT = "the trainer's ranks"
+    SETTING = "machine.cluster.trainer"
+
+    num_gpus: NonNegativeInt = Field(
+        0, description="GPUs of each node that the ranks on it take, one each; 0: they are on CPU."
+    )
+
+    @property
+    def gpus(self) -> int:
+        return self.num_gpus
 
 
 class ClusterSettings(Settings):
@@ -59,10 +95,16 @@ class ClusterSettings(Settings):
         {}, description="What else a worker takes, by the names that `ray start --resources` gave: {simulator = 1}."
     )
     start_timeout: PositiveFloat = Field(
-        600.0, description="Seconds until a node has room for a worker or a server; a cluster may have to grow first."
+        600.0,
+        description="Seconds until nodes have room for a worker, a server or the trainer; it may have to grow first.",
     )
     servers: ServerBundle | None = Field(
         None, description="What each of machine.servers takes of its node. None: servers are on the run's machine."
+    )
+    trainer: TrainerBundle | None = Field(
+        None,
+        description="What the trainer's ranks take of each of machine.trainer_nodes. None: the first of these nodes "
+        "is the run's machine.",
     )
 
     def options(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from components.contracts.autoscaling import ServerAutoscaling
-from components.contracts.cluster import ClusterSettings, ServerBundle
+from components.contracts.cluster import ClusterSettings, ServerBundle, TrainerBundle
 from components.contracts.secrets import Environment, refuse_plain_arguments, refuse_plain_url, resolve
 from components.contracts.settings import Settings
 from components.cpus import available_cpus
@@ -74,7 +74,9 @@ class Machine(Settings):
     trainer_processes: PositiveInt = Field(1, description="Ranks of the trainer on each node.")
     trainer_gpus: tuple[int, ...] = Field((), description="CUDA devices of the trainer on each node; empty on CPU.")
     trainer_nodes: PositiveInt = Field(
-        1, description="Nodes that train, this one first; the others run `armature join`."
+        1,
+        description="Nodes that train: this one first, and others that run `armature join`; with cluster.trainer, "
+        "nodes of the cluster.",
     )
     trainer_sharding: Literal["full", "hybrid"] | None = Field(
         None,
@@ -91,7 +93,7 @@ class Machine(Settings):
         pattern=r"^[^\s=,^]+$",
         description="Network interface (eth1), or this machine's address on it, that ranks of several nodes, or "
         "trainer and distant servers with nccl, speak over. Private: whoever reaches it can disturb a training. None: "
-        "loopback only.",
+        "loopback only; with cluster.trainer the network of Ray.",
     )
     trainer_rendezvous: Path | None = Field(
         None,
@@ -119,8 +121,8 @@ class Machine(Settings):
     )
     cluster: ClusterSettings | None = Field(
         None,
-        description="The Ray cluster that has those processes, those of statistics, and with its `servers` the vLLM "
-        "servers, in place of this machine.",
+        description="The Ray cluster that has those processes, those of statistics, with its `servers` the vLLM "
+        "servers and with its `trainer` the trainer's ranks, in place of this machine.",
     )
     statistics_workers: int = Field(
         0,
@@ -177,12 +179,13 @@ class Machine(Settings):
         self._refuse_scaling()
         if self.rollout_straggler_timeout and self.rollout_workers < 2:
             raise ValueError("rollout_straggler_timeout has no effect without another of the rollout_workers")
-        if self.trainer_nodes > 1 and self.trainer_interface is None:
+        if self.joining_nodes and self.trainer_interface is None:
             raise ValueError(
                 f"trainer_nodes = {self.trainer_nodes} needs trainer_interface, the private network between the nodes"
             )
-        if self.trainer_rendezvous and self.trainer_nodes == 1:
-            raise ValueError("trainer_rendezvous has no effect with trainer_nodes = 1")
+        if self.trainer_rendezvous and not self.joining_nodes:
+            without = "with cluster.trainer" if self.trainer_bundle else "with trainer_nodes = 1"
+            raise ValueError(f"trainer_rendezvous has no effect {without}")
         if self.trainer_sharding and self.trainer_nodes * self.trainer_processes == 1:
             raise ValueError("trainer_sharding has no effect with one rank of the trainer")
         if self.trainer_sharding == "hybrid" and self.trainer_nodes == 1:
@@ -199,11 +202,12 @@ class Machine(Settings):
         """Raises ValueError where `cluster` has nothing, or has what cannot be together."""
         if self.cluster is None:
             return
-        bundle = self.server_bundle
-        if not (self.environment_processes or self.statistics_workers or self.rollout_workers or bundle):
+        bundle, trainer = self.server_bundle, self.trainer_bundle
+        workers = self.environment_processes or self.statistics_workers or self.rollout_workers
+        if not (workers or bundle or trainer):
             raise ValueError(
                 "cluster needs environment_processes, rollout_workers or statistics_workers, how many it is to have, "
-                "or cluster.servers"
+                "or cluster.servers, or cluster.trainer"
             )
         if self.rollout_workers and not self.joins_servers and not bundle:
             raise ValueError(
@@ -220,6 +224,18 @@ class Machine(Settings):
             )
         if bundle and not self.sends_folders:
             raise ValueError(f'cluster.servers needs weight_transfer = "file" or "delta", not {self.weight_transfer}')
+        if trainer and self.trainer_gpus:
+            raise ValueError(
+                "trainer_gpus names GPUs of this machine, and cluster.trainer puts the ranks on others: set "
+                "trainer_gpus = [], and cluster.trainer.num_gpus"
+            )
+        if trainer and trainer.num_gpus not in (0, self.trainer_processes):
+            raise ValueError(
+                f"cluster.trainer.num_gpus = {trainer.num_gpus}: each of the {self.trainer_processes} ranks of a node "
+                "(trainer_processes) has one GPU, or none has"
+            )
+        if trainer and not self.sends_folders:
+            raise ValueError(f'cluster.trainer needs weight_transfer = "file" or "delta", not {self.weight_transfer}')
 
     def _refuse_scaling(self) -> None:
         """Raises ValueError where `server_autoscaling` is impossible or would have no effect."""
@@ -275,6 +291,21 @@ class Machine(Settings):
     def server_bundle(self) -> ServerBundle | None:
         """What a server takes of its node of the cluster; None: servers that a run starts are on this machine."""
         return self.cluster.servers if self.cluster else None
+
+    @property
+    def trainer_bundle(self) -> TrainerBundle | None:
+        """What the trainer takes of each node of the cluster; None: it is on this machine, and on those that join."""
+        return self.cluster.trainer if self.cluster else None
+
+    @property
+    def joining_nodes(self) -> int:
+        """Nodes that run `armature join`."""
+        return 0 if self.trainer_bundle else self.trainer_nodes - 1
+
+    @property
+    def gpus_of_trainer(self) -> tuple[int, ...]:
+        """The CUDA devices of the trainer on each node; on a cluster, those of its bundle, counted from 0."""
+        return tuple(range(self.trainer_bundle.num_gpus)) if self.trainer_bundle else self.trainer_gpus
 
     def gpus_of_server(self, index: int) -> tuple[int, ...]:
         """The CUDA devices of a server that the run starts; on a cluster, those of its bundle, counted from 0."""

@@ -11,10 +11,11 @@ from components.inference.adapters import ServedAdapters
 from components.inference.autoscaling import Autoscaler
 from components.inference.kept import kept_servers
 from components.inference.members import ServerScaling
-from components.inference.placed import PlacedHost, ServerPlaces
+from components.inference.placed import PlacedHost
 from components.inference.replica import Replica
 from components.inference.server import VllmServer
 from components.inference.settings import ServerSettings
+from components.workers.placed import PlacementBundles
 
 
 class OwnServers:
@@ -35,7 +36,7 @@ class OwnServers:
         self._log_folder, self._api_key, self._adapters = log_folder, api_key, adapters
         self._kept = kept_servers(machine) if adapters is None else None  # theirs keep the weights they began with
         self._places = (
-            ServerPlaces(machine.cluster, machine.server_bundle, machine.servers)
+            PlacementBundles(machine.cluster, machine.server_bundle, machine.servers)
             if machine.cluster is not None and machine.server_bundle is not None
             else None
         )

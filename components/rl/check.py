@@ -26,8 +26,9 @@ def check(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], context: S
     """
     weights = locate(inputs["model"].path, settings.model.revision)
     processes = TrainerProcesses.of(context.machine)
-    available, where = available_memory(processes)
-    room = memory_of_rank(processes, processes.gpus[0] if processes.gpus else None)
+    elsewhere = context.machine.trainer_bundle is not None  # where the least is said that ranks need
+    available, where = (None, "") if elsewhere else available_memory(processes)
+    room = 0 if elsewhere else memory_of_rank(processes, processes.gpus[0] if processes.gpus else None)
     model = chosen_recomputation(weights, settings.model, settings.trainer, processes, room)
     estimate = estimate_memory(weights, model, settings.trainer, settings.inference.dtype)
     memory = estimate.over(processes.shards, processes.context_parallel)
@@ -35,8 +36,12 @@ def check(settings: TrainVLMSettings, inputs: Mapping[str, Artifact], context: S
         context.events.message(line)
     if settings.model.gradient_checkpointing == "auto":
         kept = "recomputes" if model.gradient_checkpointing else "keeps"
-        context.events.message(f"gradient checkpointing  auto: the backward pass {kept} activations here")
-    if (share := processes.server_share) is not None:
+        context.events.message(
+            "gradient checkpointing  auto: on its node each rank keeps activations if they fit"
+            if elsewhere
+            else f"gradient checkpointing  auto: the backward pass {kept} activations here"
+        )
+    if available is not None and (share := processes.server_share) is not None:
         context.events.message(memory.beside_server(share, torch.cuda.mem_get_info(processes.gpus[0])[1], available))
     if (scaled := scaled_servers(context.machine, memory.server_weights)) is not None:
         context.events.message(scaled)

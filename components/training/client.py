@@ -6,6 +6,8 @@ import json
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
@@ -22,8 +24,10 @@ from components.process import Program
 from components.training.errors import rebuild
 from components.training.links import NodeLinks
 from components.training.nodes import Attempt, LostNode, announce, lost_node, members, start
+from components.training.placed import PlacedRanks
 from components.training.processes import error_file
-from components.training.service_settings import TrainingSettings, service_settings
+from components.training.service_settings import ServiceSettings, TrainingSettings, service_settings
+from components.workers.placed import PlacementBundles
 
 TOKEN = "ARMATURE_TRAINER_TOKEN"
 FATAL = 500
@@ -35,7 +39,7 @@ POLL = 0.05
 class ServiceClient:
     """A trainer service, up within the `with` block.
 
-    On several nodes this is the first, and the others run `armature join`.
+    On several nodes this is the first, and the others run `armature join`; or a cluster has all of them.
 
     Args:
         training: what is trained, and how.
@@ -61,13 +65,19 @@ class ServiceClient:
         self.settings = service_settings(training, machine, workspace)
         self._events, self._saved = events, saved
         self._token = secrets.token_hex(32)
-        self._program: Program | None = None
+        cluster, bundle = machine.cluster, machine.trainer_bundle
+        self._places = PlacementBundles(cluster, bundle, machine.trainer_nodes) if cluster and bundle else None
+        self._program: Program | PlacedRanks | None = None
         self._attempt: Attempt | None = None
         self._lost: LostNode | None = None
         self._http = httpx.Client(trust_env=False, headers={"authorization": f"Bearer {self._token}"})
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def __exit__(
@@ -81,7 +91,7 @@ class ServiceClient:
 
     @property
     def _join(self) -> str:
-        """What to type on every other node."""
+        """What to type on every other node, where no cluster has them."""
         return f"armature join {self.machine.trainer_rendezvous or self.settings.file}"
 
     def start(self) -> None:
@@ -91,22 +101,19 @@ class ServiceClient:
             ArmatureError: what kept a rank from starting.
             TrainerError: it is not up within `machine.ready_timeout`, or died; with the reason.
         """
-        settings, nodes = self.settings, self.settings.processes.nodes
+        settings, joining = self.settings, self.machine.joining_nodes
         settings.workspace.mkdir(parents=True, exist_ok=True)
         settings.address.unlink(missing_ok=True)
         write_file(settings.file, settings.model_dump_json(indent=1).encode())
         first, rendezvous = self._attempt is None, self.machine.trainer_rendezvous
-        if nodes > 1 and first and self._events is not None:
-            self._events.message(f"{nodes} nodes train; run on each other one: {self._join}")
-        links = NodeLinks(settings.processes.interface, settings.processes.node_timeout) if nodes > 1 else None
+        if joining and first and self._events is not None:
+            self._events.message(f"{1 + joining} nodes train; run on each other one: {self._join}")
+        links = NodeLinks(settings.processes.interface, settings.processes.node_timeout) if joining else None
         attempt = Attempt.following(settings.workspace, links.address if links else None)
         self._attempt, self._lost = attempt.open(settings.workspace), None
         if rendezvous is not None and first:
             announce(settings, rendezvous)
-        log = settings.workspace / "trainer.log"
-        self._program = start(settings, self._attempt, 0, log, **{TOKEN: self._token})
-        if links is not None:
-            Thread(target=self._watch, args=(self._program, self._attempt, links), daemon=True).start()
+        self._program = self._started(settings, self._attempt, links)
         deadline = time.monotonic() + self.machine.ready_timeout
         while (url := read_address(settings.address)) is None:
             if not self.alive:
@@ -127,6 +134,8 @@ class ServiceClient:
         """End the service and all its processes. Other nodes hear that the training failed, unless it is finished."""
         self._tell("failed")
         self._end_processes()
+        if self._places is not None:
+            self._places.close()
 
     def finish(self) -> None:
         """The training is done: wait until its last checkpoint is on the disk, and tell the other nodes.
@@ -189,14 +198,30 @@ class ServiceClient:
             raise rebuild(document["error"])
         return document["result"]
 
-    def _watch(self, program: Program, attempt: Attempt, links: NodeLinks) -> None:
-        """End the processes here when another node is lost: they would wait for it for ever."""
-        with links:
-            while program.returncode is None:
-                self._lost = lost_node(self.settings, attempt, links)
-                if self._lost is not None:
-                    program.stop()
+    def _started(self, settings: ServiceSettings, attempt: Attempt, links: NodeLinks | None) -> Program | PlacedRanks:
+        env = {TOKEN: self._token}
+        if self._places is not None:
+            ranks = PlacedRanks(self._places, settings, attempt, self.machine.trainer_variables(), env)
+            Thread(target=self._watch, args=(ranks, ranks.lost_node), daemon=True).start()
+            return ranks
+        program = start(settings, attempt, 0, settings.workspace / "trainer.log", **env)
+        if links is not None:
+            find = partial(lost_node, settings, attempt, links)
+            Thread(target=self._watch, args=(program, find, links), daemon=True).start()
+        return program
+
+    def _watch(
+        self,
+        program: Program | PlacedRanks,
+        find: Callable[[], LostNode | None],
+        links: NodeLinks | None = None,
+    ) -> None:
+        """End the processes when a node is lost, or those of one end: the others would wait for it for ever."""
+        with links or nullcontext():
+            while program.returncode is None and self._lost is None:
+                self._lost = find()
                 time.sleep(POLL)
+            program.stop()
 
     def _tell(self, result: Any) -> None:
         """What became of the training; the first word counts."""
@@ -217,7 +242,7 @@ class ServiceClient:
     def _late(self, attempt: Attempt) -> ArmatureError:
         """The reason that the service is not ready."""
         settings, seconds = self.settings, self.machine.ready_timeout
-        missing = settings.processes.nodes - 1 - len(members(settings, attempt))
+        missing = self.machine.joining_nodes - len(members(settings, attempt))
         if not missing:
             return self._died(f"the trainer service was not ready after {seconds:g} s")
         return TrainerError(
@@ -251,7 +276,9 @@ class ServiceClient:
             return TrainerError(
                 what,
                 where=str(settings.workspace),
-                remedy=f"run `{self._join}` there again, or on another node in its place",
+                remedy="start again: it resumes from the last checkpoint, on the nodes that the cluster then has"
+                if self._places
+                else f"run `{self._join}` there again, or on another node in its place",
             )
         tail = program.tail() if program is not None else ""
         code = program.returncode if program is not None else None

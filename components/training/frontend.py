@@ -30,14 +30,15 @@ LINGER = 10.0
 
 
 class HttpFrontend:
-    """Serves POST /command and GET /status on loopback, in a thread of its own.
+    """Serves POST /command and GET /status in a thread of its own.
 
     Args:
         token: what requests must bear.
         recorded: the result of a command that was carried out before, or None; it may refuse with an error.
+        host: the address of this machine where it listens.
     """
 
-    def __init__(self, token: str, recorded: Callable[[Command], Any]) -> None:
+    def __init__(self, token: str, recorded: Callable[[Command], Any], host: str = "127.0.0.1") -> None:
         self._token, self._recorded = token, recorded
         self._inbox: queue.Queue[tuple[Command, Future[Any]]] = queue.Queue()
         self._pending: dict[str, Future[Any]] = {}
@@ -45,15 +46,16 @@ class HttpFrontend:
         routes = [Route("/command", self._command, methods=["POST"]), Route("/status", self._status)]
         config = uvicorn.Config(Starlette(routes=routes), log_level="warning", timeout_graceful_shutdown=int(LINGER))
         self._server = uvicorn.Server(config)
-        self._socket = socket.socket()
-        self._socket.bind(("127.0.0.1", 0))
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._socket.bind((host, 0))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
 
     def start(self) -> str:
         """The base URL; connections are accepted from now on."""
         self._socket.listen()
         self._thread.start()
-        return f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        host, port = self._socket.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def next(self, seconds: float) -> tuple[Command, Future[Any]] | None:
         """The next command and where its answer goes; None if none comes."""

@@ -64,15 +64,16 @@ class TrainerProcesses(BaseModel):
     def of(cls, machine: Machine) -> TrainerProcesses:
         """Those of `machine`: several GPUs share one model, several CPU processes have one each."""
         several = machine.trainer_nodes * machine.trainer_processes > 1
+        gpus, bundle = machine.gpus_of_trainer, machine.trainer_bundle
         return cls(
             processes=machine.trainer_processes,
             nodes=machine.trainer_nodes,
             interface=machine.trainer_interface,
-            gpus=machine.trainer_gpus,
-            sharding=machine.trainer_sharding or ("full" if several and machine.trainer_gpus else None),
+            gpus=gpus,
+            sharding=machine.trainer_sharding or ("full" if several and gpus else None),
             context_parallel=machine.trainer_context_parallel,
             server_share=_server_share(machine),
-            threads=machine.threads,
+            threads=machine.threads or (max(1, bundle.num_cpus // machine.trainer_processes) if bundle else 0),
             environment=machine.trainer_environment,
             ready_timeout=machine.ready_timeout,
             node_timeout=machine.node_timeout,

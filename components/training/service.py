@@ -1,9 +1,9 @@
 """The trainer service: a long-lived process group that trains, scores, publishes and saves when asked over HTTP.
 
 Started by `components.training.client` as `python -m components.training.service settings.json`, once per rank. Rank 0
-answers on loopback; every command runs on all ranks, one at a time. A command that cannot be carried out is refused
-before anything changes; an error after that ends the service, for the weights may be half-way, and the next one starts
-from a checkpoint.
+answers on loopback, on a node of a cluster on its address; every command runs on all ranks, one at a time. A command
+that cannot be carried out is refused before anything changes; an error after that ends the service, for the weights may
+be half-way, and the next one starts from a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from components.contracts.errors import ArmatureError
 from components.training.errors import FatalServiceError, describe, rebuild
 from components.training.frontend import HttpFrontend
 from components.training.launch import joined
+from components.training.placed import HOST
 from components.training.processes import RENDEZVOUS, error_file
 from components.training.ranks import Ranks
 from components.training.service_settings import WORKERS, ServiceSettings
@@ -63,7 +64,8 @@ def imported_worker(name: str) -> Callable[[ServiceSettings, Ranks], ServiceWork
 
 def serve(worker: ServiceWorker, settings: ServiceSettings, ranks: Ranks) -> None:
     """Take commands, one at a time, until "stop"."""
-    front = HttpFrontend(os.environ[TOKEN], worker.recorded) if ranks.first else None
+    host = os.environ.get(HOST, "127.0.0.1")
+    front = HttpFrontend(os.environ[TOKEN], worker.recorded, host) if ranks.first else None
     if front is not None:
         write_file(settings.address, json.dumps({"url": front.start()}).encode())
     idle = min(IDLE, ranks.timeout.total_seconds() / 4)

@@ -74,7 +74,9 @@ class MemoryEstimate:
             main_memory=main_memory // shards,
         )
 
-    def lines(self, available: int, where: str) -> list[str]:
+    def lines(self, available: int | None, where: str) -> list[str]:
+        """`available`: bytes that are free `where` a rank is; None: it is on a node that is not known yet."""
+        free = "of a node of the cluster" if available is None else f"{available / GIB:.2f} GiB free on {where}"
         parts = {
             "weights": self.weights,
             "gradients, AdamW, master weights": self.optimizer,
@@ -90,7 +92,7 @@ class MemoryEstimate:
             table.append(states + (f", for each of {self.shards} ranks" if self.shards > 1 else ""))
         return [
             f"parameters             {self.parameters / 1e6:,.1f} M, {self.trainable / 1e6:,.1f} M trained",
-            f"trainer needs          {self.trainer / GIB:.2f} GiB {split}; {available / GIB:.2f} GiB free on {where}",
+            f"trainer needs          {self.trainer / GIB:.2f} GiB {split}; {free}",
             *table,
             f"server weights         {self.server_weights / GIB:.2f} GiB, and its KV cache",
         ]

@@ -23,6 +23,11 @@ GRACE = 3.0
 _ROOT = Path(__file__).parents[2]
 
 
+def importable() -> dict[str, str]:
+    """The variable with which a child process finds our code, wherever it starts."""
+    return {"PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
 class WorkerProcess:
     """A `Worker` in a child process, which starts with the first call, and again with the first after an end.
 
@@ -41,9 +46,8 @@ class WorkerProcess:
         Args: see `make_worker`.
         """
         self._module, self._settings, self._timeout = module, encoded(dict(settings or {})), timeout
-        paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        self._env = {"PYTHONPATH": os.pathsep.join(paths), **threads, **(env or {})}
+        self._env = {**importable(), **threads, **(env or {})}
         self._lock = threading.Lock()
         self._program: Program | None = None
         self._channel: Channel

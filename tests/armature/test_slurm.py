@@ -40,6 +40,8 @@ def test_the_resources_of_a_node_are_those_of_the_machine() -> None:
     resources = {"--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--cpus-per-task=50", "--mem=784G"}
     assert resources < set(large) and large[-1] == "--partition=gpu --mem=0"
     small = directives(slurm.script("train-vlm/colors", [], []))
+    elsewhere = ["machine.trainer_nodes=2", 'machine.cluster={address="ray:6379", trainer={}}']
+    assert "--nodes=1" in directives(slurm.script("train-vlm/colors", elsewhere, []))
     assert {"--nodes=1", "--cpus-per-task=2", "--mem=16G"} < set(small) and "gpus" not in " ".join(small)
     assert {"--requeue", "--open-mode=append", "--job-name=train-vlm/colors"} < set(large) | set(small)
 

@@ -22,9 +22,10 @@ from components.contracts.machine import Machine
 from components.inference import members
 from components.inference.command import is_deterministic, server_command, server_environment
 from components.inference.host import Host, LocalHost, ServerNeeds
-from components.inference.placed import PlacedHost, ServerPlaces
+from components.inference.placed import PlacedHost
 from components.inference.pool import ServerPool
 from components.inference.settings import SamplingSettings, ServerSettings
+from components.workers.placed import PlacementBundles
 from tests.workers.conftest import cluster, ray_cluster
 
 from .test_autoscaling import Load
@@ -46,7 +47,7 @@ def host(request: pytest.FixtureRequest) -> Iterator[Host]:
         host.stop()
         return
     place = request.getfixturevalue("cluster")
-    places = ServerPlaces(place, BUNDLE, 1)
+    places = PlacementBundles(place, BUNDLE, 1)
     host = PlacedHost(places, 0)
     yield host
     host.stop()
@@ -185,6 +186,28 @@ def test_a_lost_node_s_server_is_started_elsewhere_with_the_current_weights(
 
 
 @needs_ray
+def test_each_server_has_gpus_of_its_own(ray_cluster: Any, cluster: ClusterSettings, tmp_path: Path) -> None:
+    """Ray counts GPUs that it is told of."""
+    node = ray_cluster.add_node(num_cpus=2, num_gpus=4, resources={"serving cards": 2})
+    bundle = ServerBundle(num_cpus=1, tensor_parallel_size=2, resources={"serving cards": 1})
+    places = PlacementBundles(cluster, bundle, 2)
+    (tmp_path / "config.json").touch()
+    hosts, devices = [PlacedHost(places, index) for index in range(2)], list[str]()
+    for index, host in enumerate(hosts):
+        host.prepare(needs(tmp_path, cache_gib=None))
+        command = [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"]
+        host.start(command, tmp_path / f"{index}.log", {"CUDA_VISIBLE_DEVICES": "0,1"})
+        while host.alive:
+            time.sleep(0.05)
+        devices += host.tail(1).split(",")
+    assert sorted(devices) == ["0", "1", "2", "3"]
+    for host in hosts:
+        host.stop()
+    places.close()
+    ray_cluster.remove_node(node)
+
+
+@needs_ray
 def test_servers_beyond_the_least_have_bundles_as_long_as_they_run(
     cluster: ClusterSettings,
     placed_pool: Callable[..., ServerPool],
@@ -225,7 +248,7 @@ def test_no_room_is_said_with_what_is_free(
         async with pool:
             raise AssertionError
 
-    with pytest.raises(ConfigurationError, match=r"had room for a model server within 2 s: it takes .*1000.*free"):
+    with pytest.raises(ConfigurationError, match=r"had room for a model server within 2 s: that takes .*1000.*free"):
         asyncio.run(work())
 
 

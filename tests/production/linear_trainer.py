@@ -29,6 +29,16 @@ STEPS, SAVED_EVERY, PAUSED_AFTER = 40, 10, 15
 CONTINUE, PAUSED, OUT, WEIGHTS = "continue", "paused", "out", "model.safetensors"
 
 
+def installed(folder: Path) -> str:
+    """PYTHONPATH of programs that have the package which adds the trainer; it is made in `folder`."""
+    package = folder / "linear_trainer-0.1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: linear-trainer\nVersion: 0.1\n")
+    points = "[armature.trainers]\nlinear = tests.production.linear_trainer:LinearWorker\n"
+    (package / "entry_points.txt").write_text(points)
+    return f"{Path(__file__).parents[2]}:{folder}"
+
+
 class LinearTraining(BaseModel):
     WORKER: ClassVar[str] = "linear"
     seed: int = 0

@@ -15,7 +15,7 @@ import pytest
 
 from components.process import Program
 from components.training.processes import RENDEZVOUS, private_folder
-from tests.production.linear_trainer import CONTINUE, OUT, PAUSED, WEIGHTS
+from tests.production.linear_trainer import CONTINUE, OUT, PAUSED, WEIGHTS, installed
 from tests.production.nodes import Network, Node, wait_for
 from tests.production.services import ONE_THREAD
 
@@ -67,13 +67,7 @@ class Training:
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     """Of nodes on which a package is installed that adds the trainer."""
-    installed = tmp_path_factory.mktemp("installed")
-    package = installed / "linear_trainer-0.1.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: linear-trainer\nVersion: 0.1\n")
-    points = "[armature.trainers]\nlinear = tests.production.linear_trainer:LinearWorker\n"
-    (package / "entry_points.txt").write_text(points)
-    return {**ONE_THREAD, "PYTHONPATH": f"{ROOT}:{installed}"}
+    return {**ONE_THREAD, "PYTHONPATH": installed(tmp_path_factory.mktemp("installed"))}
 
 
 def new_training(folder: Path, environment: Mapping[str, str]) -> Training:

@@ -3,6 +3,7 @@ raylet: they end with the weights of a run on one machine."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -15,11 +16,14 @@ import psutil
 import pytest
 import yaml
 
+from components.artifacts.digests import file_digest
 from components.configuration import load_recipe
 from components.contracts.machine import Machine
 from components.inference.command import server_command, server_environment
 from components.inference.settings import ServerSettings
 from components.process import Program
+from tests.production.linear_trainer import CONTINUE, OUT, PAUSED, installed
+from tests.production.linear_trainer import WEIGHTS as LINEAR
 from tests.production.nodes import DISK, Network, Node, wait_for
 from tests.production.recipe_stages import WEIGHTS
 from tests.production.services import ONE_THREAD
@@ -69,7 +73,7 @@ RECIPES = {
     ),
 }
 """Each with fewer and smaller steps than it has."""
-SERVER = "vllm.entrypoints.openai.api_server"
+SERVER, RANK = "vllm.entrypoints.openai.api_server", "components.training.service"
 PLAYERS = {"train-vlm": "components.rollouts.worker", "train-vla": "components.environments.libero.worker"}
 ENVIRONMENT = {**ONE_THREAD, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1"}
 
@@ -223,6 +227,68 @@ def test_the_weights_are_those_of_one_machine_though_the_node_with_the_model_ser
     said = run.tail(5000)
     print(f"on the cluster after {time.monotonic() - began:.0f} s, the same weights")
     assert "is removed from the pool" in said and "is back with version" in said
+    ray_cluster.add(lost)
+
+
+def test_ranks_on_nodes_of_which_one_is_lost_make_the_weights_of_one_machine(
+    ray_cluster: RayCluster, tmp_path: Path
+) -> None:
+    """A linear model; nodes have networks of their own."""
+    (tmp_path / "installed").mkdir()
+    variables = {"trainer_environment": {"PYTHONPATH": installed(tmp_path / "installed")}}
+    command = [str(PYTHON), "-m", "tests.production.linear_trainer"]
+    facts = {"threads": 1, "loader_workers": 0, **variables}
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    (here / CONTINUE).touch()
+    alone = Program([*command, here, json.dumps({**facts, "trainer_processes": 2})], env=ENVIRONMENT, log=here / "log")
+    assert alone.wait(600) == 0, alone.tail(60)
+    place = {
+        "address": ray_cluster.address,
+        "start_timeout": 300,
+        "trainer": {"num_cpus": 1, "strategy": "STRICT_SPREAD"},
+    }
+    run = ray_cluster.head.start(
+        [*command, there, json.dumps({**facts, "trainer_nodes": 2, "cluster": place})], ENVIRONMENT, "linear.log"
+    )
+    wait_for((there / PAUSED).exists, run, 600)
+    began, ranks = time.monotonic(), ray_cluster.players(RANK)
+    assert len(ranks) == 2
+    lost, gone = min(ranks.items(), key=lambda found: found[0].name)
+    ray_cluster.kill_raylet(lost)
+    (there / CONTINUE).touch()
+    _, alive = psutil.wait_procs(gone, timeout=60)
+    assert not alive, "the rank outlived its raylet"
+    assert run.wait(600) == 0, run.tail(60)
+    print(f"{lost.name} lost its raylet, and a rank; finished after {time.monotonic() - began:.0f} s")
+    assert "the trainer died after step" in run.tail(5000)
+    assert file_digest(there / OUT / LINEAR) == file_digest(here / OUT / LINEAR)
+    ray_cluster.add(lost)
+
+
+def test_the_weights_are_those_of_one_machine_though_a_node_with_a_rank_of_the_trainer_is_lost(
+    ray_cluster: RayCluster, tmp_path: Path
+) -> None:
+    recipe = "train-vlm/colors"
+    expected = ended(start(None, tmp_path, recipe, "trainer_processes=2", "threads=1"))
+    trainer = 'trainer={num_cpus=1, strategy="STRICT_SPREAD"}'
+    place = f'cluster={{address="{ray_cluster.address}", start_timeout=300, {trainer}}}'
+    python = f'server_python="{ROOT / ".venv-vllm/bin/python"}"'
+    began = time.monotonic()
+    # All nodes see the store: ranks read batches and checkpoints there.
+    run = start(ray_cluster.head, tmp_path / "placed", recipe, place, "trainer_nodes=2", python, "threads=1")
+    wait_for(lambda: any(tmp_path.glob("placed/store/workspaces/train-vlm-*/history.jsonl")), run, 900)
+    lost, ranks = min(ray_cluster.players(RANK).items(), key=lambda found: found[0].name)
+    assert len(ray_cluster.players(RANK)) == 2
+    ray_cluster.kill_raylet(lost)
+    print(f"{lost.name} lost its raylet, and a rank, after {time.monotonic() - began:.0f} s")
+    wait_for(lambda: len(ray_cluster.players(RANK).keys() - {lost}) == 2, run, 300)
+    _, alive = psutil.wait_procs(ranks, timeout=60)
+    assert not alive, "the rank outlived its raylet"
+    assert ended(run) == expected
+    print(f"on the cluster after {time.monotonic() - began:.0f} s, the same weights")
+    assert "the trainer died after step" in run.tail(5000)
     ray_cluster.add(lost)
 
 

@@ -1,0 +1,106 @@
+"""The ranks of a training on nodes of a Ray cluster, a bundle of a placement group for those of each node."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from components.contracts.errors import TrainerError
+from components.training.nodes import Attempt, LostNode, start
+from components.training.service_settings import ServiceSettings
+from components.workers.placed import NodeActor, PlacedProgram, PlacementBundles
+from components.workers.process import importable
+
+HOST = "ARMATURE_TRAINER_HOST"
+"""The address on which rank 0 answers; without it, loopback."""
+
+
+class PlacedRanks:
+    """The processes of an attempt, started and ended together; to the client a `Program`.
+
+    Args:
+        variables: those of `settings.processes.environment`, with the secrets of this machine.
+        env: more variables.
+
+    Raises:
+        ConfigurationError: the cluster has no room, or a node has another code or no such network interface.
+        TrainerError: a node was lost meanwhile.
+    """
+
+    def __init__(
+        self,
+        places: PlacementBundles,
+        settings: ServiceSettings,
+        attempt: Attempt,
+        variables: Mapping[str, str],
+        env: Mapping[str, str],
+    ) -> None:
+        self._code: int | None = None
+        self._log = settings.workspace / "trainer.log"
+        count = settings.processes.nodes
+        self._nodes = [PlacedProgram(places, number, _TrainerNode, TrainerError) for number in range(count)]
+        with ThreadPoolExecutor(count) as threads:
+            placed = [threads.submit(_place, node) for node in self._nodes]
+            try:
+                for each in placed:
+                    each.result()
+                what = settings.model_dump_json(), attempt.model_dump_json()
+                for number, node in enumerate(self._nodes):
+                    with node.starting():
+                        node.run("start_ranks", *what, number, dict(variables), dict(env))
+            except BaseException:
+                self.stop()
+                raise
+
+    @property
+    def returncode(self) -> int | None:
+        """None while the ranks of all nodes run, or a node is lost; else of those that ended."""
+        if self._code is None:
+            codes = (node.returncode for node in self._nodes)
+            self._code = next((code for code in codes if code is not None), None)
+        return self._code
+
+    def lost_node(self) -> LostNode | None:
+        for number, node in enumerate(self._nodes):
+            if node.lost:
+                return LostNode(number, f"{node.where}: Ray has lost it")
+        return None
+
+    def stop(self) -> int:
+        """End all of them. See `Program.stop`."""
+        code = self.returncode
+        with ThreadPoolExecutor(len(self._nodes)) as threads:
+            list(threads.map(PlacedProgram.stop, self._nodes))
+        self._code = -signal.SIGTERM if code is None else code
+        return self._code
+
+    def tail(self, lines: int = 30) -> str:
+        """The last lines of the first node's log."""
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:]) if self._log.exists() else ""
+
+
+def _place(node: PlacedProgram) -> None:
+    with node.starting():
+        node.place()
+
+
+class _TrainerNode(NodeActor):
+    def start_ranks(
+        self, settings: str, attempt: str, number: int, variables: dict[str, str], env: dict[str, str]
+    ) -> None:
+        """
+        Args:
+            settings, attempt: as JSON.
+            number: of the node, from 0.
+        """
+        given = ServiceSettings.model_validate_json(settings)
+        network = {"interface": given.processes.interface or self.address, "environment": importable() | variables}
+        own = given.model_copy(update={"processes": given.processes.model_copy(update=network)})
+        ours = {HOST: self.address, **env}
+        if own.processes.gpus:  # Ray has said to the actor which ones are its own
+            ours["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
+        log = own.workspace / ("trainer.log" if number == 0 else f"trainer-{number}.log")
+        self.program = start(own, Attempt.model_validate_json(attempt), number, Path(log), **ours)

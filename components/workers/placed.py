@@ -1,0 +1,246 @@
+"""Programs on nodes of a Ray cluster: bundles of a placement group, and an actor in each that guards a program."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from components.contracts.cluster import Bundle, ClusterSettings
+from components.contracts.errors import ArmatureError, ConfigurationError
+from components.process import GRACE, Program
+from components.workers.actor import installed, joined, refuse_other
+
+ANSWER_SECONDS = 30.0
+"""For an actor that is there to do what takes no time."""
+
+
+class PlacementBundles:
+    """A placement group with `count` bundles; what has a higher index has a group of its own while it runs. When a
+    node is lost, Ray looks for room for its bundles on the others."""
+
+    def __init__(self, cluster: ClusterSettings, bundle: Bundle, count: int) -> None:
+        self.cluster, self.bundle, self._count = cluster, bundle, count
+        self._lock = threading.Lock()
+        self._groups = dict[int, Any]()
+
+    def take(self, index: int) -> tuple[Any, int]:
+        """The group and the bundle in it of `index`."""
+        from ray.util.placement_group import placement_group
+
+        shared = index < self._count
+        with self._lock:
+            key = 0 if shared else index
+            if key not in self._groups:
+                bundles = [self.bundle.resources_of_node()] * (self._count if shared else 1)
+                self._groups[key] = placement_group(bundles, strategy=self.bundle.strategy)
+            return self._groups[key], index if shared else 0
+
+    def give_back(self, index: int) -> None:
+        """What `index` had in a group of its own."""
+        if index >= self._count:
+            self._remove(index)
+
+    def close(self) -> None:
+        for key in list(self._groups):
+            self._remove(key)
+
+    def _remove(self, key: int) -> None:
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        with self._lock:
+            group = self._groups.pop(key, None)
+        if group is not None and ray.is_initialized():
+            remove_placement_group(group)
+
+
+class PlacedProgram:
+    """A program on the node that has a bundle. Each `place` makes an actor there, `stop` ends it.
+
+    Args:
+        actor: its class, which says how the program is started.
+        failed: the class of the error for a node that is lost, or `stop`, before the program runs.
+    """
+
+    def __init__(
+        self, places: PlacementBundles, index: int, actor: type[NodeActor], failed: Callable[..., ArmatureError]
+    ) -> None:
+        self._places, self._index, self._class, self._failed = places, index, actor, failed
+        self._actor: Any = None
+        self._ends: Any = None
+        self._stopped = threading.Event()
+        self.node = ""
+        """The address of the node where it was last."""
+
+    @property
+    def alive(self) -> bool:
+        return self._ends is not None and self._ending is None
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code of a program that has ended; None if it runs, was stopped, or went with its node."""
+        code = self._ending
+        return code if isinstance(code, int) else None
+
+    @property
+    def lost(self) -> bool:
+        """Whether the node is gone, and the program with it."""
+        return self._ending == "lost"
+
+    @property
+    def _ending(self) -> int | Literal["lost"] | None:
+        ray, ends = _ray(), self._ends
+        if ends is None or not ray.wait([ends], timeout=0)[0]:
+            return None
+        try:
+            return int(ray.get(ends))
+        except ray.exceptions.RayError:
+            return "lost"
+
+    @property
+    def where(self) -> str:
+        return f"node {self.node}" if self.node else "machine.cluster"
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """What fails within stops it. Raises `failed` if the node is lost."""
+        ray = joined(self._places.cluster.address)
+        try:
+            yield
+        except ray.exceptions.RayError as error:
+            self.stop()
+            raise self._failed(f"its node was lost while it was started: {error}", where=self.where) from error
+        except BaseException:
+            self.stop()
+            raise
+
+    def place(self) -> None:
+        """Make the actor, once there is room.
+
+        Raises:
+            ConfigurationError: there is none, or the nodes cannot make the actor, or have another code.
+            ArmatureError: `failed`, as it was stopped meanwhile.
+        """
+        self._stopped = stopped = threading.Event()
+        about = self._about(_ray(), stopped)
+        self.node = about["node"]
+        refuse_other(about, self._places.bundle.SETTING)
+
+    def run(self, method: str, *arguments: Any) -> None:
+        """Call the actor's `method`, which starts the program. Raises what `ask` does."""
+        self.ask(method, *arguments)
+        self._ends = self._actor.wait.remote()
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Raises the error of ours that the node raised, or a RayError."""
+        ray = _ray()
+        try:
+            return ray.get(getattr(self._actor, method).remote(*arguments), timeout=ANSWER_SECONDS)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, ArmatureError | OSError):
+                raise error.cause from None
+            raise
+
+    def stop(self) -> None:
+        self._stopped.set()
+        actor, ends, self._actor, self._ends = self._actor, self._ends, None, None
+        if actor is not None and (ray := _ray()).is_initialized():
+            with suppress(ray.exceptions.RayError):
+                if ends is not None:
+                    ray.get(actor.stop.remote(), timeout=2 * GRACE)
+                ray.kill(actor)
+        self._places.give_back(self._index)
+
+    def tail(self, lines: int) -> str:
+        ray = _ray()
+        try:
+            return str(self.ask("tail", lines)) if self._actor is not None else ""
+        except ray.exceptions.RayError:
+            return f"(its log is on node {self.node}, which is gone)"
+
+    def _about(self, ray: Any, stopped: threading.Event) -> dict[str, Any]:
+        """What the actor says of its node."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        group, place = self._places.take(self._index)
+        strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=place)
+        options = self._places.bundle.options() | {"scheduling_strategy": strategy}
+        end = time.monotonic() + self._places.cluster.start_timeout
+        while True:
+            # One call waits for the program's end while others are answered.
+            self._actor = ray.remote(self._class).options(**options, max_restarts=0, max_concurrency=4).remote()
+            about = self._actor.about.remote()
+            while not ray.wait([about], timeout=1.0)[0]:
+                self._refuse_waiting(ray, stopped, end)
+            try:
+                found: dict[str, Any] = ray.get(about)
+                return found
+            except ray.exceptions.RayActorError as error:
+                if error.actor_init_failed:
+                    raise ConfigurationError(
+                        f"the cluster cannot start {self._places.bundle.WHAT}: {error}",
+                        where=f"machine.cluster.address = {self._places.cluster.address!r}",
+                        remedy="install the same release of Armature on each node, or start them from the same image",
+                    ) from error
+            # For a moment the bundle may still be on a node that was lost.
+            self._refuse_waiting(ray, stopped, end)
+            stopped.wait(1.0)
+
+    def _refuse_waiting(self, ray: Any, stopped: threading.Event, end: float) -> None:
+        if stopped.is_set():
+            raise self._failed("stopped before it was started", where="machine.cluster")
+        if time.monotonic() > end:
+            free = {key: value for key, value in ray.available_resources().items() if "node:" not in key}
+            raise ConfigurationError(
+                f"no node of the cluster had room for {self._places.bundle.WHAT} within "
+                f"{self._places.cluster.start_timeout:g} s: that takes {self._places.bundle.resources_of_node()}, "
+                f"free on all nodes together: {free}",
+                where=self._places.bundle.SETTING,
+                remedy="add nodes, start fewer, or let it take less",
+            )
+
+
+class NodeActor:
+    """In the bundle: a program, which ends with the actor that has it."""
+
+    def __init__(self) -> None:
+        from ray.util import get_node_ip_address
+
+        self.address = get_node_ip_address()
+        self.program: Program | None = None
+
+    def about(self) -> dict[str, Any]:
+        return {"node": self.address, **installed()}
+
+    def start(self, command: list[str], log: str, env: Mapping[str, str | None]) -> None:
+        self.program = Program(command, log=Path(log), env=env)
+
+    def wait(self) -> int:
+        assert self.program is not None
+        return self.program.wait()
+
+    def stop(self) -> None:
+        if self.program is not None:
+            self.program.stop()
+
+    def tail(self, lines: int) -> str:
+        try:
+            return self.program.tail(lines) if self.program is not None else ""
+        except OSError as error:
+            return f"(the log cannot be read: {error})"
+
+
+def absolute(program: str) -> str:
+    """A path that means the same in another folder; a bare name is looked up on PATH, on the node."""
+    return os.path.abspath(program) if os.sep in program else program  # noqa: PTH100 (a link must not be resolved)
+
+
+def _ray() -> Any:
+    import ray
+
+    return ray

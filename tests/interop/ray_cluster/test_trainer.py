@@ -1,0 +1,135 @@
+"""The trainer's ranks on nodes of a Ray cluster: a linear model; service, ranks and checkpoints as of any other."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from components.contracts.errors import ArmatureError, ConfigurationError
+from components.contracts.machine import Machine
+from tests.production.linear_trainer import (
+    CONTINUE,
+    OUT,
+    PAUSED,
+    WEIGHTS,
+    LinearClient,
+    LinearTraining,
+    installed,
+    train,
+)
+
+ONE_THREAD = {"threads": 1, "loader_workers": 0, "ready_timeout": 120}
+SAYS_ITS_DEVICE = """
+import json, os
+if "RANK" in os.environ:
+    names = ("RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES")
+    with open(os.path.join(os.path.dirname(__file__), "rank-" + os.environ["RANK"]), "w") as file:
+        json.dump({name: os.environ.get(name) for name in names}, file)
+"""
+"""What Python runs before any program."""
+
+
+@pytest.fixture
+def python_path(tmp_path: Path) -> str:
+    (tmp_path / "installed").mkdir()
+    return installed(tmp_path / "installed")
+
+
+def machine(address: str, bundle: Mapping[str, Any], python_path: str, **facts: Any) -> Machine:
+    place = {"address": address, "start_timeout": 60.0, "trainer": {"num_cpus": 1, **bundle}}
+    return Machine.model_validate(
+        {**ONE_THREAD, "trainer_environment": {"PYTHONPATH": python_path}, "cluster": place, **facts}
+    )
+
+
+def ranks_on(node: Any) -> list[psutil.Process]:
+    """Those that run on this node of Ray."""
+    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+    found = []
+    for process in raylet.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if process.cmdline()[1:3] == ["-m", "components.training.service"]:
+                found.append(process)
+    return found
+
+
+@pytest.fixture
+def nodes(ray_cluster: Any) -> Iterator[list[Any]]:
+    """Three, each with room for the ranks of one."""
+    made = [ray_cluster.add_node(num_cpus=2, resources={"training": 1}) for _ in range(3)]
+    yield made
+    for node in made:
+        ray_cluster.remove_node(node)
+
+
+def test_ranks_on_two_nodes_of_which_one_is_lost_make_the_weights_of_this_machine(
+    ray_cluster: Any, nodes: list[Any], tmp_path: Path, python_path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    (here / CONTINUE).touch()
+    local = Machine.model_validate(
+        {**ONE_THREAD, "trainer_environment": {"PYTHONPATH": python_path}, "trainer_processes": 2}
+    )
+    train(here, local)
+    lost = list[psutil.Process]()
+
+    def lose_one() -> None:
+        while not (there / PAUSED).exists():
+            time.sleep(0.05)
+        busy = [node for node in nodes if ranks_on(node)]
+        assert len(busy) == 2
+        lost.extend(ranks_on(busy[1]))
+        nodes.remove(busy[1])
+        ray_cluster.remove_node(busy[1], allow_graceful=False)
+        (there / CONTINUE).touch()
+
+    losing = threading.Thread(target=lose_one)
+    losing.start()
+    bundle = {"resources": {"training": 1}, "strategy": "STRICT_SPREAD"}
+    train(there, machine(ray_cluster.address, bundle, python_path, trainer_nodes=2))
+    losing.join()
+    _, alive = psutil.wait_procs(lost, timeout=30)
+    assert len(lost) == 1 and not alive
+    assert re.search("the trainer died after step [0-9]+; starting it again", capsys.readouterr().out)
+    assert (there / OUT / WEIGHTS).read_bytes() == (here / OUT / WEIGHTS).read_bytes()
+    assert not any(map(ranks_on, nodes))
+
+
+def test_each_rank_has_a_gpu_of_its_own(ray_cluster: Any, tmp_path: Path, python_path: str) -> None:
+    """Ray counts GPUs that it is told of; the ranks end for want of them, after they said which they were given."""
+    node = ray_cluster.add_node(num_cpus=2, num_gpus=4, resources={"cards": 2})
+    said = tmp_path / "said"
+    said.mkdir()
+    (said / "sitecustomize.py").write_text(SAYS_ITS_DEVICE)
+    bundle = {"num_gpus": 2, "resources": {"cards": 1}}
+    facts = {"trainer_nodes": 2, "trainer_processes": 2}
+    placed = machine(ray_cluster.address, bundle, f"{said}:{python_path}", **facts)
+    with (
+        pytest.raises(ArmatureError, match=r"(?i)cuda|nvidia"),
+        LinearClient(LinearTraining(), placed, tmp_path / "trainer"),
+    ):
+        raise AssertionError("there are no GPUs")
+    ranks = [json.loads(file.read_text()) for file in said.glob("rank-*")]
+    devices = {int(each["RANK"]): each["CUDA_VISIBLE_DEVICES"].split(",")[int(each["LOCAL_RANK"])] for each in ranks}
+    assert devices.keys() == {0, 1, 2, 3} and sorted(devices.values()) == ["0", "1", "2", "3"]
+    ray_cluster.remove_node(node)
+
+
+def test_no_room_is_said_with_what_is_free(ray_cluster: Any, tmp_path: Path, python_path: str) -> None:
+    placed = machine(ray_cluster.address, {"num_cpus": 1000}, python_path)
+    assert placed.cluster is not None
+    impatient = placed.model_copy(update={"cluster": placed.cluster.model_copy(update={"start_timeout": 1.0})})
+    said = r"had room for the trainer's ranks within 1 s: that takes .*1000.*free(.|\n)*machine\.cluster\.trainer"
+    with pytest.raises(ConfigurationError, match=said), LinearClient(LinearTraining(), impatient, tmp_path / "trainer"):
+        raise AssertionError
