@@ -25,7 +25,7 @@ from components.planning.walls import first_wall
 from components.policies.settings import RobotPolicySettings
 from components.vla_rl.settings import SuccessReward, TrainVLARLSettings
 
-ROBOT_SIZES = (1, 8, 64, 512)
+ROBOT_SIZES = (1, 8, 64)
 ROBOT_HEAD = (
     *("GPUs", "simulators", "step", "episodes/min", "GPU s each", "simulators busy", "policy busy", "trainer busy"),
     "first wall",

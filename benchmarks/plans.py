@@ -31,10 +31,10 @@ SHOWN = ("GPUs", "servers", "ranks", "step", "GPU s each", "servers busy", "trai
 TOP = """# Recipes on many GPUs
 
 What the recipes of `train-vlm` and `train-vla-rl` for GPUs would take on H100s, as [`armature plan`](planning.md) says
-it without a run to take episodes and costs from: costs are computed, an answer has half of `sampling.max_tokens` in the
-mean, an episode half of its turns; weights go to servers by `nccl`. Rollouts per step are those of the recipe, which was
-written for few GPUs: where many stand idle, a step needs more groups. "GPU s each" is what a rollout costs, in seconds of
-a GPU; "busy" are shares of a step.
+it without a run to take episodes and costs from: costs are computed, an answer has half of `sampling.max_tokens` in
+the mean, an episode half of its turns; weights go to servers by `nccl`. Rollouts per step are those of the recipe,
+which was written for few GPUs: where many stand idle, a step needs more groups. "GPU s each" is what a rollout costs,
+in seconds of a GPU; "busy" are shares of a step.
 
 With `train-vla-rl` half of the episodes solve their task, in 60 % of `rollouts.max_steps` in the mean. One policy
 answers, on the first GPU of the trainer, and the simulators are those of the recipe, however many GPUs there are.

@@ -103,7 +103,7 @@ def finished_run(path: Path, store: ArtifactStore, kind: str) -> FinishedRun:
         )
     history = [row for row in json.loads((path / "history.json").read_text()) if row["step"] > 0]
     counted = [row for row in history if row["step"] > WARM_UP][:-1]
-    steps = _on_one_machine(history, counted)
+    steps = on_one_machine(history, counted)
     if not steps:
         raise ConfigurationError(
             f"{len(history)} steps, of which the first {WARM_UP} and the last one do not count",
@@ -122,7 +122,7 @@ def finished_run(path: Path, store: ArtifactStore, kind: str) -> FinishedRun:
     return FinishedRun(manifest.settings, manifest.inputs, steps, rollouts, len(counted) - len(steps))
 
 
-def _on_one_machine(
+def on_one_machine(
     history: Sequence[Mapping[str, float]], counted: Sequence[Mapping[str, float]]
 ) -> list[Mapping[str, float]]:
     """Those of `counted` that had as many servers and ranks as the last one, from their beginning on."""

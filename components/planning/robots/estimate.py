@@ -22,17 +22,19 @@ class RobotAssumptions(Settings):
     """What is not on a data sheet. The descriptions say where each is from."""
 
     policy_mfu: PositiveFloat = Field(
-        0.32, description="measured: of the FLOPs, 14.2 ms more for each row of an answer on an H200, " + POLICIES
+        0.285, description="measured: of the FLOPs, 14.2 ms more for each row of an answer on an H200, " + POLICIES
     )
     layer_seconds: NonNegativeFloat = Field(
         0.031 / 360, description="measured: 45.1 ms for a row, less its FLOPs, by layer and denoising step, " + POLICIES
     )
     expert_mfu: PositiveFloat = Field(
-        0.17,
+        0.15,
         description="measured: 36.9 examples/s of the action expert alone on an H200, by the VLM's FLOPs, " + POLICIES,
     )
     full_mfu: PositiveFloat = Field(
-        0.24, description="measured: 12 examples/s of all weights on an H200, with what is computed again, " + POLICIES
+        0.18,
+        description="measured: 0.17 of LoRA and 0.195 of all weights on an H200, with what is computed again, "
+        + POLICIES,
     )
     micro_batch_seconds: NonNegativeFloat = Field(
         0.09 / 4, description="measured: 91 ms for 128 examples of a policy of 4 layers on an H100, by layer"

@@ -19,6 +19,11 @@ from components.vla_rl.table import Answer, read_rollouts
 from components.vla_rl.updates import update_rows
 
 WAIT = "timing/wait_for_rollouts"
+MEANS = (
+    *("simulators.build_seconds", "simulators.reset_seconds", "simulators.action_seconds", "policy.pass_seconds"),
+    *("policy.rows", "flow.answer_seconds", "sync_seconds"),
+)
+FITTED = ("trainer.answer_seconds", "trainer.update_seconds", "flow.batch_answer_seconds", "flow.batch_seconds")
 
 
 @dataclass(frozen=True)
@@ -153,10 +158,8 @@ def _costs(runs: Sequence[tuple[RobotRunRecords, float]]) -> tuple[RobotCosts, l
         spent = sum(scale * step.get(seconds, 0.0) for one, scale in runs for step in one.steps)
         return spent / counted if counted else 0.0
 
-    reset, built = (
-        each("timing/simulator_reset", "simulator/resets"),
-        each("timing/simulator_build", "simulator/builds"),
-    )
+    reset = each("timing/simulator_reset", "simulator/resets")
+    built = each("timing/simulator_build", "simulator/builds")
     updates = [point for one, scale in runs for point in _updates(one, scale)]
     sizes = [(float(len(rows)), scale * step["timing/batch"]) for one, scale in runs for rows, step in _steps(one)]
     update, answer = line(updates, 0.5) if updates else (0.0, 0.0)
@@ -180,12 +183,8 @@ def _costs(runs: Sequence[tuple[RobotRunRecords, float]]) -> tuple[RobotCosts, l
         ),
         sync_seconds=fmean(scale * one.mean("timing/sync") for one, scale in runs),
     )
-    names = [f"{table}.{key}" for table, values in costs.model_dump(exclude={"sources"}).items()
-             if isinstance(values, dict) for key in values]  # fmt: skip
     records = [one for one, _ in runs]
-    sources = dict.fromkeys([*names, "sync_seconds"], _source(records, "mean"))
-    fitted = ("trainer.answer_seconds", "trainer.update_seconds", "flow.batch_answer_seconds", "flow.batch_seconds")
-    sources |= dict.fromkeys(fitted, _source(records, "fitted"))
+    sources = dict.fromkeys(MEANS, _source(records, "mean")) | dict.fromkeys(FITTED, _source(records, "fitted"))
     sources |= {"trainer.gather_seconds": "included in trainer.answer_seconds"}
     if not built:
         sources["simulators.build_seconds"] = "not measured: no simulator was built in these steps; that of a reset"

@@ -35,7 +35,7 @@ _FLOATS, _NUMBERS = np.zeros(0, np.float32), np.zeros(0, np.int32)
 class SimulatedRobotRun:
     """What is simulated: simulators in `processes`, a trainer of `ranks`, `chunk` actions to an answer.
 
-    The policy shares the first GPU of the trainer, or has one of its own (`own_gpu`). `gpus` are all there are.
+    The policy answers on the GPU of the first rank.
     """
 
     settings: TrainVLARLSettings
