@@ -25,7 +25,7 @@ from components.planning.walls import first_wall
 from components.policies.settings import RobotPolicySettings
 from components.vla_rl.settings import SuccessReward, TrainVLARLSettings
 
-ROBOT_SIZES = (1, 8, 64)
+ROBOT_SIZES = (1, 8)
 ROBOT_HEAD = (
     *("GPUs", "simulators", "step", "episodes/min", "GPU s each", "simulators busy", "policy busy", "trainer busy"),
     "first wall",
@@ -63,7 +63,7 @@ class RobotPlanner:
             processes=min(self.machine.playing_processes, settings.rollouts.batch),
             ranks=gpus,
             chunk=self.policy.n_action_steps,
-            steps=2,
+            steps=1,
         )
 
 

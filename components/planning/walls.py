@@ -40,18 +40,20 @@ WALLS: Mapping[str, Callable[[SimulatedRun], SimulatedRun]] = {
 in a step; twice the episodes at once."""
 
 
-class Found(Protocol):
+class CostOfSimulation(Protocol):
     """Of a simulation: the seconds of a GPU that a rollout costs."""
 
     @property
     def gpu_seconds(self) -> float: ...
 
 
-class Run(Protocol):
-    def simulate(self) -> Found: ...
+class SimulatedPlan(Protocol):
+    def simulate(self) -> CostOfSimulation: ...
 
 
-def first_wall(run: RunT, found: Found, walls: Mapping[str, Callable[[RunT], Run]]) -> tuple[str, float]:
+def first_wall(
+    run: RunT, found: CostOfSimulation, walls: Mapping[str, Callable[[RunT], SimulatedPlan]]
+) -> tuple[str, float]:
     """That without which a rollout costs least, and the share of its cost; "" where none takes a tenth.
 
     Each of `walls` is taken away in turn and the run simulated again.

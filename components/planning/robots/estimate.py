@@ -37,7 +37,8 @@ class RobotAssumptions(Settings):
         + POLICIES,
     )
     micro_batch_seconds: NonNegativeFloat = Field(
-        0.09 / 4, description="measured: 91 ms for 128 examples of a policy of 4 layers on an H100, by layer"
+        0.47 / 36,
+        description="measured: 0.47 s of a micro-batch besides its 8 to 32 examples on an H200, by layer, " + POLICIES,
     )
     action_seconds: NonNegativeFloat = Field(0.034, description="measured: of a core for an action, " + TRYING)
     waiting_seconds: NonNegativeFloat = Field(

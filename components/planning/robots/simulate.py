@@ -55,7 +55,7 @@ class SimulatedRobotRun:
         """The run, on a loop of its own."""
         loop = VirtualLoop()
         try:
-            return _Steps(self, loop).run()
+            return _RobotSteps(self, loop).run()
         finally:
             _end(loop)
 
@@ -63,7 +63,7 @@ class SimulatedRobotRun:
         """Of all its episodes, from simulators that have to be built on."""
         loop = VirtualLoop()
         try:
-            steps = _Steps(self, loop)
+            steps = _RobotSteps(self, loop)
             loop.run_until_complete(steps.examine(evaluation))
             return loop.time()
         finally:
@@ -87,7 +87,7 @@ class RobotSimulated:
 
 
 @dataclass(frozen=True)
-class _Record:
+class _RobotRecord:
     """Sums since the run began, at the end of a step."""
 
     at: float
@@ -100,7 +100,7 @@ class _Record:
     trainer: float
 
 
-class _Steps:
+class _RobotSteps:
     """The units of the steps."""
 
     def __init__(self, run: SimulatedRobotRun, loop: VirtualLoop) -> None:
@@ -110,7 +110,7 @@ class _Steps:
         self.answers: dict[int, list[Answer]] = {}
         self.samples: dict[int, Sequence[AnswerSample]] = {}
         self.episodes: dict[int, int] = {}
-        self.records: list[_Record] = []
+        self.records: list[_RobotRecord] = []
         self.trained = 0.0
         advantage = self.settings.trainer.advantage
         self.bootstrap = isinstance(advantage, GAE) and advantage.bootstrap_truncated
@@ -212,7 +212,7 @@ class _Steps:
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         self.records.append(
-            _Record(
+            _RobotRecord(
                 at=self.loop.time(),
                 timings=dict(metrics),
                 episodes=self.episodes.pop(step),
