@@ -29,7 +29,8 @@ class RobotAssumptions(Settings):
     )
     expert_mfu: PositiveFloat = Field(
         0.15,
-        description="measured: 36.9 examples/s of the action expert alone on an H200, by the VLM's FLOPs, " + POLICIES,
+        description="measured: 36.9 examples/s of the expert alone on an H200, not compiled, by the VLM's FLOPs, "
+        + POLICIES,
     )
     full_mfu: PositiveFloat = Field(
         0.18,
