@@ -9,17 +9,28 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from armature.plan_robots import (
+    RobotPlanner,
+    described_robot_workload,
+    plan_robots,
+    plan_robots_as_measured,
+    robot_sections,
+)
+from armature.plan_table import beside, table
 from components.configuration import Recipe, explain, read_toml
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
 from components.environments import ENVIRONMENTS
-from components.planning.costs import Costs
+from components.planning.costs import Costs, CostTables
 from components.planning.fitting import MeasuredRuns, measured_runs
 from components.planning.geometry import geometry, read_config
 from components.planning.gpus import GIB, GPUS
 from components.planning.layout import Planner
 from components.planning.records import RunRecords, read_run, workload_of
-from components.planning.walls import first_wall
+from components.planning.robots.costs import RobotCosts
+from components.planning.robots.geometry import policy_geometry, read_policy_config
+from components.planning.robots.records import read_robot_run, robot_workload_of
+from components.planning.walls import WALLS, first_wall
 from components.planning.workload import Workload, WorkloadSettings, drawn
 from components.project import project
 from components.registry import suggestion
@@ -42,7 +53,7 @@ def plan_recipe(
     Args:
         gpus: how many there are; none: `SIZES`, or the machine of `records` as it was.
         gpu: key of `GPUS`.
-        records: artifacts of finished trainings (train-vlm); the episodes are those of the first.
+        records: artifacts of finished trainings of the recipe's flow; the episodes are those of the first.
         given: file of costs and of the table `workload`.
         price: of a GPU for an hour.
 
@@ -50,23 +61,25 @@ def plan_recipe(
         ConfigurationError: a recipe without rollouts, an unknown GPU or cost, or a model that does not fit.
         DataError: the model's configuration or the run cannot be read.
     """
+    if recipe.flow == "train-vla-rl":
+        yield from _plan_robots(recipe, gpus, gpu, records, given, price)
+        return
     if recipe.flow != "train-vlm":
         raise ConfigurationError(
-            f"{recipe.flow} has no rollouts on model servers, which is what is planned",
+            f"{recipe.flow} has no rollouts, which are what is planned",
             where=recipe.name,
-            remedy="give a recipe of train-vlm",
+            remedy="give a recipe of train-vlm or train-vla-rl",
         )
     settings, machine = recipe.settings_for(TrainVLMSettings), recipe.sections["machine"]
     assert isinstance(settings, TrainVLMSettings) and isinstance(machine, Machine)
-    costs, described = _given(given)
+    costs, described = _given(given, Costs.nothing())
     with project(recipe.folder):
         store = open_store(machine)
     runs = [read_run(path, store) for path in records]
     if runs and not gpus:
         yield from _as_measured(recipe.name, settings, machine, runs, (costs, f"given: {given}"))
         return
-    if gpu not in GPUS:
-        raise ConfigurationError(f"no GPU is called {gpu!r}", where="--gpu", remedy=suggestion(gpu, GPUS))
+    _refuse_gpu(gpu)
     with project(recipe.folder):
         sizes = geometry(read_config(settings.model), settings.model, settings.trainer, settings.inference.dtype)
     workload = workload_of(runs[0]) if runs else described_workload(settings, described, given)
@@ -91,7 +104,7 @@ def plan_recipe(
             continue
         cost = [f"{float(row[5].replace(',', '')) / 3600 * price * 1000:,.2f}"] if price is not None else []
         rows.append([*row[:6], *cost, *row[6:]])
-    yield from _table(rows)
+    yield from table(rows)
     if last is not None:
         yield ""
         yield "what this rests on, for the last row:"
@@ -100,10 +113,38 @@ def plan_recipe(
     yield "not simulated: evaluations, the start of servers and trainer, the time to make micro-batches of images"
 
 
+def _plan_robots(
+    recipe: Recipe, gpus: Sequence[int], gpu: str, records: Sequence[Path], given: Path | None, price: float | None
+) -> Iterator[str]:
+    """As `plan_recipe`, of train-vla-rl."""
+    machine = recipe.sections["machine"]
+    assert isinstance(machine, Machine)
+    costs, described = _given(given, RobotCosts.nothing())
+    with project(recipe.folder):
+        store = open_store(machine)
+    runs = [read_robot_run(path, store) for path in records]
+    if runs and not gpus:
+        yield from plan_robots_as_measured(recipe, runs, (costs, f"given: {given}"))
+        return
+    _refuse_gpu(gpu)
+    settings, _, policy, _ = robot_sections(recipe)
+    with project(recipe.folder):
+        cameras = len(settings.simulator.camera_name_mapping)
+        sizes = policy_geometry(read_policy_config(policy), policy, cameras)
+    workload = robot_workload_of(runs[0]) if runs else described_robot_workload(recipe, described, given)
+    planner = RobotPlanner(recipe, sizes, GPUS[gpu], workload, (costs, f"given: {given}"))
+    yield from plan_robots(recipe, planner, gpus, price)
+
+
+def _refuse_gpu(gpu: str) -> None:
+    if gpu not in GPUS:
+        raise ConfigurationError(f"no GPU is called {gpu!r}", where="--gpu", remedy=suggestion(gpu, GPUS))
+
+
 def plan_row(planner: Planner, gpus: int) -> tuple[list[str], Costs]:
     """The cells below `HEAD` for so many GPUs, and the costs that they rest on. Raises as `Planner.plan` does."""
     layout, run, found = planner.plan(gpus)
-    wall, gain = first_wall(run, found)
+    wall, gain = first_wall(run, found, WALLS)
     tensor = f" x {layout.gpus_per_server}" if layout.gpus_per_server > 1 else ""
     row = [
         f"{gpus:,}",
@@ -146,12 +187,12 @@ def _as_measured(
         if bounds:
             row.append(" and ".join(f"{each:.2f}" for each in sorted(timings[key] for timings in bounds)))
         if same:
-            row += _beside(predicted.timings[key], first.mean(key))
+            row += beside(predicted.timings[key], first.mean(key))
         rows.append(row)
-    yield from _table(rows)
+    yield from table(rows)
     if len(runs) > 1:
         yield ""
-        yield from _table(list(_themselves(runs, found)))
+        yield from table(list(_themselves(runs, found)))
     yield ""
     yield (
         f"busy: servers {predicted.server_share:.0%}, trainer {predicted.trainer_share:.0%}, event loop of the flow "
@@ -163,6 +204,9 @@ def _as_measured(
             "the run were of about one size; half of it is taken to be. A second --from with another "
             "rollouts.groups_per_step says it"
         )
+    for one in runs:
+        if one.left_out:
+            yield f"{one.left_out} steps of {one.path} do not count: they had another number of servers or ranks"
     yield "these seconds hold for the load that the machine had meanwhile" + (
         f": {found.slowdown:.1f} s passed for each second that the run's threads computed" if found.slowdown else ""
     )
@@ -186,15 +230,11 @@ def _themselves(runs: Sequence[RunRecords], found: MeasuredRuns) -> Iterator[lis
         load = ["", ""]
         if found.slowdown is not None and one.slowdown is not None:
             load = [f"{one.slowdown:.1f}", f"{step * one.slowdown / found.slowdown / measured - 1:+.1%}"]
-        yield [f"{one.mean('rollouts/planned'):.0f}", f"{step:.2f}", *_beside(step, measured), *load, str(one.path)]
+        yield [f"{one.mean('rollouts/planned'):.0f}", f"{step:.2f}", *beside(step, measured), *load, str(one.path)]
 
 
-def _beside(predicted: float, measured: float) -> list[str]:
-    return [f"{measured:.2f}", f"{predicted / measured - 1:+.1%}" if measured else ""]
-
-
-def _given(file: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The costs and the workload of a file.
+def _given(file: Path | None, nothing: CostTables) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The costs, of the kind of `nothing`, and the workload of a file.
 
     Raises:
         ConfigurationError: it cannot be read, or has an unknown cost.
@@ -202,9 +242,9 @@ def _given(file: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
     values = dict(read_toml(file)) if file is not None else {}
     workload = dict(values.pop("workload", {}))
     try:
-        Costs.nothing().replaced(values, "")
+        nothing.replaced(values, "")
     except ValidationError as error:
-        raise ConfigurationError(explain(error, "", Costs), where=str(file)) from error
+        raise ConfigurationError(explain(error, "", type(nothing)), where=str(file)) from error
     return values, workload
 
 
@@ -229,13 +269,3 @@ def described_workload(settings: TrainVLMSettings, values: Mapping[str, Any], fi
     parts = [f"{key} = {said[key]:g}" if not isinstance(said[key], bool) else f"{key} = {said[key]}" for key in said]
     given = f"given in {file}: {', '.join(values)}; the rest " if values else ""
     return drawn(made, sampling.max_tokens, settings.rollouts.seed, f"{given}assumed: {', '.join(parts)}")
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = [
-            cell.ljust(width) if index == len(row) - 1 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()

@@ -80,7 +80,9 @@ def plan(
     name: Name,
     gpus: Annotated[
         Optional[list[int]],  # noqa: UP045
-        typer.Option(help="How many there are; repeat for more. Default: 8, 64, 512, 4096.", min=1),
+        typer.Option(
+            help="How many there are; repeat for more. Default: 8, 64, 512, 4096; for train-vla-rl 1, 8.", min=1
+        ),
     ] = None,
     gpu: Annotated[str, typer.Option(help="Which: a100 (80 GB), h100 or h200.")] = "h100",
     from_: Annotated[

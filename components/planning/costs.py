@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -52,28 +52,12 @@ class FailureCosts(Settings):
     )
 
 
-class Costs(Settings):
-    """Seconds of everything that the loop waits for. `sources` says of each where it is from."""
+class CostTables(Settings):
+    """Costs by name, some in tables. `sources` says of each where it is from."""
 
-    servers: ServerCosts
-    trainer: TrainerCosts
-    flow: FlowCosts
-    publish_seconds: NonNegativeFloat = Field(0.0, description="Seconds to publish weights, while servers go on.")
-    sync_seconds: NonNegativeFloat = Field(description="Seconds to load them, while no request is in flight.")
-    failures: FailureCosts = Field(FailureCosts(), description="Failures and recovery.")
     sources: Mapping[str, str] = Field({}, description="Where each is from, by its dotted name.")
 
-    @classmethod
-    def nothing(cls) -> Costs:
-        """Nothing takes any time."""
-        return cls(
-            servers=ServerCosts(pass_seconds=0.0, token_seconds=0.0),
-            trainer=TrainerCosts(token_seconds=0.0),
-            flow=FlowCosts(request_seconds=0.0),
-            sync_seconds=0.0,
-        )
-
-    def replaced(self, values: Mapping[str, Any], source: str) -> Costs:
+    def replaced(self, values: Mapping[str, Any], source: str) -> Self:
         """With `values`, tables of the same shape, in their places.
 
         Raises:
@@ -89,7 +73,7 @@ class Costs(Settings):
                 tables[name] = value
                 names.append(name)
         tables["sources"] = {**self.sources, **dict.fromkeys(names, source)}
-        return Costs.model_validate(tables)
+        return self.model_validate(tables)
 
     def lines(self) -> list[str]:
         """A line for each cost whose source is known: its name, its value, where it is from."""
@@ -99,6 +83,27 @@ class Costs(Settings):
             for key, value in (table.items() if isinstance(table, dict) else [("", table)])
         }
         return [f"{name:<32} {_said(values[name]):>10}  {source}" for name, source in sorted(self.sources.items())]
+
+
+class Costs(CostTables):
+    """Seconds of everything that the loop waits for."""
+
+    servers: ServerCosts
+    trainer: TrainerCosts
+    flow: FlowCosts
+    publish_seconds: NonNegativeFloat = Field(0.0, description="Seconds to publish weights, while servers go on.")
+    sync_seconds: NonNegativeFloat = Field(description="Seconds to load them, while no request is in flight.")
+    failures: FailureCosts = Field(FailureCosts(), description="Failures and recovery.")
+
+    @classmethod
+    def nothing(cls) -> Costs:
+        """Nothing takes any time."""
+        return cls(
+            servers=ServerCosts(pass_seconds=0.0, token_seconds=0.0),
+            trainer=TrainerCosts(token_seconds=0.0),
+            flow=FlowCosts(request_seconds=0.0),
+            sync_seconds=0.0,
+        )
 
 
 def _said(value: float | None) -> str:

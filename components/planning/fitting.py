@@ -15,14 +15,13 @@ from components.contracts.rollouts import GenerateOutputs
 from components.inference.merge import WINDOW
 from components.planning.costs import Costs, FlowCosts, ServerCosts, TrainerCosts
 from components.planning.estimate import Assumptions
+from components.planning.lines import apart, line
 from components.planning.records import RunRecords, episode_of, workload_of
 from components.planning.simulate import SimulatedRun
 from components.planning.trainer import PlannedRollout, samples_of, training_seconds
 from components.rollouts.rounds import choose_groups, groups_that_differ
 from components.vlm.plan import updates
 
-APART = 1.5
-"""The largest step over the smallest, from which on what is fixed is told apart from what grows with a step."""
 Seconds = npt.NDArray[np.float64]
 WAIT = "timing/wait_for_rollouts"
 
@@ -92,10 +91,11 @@ class _Fit:
 
     def __init__(self, runs: Sequence[RunRecords], machine: Machine, scales: Sequence[float]) -> None:
         self._sources = "measured: " + ", ".join(str(one.path) for one in runs)
-        ranks = machine.trainer_nodes * machine.trainer_processes
         sharing = machine.trainer_context_parallel
         scaled = list(zip(runs, scales, strict=True))
-        self._training = [point for one, scale in scaled for point in _training(one, ranks, sharing, scale)]
+        self._training = [
+            point for one, scale in scaled for point in _training(one, one.ranks(machine), sharing, scale)
+        ]
         self._batches = [
             (step["rollouts/planned"], scale * step["timing/batch"]) for one, scale in scaled for step in one.steps
         ]
@@ -104,7 +104,7 @@ class _Fit:
         self._tokens = [
             one.mean("rollouts/planned") * one.mean("turns") * one.mean("tokens/completion") for one in runs
         ]
-        self.runs = [_simulated(one, machine, ranks) for one in runs]
+        self.runs = [_simulated(one, machine) for one in runs]
         batches, updated = ([size for size, _ in points] for points in (self._batches, self._training))
         parts = {"rollouts": self._tokens, "batch": batches, "train": updated}
         played = [each for one in runs for outputs in one.outputs for each in outputs.trajectories]
@@ -113,13 +113,13 @@ class _Fit:
             key=lambda turn: turn.generate_seconds / turn.completion_token_ids.size,
         )
         self._known: dict[float, Seconds] = {}
-        self.unknown = [name for name, sizes in parts.items() if not _apart(sizes)]
+        self.unknown = [name for name, sizes in parts.items() if not apart(sizes)]
 
     def costs(self, share: float) -> Costs:
         """With `share` of what can be fixed, in the parts that are `unknown`."""
         said, fields = Assumptions(), Assumptions.model_fields
-        update, token = _line(self._training, share)
-        batch, rollout = _line(self._batches, share)
+        update, token = line(self._training, share)
+        batch, rollout = line(self._batches, share)
         costs = Costs(
             servers=ServerCosts(pass_seconds=0.0, token_seconds=0.0),
             trainer=TrainerCosts(token_seconds=token, update_seconds=update),
@@ -171,7 +171,7 @@ class _Fit:
         return self._known[token_seconds]
 
 
-def _simulated(records: RunRecords, machine: Machine, ranks: int) -> SimulatedRun:
+def _simulated(records: RunRecords, machine: Machine) -> SimulatedRun:
     settings = records.settings
     return SimulatedRun(
         rollouts=settings.rollouts,
@@ -179,9 +179,9 @@ def _simulated(records: RunRecords, machine: Machine, ranks: int) -> SimulatedRu
         trainer=settings.trainer,
         costs=Costs.nothing(),
         workload=workload_of(records),
-        servers=len(machine.endpoints) or machine.servers,
+        servers=records.servers(machine),
         gpus_per_server=max((len(each) for each in machine.server_gpus), default=1),
-        ranks=ranks,
+        ranks=records.ranks(machine),
         sharing=machine.trainer_context_parallel,
         max_concurrent=machine.max_concurrent,
         train_tasks=settings.environment.train_tasks or 4096,
@@ -208,26 +208,6 @@ def _trained(outputs: GenerateOutputs, records: RunRecords) -> list[PlannedRollo
     return [
         PlannedRollout(one.group_id, episode_of(one, False)) for one in chosen if one.group_id in differing or not skip
     ]
-
-
-def _apart(sizes: Sequence[float]) -> bool:
-    return max(sizes) > APART * min(sizes)
-
-
-def _line(points: Sequence[tuple[float, float]], share: float) -> tuple[float, float]:
-    """What is fixed, and what is added for each unit of size: least squares, neither below 0.
-
-    Args:
-        points: sizes and seconds.
-        share: of the mean seconds that is fixed, if all sizes are about the same.
-    """
-    x, y = np.array(points).T
-    mean_x, mean_y = float(x.mean()), float(y.mean())
-    if not _apart(x.tolist()):
-        return share * mean_y, (1 - share) * mean_y / mean_x
-    slope = float(((x - mean_x) * (y - mean_y)).sum() / ((x - mean_x) ** 2).sum())
-    slope = min(max(slope, 0.0), mean_y / mean_x)
-    return mean_y - slope * mean_x, slope
 
 
 def _rising(function: Callable[[float], float], target: float, first: float, near: float) -> float:

@@ -133,7 +133,7 @@ class _Steps:
             self.pool.fail(hours * 3600 / run.gpus_per_server, self.loop, self.random)
         # The last step has no sync, and the last steps have none after them to play.
         enough = run.settled - 1 + run.steps + max(1, self.plan.max_staleness)
-        run_loop(self, 1, last or enough, ahead, VirtualUnits(self.loop), _NoEvents(), now=self.loop.time)
+        run_loop(self, 1, last or enough, ahead, VirtualUnits(self.loop), NoEvents(), now=self.loop.time)
         counted = self.records[run.settled - 1 : run.settled - 1 + run.steps]
         return self._means(self.records[run.settled - 2], counted)
 
@@ -170,7 +170,7 @@ class _Steps:
     async def _rollouts(self, step: int) -> Artifact:
         self.outputs[step] = await play_rounds(partial(self._round, step), self.plan)
         await asyncio.sleep(self.costs.flow.step_seconds)
-        return _artifact(step)
+        return simulated_artifact(step)
 
     async def _round(self, step: int, number: int) -> GenerateOutputs:
         tasks = tasks_of_step(self.tasks, self.plan.groups_per_step, step - 1, self.plan.seed, number)
@@ -181,7 +181,7 @@ class _Steps:
         outputs = self.outputs[step]
         flow, played = self.costs.flow, len(outputs.trajectories) + len(outputs.failures)
         self.loop.wait(flow.batch_seconds + flow.rollout_seconds * played)
-        return _artifact(step)
+        return simulated_artifact(step)
 
     def train(self, step: int, batch: Artifact) -> dict[str, float]:
         chosen = choose_groups(self.outputs[step], self.plan).outputs.trajectories
@@ -196,7 +196,7 @@ class _Steps:
 
     def _of_trainer(self, done: int, ask: Any) -> None:
         client = cast(ServiceClient, self.trainer)
-        with_restarts(client, done, ask, self.trainer.again, _NoEvents())
+        with_restarts(client, done, ask, self.trainer.again, NoEvents())
 
     def save(self, step: int) -> None:
         if step % self.run_.trainer.save_every == 0:
@@ -266,7 +266,7 @@ class _Record:
     flow: float
 
 
-class _NoEvents:
+class NoEvents:
     def progress(self, name: str, done: int, total: int, **postfix: float) -> None: ...
 
     def metrics(self, values: Mapping[str, float], step: int) -> None: ...
@@ -281,7 +281,7 @@ def _place(trajectory: Trajectory) -> RolloutId:
     return RolloutId(step, group, member)
 
 
-def _artifact(step: int) -> Artifact:
+def simulated_artifact(step: int) -> Artifact:
     return Artifact(kind="simulated", path=Path(), digest=str(step))
 
 

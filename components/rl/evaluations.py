@@ -30,6 +30,11 @@ class EvaluationPlan(Protocol):
     def patience(self) -> int: ...
 
 
+def due(plan: EvaluationPlan, step: int, last: int) -> bool:
+    """Whether the weights after `step` play: before step 1, after each so many, and after the last."""
+    return step % plan.every == 0 or step == last
+
+
 class Evaluations(ABC):
     """The evaluations of a run. Each is an artifact, which is made once; all else is computed from these.
 
@@ -64,8 +69,8 @@ class Evaluations(ABC):
         """The best evaluation in a few numbers."""
 
     def due(self, step: int) -> bool:
-        """Whether the weights after `step` play: before step 1, after each so many, and after the last."""
-        return step % self._plan.every == 0 or step == self._last
+        """See `due`."""
+        return due(self._plan, step, self._last)
 
     def history(self, step: int) -> dict[str, float]:
         """The numbers of `step` for the run's history; none where it has no evaluation."""

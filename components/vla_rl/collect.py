@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import ceil
 from typing import Protocol
 
 from components.artifacts.images import ImageStore
@@ -20,12 +21,16 @@ from components.vla_rl.rewards import chunk_rewards
 from components.vla_rl.schedule import answer_seed
 from components.vla_rl.settings import RobotRolloutSettings, SuccessReward
 from components.vla_rl.table import Answer
+from components.vla_rl.timing import PlayTimes, TimedSimulators
 from components.workers.errors import WorkerError
 from components.workers.pool import StickyQueue
 
 
 class ExploringPolicy(Protocol):
     """Row i depends on observation i and seed i alone, to the last bit; see `MolmoAct2Policy`."""
+
+    @property
+    def rows_per_pass(self) -> int: ...
 
     def explore(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], noise_level: float
@@ -46,6 +51,7 @@ class Collector:
         gamma: discount per chunk, which shaped rewards depend on.
 
     lost: attempts at episodes that were lost with their simulator, so far.
+    arenas: those that were given, whose work counts in `times`.
     """
 
     def __init__(
@@ -57,7 +63,8 @@ class Collector:
         told: Callable[[int, int], None],
         gamma: float = 1.0,
     ) -> None:
-        self._settings, self._policy, self._arenas = settings, policy, arenas
+        self._settings, self._policy, self.times = settings, policy, PlayTimes()
+        self.arenas = [TimedSimulators(arena, self.times) for arena in arenas]
         self._images, self._told, self._gamma = images, told, gamma
         self.lost, self._lock = 0, threading.Lock()
 
@@ -92,14 +99,16 @@ class Collector:
             return play
 
         count = min(self._settings.batch, len(planned))
-        queue.serve([player(simulator) for simulator in simulator_slots(self._arenas, count)])
+        queue.serve([player(simulator) for simulator in simulator_slots(self.arenas, count)])
         return [answer for number in range(len(planned)) for answer in played[number]]
 
     def _answers(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> Sequence[PlayedAnswer]:
         settings = self._settings
-        if settings.inference_action_mode == "discrete":
-            return self._policy.speak(observations, seeds, settings.temperature)
-        return self._policy.explore(observations, seeds, settings.noise_level)
+        with self.times.measured("policy") as counted:
+            counted["policy/passes"] = ceil(len(observations) / self._policy.rows_per_pass)
+            if settings.inference_action_mode == "discrete":
+                return self._policy.speak(observations, seeds, settings.temperature)
+            return self._policy.explore(observations, seeds, settings.noise_level)
 
     def _play(
         self,
@@ -125,7 +134,8 @@ class Collector:
                     self.lost += 1
             else:
                 reward = partial(chunk_rewards, self._settings.reward, gamma=self._gamma)
-                return recorder.rows(planned, episode, step, version, self._images, bootstrap, reward)
+                with self.times.measured("keep_answers"):
+                    return recorder.rows(planned, episode, step, version, self._images, bootstrap, reward)
         raise WorkerError(
             f"{planned.name} could not be played in {self._settings.attempts} attempts: {problem}",
             where=f"step {step}",

@@ -21,6 +21,7 @@ from components.vla_rl.likelihood import ActionLikelihood, Prediction
 from components.vla_rl.settings import GAE, RobotRLTrainerSettings
 from components.vla_rl.table import AnswerSample
 from components.vla_rl.tensors import AnswerBatch
+from components.vla_rl.updates import update_rows
 from components.vla_rl.value_loss import value_loss
 from components.vlm.objectives import MAX_LOG_RATIO, OBJECTIVES, Tokens
 
@@ -137,14 +138,7 @@ class RobotRLLearner(TrainingEngine[MolmoAct2]):
         return scores
 
     def _updates(self, count: int, number: int) -> list[list[int]]:
-        """The answers of each update, as many in each as evenness allows: AdamW's steps are of one size, and one made
-        of what is left over would be noise."""
-        parts = ceil(count / (self.settings.samples_per_update or max(count, 1)))
-        found = []
-        for epoch in range(self.settings.epochs):
-            order = np.random.default_rng((self.settings.seed, number, epoch)).permutation(count).tolist()
-            found += [order[part::parts] for part in range(parts)]
-        return found
+        return update_rows(count, self.settings, number)
 
     def _own(self, samples: Sequence[AnswerSample]) -> list[tuple[Sequence[AnswerSample], bool]]:
         """The micro-batches of this rank, and whether they count.

@@ -18,6 +18,7 @@ from components.contracts.errors import MismatchError, TrainerError
 from components.contracts.stages import Artifact, StageContext
 from components.environments.libero.tasks import LiberoTask
 from components.policies.molmoact2.policy import MolmoAct2Policy
+from components.rl.cpu import CpuTimes
 from components.rl.loop import Ahead, run_loop
 from components.training.restarts import with_restarts
 from components.vla_rl.batch import build_batch, groups_that_differ
@@ -62,7 +63,8 @@ class RobotRLRun:
         self._policy, self._tasks, self._collector, self._start = policy, tasks, collector, start
         self.history = History(context.workspace / "history.jsonl")
         self.evaluations = evaluations
-        self._version = 0
+        self._version, self._cpu = 0, CpuTimes()
+        self._played: dict[int, dict[str, float]] = {}
         advantage = settings.trainer.advantage
         self._bootstrap = isinstance(advantage, GAE) and advantage.bootstrap_truncated
         if isinstance(advantage, GAE):
@@ -102,6 +104,7 @@ class RobotRLRun:
         if made := self.store.find(ROLLOUTS, self._key(step)):
             return made
         plan, answers, episodes, lost = self.settings.rollouts, list[Answer](), 0, self._collector.lost
+        self._collector.times.since()
         for number in range(plan.max_rounds):
             groups = plan_step(plan, self._tasks, step, number)
             answers += self._collector.collect(groups, step, self._version, self._bootstrap)
@@ -112,6 +115,8 @@ class RobotRLRun:
             self.context.events.message(
                 f"step {step}: {lost} attempts at episodes were lost with their simulator and begun again"
             )
+
+        self._played[step] = self._collector.times.since()
 
         def fill(folder: Path) -> None:
             write_rollouts(folder, answers)
@@ -187,6 +192,13 @@ class RobotRLRun:
         return ends
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
+        metrics.update(self._played.pop(step, {}))
+        if "timing/step" in metrics:
+            machine = self.context.machine
+            metrics |= self._cpu.since()
+            metrics["machine/simulators"] = len(self._collector.arenas)
+            metrics["machine/ranks"] = machine.trainer_nodes * machine.trainer_processes
+            metrics["policy/rows_per_pass"] = self._policy.rows_per_pass
         if self.evaluations is not None:
             metrics.update(self.evaluations.history(step))
         self.history.append(step, metrics)

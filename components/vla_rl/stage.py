@@ -96,7 +96,7 @@ def train_vla_rl(
                 panel.image_attention_at_inference,
             )
             digests, last = {"policy": inputs["policy"].digest}, settings.trainer.max_steps
-            evaluations = RobotEvaluations(panel, known, examined, arenas, digests, context, store, last)
+            evaluations = RobotEvaluations(panel, known, examined, collector.arenas, digests, context, store, last)
         run = RobotRLRun(settings, context, store, policy, tasks, collector, trainer, inputs["policy"], evaluations)
         last = run.train_all()
         run.finish(out / CHECKPOINT, last)

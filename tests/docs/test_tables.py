@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import runpy
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
+from benchmarks import model_memory
 from components.batches import advantages
 from components.batches.settings import Advantage
 from components.configuration import load_recipe
@@ -101,10 +101,9 @@ def test_lora() -> None:
 
 @pytest.mark.parametrize("name", ["Qwen2.5-VL-3B"])
 def test_memory_is_what_the_estimate_of_check_says(name: str) -> None:
-    sizes = runpy.run_path(str(ROOT / "docs/model_sizes.py"))
     page = (ROOT / "docs/models.md").read_text()
-    assert sizes["row"](name) in page
-    assert set(names(table("models.md", "Memory"))) == sizes["MODELS"].keys()
+    assert model_memory.row(name) in page
+    assert set(names(table("models.md", "Memory"))) == model_memory.MODELS.keys()
 
 
 @cache

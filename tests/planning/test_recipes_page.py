@@ -5,21 +5,34 @@ from __future__ import annotations
 import pytest
 
 from armature.plan import SIZES
-from benchmarks.plans import PAGE, TOP, gpu_recipes, planner, section, table_row, written
+from armature.plan_robots import ROBOT_SIZES
+from benchmarks.plans import (
+    PAGE,
+    TOP,
+    gpu_recipes,
+    planner,
+    robot_planner,
+    robot_table_row,
+    section,
+    table_row,
+    written,
+)
 
-QUICK = "train-vlm/qwen3-vl"
+QUICK, ROBOT = "train-vlm/qwen3-vl", "train-vla-rl/spatial-small"
 
 
 def test_every_recipe_for_gpus_is_there_with_every_size() -> None:
     sections = written()
     assert list(sections) == gpu_recipes()
     for name, text in sections.items():
+        sizes = SIZES if name.startswith("train-vlm/") else ROBOT_SIZES
         rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
-        assert [row.split(" |")[0] for row in rows] == [f"| {gpus:,}" for gpus in SIZES], name
+        assert [row.split(" |")[0] for row in rows] == [f"| {gpus:,}" for gpus in sizes], name
 
 
 def test_a_row_is_what_is_simulated_now() -> None:
     assert table_row(planner(QUICK), SIZES[0]) in written()[QUICK].splitlines()
+    assert robot_table_row(robot_planner(ROBOT), ROBOT_SIZES[0]) in written()[ROBOT].splitlines()
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from components.contracts.rollouts import GenerateOutputs, Trajectory, Turn
 from components.inference.merge import WINDOW
 from components.planning.costs import Costs
 from components.planning.fitting import measured_runs
-from components.planning.records import RunRecords, read_run
+from components.planning.records import RunRecords, on_one_machine, read_run
 from components.planning.simulate import SimulatedRun
 from components.planning.workload import PlannedTurn, Workload
 from components.rl.settings import TrainVLMSettings
@@ -184,6 +184,31 @@ def test_runs_under_different_load_are_brought_to_the_mean_of_it(stored: Callabl
     fitted = measured_runs(records, machine_of_colors())
     assert fitted.slowdown == pytest.approx(2.0)
     assert fitted.costs.trainer.update_seconds == pytest.approx(2.0 * 0.3, rel=1e-6)
+
+
+def test_steps_on_another_number_of_servers_do_not_count(tmp_path: Path) -> None:
+    """A server came in step 4, so that step had one for a part of it; `machine` does not say how many there are."""
+    history = [{"step": step, "machine/servers": 1 if step < 4 else 2, "machine/ranks": 1} for step in range(1, 9)]
+    counted = history[2:-1]
+    kept = on_one_machine(history, counted)
+    assert [row["step"] for row in kept] == [5, 6, 7]
+    records = RunRecords(tmp_path, recorded_settings(), kept, [])
+    assert records.servers(Machine()) == 2 and records.ranks(Machine(trainer_processes=4)) == 1
+
+
+def test_a_run_that_did_not_record_its_servers_has_those_of_the_machine_if_they_stay(tmp_path: Path) -> None:
+    records = RunRecords(tmp_path, recorded_settings(), [{"step": 3}], [])
+    assert records.servers(Machine(servers=3)) == 3
+    assert records.servers(Machine(endpoints=("http://127.0.0.1:1", "http://127.0.0.1:2"))) == 2
+    assert records.ranks(Machine(trainer_processes=2)) == 2
+    with pytest.raises(ConfigurationError, match="did not record how many servers"):
+        records.servers(Machine(endpoints_file=tmp_path / "servers", weight_transfer="file"))
+
+
+def recorded_settings() -> TrainVLMSettings:
+    settings = load_recipe("train-vlm/colors").settings_for(TrainVLMSettings)
+    assert isinstance(settings, TrainVLMSettings)
+    return settings
 
 
 def test_a_run_that_does_not_say_what_rollouts_take_is_refused(stored: Callable[..., RunRecords]) -> None:

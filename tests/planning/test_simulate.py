@@ -13,7 +13,7 @@ from components.batches.settings import BatchSettings
 from components.inference.merge import WINDOW
 from components.planning.costs import Costs, FailureCosts, FlowCosts, ServerCosts, TrainerCosts
 from components.planning.simulate import SimulatedRun
-from components.planning.walls import first_wall
+from components.planning.walls import WALLS, first_wall
 from components.planning.workload import PlannedTurn, Workload
 from components.rollouts.settings import RolloutSettings
 from components.vlm.settings import TrainerSettings
@@ -160,5 +160,5 @@ NO_BATCH = COSTS.replaced({"flow": {"rollout_seconds": 0.0}, "sync_seconds": 0.0
 )
 def test_the_first_wall_is_what_a_rollout_costs_least_without(changes: dict[str, Any], wall: str) -> None:
     run = make_run((SLOW_ENVIRONMENT,), **changes)
-    name, gain = first_wall(run, run.simulate())
+    name, gain = first_wall(run, run.simulate(), WALLS)
     assert name == wall and 0.4 < gain < 1

@@ -114,7 +114,7 @@ def train(folder: Path, start: Artifact, arenas: Sequence[Kitchen], settings: Tr
 
 def rows(run: RobotRLRun) -> list[dict[str, float]]:
     """The history without what depends on the machine."""
-    timed = ("timing/", "memory/", "answers_per_second")
+    timed = ("timing/", "memory/", "answers_per_second", "simulator/", "policy/", "machine/")
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in run.history.read()]
 
 

@@ -109,6 +109,11 @@ class MolmoAct2Policy:
         return self._processor.cameras
 
     @property
+    def rows_per_pass(self) -> int:
+        """Of one forward pass; on a CPU rows run one by one."""
+        return self._sampler.group
+
+    @property
     def most_previous_actions(self) -> int:
         """Steps of the actions that an answer can continue; 0 where it cannot."""
         return 0 if self._mode == "discrete" else self._settings.chunk_size

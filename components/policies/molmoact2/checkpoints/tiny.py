@@ -48,7 +48,7 @@ def make_tiny_policy(folder: Path, settings: RobotPolicySettings) -> Path:
     assert settings.tiny is not None
     sizes = settings.tiny
     tokenizer = _tokenizer(sizes)
-    config = MolmoAct2Config.from_dict(_config(sizes, tokenizer), "policy.tiny")
+    config = _config(sizes, tokenizer)
     layout = ImageLayout(sizes.image_side, PATCH, POOL, columns=False)
     chunks = _smooth_chunks(sizes.seed, sizes.max_action_horizon)
     tokens = ActionTokens.fit(chunks, sizes.action_tokens, FAST_SCALE)
@@ -60,6 +60,11 @@ def make_tiny_policy(folder: Path, settings: RobotPolicySettings) -> Path:
         (files / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
         parts = PolicyParts(config, tokenizer, settings, None, None, tokens, layout, files)
         return save_policy(folder, parts, _model(config, sizes).state_dict())
+
+
+def tiny_config(sizes: TinyPolicySettings) -> MolmoAct2Config:
+    """That of `make_tiny_policy`."""
+    return _config(sizes, _tokenizer(sizes))
 
 
 def _tokenizer(sizes: TinyPolicySettings) -> PreTrainedTokenizerFast:
@@ -105,7 +110,11 @@ def _texts(sizes: TinyPolicySettings) -> tuple[str, ...]:
     return (*sizes.corpus, prompt, "Image 1 Image 2 Image 3")
 
 
-def _config(sizes: TinyPolicySettings, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+def _config(sizes: TinyPolicySettings, tokenizer: PreTrainedTokenizerFast) -> MolmoAct2Config:
+    return MolmoAct2Config.from_dict(_fields(sizes, tokenizer), "policy.tiny")
+
+
+def _fields(sizes: TinyPolicySettings, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     """config.json with the fields of a released one."""
 
     def token(text: str) -> int:

@@ -1,0 +1,120 @@
+"""Costs of a robot policy that nobody measured: from a data sheet, its sizes, and what was measured of others."""
+
+from __future__ import annotations
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from components.contracts.settings import Settings
+from components.environments.libero.settings import SimulatorSettings
+from components.planning.gpus import Gpu
+from components.planning.robots.costs import PolicyCosts, RobotCosts, RobotFlowCosts, RobotTrainerCosts, SimulatorCosts
+from components.planning.robots.geometry import PolicyGeometry
+from components.vla_rl.settings import RobotRLTrainerSettings, RobotRolloutSettings
+
+BENCHMARKS = "docs/benchmarks.md"
+POLICIES, TRYING = (
+    BENCHMARKS + ", MolmoAct2 of the released sizes",
+    BENCHMARKS + ", Robot policies that learn by trying",
+)
+
+
+class RobotAssumptions(Settings):
+    """What is not on a data sheet. The descriptions say where each is from."""
+
+    policy_mfu: PositiveFloat = Field(
+        0.285, description="measured: of the FLOPs, 14.2 ms more for each row of an answer on an H200, " + POLICIES
+    )
+    layer_seconds: NonNegativeFloat = Field(
+        0.031 / 360, description="measured: 45.1 ms for a row, less its FLOPs, by layer and denoising step, " + POLICIES
+    )
+    expert_mfu: PositiveFloat = Field(
+        0.15,
+        description="measured: 36.9 examples/s of the expert alone on an H200, not compiled, by the VLM's FLOPs, "
+        + POLICIES,
+    )
+    full_mfu: PositiveFloat = Field(
+        0.18,
+        description="measured: 0.17 of LoRA and 0.195 of all weights on an H200, with what is computed again, "
+        + POLICIES,
+    )
+    micro_batch_seconds: NonNegativeFloat = Field(
+        0.47 / 36,
+        description="measured: 0.47 s of a micro-batch besides its 8 to 32 examples on an H200, by layer, " + POLICIES,
+    )
+    action_seconds: NonNegativeFloat = Field(0.034, description="measured: of a core for an action, " + TRYING)
+    waiting_seconds: NonNegativeFloat = Field(
+        0.015, description="assumed: of a core for a step of waiting after a reset, which is not drawn"
+    )
+    reset_seconds: NonNegativeFloat = Field(1.0, description="assumed: of a core for a reset, without its waiting")
+    build_seconds: NonNegativeFloat = Field(9.0, description="measured: 9 s to build a task's simulator")
+    keep_seconds: NonNegativeFloat = Field(0.01, description="assumed: to encode and store the images of an answer")
+    batch_answer_seconds: NonNegativeFloat = Field(1e-4, description="assumed: for an answer in the batch of a step")
+    network_share: PositiveFloat = Field(0.7, description="assumed: of NVLink and network, in collectives")
+    memory_share: PositiveFloat = Field(0.7, description="assumed: of the memory bandwidth, in the optimizer")
+    write_bandwidth: PositiveFloat = Field(
+        1e9, description="assumed: bytes/s of weights that are written to a folder, and read from it"
+    )
+
+
+def estimated_robot_costs(
+    sizes: PolicyGeometry,
+    gpu: Gpu,
+    said: RobotAssumptions,
+    rollouts: RobotRolloutSettings,
+    trainer: RobotRLTrainerSettings,
+    simulator: SimulatorSettings,
+    ranks: int,
+) -> RobotCosts:
+    """Costs of a policy of `sizes` on `gpu`: a row takes 2 operations for each weight and token of its prompt.
+
+    With `trainer.mode` expert an answer takes that once; else backward and what is computed again as well, 8 in all. A
+    trainer of several ranks gathers all weights twice and scatters the gradients of those that are trained.
+    """
+    expert, row = trainer.mode == "expert", 2 * sizes.met * sizes.tokens
+    trained = sizes.expert if expert else sizes.parameters
+    held = sizes.vlm * sizes.width + 4 * sizes.expert
+    link = (gpu.link if ranks <= gpu.per_node else gpu.network) * said.network_share
+    answer = row / (gpu.flops * said.expert_mfu) if expert else 4 * row / (gpu.flops * said.full_mfu)
+    micro = said.micro_batch_seconds * sizes.layers
+    costs = RobotCosts(
+        simulators=SimulatorCosts(
+            build_seconds=said.build_seconds + simulator.num_steps_wait * said.waiting_seconds,
+            reset_seconds=said.reset_seconds + simulator.num_steps_wait * said.waiting_seconds,
+            action_seconds=said.action_seconds,
+        ),
+        policy=PolicyCosts(
+            pass_seconds=said.layer_seconds * sizes.layers * sizes.denoising
+            + rollouts.rows_per_pass * row / (gpu.flops * said.policy_mfu),
+            rows=rollouts.rows_per_pass,
+        ),
+        trainer=RobotTrainerCosts(
+            answer_seconds=answer,
+            gather_seconds=max(micro, 0.0 if ranks == 1 else (2 * held + 4 * trained) / link),
+            update_seconds=32 * trained / ranks / (gpu.memory_bandwidth * said.memory_share),
+        ),
+        flow=RobotFlowCosts(answer_seconds=said.keep_seconds, batch_answer_seconds=said.batch_answer_seconds),
+        sync_seconds=2 * held / said.write_bandwidth,
+    )
+    return costs.model_copy(update={"sources": _sources(gpu, said, expert)})
+
+
+def _sources(gpu: Gpu, said: RobotAssumptions, expert: bool) -> dict[str, str]:
+    fields = type(said).model_fields
+
+    def of(*names: str) -> str:
+        return "; ".join(f"{name} = {getattr(said, name):.3g}, {fields[name].description}" for name in names)
+
+    sheet = f"computed: sizes of the policy, {gpu.source}"
+    return {
+        "simulators.build_seconds": of("build_seconds", "waiting_seconds"),
+        "simulators.reset_seconds": of("reset_seconds", "waiting_seconds"),
+        "simulators.action_seconds": of("action_seconds"),
+        "policy.pass_seconds": f"{sheet}; {of('policy_mfu', 'layer_seconds')}",
+        "policy.rows": "rollouts.rows_per_pass",
+        "trainer.answer_seconds": f"{sheet}; {of('expert_mfu' if expert else 'full_mfu')}",
+        "trainer.gather_seconds": f"{sheet}; {of('network_share', 'micro_batch_seconds')}",
+        "trainer.update_seconds": f"{sheet}; {of('memory_share')}",
+        "flow.answer_seconds": of("keep_seconds"),
+        "flow.batch_answer_seconds": of("batch_answer_seconds"),
+        "sync_seconds": f"{sheet}; {of('write_bandwidth')}",
+    }

@@ -1,0 +1,104 @@
+"""Episodes on the virtual clock: simulators in processes, and a policy that answers who waits, as `Collector` has them.
+
+Who plays what, and where, is decided by the real schedule; the threads of players are coroutines here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from math import ceil
+
+from components.environments.libero.tasks import LiberoTask
+from components.evaluation.libero.run import task_of
+from components.evaluation.libero.schedule import PlannedEpisode, TaskKey
+from components.planning.clock import SerialResource
+from components.planning.robots.costs import RobotCosts, SimulatorCosts
+from components.planning.robots.workload import RobotEpisode
+from components.workers.pool import StickyQueue
+
+
+class SimulatedArena(SerialResource):
+    """A process with simulators by slot."""
+
+    def __init__(self, costs: SimulatorCosts) -> None:
+        super().__init__()
+        self._costs = costs
+        self._built: dict[int, LiberoTask] = {}
+
+    def reset(self, task: LiberoTask, slot: int) -> Awaitable[None]:
+        stays, self._built[slot] = self._built.get(slot) == task, task
+        return self.use(self._costs.reset_seconds if stays else self._costs.build_seconds)
+
+    def step(self, actions: int) -> Awaitable[None]:
+        return self.use(actions * self._costs.action_seconds)
+
+
+class SimulatedPolicy:
+    """Answers all that wait in one call, as `InferenceQueue` does. `busy`: seconds so far, `answers`: how many."""
+
+    def __init__(self, costs: RobotCosts) -> None:
+        self._costs = costs.policy
+        self.busy, self.answers = 0.0, 0
+
+    async def serve(self, questions: asyncio.Queue[asyncio.Future[None]], most: int) -> None:
+        while True:
+            waiting = [await questions.get()]
+            while len(waiting) < most and not questions.empty():
+                waiting.append(questions.get_nowait())
+            seconds = ceil(len(waiting) / self._costs.rows) * self._costs.pass_seconds
+            self.busy, self.answers = self.busy + seconds, self.answers + len(waiting)
+            await asyncio.sleep(seconds)
+            for answer in waiting:
+                answer.set_result(None)
+
+
+class SimulatedPlay:
+    """Plays episodes as `Collector` and `Evaluation` do."""
+
+    def __init__(self, costs: RobotCosts, processes: int) -> None:
+        self._costs = costs
+        self.arenas = [SimulatedArena(costs.simulators) for _ in range(processes)]
+        self.policy = SimulatedPolicy(costs)
+
+    async def play(
+        self,
+        planned: Sequence[PlannedEpisode],
+        episode_of: Callable[[int], RobotEpisode],
+        batch: int,
+        chunk: int,
+        bootstrap: bool = False,
+        kept: bool = True,
+    ) -> None:
+        """Return once all are played, `batch` at once, with an answer for every `chunk` actions.
+
+        Args:
+            episode_of: what becomes of the number in `planned`.
+            bootstrap: the policy is asked once more after an episode that failed.
+            kept: answers are written to the store after each episode.
+        """
+        questions: asyncio.Queue[asyncio.Future[None]] = asyncio.Queue()
+        schedule = StickyQueue(range(len(planned)), lambda number: task_of(planned[number]))
+        serving = asyncio.create_task(self.policy.serve(questions, batch))
+
+        async def asked() -> None:
+            answer = asyncio.get_running_loop().create_future()
+            questions.put_nowait(answer)
+            await answer
+
+        async def player(arena: SimulatedArena, slot: int) -> None:
+            held: TaskKey | None = None
+            while (number := schedule.take(held)) is not None:
+                held, episode = task_of(planned[number]), episode_of(number)
+                await arena.reset(planned[number].task, slot)
+                answers = ceil(episode.actions / chunk)
+                for done in range(0, episode.actions, chunk):
+                    await asked()
+                    await arena.step(min(chunk, episode.actions - done))
+                if bootstrap and not episode.solved:
+                    await asked()
+                await asyncio.sleep(kept * answers * self._costs.flow.answer_seconds)
+
+        count, arenas = min(batch, len(planned)), self.arenas
+        await asyncio.gather(*(player(arenas[i % len(arenas)], i // len(arenas)) for i in range(count)))
+        serving.cancel()

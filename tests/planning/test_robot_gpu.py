@@ -1,0 +1,100 @@
+"""What data sheets predict for robot policies, against the seconds measured on GPUs."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from benchmarks.model_sizes import policy_config_of
+from components.configuration import load_recipe
+from components.environments.libero.tasks import suite_tasks
+from components.planning.clock import VirtualLoop
+from components.planning.gpus import GPUS
+from components.planning.robots.costs import RobotCosts
+from components.planning.robots.estimate import RobotAssumptions, estimated_robot_costs
+from components.planning.robots.geometry import PolicyGeometry, policy_geometry
+from components.planning.robots.play import SimulatedPlay
+from components.planning.robots.workload import RobotEpisode
+from components.policies.settings import RobotPolicySettings
+from components.vla_rl.schedule import plan_step
+from components.vla_rl.settings import RobotRolloutSettings, TrainVLARLSettings
+from tests.environments.libero.simulated import needs_libero
+
+DOCS = Path(__file__).parents[2] / "docs"
+EPISODES, ACTIONS, SLOTS, PROCESSES, ROWS, CHUNK = 192, 120, 64, 16, 32, 10
+"""Of `benchmarks.vla_rl_gpu`."""
+
+
+@cache
+def released() -> PolicyGeometry:
+    """A MolmoAct2 of the released sizes, two cameras, 10 Euler steps."""
+    settings = RobotPolicySettings(checkpoint_path="allenai/MolmoAct2-LIBERO", num_inference_steps=10, dtype="bfloat16")
+    return policy_geometry(policy_config_of("allenai/MolmoAct2-LIBERO"), settings, 2)
+
+
+def costs(gpu: str, rows: int, mode: str = "expert") -> RobotCosts:
+    settings = load_recipe("train-vla-rl/molmoact2-spatial").settings_for(TrainVLARLSettings)
+    assert isinstance(settings, TrainVLARLSettings)
+    rollouts = settings.rollouts.model_copy(update={"rows_per_pass": rows})
+    trainer = settings.trainer.model_copy(update={"mode": mode})
+    simulator = settings.simulator.model_copy(update={"num_steps_wait": 10})
+    return estimated_robot_costs(released(), GPUS[gpu], RobotAssumptions(), rollouts, trainer, simulator, ranks=1)
+
+
+def answers(rows: int) -> float:
+    return costs("h200", rows).policy.pass_seconds
+
+
+def update(mode: str) -> float:
+    found = costs("h200", 1, mode).trainer
+    return 32 * found.answer_seconds + found.update_seconds
+
+
+def played() -> float:
+    """All episodes, by simulators that have played a first round of other tasks; the policy's seconds are the
+    measured ones of its 32 rows."""
+    found = costs("h100", ROWS).replaced({"policy": {"pass_seconds": 0.466}}, "measured")
+    settings = RobotRolloutSettings(
+        suite="libero_spatial",
+        groups_per_step=EPISODES,
+        group_size=1,
+        max_steps=ACTIONS,
+        batch=SLOTS,
+        rows_per_pass=ROWS,
+    )
+    tasks, play, loop = suite_tasks("libero_spatial"), SimulatedPlay(found, PROCESSES), VirtualLoop()
+    first, second = ([one for group in plan_step(settings, tasks, step) for one in group] for step in (1, 2))
+    failed = RobotEpisode(ACTIONS, False, 0.0)
+    loop.run_until_complete(play.play(first[:SLOTS], lambda _: failed, SLOTS, CHUNK))
+    began = loop.time()
+    loop.run_until_complete(play.play(second, lambda _: failed, SLOTS, CHUNK))
+    seconds = loop.time() - began
+    loop.close()
+    return seconds
+
+
+CASES = [
+    ("H200", "one answer of a MolmoAct2 of 5.44 B", lambda: answers(1), 0.0451, "45.1"),
+    ("H200", "8 answers", lambda: answers(8), 0.144, "144"),
+    ("H200", "32 answers", lambda: answers(32), 0.485, "485"),
+    ("H200", "an update of 32 examples, the expert alone", lambda: update("expert"), 32 / 36.9, "36.9"),
+    ("H200", "of 32 examples, all weights", lambda: update("full"), 32 / 12, "| 12 |"),
+    ("H200", "of 32 examples, LoRA", lambda: update("lora"), 32 / 10.5, "10.5"),
+    pytest.param(
+        "H100", "192 episodes of 120 actions, 64 at once in 16 processes", played, 105.0, "105 s", marks=needs_libero
+    ),
+]
+
+
+@pytest.mark.parametrize(("gpu", "what", "predict", "measured", "as_said"), CASES)
+def test_what_gpus_took_is_predicted_within_a_fifth(
+    gpu: str, what: str, predict: object, measured: float, as_said: str
+) -> None:
+    assert callable(predict)
+    predicted = predict()
+    assert predicted == pytest.approx(measured, rel=0.2)
+    assert as_said in (DOCS / "benchmarks.md").read_text()
+    row = f"| {gpu} | {what} | {predicted:.2f} s | {measured:.2f} s | {predicted / measured - 1:+.0%} |"
+    assert row.replace("%", " %") in (DOCS / "planning.md").read_text(), row
