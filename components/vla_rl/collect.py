@@ -66,6 +66,8 @@ class Collector:
         self._settings, self._policy, self.times = settings, policy, PlayTimes()
         self.arenas = [TimedSimulators(arena, self.times) for arena in arenas]
         self._images, self._told, self._gamma = images, told, gamma
+        self._held: dict[SimulatorSlot, TaskKey] = {}
+        """The task that each simulator was built for: building one takes seconds."""
         self.lost, self._lock = 0, threading.Lock()
 
     def collect(
@@ -84,13 +86,14 @@ class Collector:
         played: dict[int, list[Answer]] = {}
 
         queue = InferenceQueue(self._answers, self._settings.batch)
-        schedule = StickyQueue(range(len(planned)), lambda number: task_of(planned[number]))
+        slots = simulator_slots(self.arenas, min(self._settings.batch, len(planned)))
+        before = [self._held[slot] for slot in slots if slot in self._held]
+        schedule = StickyQueue(range(len(planned)), lambda number: task_of(planned[number]), before)
 
         def player(simulator: SimulatorSlot) -> Callable[[], None]:
             def play() -> None:
-                held: TaskKey | None = None
-                while (number := schedule.take(held)) is not None:
-                    held = task_of(planned[number])
+                while (number := schedule.take(self._held.get(simulator))) is not None:
+                    self._held[simulator] = task_of(planned[number])
                     answers = self._play(simulator, planned[number], queue, step, version, bootstrap)
                     with self._lock:
                         played[number] = answers
@@ -98,8 +101,7 @@ class Collector:
 
             return play
 
-        count = min(self._settings.batch, len(planned))
-        queue.serve([player(simulator) for simulator in simulator_slots(self.arenas, count)])
+        queue.serve([player(simulator) for simulator in slots])
         return [answer for number in range(len(planned)) for answer in played[number]]
 
     def _answers(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> Sequence[PlayedAnswer]:

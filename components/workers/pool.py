@@ -90,17 +90,20 @@ class StickyQueue(Generic[JobT]):
     """Jobs by key. Who takes keeps to its key while that has any jobs, then goes where most wait for each taker.
 
     Thread safe.
+
+    Args:
+        held: keys of those who will take their first job with one.
     """
 
-    def __init__(self, jobs: Iterable[JobT], key: Callable[[JobT], Hashable]) -> None:
+    def __init__(self, jobs: Iterable[JobT], key: Callable[[JobT], Hashable], held: Iterable[Hashable] = ()) -> None:
         self._waiting: dict[Hashable, deque[JobT]] = {}
         for job in jobs:
             self._waiting.setdefault(key(job), deque()).append(job)
-        self._takers: Counter[Hashable] = Counter()
+        self._takers: Counter[Hashable] = Counter(held)
         self._lock = threading.Lock()
 
     def take(self, held: Hashable) -> JobT | None:
-        """The next job for one whose last had the key `held`, None if it had none. None: nothing is left."""
+        """The next job for one that has the key `held`, None if it has none. None: nothing is left."""
         with self._lock:
             if held is not None and self._waiting.get(held):
                 return self._waiting[held].popleft()

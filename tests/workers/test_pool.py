@@ -103,3 +103,12 @@ def test_a_new_taker_goes_where_most_wait_for_each() -> None:
     assert queue.take("a") == ("b", 2)
     queue.clear()
     assert queue.take("b") is None
+
+
+def test_who_comes_with_a_key_keeps_to_it_and_counts_there() -> None:
+    queue = StickyQueue(JOBS, key, held=["a", "a"])
+    assert queue.take("a") == ("a", 0)
+    assert queue.take(None) == ("b", 0)  # three wait for two at a, four for nobody at b
+    assert [queue.take("a") for _ in range(4)] == [("a", 1), ("a", 2), ("a", 3), ("b", 1)]
+    assert [queue.take("b") for _ in range(2)] == [("b", 2), ("b", 3)]
+    assert queue.take("a") is None
