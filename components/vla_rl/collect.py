@@ -36,6 +36,10 @@ class ExploringPolicy(Protocol):
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], noise_level: float
     ) -> list[ExploredAnswer]: ...
 
+    def judge(
+        self, observations: Sequence[RobotObservation], seeds: Sequence[int], flow_samples: int
+    ) -> list[ExploredAnswer]: ...
+
     def speak(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], temperature: float
     ) -> list[SpokenAnswer]: ...
@@ -110,6 +114,8 @@ class Collector:
             counted["policy/passes"] = ceil(len(observations) / self._policy.rows_per_pass)
             if settings.inference_action_mode == "discrete":
                 return self._policy.speak(observations, seeds, settings.temperature)
+            if settings.likelihood == "fpo":
+                return self._policy.judge(observations, seeds, settings.flow_samples)
             return self._policy.explore(observations, seeds, settings.noise_level)
 
     def _play(

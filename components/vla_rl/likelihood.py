@@ -10,16 +10,17 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from components.policies.molmoact2.modeling.expert import ActionExpert
+from components.policies.molmoact2.modeling.flow import loss_logprobs, midpoints
 from components.policies.molmoact2.modeling.flow_sde import noise_scales, step_divergences, step_logprobs
 from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.policies.molmoact2.modeling.token_draws import token_logprobs
 from components.policies.molmoact2.sampling import InferencePlan
 from components.vla_rl.settings import RobotRolloutSettings
-from components.vla_rl.tensors import AnswerBatch
+from components.vla_rl.tensors import AnswerBatch, DrawnSteps, JudgedAnswers
 
 
 class Prediction(NamedTuple):
-    """What log-probs are computed from, with its gradient: velocities (E, T, D), or logits (N, V).
+    """What log-probs are computed from, with its gradient: velocities (E, T, D), in FPO (E, F, T, D), or logits (N, V).
 
     states: what a value head reads, (E, T, hidden) of the action expert, or (E, 1, hidden) of the VLM.
     """
@@ -57,21 +58,49 @@ class FlowLikelihood:
         return noise_scales(self.plan.steps, self.noise_level)
 
     def predict(self, model: MolmoAct2, part: AnswerBatch, others: Sequence[ActionExpert] = ()) -> list[Prediction]:
-        assert part.drawn is not None
+        assert isinstance(part.drawn, DrawnSteps)
         plan, times = self.plan, part.drawn.step / self.plan.steps
+        points = part.drawn.before[:, None]
         found = model.velocities(
-            part.batch, part.drawn.before, times, plan.bidirectional_images, plan.hides_answers, others
+            part.batch, points, times[:, None], plan.bidirectional_images, plan.hides_answers, others
         )
-        return [Prediction(*each) for each in found]
+        return [Prediction(velocity[:, 0], states[:, 0]) for velocity, states in found]
 
     def logprobs(self, prediction: Prediction, part: AnswerBatch) -> Tensor:
-        assert part.drawn is not None
+        assert isinstance(part.drawn, DrawnSteps)
         before, after, step = part.drawn
         return step_logprobs(before, after, prediction.values, step, self._sigmas)[part.counted]
 
     def divergences(self, prediction: Prediction, other: Prediction, part: AnswerBatch) -> Tensor:
-        assert part.drawn is not None
+        assert isinstance(part.drawn, DrawnSteps)
         return step_divergences(prediction.values, other.values, part.drawn.step, self._sigmas)[part.counted]
+
+
+@dataclass(frozen=True)
+class FlowLossLikelihood:
+    """Of chunks by their flow-matching losses: FPO. All that is random in an answer counts, its first noise too."""
+
+    plan: InferencePlan
+    of_tokens = False
+
+    def predict(self, model: MolmoAct2, part: AnswerBatch, others: Sequence[ActionExpert] = ()) -> list[Prediction]:
+        assert isinstance(part.drawn, JudgedAnswers) and not others, "settings refuse a KL term"
+        noise, actions = part.drawn
+        times = midpoints(noise.shape[1]).to(noise.device)
+        part_of_actions = times[:, None, None]
+        points = (1.0 - part_of_actions) * noise + part_of_actions * actions[:, None]
+        if self.plan.mask_dimensions:
+            points = points * ~part.batch.dimension_padding[:, None, None]
+        both_ways, hides = self.plan.bidirectional_images, self.plan.hides_answers
+        velocity, states = model.velocities(part.batch, points, times.expand(len(noise), -1), both_ways, hides)[0]
+        return [Prediction(velocity, states[:, 0])]
+
+    def logprobs(self, prediction: Prediction, part: AnswerBatch) -> Tensor:
+        assert isinstance(part.drawn, JudgedAnswers)
+        return loss_logprobs(prediction.values, part.drawn.actions, part.drawn.noise)[part.counted]
+
+    def divergences(self, prediction: Prediction, other: Prediction, part: AnswerBatch) -> Tensor:
+        raise AssertionError("settings refuse a KL term")
 
 
 @dataclass(frozen=True)
@@ -97,4 +126,6 @@ def likelihood_of(settings: RobotRolloutSettings, plan: InferencePlan) -> Action
     """As rollouts by `settings` are sampled."""
     if settings.inference_action_mode == "discrete":
         return TokenLikelihood(plan, settings.temperature)
+    if settings.likelihood == "fpo":
+        return FlowLossLikelihood(plan)
     return FlowLikelihood(plan, settings.noise_level)

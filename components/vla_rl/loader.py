@@ -21,17 +21,19 @@ from components.policies.molmoact2.sampling import InferencePlan
 from components.vla.packing import arranged
 from components.vla.settings import PackingSettings
 from components.vla_rl.table import AnswerSample
-from components.vla_rl.tensors import AnswerBatch, DrawnSteps
+from components.vla_rl.tensors import AnswerBatch, DrawnSteps, JudgedAnswers
 
 
 @dataclass(frozen=True)
 class AnswerLoader:
-    """mode: of the actions that answers give. packing: of the answers of a forward pass; None: one to a row."""
+    """mode: of the actions that answers give. packing: of the answers of a forward pass; None: one to a row.
+    flow_samples: losses of each answer; None: one denoising step of it was drawn instead."""
 
     processor: Processor
     images: ImageStore
     mode: InferenceMode = "continuous"
     packing: PackingSettings | None = None
+    flow_samples: int | None = None
 
     def __call__(self, samples: Sequence[AnswerSample]) -> AnswerBatch:
         """
@@ -63,7 +65,7 @@ class AnswerLoader:
                 problem = f"its points and log-probs have the sizes {sizes}, the policy's {expected}"
             elif not 0 < each.executed <= self.processor.horizon:
                 problem = f"{each.executed} of {self.processor.horizon} actions were carried out"
-            elif self.mode == "continuous" and each.flow_step not in range(self._steps):
+            elif self._step_drawn and each.flow_step not in range(self._steps):
                 problem = f"its drawn step is {each.flow_step}, the policy has 0 to {self._steps - 1}"
             elif len(each.cameras) != len(each.images):
                 problem = f"it has {len(each.images)} images of {len(each.cameras)} cameras"
@@ -80,6 +82,10 @@ class AnswerLoader:
             )
 
     @property
+    def _step_drawn(self) -> bool:
+        return self.mode == "continuous" and self.flow_samples is None
+
+    @property
     def _steps(self) -> int:
         return InferencePlan.of(self.processor.settings, self.processor.config).steps
 
@@ -88,7 +94,7 @@ class AnswerLoader:
         if self.mode == "discrete":
             return 0, 0, max(1, len(sample.tokens))
         points = self.processor.horizon * self.processor.config.max_action_dim
-        return points, points, sample.executed * self.processor.action_dimensions
+        return points * (self.flow_samples or 1), points, sample.executed * self.processor.action_dimensions
 
     def _example(self, sample: AnswerSample) -> Example:
         """The observation, and the answer after it where it is tokens."""
@@ -100,13 +106,13 @@ class AnswerLoader:
         )
         return replace(seen, input_ids=ids, image_tokens=images)
 
-    def _drawn(self, samples: Sequence[AnswerSample]) -> DrawnSteps:
-        shape = (len(samples), self.processor.horizon, self.processor.config.max_action_dim)
-        return DrawnSteps(
-            before=torch.from_numpy(np.stack([each.before for each in samples]).reshape(shape)),
-            after=torch.from_numpy(np.stack([each.after for each in samples]).reshape(shape)),
-            step=torch.tensor([each.flow_step for each in samples]),
-        )
+    def _drawn(self, samples: Sequence[AnswerSample]) -> DrawnSteps | JudgedAnswers:
+        shape = self.processor.horizon, self.processor.config.max_action_dim
+        before = torch.from_numpy(np.stack([each.before for each in samples])).unflatten(1, (-1, *shape))
+        after = torch.from_numpy(np.stack([each.after for each in samples])).unflatten(1, shape)
+        if self.flow_samples is not None:
+            return JudgedAnswers(before, after)
+        return DrawnSteps(before[:, 0], after, torch.tensor([each.flow_step for each in samples]))
 
     def _counted(self, samples: Sequence[AnswerSample]) -> Tensor:
         """(E, T, D) bool."""

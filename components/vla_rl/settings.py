@@ -22,7 +22,7 @@ from components.evaluation.libero.settings import TrainLiberoEvaluationSettings
 from components.vla.settings import Mode, PackingSettings, PolicyUpdateSettings
 from components.vlm.settings import CISPO, GSPO, PPO
 
-NOISE_LEVEL = 0.5
+NOISE_LEVEL, FLOW_SAMPLES = 0.5, 8
 
 
 class SuccessReward(Settings):
@@ -65,11 +65,22 @@ class RobotRolloutSettings(Settings):
         exclude_if="continuous".__eq__,  # what was made before there was this setting keeps its fingerprint
         description="Actions by flow matching, or as tokens; the policy must have been trained for it.",
     )
+    likelihood: Literal["flow_sde", "fpo"] = Field(
+        "flow_sde",
+        exclude_if="flow_sde".__eq__,
+        description="Continuous actions: flow_sde: one denoising step of an answer is drawn, and its density counts. "
+        "fpo: answers are those of an evaluation, and their flow-matching losses stand for log-probs.",
+    )
+    flow_samples: PositiveInt = Field(
+        FLOW_SAMPLES,
+        exclude_if=FLOW_SAMPLES.__eq__,
+        description="fpo: times at which an answer's loss is computed, each with a noise of its own.",
+    )
     noise_level: float = Field(
         NOISE_LEVEL,
         ge=1e-3,  # far below, float32 cannot hold what is drawn; far above, no action is finite
         le=10,
-        description="Continuous actions: Flow-SDE's η, how widely the one random denoising step of an answer is drawn.",
+        description="flow_sde: its η, how widely the one random denoising step of an answer is drawn.",
     )
     temperature: float = Field(
         1.0,
@@ -120,8 +131,14 @@ class RobotRolloutSettings(Settings):
     def _randomness_is_of_its_mode(self) -> Self:
         if self.inference_action_mode == "continuous" and self.temperature != 1.0:
             raise ValueError("temperature draws action tokens, and these actions are continuous: leave it out")
+        if self.inference_action_mode == "discrete" and self.likelihood == "fpo":
+            raise ValueError("likelihood fpo is of flow matching, and these actions are tokens: leave it out")
         if self.inference_action_mode == "discrete" and self.noise_level != NOISE_LEVEL:
             raise ValueError("noise_level draws a denoising step, and these actions are tokens: leave it out")
+        if self.likelihood == "fpo" and self.noise_level != NOISE_LEVEL:
+            raise ValueError("noise_level draws a denoising step, and with likelihood fpo none is: leave it out")
+        if self.likelihood == "flow_sde" and self.flow_samples != FLOW_SAMPLES:
+            raise ValueError("flow_samples are those of likelihood fpo: leave it out")
         return self
 
 
@@ -283,6 +300,15 @@ class TrainVLARLSettings(Settings):
             raise ValueError(
                 f"trainer.ratio {self.trainer.ratio}: {'discrete' if discrete else 'continuous'} actions have a "
                 f'{other}, set "{other}" or "chunk"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _divergence_is_known(self) -> Self:
+        if self.trainer.kl_coefficient and self.rollouts.likelihood == "fpo":
+            raise ValueError(
+                "trainer.kl_coefficient needs densities, and rollouts.likelihood fpo has losses alone: leave it out, "
+                "or take the likelihood flow_sde"
             )
         return self
 

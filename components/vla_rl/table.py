@@ -32,9 +32,12 @@ ROLLOUTS = TableSchema(
             ("cameras", pa.list_(pa.string())),
             ("images", pa.list_(IMAGE_REF)),
             ("state", _NUMBERS),
-            ("before", _NUMBERS),  # (T, max_action_dim), row by row; empty where the answer is tokens
+            (
+                "before",
+                _NUMBERS,
+            ),  # (T, max_action_dim), of FPO (F, T, max_action_dim); empty where the answer is tokens
             ("after", _NUMBERS),
-            ("flow_step", pa.int32()),  # null where the answer is tokens
+            ("flow_step", pa.int32()),  # null where no step is drawn
             ("tokens", pa.list_(pa.int32())),  # EOS included; empty where it is not tokens
             ("decoded", pa.bool_()),  # whether the answer says actions
             ("logprobs", pa.list_(pa.float64())),  # (executed, dimensions of the robot), or of each token
@@ -61,7 +64,8 @@ Floats = NDArray[np.float32]
 class Answer:
     """One answer of a policy within an episode, and what followed.
 
-    before, after: the points of the drawn denoising step `flow_step`, (T x max_action_dim,) float32. logprobs: of
+    before, after: the points of the drawn denoising step `flow_step`, (T x max_action_dim,) float32; where none is
+    drawn (FPO), the noise of the losses, (F x T x max_action_dim,), and the answer, normalized. logprobs: of
     `after`, (executed x dimensions,) float64: actions that were not carried out and dimensions that the robot does
     not have do not count. Of an answer by action tokens these are empty and None, and logprobs are those of its
     `tokens`, (K,) int32, all of which count; `decoded` tells whether they say actions. actions: carried out, in the

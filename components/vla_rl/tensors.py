@@ -19,12 +19,19 @@ class DrawnSteps(NamedTuple):
     step: Tensor
 
 
+class JudgedAnswers(NamedTuple):
+    """Answers with the noise of their flow-matching losses: (E, F, T, D) and (E, T, D) float32."""
+
+    noise: Tensor
+    actions: Tensor
+
+
 @dataclass(frozen=True)
 class AnswerBatch:
     """E answers, of which N numbers count: those that a policy has drawn and that reached the robot.
 
     batch: the observations, followed by the answer where it is action tokens. drawn: of flow matching; None: tokens.
-    counted: (E, T, D) bool of the drawn step's numbers, those of actions that were carried out and of the robot's
+    counted: (E, T, D) bool of the answer's numbers, those of actions that were carried out and of the robot's
     dimensions; or (B, L) bool of the batch's tokens, those of answers. logprobs: (N,) float64, the sampler's of what is
     counted, in order. advantages: (E,) float32. values, value_targets: (E,) float32, of the rollouts and what they are
     to become; None without a value head. order: (E,) int64, which of the samples each answer is.
@@ -32,7 +39,7 @@ class AnswerBatch:
 
     batch: PolicyBatch
     order: Tensor
-    drawn: DrawnSteps | None
+    drawn: DrawnSteps | JudgedAnswers | None
     counted: Tensor
     logprobs: Tensor
     advantages: Tensor
@@ -43,7 +50,7 @@ class AnswerBatch:
         moved: dict[str, Any] = {
             name: None if value is None else value.to(device) for name, value in vars(self).items() if name != "drawn"
         }
-        drawn = None if self.drawn is None else DrawnSteps(*(each.to(device) for each in self.drawn))
+        drawn = None if self.drawn is None else type(self.drawn)(*(each.to(device) for each in self.drawn))
         return AnswerBatch(**moved, drawn=drawn)
 
     @property

@@ -50,8 +50,14 @@ class RobotRLWorker(ServiceWorker):
 
         opened = self._opened = open_model(training.policy, self._parts, begun, settings.processes, ranks)
         who = identity(opened.named, trainer, opened.weights, run=training.fingerprint) if ranks.first else None
-        mode = training.rollouts.inference_action_mode
-        self._load = AnswerLoader(self._parts.processor(), ImageStore(training.images), mode, trainer.packing)
+        rollouts = training.rollouts
+        self._load = AnswerLoader(
+            self._parts.processor(),
+            ImageStore(training.images),
+            rollouts.inference_action_mode,
+            trainer.packing,
+            rollouts.flow_samples if rollouts.likelihood == "fpo" else None,
+        )
         self.learner = RobotRLLearner(opened.model, trainer, likelihood, self._load, ranks, opened.shard)
         super().__init__(settings, self.learner, ranks.broadcast(who), trainer.keep_checkpoints, trainer.max_steps)
 

@@ -343,6 +343,10 @@ def test_samples_of_another_kind_are_refused(loaded: LoadedPolicy, images: Image
         ({"temperature": 0.5}, {}, "these actions are continuous"),
         ({"inference_action_mode": "discrete", "noise_level": 0.7}, {"mode": "full"}, "these actions are tokens"),
         ({"max_rounds": 2}, {"advantage": {"name": "gae"}}, "all episodes count"),
+        ({"inference_action_mode": "discrete", "likelihood": "fpo"}, {"mode": "full"}, "these actions are tokens"),
+        ({"likelihood": "fpo", "noise_level": 0.7}, {}, "with likelihood fpo none is"),
+        ({"flow_samples": 4}, {}, "those of likelihood fpo"),
+        ({"likelihood": "fpo"}, {"kl_coefficient": 0.1}, "has losses alone"),
     ],
 )
 def test_settings_that_have_no_effect_are_refused(rollouts: Any, trainer: Any, said: str) -> None:
@@ -357,4 +361,11 @@ def test_settings_that_have_no_effect_are_refused(rollouts: Any, trainer: Any, s
 
 def test_new_settings_leave_fingerprints_as_they_were() -> None:
     known = rollout_settings().model_dump()
-    assert not {"inference_action_mode", "temperature", "max_rounds", "max_staleness"} & set(known)
+    assert not {
+        "inference_action_mode",
+        "temperature",
+        "max_rounds",
+        "max_staleness",
+        "likelihood",
+        "flow_samples",
+    } & set(known)

@@ -31,18 +31,20 @@ TOKENS_PER_ACTION = 16
 
 @dataclass(frozen=True)
 class ExploredAnswer:
-    """A chunk whose probability is known, because one step of its denoising was drawn from a normal distribution.
+    """A chunk with its log-prob, because one step of its denoising was drawn from a normal distribution, or with what
+    its flow-matching losses say in place of it.
 
     actions: (n_action_steps, action dimensions) float32 in the dataset's units.
-    before, after: (T, max_action_dim) float32, the points of the drawn step `step`.
+    before, after: (T, max_action_dim) float32, the points of the drawn step `step`; or, where that is None, the noise
+        of the losses, (F, T, max_action_dim), and the normalized actions.
     logprobs: (n_action_steps, action dimensions) float64 of `after`, number by number.
-    value: the value head's at `before`; None: there is no value head.
+    value: the value head's; None: there is no value head.
     """
 
     actions: Floats
     before: Floats
     after: Floats
-    step: int
+    step: int | None
     logprobs: NDArray[np.float64]
     value: float | None
 
@@ -154,6 +156,26 @@ class MolmoAct2Policy:
             for row in range(len(examples))
         ]
 
+    def judge(
+        self, observations: Sequence[RobotObservation], seeds: Sequence[int], flow_samples: int
+    ) -> list[ExploredAnswer]:
+        """As `predict`, from the same noise, with each answer's flow-matching losses; see `Sampler.judge`."""
+        examples = in_threads(self._processor.encode, observations)
+        chunks = self._sampler.judge(examples, seeds, flow_samples)
+        actions = self._processor.decode(chunks.actions.numpy())
+        carried, own = self.n_action_steps, self.action_dimensions
+        return [
+            ExploredAnswer(
+                actions=actions[row, :carried],
+                before=chunks.noise[row].numpy(),
+                after=chunks.actions[row].numpy(),
+                step=None,
+                logprobs=chunks.logprobs[row, :carried, :own].numpy(),
+                value=None if chunks.values is None else float(chunks.values[row]),
+            )
+            for row in range(len(examples))
+        ]
+
     def speak(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], temperature: float
     ) -> list[SpokenAnswer]:
@@ -174,7 +196,7 @@ class MolmoAct2Policy:
         ]
 
     def add_value_head(self, seed: int) -> None:
-        """From now on `explore` and `speak` tell values, 0 until `load_weights`; call it before the first answer."""
+        """From now on `explore`, `judge` and `speak` tell values, 0 until `load_weights`; to be called before them."""
         self._sampler.model.add_value_head(seed, of_tokens=self._mode == "discrete")
 
     def load_weights(self, checkpoint: Path) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from components.contracts.errors import DataError
 from components.policies.molmoact2.configuration import MolmoAct2Config
+from components.policies.molmoact2.modeling.flow import loss_logprobs, midpoints
 from components.policies.molmoact2.modeling.flow_sde import drift, noise_scales
 from components.policies.molmoact2.modeling.graphs import GraphedFunction
 from components.policies.molmoact2.modeling.guidance import guided_velocity
@@ -77,6 +78,21 @@ class ExploredChunks:
 
 
 @dataclass(frozen=True)
+class JudgedChunks:
+    """Euler's chunks of N rows with their flow-matching losses, on the CPU; see `flow.loss_logprobs`.
+
+    actions: (N, T, max_action_dim) float32, normalized. noise: (N, F, T, max_action_dim) float32, of the losses.
+    logprobs: (N, T, max_action_dim) float64. values: (N,) float32, the value head's at the first point; None: the model
+    has no value head.
+    """
+
+    actions: Tensor
+    noise: Tensor
+    logprobs: Tensor
+    values: Tensor | None
+
+
+@dataclass(frozen=True)
 class DrawnTokens:
     """Tokens of one row, drawn one by one, EOS included, with their log-probs (float64).
 
@@ -126,6 +142,7 @@ class Sampler:
         sharded = any(isinstance(module, FSDPModule) for module in model.modules())
         self._euler_steps = self._euler if sharded else GraphedFunction(self._euler, self.device)
         self._flow_sde_steps = self._flow_sde if sharded else GraphedFunction(self._flow_sde, self.device)
+        self._judged_steps = self._judged if sharded else GraphedFunction(self._judged, self.device)
 
     @torch.no_grad()
     def sample(self, examples: Sequence[Example], seeds: Sequence[int]) -> Tensor:
@@ -180,6 +197,27 @@ class Sampler:
         actions, before, after, velocity = torch.cat(points, dim=1)[:, : len(examples)]
         valued = torch.cat(values)[: len(examples)] if values else None
         return ExploredChunks(actions, before, after, velocity, drawn, valued)
+
+    @torch.no_grad()
+    def judge(self, examples: Sequence[Example], seeds: Sequence[int], flow_samples: int) -> JudgedChunks:
+        """As `sample`, from the same noise, with the losses of each row's answer at `flow_samples` times.
+
+        Their noise is drawn from the row's seed after the answer's.
+
+        Raises:
+            DataError: an example is longer than `width`.
+        """
+        shape = (self.horizon, self.model.config.max_action_dim)
+        noise = torch.stack([_draw_noises(seed, shape, flow_samples) for seed in seeds])
+        actions, logprobs, values = [], [], []
+        for rows, batch in self._groups(examples):
+            found = [each.cpu() for each in self._judged_steps([noise[rows], *batch.observed()])]
+            actions.append(found[0])
+            logprobs.append(found[1])
+            values += found[2:]
+        count = len(examples)
+        valued = torch.cat(values)[:count] if values else None
+        return JudgedChunks(torch.cat(actions)[:count], noise[:, 1:], torch.cat(logprobs)[:count], valued)
 
     @torch.no_grad()
     def generate(self, examples: Sequence[Example], max_steps: int) -> list[list[int]]:
@@ -242,12 +280,29 @@ class Sampler:
         """noise (N, T, D), then the batch's `observed`."""
         noise, *observed = (one.to(self.device) for one in inputs)
         with self.model.autocast(self.device):  # around all steps: what it casts, it casts once
-            given = self._conditions(observed)
-            x = noise * given.used
-            for step in range(self.plan.steps):
-                velocity = self._velocity(x, step, given)
-                x = x + velocity * given.used / self.plan.steps
+            return self._integrated(noise, self._conditions(observed))
+
+    def _integrated(self, noise: Tensor, given: SharedConditions) -> Tensor:
+        x = noise * given.used
+        for step in range(self.plan.steps):
+            x = x + self._velocity(x, step, given) * given.used / self.plan.steps
         return x
+
+    def _judged(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """noise (N, 1 + F, T, D), then `observed`: actions and their log-probs (N, T, D), and with a value head (N,)
+        values."""
+        noise, *observed = (one.to(self.device) for one in inputs)
+        expert, head = self.model.action_expert, self.model.value_head
+        with self.model.autocast(self.device):
+            given = self._conditions(observed)
+            actions = self._integrated(noise[:, 0], given)
+            times, found = midpoints(noise.shape[1] - 1).to(self.device), []
+            for number, time in enumerate(times):
+                point = ((1.0 - time) * noise[:, 1 + number] + time * actions) * given.used
+                found.append(expert.velocity(point, expert.modulations(time[None]), given.contexts, given.mask))
+            values = [] if head is None else [head(found[0][1])]
+        velocity = torch.stack([each[0] for each in found], dim=1)
+        return [actions, loss_logprobs(velocity, actions, noise[:, 1:]), *values]
 
     def _guided(self, inputs: Sequence[Tensor]) -> Tensor:
         """noise and wanted (N, T, D), weights (N, T), then the batch's `observed`."""
@@ -340,6 +395,13 @@ def _draw(seed: int, shape: tuple[int, int], steps: int) -> tuple[Tensor, Tensor
     noise = torch.randn(shape, generator=generator)
     step = torch.randint(steps, (), generator=generator)
     return noise, step, torch.randn(shape, generator=generator)
+
+
+def _draw_noises(seed: int, shape: tuple[int, int], count: int) -> Tensor:
+    """(1 + count, T, D) of a row: the noise, as `row_noise` has it, and others."""
+    generator = torch.Generator().manual_seed(seed)
+    first = torch.randn(shape, generator=generator)
+    return torch.cat([first[None], torch.randn(count, *shape, generator=generator)])
 
 
 def _up_to(tokens: list[int], last: int) -> list[int]:

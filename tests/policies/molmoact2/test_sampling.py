@@ -107,6 +107,37 @@ def test_a_row_explores_from_the_same_noise_and_keeps_its_bits() -> None:
     torch.testing.assert_close(narrow, sampler.sample(examples, SEEDS), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("mask_dimensions", [True, False])
+def test_a_judged_answer_is_the_one_of_an_evaluation_with_the_losses_of_the_formulas(mask_dimensions: bool) -> None:
+    model, examples, seeds = _calm_model(), _observed(3), [*SEEDS, 3, 4, 5]
+    sampler = _sampler(model, mask_dimensions=mask_dimensions)
+    found = sampler.judge(examples * 2, seeds, 4)
+    assert torch.equal(found.actions, sampler.sample(examples * 2, seeds)) and found.values is None
+    weights = {name: value.detach().double() for name, value in model.action_expert.named_parameters()}
+    used = torch.arange(DIMENSIONS) < (USED if mask_dimensions else DIMENSIONS)
+    for row, seed in enumerate(seeds):
+        alone = sampler.judge(examples[row % 3 :][:1], [seed], 4)
+        assert all(
+            torch.equal(vars(alone)[name][0], vars(found)[name][row]) for name in ("actions", "noise", "logprobs")
+        )
+        batch = as_batch([make_examples(3)[row % 3]])
+        with torch.no_grad():
+            cache = model.encode(batch, bidirectional_images=True).cache
+        context = [(keys[0].double(), values[0].double()) for keys, values in cache]
+        seen, steps = batch.input_ids[0] != EOS, torch.ones(HORIZON, dtype=torch.bool)
+        actions, errors = found.actions[row].double(), torch.zeros(HORIZON, DIMENSIONS, dtype=torch.float64)
+        for number, noise in enumerate(found.noise[row].double()):
+            t = torch.tensor(number / 4 + 1 / 8, dtype=torch.float64)
+            point = ((1 - t) * noise + t * actions) * used
+            heads = CONFIG.action_expert_config.num_heads
+            velocity = reference.velocity(weights, point, t, context, seen, steps, heads)
+            errors += (velocity - (actions - noise)) ** 2 / 4
+        torch.testing.assert_close(found.logprobs[row][:, used], -errors[:, used], rtol=1e-5, atol=1e-5)
+    torch.nn.init.normal_(model.add_value_head(0).layers[-1].weight)
+    valued = sampler.judge(examples, SEEDS, 4).values
+    assert valued is not None and len(set(valued.tolist())) == 3
+
+
 def test_groups_of_padded_rows_sample_what_rows_alone_do() -> None:
     model, examples = _calm_model(), _observed(3)
     padded, alone = (_sampler(model, group).sample(examples, SEEDS) for group in (2, 1))
@@ -190,13 +221,16 @@ def test_an_example_beyond_the_width_is_refused() -> None:
 def test_a_cuda_graph_samples_what_the_loop_does_and_rows_keep_their_bits() -> None:
     model, examples = _calm_model().cuda(), _observed(3)
     plain = _sampler(model, 2)
-    plain._euler_steps, plain._flow_sde_steps = plain._euler, plain._flow_sde
+    plain._euler_steps, plain._flow_sde_steps, plain._judged_steps = plain._euler, plain._flow_sde, plain._judged
     graphed = _sampler(model, 2)
     expected, explored = plain.sample(examples, SEEDS), plain.explore(examples, SEEDS, 0.5)
+    judged = plain.judge(examples, SEEDS, 4)
     for _ in range(2):
         assert torch.equal(graphed.sample(examples, SEEDS), expected)
         found = graphed.explore(examples, SEEDS, 0.5)
-        assert all(torch.equal(value, vars(found)[name]) for name, value in vars(explored).items())
+        assert all(torch.equal(value, vars(found)[name]) for name, value in vars(explored).items() if name != "values")
+        losses = graphed.judge(examples, SEEDS, 4)
+        assert all(torch.equal(value, vars(losses)[name]) for name, value in vars(judged).items() if name != "values")
     for index in range(3):
         assert torch.equal(graphed.sample(examples[index : index + 1], SEEDS[index : index + 1])[0], expected[index])
     assert torch.equal(graphed.sample(examples[::-1], SEEDS[::-1]), expected.flip(0))

@@ -65,6 +65,23 @@ def noisy_actions(actions: Tensor, draws: FlowSamples, used: Tensor | None) -> t
     return (1.0 - times) * noise + times * target, target - noise
 
 
+def midpoints(count: int) -> Tensor:
+    """(F,) float32: the middles of as many equal parts of [0, 1]."""
+    return (torch.arange(count) + 0.5) / count
+
+
+def loss_logprobs(velocity: Tensor, actions: Tensor, noise: Tensor) -> Tensor:
+    """(E, T, D) float64: what stands for the log-prob of every number, -mean_f (v - (actions - noise_f))².
+
+    The difference of two policies' sums is the log-ratio of FPO (arXiv 2507.21053): the flow-matching loss bounds the
+    negative log-likelihood, up to its weights of times.
+
+    Args:
+        velocity: at x_f = (1 - t_f) noise_f + t_f actions, (E, F, T, D). actions: (E, T, D). noise: (E, F, T, D).
+    """
+    return -(velocity.double() - (actions[:, None] - noise).double()).square().mean(1)
+
+
 def flow_errors(velocity: Tensor, target: Tensor, valid: Tensor | None, used: Tensor | None) -> Tensor:
     """Mean squared error of every example: (E,) float32.
 

@@ -166,21 +166,20 @@ class MolmoAct2(nn.Module):
         hides_answers: bool,
         others: Sequence[ActionExpert] = (),
     ) -> list[tuple[Tensor, Tensor]]:
-        """The velocity at one point of each example's flow, (E, T, dimensions), with its gradient, and the expert's
-        states that it is read from, (E, T, hidden): of this model, then of those with `others` for its expert.
+        """The velocity at F points of each example's flow, (E, F, T, dimensions), with its gradient, and the expert's
+        states that it is read from, (E, F, T, hidden): of this model, then of those with `others` for its expert.
 
         Args:
-            points: (E, T, dimensions). times: (E,) in [0, 1].
+            points: (E, F, T, dimensions). times: (E, F) in [0, 1].
             bidirectional_images, hides_answers: as in `LossPlan`.
         """
         with self.autocast(batch.input_ids.device):
             context = context_index(batch, context_mask(batch, hides_answers, self.config))
             cache = self._hidden(batch, bidirectional_images).cache
-            found = [
-                expert.velocity_and_states(points[:, None], times[:, None], cache, context, None)
+            return [
+                expert.velocity_and_states(points, times, cache, context, None)
                 for expert in (self.action_expert, *others)
             ]
-        return [(velocity[:, 0], states[:, 0]) for velocity, states in found]
 
     def answer_logits(self, batch: PolicyBatch, answered: Tensor, bidirectional_images: bool) -> tuple[Tensor, Tensor]:
         """Of tokens that continue each example's prompt: the logits (N, V) that they are drawn by, with their gradient,
