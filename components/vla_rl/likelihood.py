@@ -86,7 +86,7 @@ class FlowLossLikelihood:
     def predict(self, model: MolmoAct2, part: AnswerBatch, others: Sequence[ActionExpert] = ()) -> list[Prediction]:
         assert isinstance(part.drawn, JudgedAnswers) and not others, "settings refuse a KL term"
         noise, actions = part.drawn
-        times = midpoints(noise.shape[1]).to(noise.device)
+        times = midpoints(noise.shape[1], noise.device)
         part_of_actions = times[:, None, None]
         points = (1.0 - part_of_actions) * noise + part_of_actions * actions[:, None]
         if self.plan.mask_dimensions:

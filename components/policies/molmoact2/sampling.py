@@ -296,7 +296,7 @@ class Sampler:
         with self.model.autocast(self.device):
             given = self._conditions(observed)
             actions = self._integrated(noise[:, 0], given)
-            times, found = midpoints(noise.shape[1] - 1).to(self.device), []
+            times, found = midpoints(noise.shape[1] - 1, self.device), []
             for number, time in enumerate(times):
                 point = ((1.0 - time) * noise[:, 1 + number] + time * actions) * given.used
                 found.append(expert.velocity(point, expert.modulations(time[None]), given.contexts, given.mask))

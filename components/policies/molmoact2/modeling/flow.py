@@ -65,9 +65,9 @@ def noisy_actions(actions: Tensor, draws: FlowSamples, used: Tensor | None) -> t
     return (1.0 - times) * noise + times * target, target - noise
 
 
-def midpoints(count: int) -> Tensor:
+def midpoints(count: int, device: torch.device) -> Tensor:
     """(F,) float32: the middles of as many equal parts of [0, 1]."""
-    return (torch.arange(count) + 0.5) / count
+    return (torch.arange(count, device=device) + 0.5) / count
 
 
 def loss_logprobs(velocity: Tensor, actions: Tensor, noise: Tensor) -> Tensor:
