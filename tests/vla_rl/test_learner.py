@@ -46,7 +46,7 @@ def play(
     settings = rollout_settings(**changes)
     policy = MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows=1)
     collector = Collector(settings, policy, arenas, images, lambda done, total: None)
-    return collector.collect(plan_step(settings, TASKS, step), step, step - 1, bootstrap=False)
+    return collector.collect(plan_step(settings, TASKS, step), step, step - 1, bootstrap=False).answers
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +176,8 @@ def test_an_answer_of_another_policy_is_refused(
         ({"executed": 5, "logprobs": np.zeros(35)}, "5 of 4 actions"),
         ({"images": good.images[:1]}, "1 images of 2 cameras"),
         ({"state": nowhere}, "not finite"),
+        ({"images": (replace(good.images[0], sha256="b" * 64), good.images[1])}, "image bbbbbbbbbbbb is not in the"),
+        ({"images": (replace(good.images[0], sha256="b"), good.images[1])}, "not an image reference"),
     ):
         with pytest.raises(DataError, match=problem):
             load.refuse([good, replace(good, **changes)], "here")

@@ -71,7 +71,7 @@ def write_batches(folder: Path, mode: Mode) -> Path:
     collector = Collector(plan, policy, [Kitchen()], ImageStore(folder / "images"), lambda done, total: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policies, "TOKENS_PER_ACTION", 3)  # random weights hardly ever end their answers
-        answers = collector.collect(plan_step(plan, TASKS, 1), 1, 0, bootstrap=True)
+        answers = collector.collect(plan_step(plan, TASKS, 1), 1, 0, bootstrap=True).answers
     samples = build_batch(answers, GAE(name="gae")).samples
     for name, chosen in (("1", samples), ("2", samples[:1])):
         (folder / name).mkdir()
