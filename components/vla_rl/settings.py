@@ -281,6 +281,9 @@ class TrainVLARLSettings(Settings):
                 "trainer.mode expert trains the action expert alone, and discrete actions come from the VLM: set "
                 "trainer.mode to full or lora"
             )
+        if discrete:
+            why = "rollouts.inference_action_mode discrete never asks the action expert"
+            self.trainer.refuse_rates(("action_expert",), why, "rollouts.inference_action_mode = continuous")
         if self.trainer.ratio == "chunk" and self.trainer.objective.name == "gspo":
             raise ValueError(
                 "trainer.objective gspo has the mean of an answer's log-ratios, and trainer.ratio chunk leaves it a "

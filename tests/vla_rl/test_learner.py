@@ -79,7 +79,7 @@ def test_rollouts_depend_on_neither_batch_nor_processes_nor_deaths(
         write_rollouts(tmp_path / str(number), played)
         tables.append((tmp_path / str(number) / "rollouts.parquet").read_bytes())
     assert tables[0] == tables[1] == tables[2]
-    with pytest.raises(WorkerError, match="could not be played in 3 attempts"):
+    with pytest.raises(WorkerError, match="too many episodes failed, 2 may: 3 of 8"):
         play(loaded, images, [Kitchen(range(1, 100))])
 
 
