@@ -60,7 +60,7 @@ def serve_policy(
         refuse_undecoded=True,  # the middle of the range is no action for a real robot
     )
     most = policy.most_previous_actions
-    previous = (most, policy.action_dimensions) if most else None
+    previous = (most, policy.action_dimensions, policy.n_action_steps) if most else None
     form = ObservationFormat.of(policy.cameras, policy.state_dimensions, settings.state, settings.cameras, previous)
     metrics = PolicyServerMetrics()
     server = PolicyServer(policy, form, settings, key, {"checkpoint": checkpoint, **policy.facts()}, metrics)

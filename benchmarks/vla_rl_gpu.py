@@ -140,7 +140,7 @@ def play(loaded: LoadedPolicy, folder: Path, small: bool) -> tuple[dict[str, Any
         collector = Collector(settings, policy, arenas, store, lambda done, total: None)
         collector.collect(plan_step(settings, tasks, 1)[: len(arenas)], 1, 0, bootstrap=False)
         began = time.perf_counter()
-        found = collector.collect(plan_step(settings, tasks, 2), 2, 1, bootstrap=False)
+        found = collector.collect(plan_step(settings, tasks, 2), 2, 1, bootstrap=False).answers
         seconds = time.perf_counter() - began
     rates = {"episodes_per_minute": 60 * settings.groups_per_step / seconds, "answers_per_second": len(found) / seconds}
     shape = {"simulators": len(arenas), "slots": slots, "episodes": settings.groups_per_step, "seconds": seconds}

@@ -104,7 +104,7 @@ class QuantileStats(Sections):
 
 
 class Demonstrations(Sections):
-    """A LeRobot dataset of the episodes in which the expert reached its goal, in LIBERO."""
+    """A LeRobot dataset of the episodes in which the scripted policy reached its goal, in LIBERO."""
 
     simulator: SimulatorSection
     demonstrations: DemonstrationSettings = Field(description="Which tasks are demonstrated, and how often.")
@@ -160,7 +160,7 @@ class TrainVla(Sections):
     )
     dataset: DatasetSettings | None = Field(None, description="The dataset, or several to be mixed.")
     demonstrations: DemonstrationSettings | None = Field(
-        None, description="What the expert demonstrates, in place of a dataset."
+        None, description="What the scripted policy demonstrates, in place of a dataset."
     )
     layout: LayoutSettings | None = Field(None, description="How the demonstrations are stored; goes with them.")
     comparison: CompareLiberoSettings | None = Field(

@@ -24,6 +24,7 @@ class RolloutFailed(Exception):
     judge_refused         a judge refused the question
     judge_unreadable      there is no grade in a judge's reply
     bad_logprobs          log-probs are missing or not finite
+    bad_value             of a robot policy: what its value head says is not finite
     ...                   and the reasons of `components.inference.client.GenerationFailure`
 
     `detail` is kept readable: at most `LONGEST_DETAIL` characters, all of them valid Unicode.

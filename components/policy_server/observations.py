@@ -30,13 +30,14 @@ class ObservationFormat:
     """The fields of an observation, by the names that clients send them under.
 
     cameras: (name, the policy's key), in the policy's order. state: name. state_dimensions: of the state.
-    previous: most steps and dimensions of the actions that an answer can continue; None where it cannot.
+    previous: most steps and dimensions of the actions that an answer can continue, and how many actions an answer has;
+    None where it cannot.
     """
 
     cameras: tuple[tuple[str, str], ...]
     state: str
     state_dimensions: int
-    previous: tuple[int, int] | None = None
+    previous: tuple[int, int, int] | None = None
 
     @classmethod
     def of(
@@ -45,7 +46,7 @@ class ObservationFormat:
         state_dimensions: int,
         state: str,
         names: Sequence[str] = (),
-        previous: tuple[int, int] | None = None,
+        previous: tuple[int, int, int] | None = None,
     ) -> ObservationFormat:
         """
         Args:
@@ -137,11 +138,13 @@ class ObservationFormat:
 
     def _previous(self, actions: Any, delay: Any) -> PreviousActions:
         assert self.previous is not None
-        most, dimensions = self.previous
+        most, dimensions, answered = self.previous
         if not _is_array(actions, "f") or actions.shape[1:] != (dimensions,) or len(actions) > most:
             raise _wrong(PREVIOUS, f"an array of float32 with the shape [1 to {most}, {dimensions}]", actions)
-        if type(delay) is not int or not 0 <= delay <= len(actions):
-            raise _wrong(DELAY, f"a whole number from 0 to {len(actions)}, the number of previous actions", delay)
+        largest = min(len(actions), answered - 1)
+        if type(delay) is not int or not 0 <= delay <= largest:
+            why = f"{len(actions)} previous actions came, and of the {answered} of an answer one must be left"
+            raise _wrong(DELAY, f"a whole number from 0 to {largest}: {why}", delay)
         return PreviousActions(_finite(PREVIOUS, actions), delay)
 
 

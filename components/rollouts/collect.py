@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 from components.artifacts.images import ImageStore
@@ -60,7 +61,7 @@ async def collect(
     room = room or asyncio.Semaphore(machine.max_concurrent)
     outputs = await play_groups(play, tasks, group_size, room, step=step, first_group=first_group)
     if outputs.failures:
-        events.message(failures_said(outputs, f"{name}, step {step}"))
+        events.message(failures_said(outputs.failures, len(tasks) * group_size, f"{name}, step {step}"))
     return outputs
 
 
@@ -114,11 +115,10 @@ class CollectionProgress:
         self._events.progress(self._name, self._done, self._planned, **postfix)
 
 
-def failures_said(outputs: GenerateOutputs, what: str) -> str:
-    """How many rollouts of `what` failed, by reason, with the first of each."""
-    planned = len(outputs.trajectories) + len(outputs.failures)
-    first = {failure.reason: failure for failure in reversed(outputs.failures)}
-    lines = [f"{what}: {len(outputs.failures)} of {planned} rollouts failed:"]
-    for reason, count in sorted(outputs.drops.items()):
+def failures_said(failures: Sequence[Failure], planned: int, what: str) -> str:
+    """How many of the `planned` rollouts of `what` failed, by reason, with the first of each."""
+    first = {failure.reason: failure for failure in reversed(failures)}
+    lines = [f"{what}: {len(failures)} of {planned} rollouts failed:"]
+    for reason, count in sorted(Counter(failure.reason for failure in failures).items()):
         lines.append(f"  {count} {reason}, the first is {first[reason].trajectory_id}: {first[reason].detail[:200]}")
     return "\n".join(lines)

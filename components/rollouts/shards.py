@@ -163,7 +163,7 @@ class RolloutWorkers:
             tuple(one for part in parts for one in part.failures),
         )
         if outputs.failures:
-            events.message(failures_said(outputs, f"{name}, step {step}"))
+            events.message(failures_said(outputs.failures, len(tasks) * self._plan.group_size, f"{name}, step {step}"))
         return outputs
 
     async def _replace_late(self, step: int, queue: ShardQueue[RolloutShard, Worker], events: Events) -> None:

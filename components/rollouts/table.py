@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -46,6 +46,7 @@ ROLLOUTS = TableSchema(
     ),
 )
 
+FAILURES_FILE = "failures.parquet"
 FAILURES = TableSchema(
     "rollout-failures",
     1,
@@ -68,8 +69,7 @@ def write_rollouts(folder: Path, outputs: GenerateOutputs) -> None:
             columns[name] = [getattr(turn, name) for _, turn in turns]
     arrays = [pa.array(columns[field.name], field.type) for field in ROLLOUTS.schema]
     write_table(folder / "rollouts.parquet", pa.table(arrays, ROLLOUTS.schema), ROLLOUTS)
-    failures = [asdict(failure) for failure in outputs.failures]
-    write_table(folder / "failures.parquet", failures, FAILURES)
+    write_failures(folder, outputs.failures)
 
 
 def read_rollouts(folder: Path, group_id: str | None = None) -> GenerateOutputs:
@@ -85,8 +85,19 @@ def read_rollouts(folder: Path, group_id: str | None = None) -> GenerateOutputs:
     for index, row in enumerate(rows):
         row |= {name: views[index] for name, views in arrays.items()}
     trajectories = [_trajectory(list(turns)) for _, turns in groupby(rows, key=lambda row: row["trajectory_id"])]
-    failures = read_table(folder / "failures.parquet", FAILURES, where).to_pylist()
-    return GenerateOutputs(tuple(trajectories), tuple(Failure(**failure) for failure in failures))
+    return GenerateOutputs(tuple(trajectories), read_failures(folder, where))
+
+
+def write_failures(folder: Path, failures: Sequence[Failure]) -> None:
+    write_table(folder / FAILURES_FILE, [asdict(failure) for failure in failures], FAILURES)
+
+
+def read_failures(folder: Path, where: dict[str, str] | None = None) -> tuple[Failure, ...]:
+    """
+    Raises:
+        DataError: the table is missing, or is one of another version.
+    """
+    return tuple(Failure(**row) for row in read_table(folder / FAILURES_FILE, FAILURES, where).to_pylist())
 
 
 def _views(column: pa.ChunkedArray) -> list[np.ndarray[Any, Any]]:

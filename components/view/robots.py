@@ -17,6 +17,7 @@ from components.contracts.errors import DataError
 from components.evaluation.libero.eval_info import video_path
 from components.evaluation.libero.results import LiberoResult, read_results
 from components.evaluation.wilson import wilson_interval
+from components.rollouts.table import FAILURES_FILE
 from components.view.rollouts import MEDIA
 from components.view.runs import ROBOT_EVALUATION, Run, evaluations_of
 
@@ -48,7 +49,9 @@ def episode_counts(run: Run) -> dict[str, Any]:
     """As `RolloutIndex.counts` has them for other runs."""
     steps = run.robot_steps()
     played = sum(len(_of_step(folder)) for folder in steps.values())
-    return {"rollouts": played, "failures": 0, "last_step": max(steps, default=None), "panels": []}
+    tables = [folder / FAILURES_FILE for folder in steps.values()]
+    failed = sum(pq.read_metadata(table).num_rows for table in tables if table.is_file())
+    return {"rollouts": played, "failures": failed, "last_step": max(steps, default=None), "panels": []}
 
 
 def find_episodes(run: Run, query: EpisodeQuery) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -102,10 +102,22 @@ class PolicyUpdateSettings(Settings):
             raise ValueError(f"mode {self.mode} {'needs' if adapters else 'has no'} section lora")
         if self.mode != "full" and not self.freeze_embedding:
             raise ValueError(f"mode {self.mode} never trains the embedding: leave out freeze_embedding = false")
+        if self.mode == "expert":
+            self.refuse_rates(("vlm", "vit", "connector"), "mode expert trains the action expert alone", "mode = full")
         end = self.decay_steps or self.max_steps
         if self.warmup_steps > end:
             raise ValueError(f"warmup_steps ({self.warmup_steps}) exceeds the end of the decay ({end})")
         return self
+
+    def refuse_rates(self, parts: Sequence[str], why: str, otherwise: str) -> None:
+        """Raises ValueError if one of these parts, which are not trained, has a learning rate of its own."""
+        default = LearningRates()
+        given = [name for name in parts if getattr(self.learning_rates, name) != getattr(default, name)]
+        if given:
+            names = ", ".join(f"learning_rates.{name}" for name in given)
+            them, kept = ("it", "its default") if len(given) == 1 else ("them", "their defaults")
+            values = ", ".join(f"{getattr(default, name):g}" for name in given)
+            raise ValueError(f"{names}: {why}: leave {them} out ({kept}: {values}), or set {otherwise}")
 
 
 class VLATrainerSettings(PolicyUpdateSettings):
@@ -145,4 +157,7 @@ class TrainVLASettings(Settings):
                 f"mode expert trains the action expert alone, and action_mode {self.policy.action_mode} also the VLM: "
                 "set policy.action_mode to continuous"
             )
+        if self.policy.action_mode == "discrete":
+            why = "policy.action_mode discrete has no loss that trains the action expert"
+            self.training.refuse_rates(("action_expert",), why, "policy.action_mode = both")
         return self

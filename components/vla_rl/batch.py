@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from components.batches.advantages import EPSILON
+from components.contracts.rollouts import Failure
 from components.vla_rl.gae import answer_advantages
 from components.vla_rl.settings import GAE, EpisodeGroupMean
 from components.vla_rl.table import Answer, AnswerSample, with_advantage
@@ -23,11 +24,18 @@ class RobotBatch:
     metrics: dict[str, float]
 
 
-def build_batch(answers: Sequence[Answer], advantage: EpisodeGroupMean | GAE, wanted: int | None = None) -> RobotBatch:
+def build_batch(
+    answers: Sequence[Answer],
+    advantage: EpisodeGroupMean | GAE,
+    wanted: int | None = None,
+    failures: Sequence[Failure] = (),
+) -> RobotBatch:
     """The answers with their advantages; with GAE all of them, with values to learn.
 
     Args:
         wanted: the first so many groups whose episodes differ are trained on; None: all of them.
+        failures: episodes that have no answers. They are in no group: the others are compared with each other, as in
+            `turn_advantages`, and one that is left alone has nothing to be compared with.
     """
     groups = _returns(answers)
     drops: Counter[str] = Counter()
@@ -43,16 +51,19 @@ def build_batch(answers: Sequence[Answer], advantage: EpisodeGroupMean | GAE, wa
         drops["group_agrees"] = len(answers) - len(samples) - drops["surplus_group"]
         metrics = {"groups/zero_advantage_fraction": (len(groups) - len(differing)) / len(groups)}
         if wanted is not None:
-            metrics |= {"groups/rounds": len(groups) / wanted, "groups/surplus": float(len(surplus))}
+            played = groups.keys() | {each.group_id for each in failures}
+            metrics |= {"groups/rounds": len(played) / wanted, "groups/surplus": float(len(surplus))}
     earned = [value for group in groups.values() for value in group.values()]
     metrics |= {
         "reward": float(np.mean(earned)),
         "success": sum(answer.done and not answer.truncated for answer in answers) / len(earned),
         "groups/count": float(len(groups)),
-        "rollouts/planned": float(len(earned)),
+        "rollouts/planned": float(len(earned) + len(failures)),
+        "rollouts/failed": float(len(failures)),
         "answers/per_episode": len(answers) / len(earned),
         "answers/trained": float(len(samples)),
     }
+    metrics |= {f"failures/{name}": float(n) for name, n in Counter(each.reason for each in failures).items()}
     if undecoded := sum(not each.decoded for each in answers):
         metrics["answers/undecoded"] = float(undecoded)
     return RobotBatch(samples, +drops, metrics)

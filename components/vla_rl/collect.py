@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from typing import Protocol
 
 from components.artifacts.images import ImageStore
-from components.contracts.errors import ArmatureError
 from components.contracts.robots import RobotObservation
+from components.contracts.rollouts import Failure
 from components.evaluation.libero.batching import InferenceQueue
-from components.evaluation.libero.episode import SimulatorClient, play_episode
+from components.evaluation.libero.episode import LostBesideError, SimulatorClient, play_episode
 from components.evaluation.libero.run import SimulatorSlot, simulator_slots, task_of
 from components.evaluation.libero.schedule import PlannedEpisode, TaskKey
 from components.policies.molmoact2.policy import ExploredAnswer, SpokenAnswer
-from components.vla_rl.record import AnswerRecorder, PlayedAnswer
+from components.rollouts.collect import failures_said
+from components.vla_rl.record import AnswerRecorder, PlayedAnswer, episode_defect
 from components.vla_rl.rewards import chunk_rewards
-from components.vla_rl.schedule import answer_seed
+from components.vla_rl.schedule import answer_seed, episode_ids
 from components.vla_rl.settings import RobotRolloutSettings, SuccessReward
 from components.vla_rl.table import Answer
 from components.vla_rl.timing import PlayTimes, TimedSimulators
 from components.workers.errors import WorkerError
 from components.workers.pool import StickyQueue
+
+FAILED = "environment_error"
+"""The reason of an episode that failed in every attempt, as in `components.contracts.failures`."""
 
 
 class ExploringPolicy(Protocol):
@@ -43,6 +48,14 @@ class ExploringPolicy(Protocol):
     def speak(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], temperature: float
     ) -> list[SpokenAnswer]: ...
+
+
+@dataclass(frozen=True)
+class CollectedEpisodes:
+    """The answers of the episodes that were played, by group, member and chunk; and the episodes that failed."""
+
+    answers: list[Answer]
+    failures: list[Failure]
 
 
 class Collector:
@@ -75,19 +88,26 @@ class Collector:
         self.lost, self._lock = 0, threading.Lock()
 
     def collect(
-        self, groups: Sequence[Sequence[PlannedEpisode]], step: int, version: int, bootstrap: bool
-    ) -> list[Answer]:
-        """The answers of all episodes, by group, member and chunk.
-
+        self,
+        groups: Sequence[Sequence[PlannedEpisode]],
+        step: int,
+        version: int,
+        bootstrap: bool,
+        may_fail: int | None = None,
+    ) -> CollectedEpisodes:
+        """
         Args:
             bootstrap: see `AnswerRecorder.rows`; it takes a policy with a value head.
+            may_fail: how many episodes; None: `failed_fraction` of them.
 
         Raises:
-            WorkerError: an episode's simulator was lost in every attempt.
+            WorkerError: more episodes failed in every attempt.
             DataError: the policy answered with something that is not an action.
         """
         planned = [episode for group in groups for episode in group]
         played: dict[int, list[Answer]] = {}
+        failed: dict[int, Failure] = {}
+        most = int(self._settings.failed_fraction * len(planned)) if may_fail is None else may_fail
 
         queue = InferenceQueue(self._answers, self._settings.batch)
         slots = simulator_slots(self.arenas, min(self._settings.batch, len(planned)))
@@ -98,15 +118,32 @@ class Collector:
             def play() -> None:
                 while (number := schedule.take(self._held.get(simulator))) is not None:
                     self._held[simulator] = task_of(planned[number])
-                    answers = self._play(simulator, planned[number], queue, step, version, bootstrap)
+                    result = self._play(simulator, planned[number], queue, step, version, bootstrap)
                     with self._lock:
-                        played[number] = answers
-                        self._told(len(played), len(planned))
+                        if isinstance(result, Failure):
+                            failed[number] = result
+                        else:
+                            played[number] = result
+                        self._refuse(failed, most, len(planned), step)
+                        self._told(len(played) + len(failed), len(planned))
 
             return play
 
         queue.serve([player(simulator) for simulator in slots])
-        return [answer for number in range(len(planned)) for answer in played[number]]
+        return CollectedEpisodes(
+            answers=[answer for number in sorted(played) for answer in played[number]],
+            failures=[failed[number] for number in sorted(failed)],
+        )
+
+    def _refuse(self, failed: Mapping[int, Failure], most: int, planned: int, step: int) -> None:
+        if len(failed) > most:
+            raise WorkerError(
+                failures_said(
+                    [failed[number] for number in sorted(failed)], planned, f"too many episodes failed, {most} may"
+                ),
+                where=f"step {step}, rollouts.failed_fraction",
+                remedy="see the simulators' logs; start again: steps that are made are kept",
+            )
 
     def _answers(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> Sequence[PlayedAnswer]:
         settings = self._settings
@@ -126,26 +163,32 @@ class Collector:
         step: int,
         version: int,
         bootstrap: bool,
-    ) -> list[Answer]:
+    ) -> list[Answer] | Failure:
+        """An attempt that was lost because the process was, in the call of another slot, is none of the `attempts`:
+        whether an episode fails would else depend on who shares its process."""
+
         def explored(observation: RobotObservation, chunk: int) -> PlayedAnswer:
             return queue.ask(observation, answer_seed(self._settings, step, planned, chunk))
 
-        problem: ArmatureError | None = None
-        for _ in range(self._settings.attempts):
+        problems: list[WorkerError] = []
+        while len(problems) < self._settings.attempts:
             recorder = AnswerRecorder(explored)
             try:
                 measure = not isinstance(self._settings.reward, SuccessReward)
                 episode = play_episode(simulator.arena, simulator.slot, planned, recorder, measure=measure)
             except WorkerError as error:
-                problem = error
+                problems += [error] * (not isinstance(error, LostBesideError))
                 with self._lock:
                     self.lost += 1
             else:
                 reward = partial(chunk_rewards, self._settings.reward, gamma=self._gamma)
                 with self.times.measured("keep_answers"):
-                    return recorder.rows(planned, episode, step, version, self._images, bootstrap, reward)
-        raise WorkerError(
-            f"{planned.name} could not be played in {self._settings.attempts} attempts: {problem}",
-            where=f"step {step}",
-            remedy="see the simulators' logs; start again: steps that are made are kept",
-        )
+                    rows = recorder.rows(planned, episode, step, version, self._images, bootstrap, reward)
+                defect = episode_defect(rows)
+                return rows if defect is None else self._failure(planned, step, *defect)
+        return self._failure(planned, step, FAILED, str(problems[-1]))
+
+    def _failure(self, planned: PlannedEpisode, step: int, reason: str, detail: str) -> Failure:
+        group_id, episode_id = episode_ids(step, planned)
+        task_id = f"{planned.task.suite}/{planned.task.index}"
+        return Failure(episode_id, group_id, task_id, reason, f"{planned.name}: {detail}")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from components.artifacts.images import ImageStore
 from components.contracts.errors import DataError
+from components.contracts.images import ImageRef
 from components.contracts.robots import RobotObservation
 from components.policies.molmoact2.policy import InferenceMode
 from components.policies.molmoact2.processing.batch import Example, PolicyBatch
@@ -57,8 +58,10 @@ class AnswerLoader:
     def refuse(self, samples: Sequence[AnswerSample], where: str) -> None:
         """
         Raises:
-            DataError: a sample is not one of this policy, or has a number that is not finite.
+            DataError: a sample is not one of this policy, or has a number that is not finite, or an image that is not
+                in the store or has changed there.
         """
+        sound: set[ImageRef] = set()
         for row, each in enumerate(samples):
             sizes, expected = (len(each.before), len(each.after), len(each.logprobs)), self._sizes(each)
             if sizes != expected:
@@ -73,13 +76,26 @@ class AnswerLoader:
                 problem = "a number is not finite"
             elif not _within(each.tokens, self.processor.config.text_config.vocab_size):
                 problem = "the policy does not have its tokens"
+            elif lost := self._lost_image(each, sound):
+                problem = lost
             else:
                 continue
             raise DataError(
                 f"the answer cannot be trained on: {problem}",
                 where=f"{where}, row {row}, {each.episode_id}, chunk {each.chunk}",
-                remedy="collect the rollouts again, with the policy that is trained",
+                remedy="it is not what the run wrote: `armature verify` names artifacts that changed. Without this "
+                "folder the batch is made again from its rollouts; without theirs they are played again",
             )
+
+    def _lost_image(self, sample: AnswerSample, sound: set[ImageRef]) -> str | None:
+        """Args: sound: images that have been read; those of `sample` are added."""
+        try:
+            for ref in {*sample.images} - sound:
+                self.images.read(ref)
+                sound.add(ref)
+        except DataError as error:
+            return error.what
+        return None
 
     @property
     def _step_drawn(self) -> bool:

@@ -19,11 +19,12 @@ def outcome_table(history: Sequence[Mapping[str, float]]) -> Table:
     rows = []
     for row in history:
         if "success" in row and "rollouts/planned" in row:
-            played = round(row["rollouts/planned"])
+            failed = round(row.get("rollouts/failed", 0))
+            played = round(row["rollouts/planned"]) - failed
             solved = round(row["success"] * played)
-            counts = [str(round(row["step"])), str(solved), str(played - solved)]
+            counts = [str(round(row["step"])), str(solved), str(played - solved), str(failed)]
             rows.append([*counts, str(wilson_interval(solved, played))])
-    return Table("Episodes by outcome", ["step", "solved", "truncated", "success, 95 % interval"], rows)
+    return Table("Episodes by outcome", ["step", "solved", "truncated", "failed", "success, 95 % interval"], rows)
 
 
 def course_images(answers: Sequence[Answer]) -> list[ReportImage]:

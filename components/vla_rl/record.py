@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from components.contracts.robots import RobotObservation
 from components.evaluation.libero.episode import Actions, PlayedEpisode
 from components.evaluation.libero.schedule import PlannedEpisode
 from components.policies.molmoact2.policy import ExploredAnswer, SpokenAnswer
+from components.vla_rl.schedule import episode_ids
 from components.vla_rl.table import Answer
 
 PlayedAnswer = ExploredAnswer | SpokenAnswer
@@ -49,7 +50,7 @@ class AnswerRecorder:
         last_value = self._value_after(episode) if bootstrap and not episode.success else 0.0
         goes_on = bootstrap and not episode.success
         rewards = reward(len(self._given), episode.progress, episode.success, goes_on=goes_on)
-        group = f"{step:05d}-{planned.repetition:06d}"
+        group_id, episode_id = episode_ids(step, planned)
         rows, done = [], 0
         for chunk, (observation, answer) in enumerate(self._given):
             executed = min(len(answer.actions), episode.steps - done)
@@ -59,8 +60,8 @@ class AnswerRecorder:
             seen = [encode_png(Image.fromarray(observation.images[name])) for name in cameras]
             rows.append(
                 Answer(
-                    group_id=group,
-                    episode_id=f"{group}-{planned.episode:04d}",
+                    group_id=group_id,
+                    episode_id=episode_id,
                     suite=planned.task.suite,
                     task=planned.task.index,
                     language=observation.task,
@@ -86,6 +87,16 @@ class AnswerRecorder:
         value = self._explored(episode.last, len(self._given)).value
         assert value is not None
         return value
+
+
+def episode_defect(rows: Sequence[Answer]) -> tuple[str, str] | None:
+    """Why an episode cannot be trained on: a reason of `components.contracts.failures`, and what was seen."""
+    for each in rows:
+        said = (each.value or 0.0, each.last_value)
+        for reason, found in (("bad_logprobs", each.logprobs), ("bad_reward", [each.reward]), ("bad_value", said)):
+            if not np.isfinite(found).all():
+                return reason, f"chunk {each.chunk} has {[*found][:8]}"
+    return None
 
 
 def _drawn(answer: PlayedAnswer, executed: int) -> dict[str, Any]:

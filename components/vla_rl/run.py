@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,11 +16,14 @@ from components.artifacts.history import History
 from components.artifacts.manifest import write_manifest
 from components.artifacts.store import ArtifactStore
 from components.contracts.errors import MismatchError, TrainerError
+from components.contracts.rollouts import Failure
 from components.contracts.stages import Artifact, StageContext
 from components.environments.libero.tasks import LiberoTask
 from components.policies.molmoact2.policy import MolmoAct2Policy
 from components.rl.cpu import CpuTimes
 from components.rl.loop import Ahead, run_loop
+from components.rollouts.collect import failures_said
+from components.rollouts.table import FAILURES_FILE, read_failures, write_failures
 from components.training.restarts import with_restarts
 from components.vla_rl.batch import build_batch, groups_that_differ
 from components.vla_rl.client import RobotRLTrainerClient
@@ -103,11 +107,13 @@ class RobotRLRun:
         or with `max_staleness` after the one before that."""
         if made := self.store.find(ROLLOUTS, self._key(step)):
             return made
-        plan, answers, episodes, lost = self.settings.rollouts, list[Answer](), 0, self._collector.lost
+        plan, answers, failures, episodes = self.settings.rollouts, list[Answer](), list[Failure](), 0
+        lost = self._collector.lost
         self._collector.times.since()
         for number in range(plan.max_rounds):
             groups = plan_step(plan, self._tasks, step, number)
-            answers += self._collector.collect(groups, step, self._version, self._bootstrap)
+            found = self._collector.collect(groups, step, self._version, self._bootstrap)
+            answers, failures = answers + found.answers, failures + found.failures
             episodes += sum(map(len, groups))
             if len(groups_that_differ(answers)) >= plan.groups_per_step:
                 break
@@ -115,13 +121,17 @@ class RobotRLRun:
             self.context.events.message(
                 f"step {step}: {lost} attempts at episodes were lost with their simulator and begun again"
             )
-
+        if failures:
+            self.context.events.message(failures_said(failures, episodes, f"step {step}"))
         self._played[step] = self._collector.times.since()
 
         def fill(folder: Path) -> None:
             write_rollouts(folder, answers)
+            if failures:
+                write_failures(folder, failures)
             rows = {"answers": len(answers), "episodes": episodes}
-            self._describe(folder, ROLLOUTS, step, rows, {}, {"policy": self._start.digest})
+            drops = dict(Counter(each.reason for each in failures))
+            self._describe(folder, ROLLOUTS, step, rows, drops, {"policy": self._start.digest})
 
         return self._said(self.store.write(ROLLOUTS, self._key(step), fill), step)
 
@@ -131,7 +141,8 @@ class RobotRLRun:
             return made
         plan = self.settings.rollouts
         wanted = plan.groups_per_step if plan.max_rounds > 1 else None
-        built = build_batch(read_rollouts(rollouts.path), self.settings.trainer.advantage, wanted)
+        failures = read_failures(rollouts.path) if (rollouts.path / FAILURES_FILE).is_file() else ()
+        built = build_batch(read_rollouts(rollouts.path), self.settings.trainer.advantage, wanted, failures)
         if not built.samples:
             self.context.events.message(
                 f"warning: step {step} changes no weight: the episodes of each group all earned the same, and "
@@ -227,12 +238,22 @@ class RobotRLRun:
         return steps
 
     def _preflight(self) -> None:
-        """Play one group, and compare the probabilities of its answers with the trainer's.
+        """Play a group, or another while all episodes fail, and compare the probabilities of its answers with the
+        trainer's.
 
         Raises:
             MismatchError: a ratio is too far from 1.
+            WorkerError: as many episodes failed as never may in a step.
         """
-        answers = self._collector.collect(plan_step(self.settings.rollouts, self._tasks, 0), 0, 0, bootstrap=False)
+        plan, answers, failures = self.settings.rollouts, list[Answer](), list[Failure]()
+        most = int(plan.failed_fraction * plan.groups_per_step * plan.group_size)
+        while not answers:
+            groups = plan_step(plan, self._tasks, 0, len(failures) // plan.group_size)
+            found = self._collector.collect(groups, 0, 0, bootstrap=False, may_fail=most - len(failures))
+            answers, failures = found.answers, failures + found.failures
+        if failures:
+            planned = len({each.episode_id for each in answers}) + len(failures)
+            self.context.events.message(failures_said(failures, planned, "pre-flight"))
         folder = self.context.workspace / "preflight"
         folder.mkdir(exist_ok=True)
         write_batch(folder, [with_advantage(answer, 0.0) for answer in answers])

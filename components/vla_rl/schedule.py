@@ -33,7 +33,7 @@ def plan_step(
     """
     begins = _begins(settings, known)
     count = settings.groups_per_step if step else 1
-    first = ((step - 1) * settings.max_rounds + round_) * count if step else 0
+    first = ((step - 1) * settings.max_rounds + round_) * count if step else round_
     groups = []
     for number in range(first, first + count):
         lap, place = divmod(number, len(begins))
@@ -47,6 +47,12 @@ def plan_step(
             ]
         )
     return groups
+
+
+def episode_ids(step: int, planned: PlannedEpisode) -> tuple[str, str]:
+    """Of an episode's group, and of the episode."""
+    group = f"{step:05d}-{planned.repetition:06d}"
+    return group, f"{group}-{planned.episode:04d}"
 
 
 def refuse_groups(settings: RobotRolloutSettings, simulator: SimulatorSettings) -> None:

@@ -119,6 +119,14 @@ class RobotRolloutSettings(Settings):
         "last bits.",
     )
     attempts: PositiveInt = Field(3, description="How often an episode is begun whose simulator dies on the way.")
+    failed_fraction: float = Field(
+        0.25,
+        ge=0,
+        lt=1,
+        exclude_if=(0.25).__eq__,  # what was made before there was this setting keeps its fingerprint
+        description="Of the episodes of a step (with max_rounds: of a round), those that may fail in all attempts: "
+        "they are left out and counted, and the others of their group compared. One more ends the training.",
+    )
 
     @model_validator(mode="after")
     def _listed_once(self) -> Self:
@@ -290,6 +298,9 @@ class TrainVLARLSettings(Settings):
                 "trainer.mode expert trains the action expert alone, and discrete actions come from the VLM: set "
                 "trainer.mode to full or lora"
             )
+        if discrete:
+            why = "rollouts.inference_action_mode discrete never asks the action expert"
+            self.trainer.refuse_rates(("action_expert",), why, "rollouts.inference_action_mode = continuous")
         if self.trainer.ratio == "chunk" and self.trainer.objective.name == "gspo":
             raise ValueError(
                 "trainer.objective gspo has the mean of an answer's log-ratios, and trainer.ratio chunk leaves it a "

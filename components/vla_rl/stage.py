@@ -31,7 +31,7 @@ def train_vla_rl(
         ConfigurationError: policy, simulator and settings do not fit each other.
         DataError: the weights of the best evaluation are gone.
         MismatchError: trainer and sampler give other probabilities to the same answers.
-        WorkerError: an episode could not be played.
+        WorkerError: more episodes than may fail could not be played.
         TrainerError: the training dies again and again.
     """
     from components.artifacts.images import ImageStore
@@ -112,11 +112,11 @@ def train_vla_rl(
     episodes, *dropped = (int(sum(row.get(name, 0) for row in steps)) for name in ("rollouts/planned", *names))
     return StageReport(
         rows={"steps": len(steps), "episodes": episodes},
-        drops={name.removeprefix(DROPS): count for name, count in zip(names, dropped, strict=True)},
+        drops={name.partition("/")[2]: count for name, count in zip(names, dropped, strict=True)},
     )
 
 
-DROPS = "drops/"
+DROPS = ("drops/", "failures/")
 
 
 def summary(history: History) -> dict[str, float]:

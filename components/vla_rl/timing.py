@@ -16,7 +16,7 @@ from components.environments.libero.perturbations.settings import Perturbation
 from components.environments.libero.processes import ChunkResult
 from components.environments.libero.progress import GoalProgress
 from components.environments.libero.tasks import LiberoTask
-from components.evaluation.libero.episode import SimulatorClient
+from components.evaluation.libero.episode import LostBesideError, SimulatorClient
 from components.workers.errors import WorkerError
 
 
@@ -69,14 +69,22 @@ class TimedSimulators:
         return seen
 
     def step(self, actions: NDArray[np.float32], slot: int = 0, film: bool = False) -> ChunkResult:
-        with self._lock, self._forgotten_when_lost(), self._times.measured("simulator_step") as counted:
+        with self._standing(slot), self._times.measured("simulator_step") as counted:
             carried = self._arena.step(actions, slot, film)
             counted["simulator/actions"] = carried.steps
         return carried
 
     def progress(self, slot: int = 0) -> list[GoalProgress]:
-        with self._lock, self._forgotten_when_lost():
+        with self._standing(slot):
             return self._arena.progress(slot)
+
+    @contextmanager
+    def _standing(self, slot: int) -> Iterator[None]:
+        with self._lock:
+            if slot not in self._built:
+                raise LostBesideError("the simulator's process was lost in an episode that was played beside this one")
+            with self._forgotten_when_lost():
+                yield
 
     @contextmanager
     def _forgotten_when_lost(self) -> Iterator[None]:

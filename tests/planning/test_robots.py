@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from components.artifacts.images import ImageStore
 from components.configuration import load_recipe
 from components.evaluation.libero.settings import LiberoEvaluationSettings
+from components.planning.clock import VirtualLoop
 from components.planning.robots.costs import RobotCosts
+from components.planning.robots.play import SimulatedPlay
 from components.planning.robots.simulate import SimulatedRobotRun
 from components.planning.robots.workload import RobotEpisode, RobotWorkload, RobotWorkloadSettings, drawn
+from components.policies.molmoact2.policy import open_policy
+from components.vla_rl.collect import Collector
+from components.vla_rl.schedule import plan_step
 from components.vla_rl.settings import TrainVLARLSettings
 from tests.environments.libero.simulated import needs_libero
+from tests.evaluation.libero.playground import TASKS
+from tests.vla_rl.kitchen import Kitchen, calm_policy, rollout_settings
 
 pytestmark = needs_libero
 GROUPS, SIZE, ACTIONS, CHUNK = 3, 8, 25, 10
@@ -126,12 +135,32 @@ def test_updates_that_target_kl_forbids_take_no_time() -> None:
 
 
 def test_a_slot_builds_a_simulator_for_each_new_task() -> None:
-    """Two tasks and one slot: what is played first stays until the other is, once in every step."""
+    """Two tasks and one slot: a step begins with the task that the one before ended with, and builds the other."""
     changes = ("rollouts.tasks=[0,1]", "rollouts.groups_per_step=16", "rollouts.group_size=2")
     found = make_run([ALL], changes).simulate()
-    least = 32 * episode() + (9.0 - RESET)
     waits = found.timings["timing/wait_for_rollouts"]
-    assert least <= waits + 1e-9 and waits <= 32 * episode() + 2 * (9.0 - RESET) + 1e-9
+    assert waits == pytest.approx(32 * episode() + (9.0 - RESET), rel=1e-9)
+
+
+def test_simulators_are_built_as_often_as_by_the_real_collector(tmp_path: Path) -> None:
+    """One slot and three tasks, some or all of which a step plays."""
+    calm_policy(tmp_path)
+    settings, images = (
+        rollout_settings(tasks=(0, 1, 2), groups_per_step=3, max_steps=2),
+        ImageStore(tmp_path / "images"),
+    )
+    collector = Collector(settings, open_policy(tmp_path, "continuous", 1), [Kitchen()], images, lambda *_: None)
+    costs = COSTS.replaced({"simulators": {"build_seconds": 1.0, "reset_seconds": 0.0, "action_seconds": 0.0}}, "")
+    play, loop, builds = SimulatedPlay(costs, 1), VirtualLoop(), []
+    for step in (1, 2, 3, 4, 5):
+        groups, before = plan_step(settings, TASKS, step), play.arenas[0].busy
+        collector.collect(groups, step, 0, bootstrap=False)
+        planned = [one for group in groups for one in group]
+        loop.run_until_complete(play.play(planned, lambda _: RobotEpisode(2, False, 0.0), 1, 2))
+        builds.append(collector.times.since()["simulator/builds"])
+        assert play.arenas[0].busy - before == pytest.approx(builds[-1])
+    loop.close()
+    assert set(builds) == {1.0, 2.0}
 
 
 def test_an_evaluation_plays_all_of_its_episodes() -> None:

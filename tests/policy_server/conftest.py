@@ -28,7 +28,7 @@ from tests.policy_server.by_hand import decode, encode
 KEY = "the-key-of-the-tests"
 FRONT, WRIST = released.CAMERAS
 STATE = "observation.state"
-FORM = ObservationFormat.of(released.CAMERAS, 8, STATE, previous=(4, 7))
+FORM = ObservationFormat.of(released.CAMERAS, 8, STATE, previous=(4, 7, 4))
 
 
 def message(number: int, **changes: Any) -> dict[str, Any]:

@@ -88,6 +88,7 @@ def test_an_answer_may_go_on_from_previous_actions() -> None:
         ({"previous_actions": np.zeros((2, 7), int), "inference_delay": 1}, "previous_actions"),
         ({"previous_actions": np.full((2, 7), np.nan), "inference_delay": 1}, "previous_actions"),
         ({"previous_actions": np.zeros((2, 7)), "inference_delay": 3}, "inference_delay"),
+        ({"previous_actions": np.zeros((4, 7)), "inference_delay": 4}, "inference_delay"),  # nothing would be left
         ({"previous_actions": np.zeros((2, 7)), "inference_delay": -1}, "inference_delay"),
         ({"previous_actions": np.zeros((2, 7)), "inference_delay": 1.0}, "inference_delay"),
     ],

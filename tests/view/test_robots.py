@@ -12,7 +12,9 @@ import pytest
 import uvicorn
 from starlette.testclient import TestClient
 
+from components.contracts.rollouts import Failure
 from components.evaluation.wilson import wilson_interval
+from components.rollouts.table import write_failures
 from components.view.app import ViewServer, view_app
 from tests.browser import CHROMIUM, NEEDS_CHROMIUM
 from tests.view.robots import AFTER, BEFORE, RUN, make_evaluation, make_step, make_training
@@ -188,3 +190,12 @@ class TestInABrowser:
         tab.locator(".film figcaption", has_text="evaluation").wait_for()
         assert tab.locator(".film video").count() == 1
         assert tab.problems == []
+
+
+def test_episodes_that_failed_are_counted(client: TestClient, store: Path) -> None:
+    failures = [
+        Failure(f"00001-000000-000{k}", "00001-000000", "libero_spatial/0", "environment_error", "") for k in (8, 9)
+    ]
+    write_failures(next((store / "robot-rollouts").glob(f"{RUN}-00001")), failures)
+    (listed,) = (run for run in client.get("/api/runs").json()["runs"] if run["id"] == RUN)
+    assert listed["failures"] == 2

@@ -39,4 +39,5 @@ AUGMENTATION = {
 
 
 def training_settings(**changes: Any) -> VLATrainerSettings:
-    return VLATrainerSettings.model_validate(TRAINING | changes)
+    expert = {"learning_rates": {"action_expert": 1e-3}} if changes.get("mode") == "expert" else {}
+    return VLATrainerSettings.model_validate(TRAINING | expert | changes)

@@ -46,7 +46,7 @@ def play(
     settings = rollout_settings(**changes)
     policy = MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows=1)
     collector = Collector(settings, policy, arenas, images, lambda done, total: None)
-    return collector.collect(plan_step(settings, TASKS, step), step, step - 1, bootstrap=False)
+    return collector.collect(plan_step(settings, TASKS, step), step, step - 1, bootstrap=False).answers
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_rollouts_depend_on_neither_batch_nor_processes_nor_deaths(
         write_rollouts(tmp_path / str(number), played)
         tables.append((tmp_path / str(number) / "rollouts.parquet").read_bytes())
     assert tables[0] == tables[1] == tables[2]
-    with pytest.raises(WorkerError, match="could not be played in 3 attempts"):
+    with pytest.raises(WorkerError, match="too many episodes failed, 2 may: 3 of 8"):
         play(loaded, images, [Kitchen(range(1, 100))])
 
 
@@ -176,6 +176,8 @@ def test_an_answer_of_another_policy_is_refused(
         ({"executed": 5, "logprobs": np.zeros(35)}, "5 of 4 actions"),
         ({"images": good.images[:1]}, "1 images of 2 cameras"),
         ({"state": nowhere}, "not finite"),
+        ({"images": (replace(good.images[0], sha256="b" * 64), good.images[1])}, "image bbbbbbbbbbbb is not in the"),
+        ({"images": (replace(good.images[0], sha256="b"), good.images[1])}, "not an image reference"),
     ):
         with pytest.raises(DataError, match=problem):
             load.refuse([good, replace(good, **changes)], "here")

@@ -18,15 +18,15 @@ from tests.vla_rl.test_batch import answers
 
 HISTORY = [
     {"step": 1, "reward": 0.4, "success": 0.25, "rollouts/planned": 8.0},
-    {"step": 2, "reward": 0.9, "success": 1.0, "rollouts/planned": 8.0},
+    {"step": 2, "reward": 0.9, "success": 1.0, "rollouts/planned": 8.0, "rollouts/failed": 2.0},
 ]
 EPISODES = [replace(each, value=1.0 - each.chunk / 4) for each in answers("a", (1, 1.0), (2, 0.0), (2, 0.0))]
 
 
 def test_outcomes_of_steps() -> None:
     assert outcome_table(HISTORY).rows == [
-        ["1", "2", "6", str(wilson_interval(2, 8))],
-        ["2", "8", "0", str(wilson_interval(8, 8))],
+        ["1", "2", "6", "0", str(wilson_interval(2, 8))],
+        ["2", "6", "0", "2", str(wilson_interval(6, 6))],
     ]
     assert outcome_table([{"step": 1, "reward": 0.5}]).rows == []
 

@@ -48,7 +48,7 @@ def play(loaded: LoadedPolicy, images: ImageStore, arenas: Sequence[Kitchen], **
     settings = rollout_settings(**changes)
     policy = MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows=1)
     collector = Collector(settings, policy, arenas, images, lambda done, total: None)
-    return collector.collect(plan_step(settings, TASKS, 1), 1, 0, bootstrap=True)
+    return collector.collect(plan_step(settings, TASKS, 1), 1, 0, bootstrap=True).answers
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from components.policies.molmoact2.checkpoints.checkpoint import save_policy
 from components.policies.molmoact2.policy import open_policy
 from components.training.ranks import Ranks
 from components.training.service_settings import service_settings
+from components.vla.groups import GROUPS
 from components.vla_rl.batch import build_batch
 from components.vla_rl.client import RobotRLTrainerClient, RobotRLTraining
 from components.vla_rl.collect import Collector
@@ -45,7 +46,7 @@ PACKING = {"max_row_tokens": 1000, "max_row_examples": 3}
 
 
 def settings(**changes: Any) -> RobotRLTrainerSettings:
-    rates = dict.fromkeys(("vlm", "vit", "connector", "action_expert"), 1e-3)
+    rates = dict.fromkeys(GROUPS if "mode" in changes else ["action_expert"], 1e-3)
     values = {"max_steps": 2, "micro_batch_size": 4, "learning_rates": rates, "adam_epsilon": 1e-3}
     return RobotRLTrainerSettings.model_validate(values | changes)
 
@@ -71,7 +72,7 @@ def write_batches(folder: Path, mode: Mode) -> Path:
     collector = Collector(plan, policy, [Kitchen()], ImageStore(folder / "images"), lambda done, total: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policies, "TOKENS_PER_ACTION", 3)  # random weights hardly ever end their answers
-        answers = collector.collect(plan_step(plan, TASKS, 1), 1, 0, bootstrap=True)
+        answers = collector.collect(plan_step(plan, TASKS, 1), 1, 0, bootstrap=True).answers
     samples = build_batch(answers, GAE(name="gae")).samples
     for name, chosen in (("1", samples), ("2", samples[:1])):
         (folder / name).mkdir()

@@ -70,10 +70,13 @@ def test_a_tiny_policy_takes_a_step_of_them(name: str, tmp_path: Path):
     assert ("value/loss" in row) == (name == "molmoact2-spatial")
 
 
+RATE, DISCRETE = "training.learning_rates.action_expert=5e-5", "rollouts.inference_action_mode=discrete"
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["policy.action_mode=discrete"], "rollouts.inference_action_mode is continuous"),
+        (["policy.action_mode=discrete", RATE], "rollouts.inference_action_mode is continuous"),
         (["evaluation.inference_action_mode=discrete"], "evaluation.inference_action_mode is discrete"),
         (["rollouts.tasks=[0, 0]"], "tasks: 0, 0: name each once"),
         (["trainer.packing={max_row_tokens=600,max_row_examples=4}"], "micro_batch_size 1"),
@@ -87,6 +90,16 @@ def test_a_tiny_policy_takes_a_step_of_them(name: str, tmp_path: Path):
         (["policy.num_inference_steps=1"], "set it to 4 or more"),
         (["rollouts.noise_level=1e-300"], "rollouts.noise_level"),
         (["rollouts.noise_level=1e20"], "rollouts.noise_level"),
+        (["trainer.learning_rates.connector=1e-4"], "learning_rates.connector: mode expert trains .*leave it out"),
+        (
+            ["training.mode=expert", "training.freeze_embedding=true"],
+            "learning_rates.vlm, learning_rates.vit, learning_rates.connector: mode expert",
+        ),
+        (
+            ["policy.action_mode=both", DISCRETE, "rollouts.noise_level=0.5", "trainer.mode=full"],
+            "learning_rates.action_expert: rollouts.inference_action_mode discrete",
+        ),
+        (["policy.action_mode=discrete"], "learning_rates.action_expert: policy.action_mode discrete"),
         (["trainer.seed=9223372036854775808"], "trainer.seed"),
         (["training.seed=9223372036854775808"], "training.seed"),
         (["policy.tiny.seed=9223372036854775808"], "policy.tiny.seed"),

@@ -113,7 +113,7 @@ def test_rollouts_have_the_rewards_of_what_the_simulator_measured(tmp_path: Path
         settings, arena = rollout_settings(reward=reward, batch=batch), Watched()
         images = ImageStore(tmp_path / "images")
         collector = Collector(settings, policy, [arena], images, lambda done, total: None, gamma=0.9)
-        return collector.collect(plan_step(settings, TASKS, 1), 1, 0, bootstrap=False), arena.told
+        return collector.collect(plan_step(settings, TASKS, 1), 1, 0, bootstrap=False).answers, arena.told
 
     plain, nothing = play({"name": "success"}, 1)
     assert nothing == [] and {each.reward for each in plain} == {0.0, 1.0}

@@ -53,7 +53,7 @@ def test_rollouts_depend_on_neither_batch_nor_processes(
         settings = rollout_settings(tasks=(0,), max_steps=5, inference_action_mode=mode, batch=batch)
         images, folder = ImageStore(tmp_path / "images"), tmp_path / f"{batch}x{count}"
         collector = Collector(settings, policy, processes[:count], images, lambda done, total: None)
-        answers = collector.collect(plan_step(settings, known, 1), 1, 0, bootstrap=False)
+        answers = collector.collect(plan_step(settings, known, 1), 1, 0, bootstrap=False).answers
         folder.mkdir()
         write_rollouts(folder, answers)
         tables.append((folder / ROLLOUTS_FILE).read_bytes())

@@ -23,7 +23,7 @@ def test_a_step_says_what_its_rollouts_took(tmp_path: Path) -> None:
     settings, images = rollout_settings(), ImageStore(tmp_path / "images")
     collector = Collector(settings, open_policy(tmp_path, "continuous", 8), [Kitchen()], images, lambda *_: None)
     groups = plan_step(settings, TASKS, 1)
-    answers = collector.collect(groups, 1, 0, bootstrap=False)
+    answers = collector.collect(groups, 1, 0, bootstrap=False).answers
     found, tasks = collector.times.since(), len({group[0].task for group in groups})
     assert found["simulator/builds"] == tasks and found["simulator/resets"] == 8 - tasks
     assert found["simulator/actions"] == sum(answer.executed for answer in answers)

@@ -123,7 +123,7 @@ def play(
     settings = rollout_settings(**discrete | changes)
     collector = Collector(settings, policy_of(loaded), arenas, images, lambda done, total: None)
     bootstrap = loaded.model.value_head is not None
-    return collector.collect(plan_step(settings, TASKS, step), step, step - 1, bootstrap)
+    return collector.collect(plan_step(settings, TASKS, step), step, step - 1, bootstrap).answers
 
 
 @pytest.fixture(scope="module")

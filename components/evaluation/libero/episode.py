@@ -24,6 +24,10 @@ Actor = Callable[[RobotObservation, int], Actions]
 """(observation, number of the chunk) to actions (n, 7), n > 0."""
 
 
+class LostBesideError(WorkerError):
+    """The simulator is gone because its process was lost in the call of another slot; its own episode did nothing."""
+
+
 class SimulatorClient(Protocol):
     """Simulators of a process, by slot; all raise WorkerError when the process is lost."""
 

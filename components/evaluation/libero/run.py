@@ -10,11 +10,10 @@ from typing import Protocol
 
 import numpy as np
 
-from components.contracts.errors import ArmatureError
 from components.contracts.robots import RobotObservation, RobotPolicy
 from components.environments.libero.tasks import ACTION_NAMES
 from components.evaluation.libero.batching import InferenceQueue
-from components.evaluation.libero.episode import Actions, SimulatorClient, play_episode
+from components.evaluation.libero.episode import Actions, LostBesideError, SimulatorClient, play_episode
 from components.evaluation.libero.journal import EpisodeOutcome, EvaluationJournal
 from components.evaluation.libero.schedule import EpisodeKey, PlannedEpisode, TaskKey, noise_seed
 from components.evaluation.libero.settings import LiberoEvaluationSettings
@@ -93,17 +92,19 @@ class Evaluation:
         def actor(observation: RobotObservation, chunk: int) -> Actions:
             return queue.ask(observation, noise_seed(self._settings, planned, chunk))
 
-        problem: ArmatureError | None = None
-        for attempt in range(self._settings.attempts):
+        problems: list[WorkerError] = []
+        lost = 0
+        while len(problems) < self._settings.attempts:
             started = time.monotonic()
             try:
                 played = play_episode(simulator.arena, simulator.slot, planned, actor)
             except WorkerError as error:
-                problem = error
+                problems += [error] * (not isinstance(error, LostBesideError))
+                lost += 1
             else:
-                return EpisodeOutcome(played.success, played.actions, None, attempt, time.monotonic() - started)
+                return EpisodeOutcome(played.success, played.actions, None, lost, time.monotonic() - started)
         nothing = np.zeros((0, len(ACTION_NAMES)), np.float32)
-        return EpisodeOutcome(False, nothing, str(problem), self._settings.attempts, time.monotonic() - started)
+        return EpisodeOutcome(False, nothing, str(problems[-1]), lost, time.monotonic() - started)
 
     def _finish(self, planned: PlannedEpisode, outcome: EpisodeOutcome) -> None:
         with self._lock:

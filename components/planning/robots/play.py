@@ -60,6 +60,8 @@ class SimulatedPlay:
         self._costs = costs
         self.arenas = [SimulatedArena(costs.simulators) for _ in range(processes)]
         self.policy = SimulatedPolicy(costs)
+        self._held: dict[tuple[int, int], TaskKey] = {}
+        """As `Collector` has it, by process and slot."""
 
     async def play(
         self,
@@ -75,10 +77,14 @@ class SimulatedPlay:
         Args:
             episode_of: what becomes of the number in `planned`.
             bootstrap: the policy is asked once more after an episode that failed.
-            kept: answers are written to the store after each episode.
+            kept: as `Collector` plays: answers are written to the store after each episode, and who has a simulator
+                begins with its task; else as `Evaluation` does.
         """
         questions: asyncio.Queue[asyncio.Future[None]] = asyncio.Queue()
-        schedule = StickyQueue(range(len(planned)), lambda number: task_of(planned[number]))
+        count, held = min(batch, len(planned)), self._held if kept else {}
+        slots = [(i % len(self.arenas), i // len(self.arenas)) for i in range(count)]
+        before = [held[slot] for slot in slots if slot in held]
+        schedule = StickyQueue(range(len(planned)), lambda number: task_of(planned[number]), before)
         serving = asyncio.create_task(self.policy.serve(questions, batch))
 
         async def asked() -> None:
@@ -86,10 +92,10 @@ class SimulatedPlay:
             questions.put_nowait(answer)
             await answer
 
-        async def player(arena: SimulatedArena, slot: int) -> None:
-            held: TaskKey | None = None
-            while (number := schedule.take(held)) is not None:
-                held, episode = task_of(planned[number]), episode_of(number)
+        async def player(simulator: tuple[int, int]) -> None:
+            arena, slot = self.arenas[simulator[0]], simulator[1]
+            while (number := schedule.take(held.get(simulator))) is not None:
+                held[simulator], episode = task_of(planned[number]), episode_of(number)
                 await arena.reset(planned[number].task, slot)
                 answers = ceil(episode.actions / chunk)
                 for done in range(0, episode.actions, chunk):
@@ -99,6 +105,5 @@ class SimulatedPlay:
                     await asked()
                 await asyncio.sleep(kept * answers * self._costs.flow.answer_seconds)
 
-        count, arenas = min(batch, len(planned)), self.arenas
-        await asyncio.gather(*(player(arenas[i % len(arenas)], i // len(arenas)) for i in range(count)))
+        await asyncio.gather(*map(player, slots))
         serving.cancel()
