@@ -30,7 +30,7 @@ class Replica:
     version: int = UNKNOWN
     """Of the weights that it holds."""
     waits: bool = False
-    """Whether it is up, and gets the current weights with the next sync: before that only a trainer's GPUs have them."""
+    """Whether it is up and gets weights with the next sync: until then only the trainer has those of now."""
     joined: int = 0
     """Times that it came up."""
     model: str = MODEL_NAME
