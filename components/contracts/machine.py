@@ -171,11 +171,6 @@ class Machine(Settings):
     def _consistent(self) -> Self:
         if self.endpoints_file and self.endpoints:
             raise ValueError("endpoints and endpoints_file both say which servers to join: leave one out")
-        if self.endpoints_file and not self.sends_folders:
-            raise ValueError(
-                f'endpoints_file needs weight_transfer = "file" or "delta": {self.weight_transfer} is set up for the '
-                "servers that are there at the start"
-            )
         self._refuse_scaling()
         if self.rollout_straggler_timeout and self.rollout_workers < 2:
             raise ValueError("rollout_straggler_timeout has no effect without another of the rollout_workers")
@@ -246,8 +241,8 @@ class Machine(Settings):
             raise ValueError("server_autoscaling is of servers that a run starts: leave it out, or the endpoints")
         if not self.sends_folders:
             raise ValueError(
-                f'server_autoscaling needs weight_transfer = "file" or "delta": {self.weight_transfer} is set up for '
-                "the servers that are there at the start"
+                f'server_autoscaling needs weight_transfer = "file" or "delta": with {self.weight_transfer} a server '
+                "that is started gets no weights before the next sync"
             )
         if plan.max_servers <= self.servers:
             raise ValueError(

@@ -123,7 +123,7 @@ class PoolMembers:
         (replica,) = (each for each in self._replicas if each.name == name)
         await _cancel(self._watching.pop(name))
         async with self._pool.weights.changing:  # a sync that has begun still reaches it
-            replica.ready = False
+            replica.ready = replica.waits = False
         while replica.outstanding:
             await asyncio.sleep(0.1)
         await self._monitors[name].close()

@@ -99,9 +99,9 @@ class ReplicaMonitor:
             log.info("%s: its lease ends by itself: %r", self.replica.name, error)
 
     async def _trouble(self) -> None:
-        """Return when the server is dead, unhealthy, or has failed too often."""
+        """Return when the server is dead, unhealthy, or has failed too often, or no longer waits for a sync."""
         replica = self.replica
-        while replica.ready:
+        while replica.ready or replica.waits:
             try:
                 # Not wait_for: in Python 3.11 it may swallow a cancellation that comes with the event.
                 async with asyncio.timeout(_WATCH):
@@ -124,7 +124,7 @@ class ReplicaMonitor:
             return False
 
     async def _take_out(self) -> None:
-        self.replica.ready = False
+        self.replica.ready = self.replica.waits = False
         self.pool.statistics.ejections += 1
         log.warning("%s is removed from the pool", self.replica.name)
         await self.pool.notify()
@@ -160,7 +160,7 @@ class ReplicaMonitor:
         self.pool.statistics.restarts += replica.server.log is not None  # the first start of one that joins is none
 
     async def _give_up(self, failure: ServerError, cause: Exception) -> None:
-        self.replica.ready = False
+        self.replica.ready = self.replica.waits = False
         self.replica.given_up = cause if isinstance(cause, ArmatureError) else failure
         self.replica.given_up.__cause__ = None if isinstance(cause, ArmatureError) else cause
         log.error("%s is given up: %s", self.replica.name, self.replica.given_up)
@@ -172,12 +172,22 @@ class ReplicaMonitor:
             await self._start_local()
         else:
             await self._wait_remote(self.pool.machine.ready_timeout)
+        self.replica.joined += 1
         try:
             await self._take_lease()
             await self._admit()
+            if self.replica.waits:
+                await self._wait_for_sync()
         except httpx.TransportError as error:
             name, url = self.replica.name, self.replica.url
             raise ServerError(f"{name} disconnected while joining: {error!r}", where=url) from error
+
+    async def _wait_for_sync(self) -> None:
+        """Let requests through once the server was given weights. Return as well if it is lost before."""
+        await self._trouble()
+        self.replica.waits = False
+        if self.replica.version == self.pool.weights.version:
+            await self._admit()
 
     async def _start_again(self) -> None:
         if self.replica.server is not None:

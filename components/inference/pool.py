@@ -230,7 +230,8 @@ class ServerPool:
         """Give every server new weights; returns when all of them have proved to hold them.
 
         New requests wait; those in flight are finished first. All caches are reset. A server that dies
-        meanwhile is not a failure: it is started again with the new weights. The folder, a new one for each
+        meanwhile is not a failure: it is started again with the new weights. With weight_transfer "nccl" or "ipc" it
+        is one; a server that was gone before, or came later, gets the next weights. The folder, a new one for each
         version, has to stay until the next call has returned, because a server may be started from it.
 
         Args:
@@ -247,8 +248,12 @@ class ServerPool:
         if self._router.broken is not None:
             raise self._router.broken
         try:
-            async with self._router.drained(), self.weights.changing, asyncio.timeout(self.machine.sync_timeout):
-                await self.weights.give(self.http, self.replicas, weights, version, publish, answer)
+            async with self._router.drained():
+                if not self.weights.single:
+                    await self.weights.doubt_lost(self.http, self.replicas)
+                    await self._router.reachable()
+                async with self.weights.changing, asyncio.timeout(self.machine.sync_timeout):
+                    await self.weights.give(self.http, self.replicas, weights, version, publish, answer)
         except BaseException as error:
             # Some servers may have the new weights and others not, whatever it was that came between.
             self._router.broken = sync_failure(error, weights, version, self.machine.sync_timeout)

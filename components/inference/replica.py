@@ -29,6 +29,10 @@ class Replica:
     """Whether requests may be sent to it."""
     version: int = UNKNOWN
     """Of the weights that it holds."""
+    waits: bool = False
+    """Whether it is up and gets weights with the next sync: until then only the trainer has those of now."""
+    joined: int = 0
+    """Times that it came up."""
     model: str = MODEL_NAME
     """What it calls the weights of its version."""
     mark: str = ""
@@ -50,11 +54,11 @@ class Replica:
 
     @property
     def endpoint(self) -> Endpoint:
-        return Endpoint(self.url, self.api_key, self.lease)
+        return Endpoint(self.url, self.api_key, self.lease, self.joined)
 
     def doubt(self) -> None:
         """Send no more requests to it; its monitor sees to it, and gives it the current weights."""
-        self.version, self.ready = UNKNOWN, False
+        self.version, self.ready, self.waits = UNKNOWN, False, False
         self.suspect.set()
 
 

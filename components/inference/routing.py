@@ -101,17 +101,38 @@ class Router:
         """Those that may be asked; waits for any.
 
         Raises:
-            ServerError: no server is left.
+            ServerError: no server is left, or those that are wait for the next sync, which waits for this request.
         """
         async with self._changed:
             while not (ready := [replica for replica in self.replicas if replica.ready]):
-                reasons = [replica.given_up for replica in self.replicas if replica.given_up]
-                if reasons and len(reasons) == len(self.replicas):
+                self._refuse_none_left()
+                waiting = [replica.name for replica in self.replicas if replica.waits or replica.given_up]
+                if waiting and len(waiting) == len(self.replicas):
                     raise ServerError(
-                        f"no server is left; the last one: {reasons[-1]}", where=str(self.log_folder)
-                    ) from reasons[-1]
+                        "no server is left that has the current weights: those that came up later get the next ones",
+                        where=", ".join(waiting),
+                        remedy="run the same command again: it resumes from the last checkpoint",
+                    )
                 await self._changed.wait()
             return ready
+
+    async def reachable(self) -> None:
+        """Return once a server is up that can be given weights.
+
+        Raises:
+            ServerError: no server is left.
+        """
+        async with self._changed:
+            while not any(replica.ready or replica.waits for replica in self.replicas):
+                self._refuse_none_left()
+                await self._changed.wait()
+
+    def _refuse_none_left(self) -> None:
+        reasons = [replica.given_up for replica in self.replicas if replica.given_up]
+        if reasons and len(reasons) == len(self.replicas):
+            raise ServerError(
+                f"no server is left; the last one: {reasons[-1]}", where=str(self.log_folder)
+            ) from reasons[-1]
 
     async def _take(self, tried: set[str]) -> Replica:
         """The ready server with the fewest requests, one not yet tried if there is one; waits for any."""

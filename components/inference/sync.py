@@ -18,6 +18,7 @@ from components.inference.lease import weights_mark
 from components.inference.probe import Probe, ProbeAnswer
 from components.inference.proof import SyncProof
 from components.inference.replica import Replica, reset_caches
+from components.inference.server import fault
 from components.inference.weights import WEIGHT_TRANSFERS, Publish, WeightTransfer
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,11 @@ class ServedWeights:
         self.proof = proof
 
     @property
+    def single(self) -> bool:
+        """Whether each server is given weights for itself, and not all of them together."""
+        return self._transfer.single
+
+    @property
     def probe(self) -> Probe:
         return self.proof.probe
 
@@ -69,7 +75,7 @@ class ServedWeights:
             raise WeightSyncError(
                 f"version {version} is not newer than {self.version}", where=str(weights), remedy="count upwards"
             )
-        if self._transfer.single:
+        if self.single:
             self.latest = weights.absolute()
             if self._transfer.whole(weights):
                 self._check_folder(weights)
@@ -77,44 +83,54 @@ class ServedWeights:
         self.version = version
         if answer is not None:
             self.proof.expect(version, answer)
-        ready = [replica for replica in replicas if replica.ready]
-        if self._transfer.single:
-            await asyncio.gather(*(self._bring_up_to_date(http, replica) for replica in ready))
+        if self.single:
+            await asyncio.gather(*(self._bring_up_to_date(http, replica) for replica in replicas if replica.ready))
             return
-        if len(ready) < len(replicas):
-            missing = ", ".join(replica.name for replica in replicas if not replica.ready)
-            raise WeightSyncError("not every server is up", where=missing, remedy="resume from the last checkpoint")
+        if not (given := _up(replicas)):
+            raise WeightSyncError("no server is up", where=str(weights), remedy="resume from the last checkpoint")
         try:
-            await self._transfer.transfer(http, [replica.endpoint for replica in ready], weights, publish)
-            await asyncio.gather(*(self._verify(http, replica) for replica in ready))
+            await self._transfer.transfer(http, [replica.endpoint for replica in given], weights, publish)
+            await asyncio.gather(*(self._verify(http, replica) for replica in given))
         except httpx.TransportError as error:
             raise WeightSyncError(
                 f"a server disconnected: {error!r}", where=str(weights), remedy="resume from the last checkpoint"
             ) from error
+        for replica in given:
+            if replica.waits:
+                replica.waits = False
+                replica.suspect.set()  # its monitor lets requests through
+
+    async def doubt_lost(self, http: httpx.AsyncClient, replicas: Sequence[Replica]) -> None:
+        """Take out those that are gone or were started again since they came up: others would wait for them."""
+        up = _up(replicas)
+        for replica, lost in zip(up, await asyncio.gather(*(_lost(http, each) for each in up)), strict=True):
+            if lost:
+                log.warning("%s is left out of the sync: %s", replica.name, lost)
+                replica.doubt()
 
     async def make_current(self, http: httpx.AsyncClient, replica: Replica) -> bool:
-        """See that a server that joins holds the current weights; whether it may be used now.
+        """See that a server that joins holds the current weights; whether it may be used now. One that cannot be given
+        them alone `waits`.
 
         Raises:
-            WeightSyncError: it does not, and cannot be given them alone.
+            WeightSyncError: it does not.
             httpx.TransportError: it is gone.
         """
         if replica.version == self.version:
             await self._check(http, replica)
             return True
         never_synced = self.version == 0
-        if self._transfer.single and (not never_synced or (self._load_on_join and self._transfer.whole(self.folder))):
+        if self.single and (not never_synced or (self._load_on_join and self._transfer.whole(self.folder))):
             return await self._bring_up_to_date(http, replica)
         if never_synced:
             # Not ours: it should have been started with this folder; those that join after the first have to agree.
             await self._check(http, replica)
             replica.version = self.version
             return True
-        raise WeightSyncError(
-            f"it holds version {replica.version}, not {self.version}, and only the trainer can send that",
-            where=replica.name,
-            remedy="resume from the last checkpoint",
-        )
+        replica.mark = await weights_mark(http, replica.endpoint)
+        replica.waits = True
+        log.warning("%s gets weights with the next sync: only the trainer has version %d", replica.name, self.version)
+        return False
 
     def _check_folder(self, weights: Path) -> None:
         shapes = _loaded_shapes(weights)
@@ -185,6 +201,21 @@ class ServedWeights:
                     OTHER_WEIGHTS, f"{replica.name} does not have the weights that we gave it"
                 ) from error
             replica.proved = number
+
+
+def _up(replicas: Sequence[Replica]) -> list[Replica]:
+    return [replica for replica in replicas if replica.ready or replica.waits]
+
+
+async def _lost(http: httpx.AsyncClient, replica: Replica) -> str:
+    """Why it can no longer be given weights, "" if it can."""
+    try:
+        if reason := await fault(http, replica.endpoint):
+            return reason
+        same = await weights_mark(http, replica.endpoint) == replica.mark
+    except (ServerError, httpx.TransportError) as error:
+        return repr(error)
+    return "" if same else "it was started again, or others changed its weights"
 
 
 def _loaded_shapes(weights: Path) -> dict[str, tuple[int, ...]]:

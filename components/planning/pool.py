@@ -27,11 +27,12 @@ class SimulatedPool:
     """Answers as `ServerPool` does, with nothing in the answers. `flow` is the event loop of the flow's process.
 
     Args:
-        resumes_alone: a server that was started again can be given the weights by itself, as from a folder.
+        resumes_alone: a server that was started again can be given the weights by itself, as from a folder. Else it
+            waits for the next sync.
 
     Attributes:
         failures: of servers.
-        lost: those since the last sync that have no weights until the run resumes from a checkpoint.
+        lost: times since the last sync that no server had the weights until the run resumed from a checkpoint.
     """
 
     def __init__(self, costs: Costs, servers: int, max_concurrent: int, resumes_alone: bool) -> None:
@@ -69,6 +70,8 @@ class SimulatedPool:
         """Give all servers new weights, once no request is in flight."""
         async with self._router.drained():
             await asyncio.sleep(self._costs.sync_seconds)
+            for replica in self._replicas:
+                replica.ready, replica.waits = replica.ready or replica.waits, False
         await self._router.notify()
 
     def work(self, now: float) -> tuple[float, float]:
@@ -86,9 +89,11 @@ class SimulatedPool:
         while True:
             await asyncio.sleep(float(random.exponential(mean)))
             self.failures += 1
-            self.lost += not self._resumes_alone
-            replica.ready = False
+            replica.ready = replica.waits = False
             self._servers[index].die()
             await asyncio.sleep(self._costs.failures.server_restart_seconds)
-            replica.ready = True
+            others = any(each.ready for each in self._replicas)
+            self.lost += not (self._resumes_alone or others)
+            replica.waits = others and not self._resumes_alone
+            replica.ready = not replica.waits
             await self._router.notify()

@@ -203,7 +203,7 @@ class _Steps:
             self._of_trainer(step, lambda: self.trainer.save(step))
 
     def sync(self, version: int) -> None:
-        if self.pool.lost:  # the weights cannot be given to it alone: the run ends, and resumes from its checkpoint
+        if self.pool.lost:  # no server had the weights, and only the trainer: the run resumes from its checkpoint
             self.pool.lost = 0
             self.trainer.alive = False
             self._of_trainer(version, self.trainer.needed)

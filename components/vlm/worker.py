@@ -145,11 +145,20 @@ class TokenWorker(ServiceWorker):
 
     def _send(self, endpoints: list[Endpoint]) -> None:
         """Connections last from version to version; other servers, or a failure, make new ones."""
-        sender, self._sender = self._sender, None
-        if sender is None or sender.endpoints != endpoints:
-            sender = WEIGHT_SENDERS[self.settings.weight_transfer](endpoints, self.settings.sync_timeout)
-        sender.send(self._publisher.tensors(self.learner.model))
-        self._sender = sender
+        if self._sender is not None and self._sender.endpoints != endpoints:
+            self._disconnect()
+        if self._sender is None:
+            self._sender = WEIGHT_SENDERS[self.settings.weight_transfer](endpoints, self.settings.sync_timeout)
+        try:
+            self._sender.send(self._publisher.tensors(self.learner.model))
+        except BaseException:
+            self._disconnect()
+            raise
+
+    def _disconnect(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
 
 
 class TrainerWorker(TokenWorker):

@@ -169,7 +169,7 @@ def test_all_end_with_the_pool(local_pool: LocalPool, checkpoint: Checkpoint, sa
     ("facts", "said"),
     [
         ({"endpoints": ["http://10.0.0.7:8000"]}, "of servers that a run starts"),
-        ({"weight_transfer": "nccl"}, "nccl is set up for the servers"),
+        ({"weight_transfer": "nccl"}, "with nccl a server that is started gets no weights"),
         ({"servers": 2}, r"max_servers = 2 has to be more than servers = 2"),
         ({"server_gpus": [[0]]}, "server_gpus has to name the devices of all 2 servers"),
         ({"max_concurrent": 4}, "never needed by max_concurrent = 4 requests, 4 for each"),

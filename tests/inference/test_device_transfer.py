@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import json
 import os
 import pickle
+import subprocess
 import sys
 import types
 from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -57,6 +61,61 @@ def test_without_the_trainer_there_is_nothing_to_send(
                 await pool.sync(checkpoint("b"), 1)
 
     asyncio.run(work())
+
+
+class NeverJoins(BaseHTTPRequestHandler):
+    """Speaks as vLLM, answers every call with `code`, and never comes to where the trainer waits."""
+
+    code = 200
+
+    def do_GET(self) -> None:
+        self._answer(200, {"world_size": 1, "version": "0.26.0"})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self._answer(self.code, {})
+
+    def _answer(self, code: int, document: dict[str, Any]) -> None:
+        content = json.dumps(document).encode()
+        self.send_response(code)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+CONNECT = """
+import sys, time, torch
+from components.contracts.errors import WeightSyncError
+from components.inference.endpoint import Endpoint
+from components.inference.weights.nccl import NcclSender
+torch.cuda.init()
+began = time.monotonic()
+try:
+    NcclSender([Endpoint(sys.argv[1], "key")], 8.0)
+except WeightSyncError as error:
+    print(f"after {time.monotonic() - began:.1f} s: {error}")
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("code", "said"), [(200, "the servers did not receive the weights in 8 s"), (500, "answered 500")]
+)
+def test_a_server_that_does_not_come_holds_nobody_up(code: int, said: str) -> None:
+    """Neither the sender nor the end of its process."""
+    handler = type("Handler", (NeverJoins,), {"code": code})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        environment = os.environ | {"NCCL_SOCKET_IFNAME": "=lo", "PYTHONPATH": str(Path(__file__).parents[2])}
+        done = subprocess.run(
+            [sys.executable, "-c", CONNECT, url], env=environment, capture_output=True, text=True, timeout=90
+        )
+        server.shutdown()
+    print(done.stdout)
+    assert done.returncode == 0 and said in done.stdout, done.stderr[-3000:]
 
 
 @pytest.mark.gpu

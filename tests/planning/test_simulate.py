@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -11,7 +12,9 @@ import pytest
 
 from components.batches.settings import BatchSettings
 from components.inference.merge import WINDOW
+from components.planning.clock import VirtualLoop
 from components.planning.costs import Costs, FailureCosts, FlowCosts, ServerCosts, TrainerCosts
+from components.planning.pool import SimulatedPool
 from components.planning.simulate import SimulatedRun
 from components.planning.walls import WALLS, first_wall
 from components.planning.workload import PlannedTurn, Workload
@@ -144,6 +147,37 @@ def test_failures_cost_time_and_lose_no_rollout(resumes_alone: bool) -> None:
     assert found.server_failures > 0 and found.trainer_failures > 0
     assert found.samples_per_step == GROUPS * SIZE
     assert found.step_seconds > 1.05 * sound.simulate().step_seconds
+
+
+class Deaths:
+    """In place of a random generator: each of the servers dies after so many seconds, and once."""
+
+    def __init__(self, *after: float) -> None:
+        self._after = iter(after)
+
+    def exponential(self, _: float) -> float:
+        return next(self._after, 1e9)
+
+
+@pytest.mark.parametrize(("servers", "waits", "lost"), [(2, True, 0), (1, False, 1)])
+def test_a_server_that_dies_waits_for_the_next_sync_unless_it_was_the_last(
+    servers: int, waits: bool, lost: int
+) -> None:
+    failures = FailureCosts(hours_between=1.0, server_restart_seconds=20)
+    pool = SimulatedPool(COSTS.model_copy(update={"failures": failures}), servers, 8, resumes_alone=False)
+    loop = VirtualLoop()
+    pool.fail(1.0, loop, Deaths(10.0))  # type: ignore[arg-type]
+    first = pool._replicas[0]
+    loop.wait(29.0)
+    assert not (first.ready or first.waits)
+    loop.wait(2.0)
+    assert (first.waits, first.ready, pool.lost) == (waits, not waits, lost)
+    loop.run_until_complete(pool.sync())
+    assert first.ready and not first.waits
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.wait(0.0)
+    loop.close()
 
 
 SLOW_ENVIRONMENT = (PlannedTurn(PROMPT, PROMPT, 1, 1, 20.0),)

@@ -44,6 +44,8 @@ TWO = ONE.model_copy(update=HYBRID)
 class OtherNode:
     """Does on being told what a user would, and loses its rank once."""
 
+    loses_a_rank = True
+
     def __init__(self, folder: Path) -> None:
         self.folder, self.said = folder, list[str]()
         self.program: Program | None = None
@@ -58,8 +60,12 @@ class OtherNode:
         self.said.append(text)
         told = re.search("armature join ([^`\\n]+)", text)
         if told is not None and (self.program is None or self.program.returncode is not None):
-            words = [sys.executable, "-m", "armature", "join", *shlex.split(told[1])]
+            words = [sys.executable, "-m", "armature", "join", str(self.training(Path(shlex.split(told[1])[0])))]
             self.program = Program(words, log=self.folder / "log")
+
+    def training(self, file: Path) -> Path:
+        """What it joins, told of `file`."""
+        return file
 
     def kill(self) -> None:
         """Of a rank alone, not of what would notice it at once."""
@@ -92,7 +98,7 @@ def train(tiny: Tiny, machine: Machine, folder: Path, events: OtherNode) -> dict
     with TrainerClient(policy_of(tiny), machine, folder / "trainer", events) as trainer:
 
         def one_step(step: int) -> None:
-            if step == KILLED_IN and events.program is not None and not killing:
+            if step == KILLED_IN and events.loses_a_rank and events.program is not None and not killing:
                 opened.update(beyond_loopback(psutil.Process().children(recursive=True)))
                 killing.append(Thread(target=lambda: (time.sleep(0.1), events.kill())))
                 killing[0].start()
@@ -121,6 +127,52 @@ def test_two_nodes_of_which_one_loses_its_rank_in_mid_step_make_the_training_of_
     assert "starting it again" in death
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, atol=1e-6, rtol=0, msg=name)
+
+
+class SecondGpu(OtherNode):
+    """A node whose one GPU is the second of this machine; it loses nothing."""
+
+    loses_a_rank = False
+
+    def training(self, file: Path) -> Path:
+        settings = ServiceSettings.model_validate_json(file.read_text())
+        processes = settings.processes.model_copy(update={"gpus": (1,)})
+        copy = self.folder / "of-the-second-node.json"
+        copy.write_text(settings.model_copy(update={"processes": processes}).model_dump_json())
+        return copy
+
+
+def largest_difference(one: Mapping[str, torch.Tensor], two: Mapping[str, torch.Tensor]) -> float:
+    assert one.keys() == two.keys()
+    return max(float((value - two[name]).abs().max()) for name, value in one.items())
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("sharding", ["full", "hybrid"])
+def test_two_nodes_of_one_gpu_make_the_training_of_one(sharding: str, tiny: Tiny, tmp_path: Path) -> None:
+    """Without TF32, which is too coarse to tell. One node then resumes from the checkpoint of both."""
+    exact = {"trainer_gpus": (0,), "trainer_environment": {"NVIDIA_TF32_OVERRIDE": "0"}}
+    one = ONE.model_copy(update=exact)
+    two = one.model_copy(update=HYBRID | {"trainer_processes": 1, "trainer_sharding": sharding})
+    expected, other = train(tiny, one, tmp_path / "one", OtherNode(tmp_path)), SecondGpu(tmp_path)
+    try:
+        found = train(tiny, two, tmp_path / "two", other)
+        assert other.program is not None
+        assert other.program.wait(30) == 0, other.program.tail(60)
+    finally:
+        if other.program is not None:
+            other.program.stop()
+    saved = "trainer/checkpoints/step-000002"
+    shutil.copytree(tmp_path / "two" / saved, tmp_path / "resumed" / saved)
+    last = OtherNode(tmp_path)
+    resumed = train(tiny, one, tmp_path / "resumed", last)
+    assert "resuming after step 2" in last.said
+    off = largest_difference(found, expected), largest_difference(resumed, expected)
+    moved = largest_difference(expected, load_file(tiny.folder / "model.safetensors"))
+    print(f"{sharding}: {off[0]:.1e} off, resumed by one node {off[1]:.1e}; the training moved weights by {moved:.1e}")
+    assert max(off) < 1e-6 < 1e-4 < moved
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,17 @@ class Recorder:
     fails = False
 
     def __init__(self, endpoints: Sequence[Endpoint], timeout: float) -> None:
-        self.endpoints, self.sent = endpoints, []
+        self.endpoints, self.sent, self.closed = endpoints, [], False
         Recorder.made.append(self)
 
     def send(self, parameters: dict[str, torch.Tensor]) -> None:
         if Recorder.fails:
             raise WeightSyncError("refused")
+        assert not self.closed
         self.sent.append({name: tensor.clone() for name, tensor in parameters.items()})
+
+    def close(self) -> None:
+        self.closed = True
 
 
 @pytest.fixture(autouse=True)
@@ -134,7 +138,8 @@ def test_versions_are_sent_in_order_over_connections_that_last(tiny: Tiny, tmp_p
         send(worker, 1, SERVERS[:1])
     Recorder.fails = False
     send(worker, 1, SERVERS[:1])
-    assert len(Recorder.made) == 3
+    send(worker, 1, [replace(SERVERS[0], joined=2)])
+    assert [sender.closed for sender in Recorder.made] == [True, True, True, False]
 
 
 def test_a_folder_needs_no_sender(tiny: Tiny, tmp_path: Path) -> None:

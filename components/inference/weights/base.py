@@ -41,7 +41,7 @@ class WeightTransfer(Protocol):
 
 class WeightSender(Protocol):
     """The trainer's side of a transfer between GPUs: made and used on all its ranks alike, for as many versions as
-    the servers live.
+    the same servers live.
 
     Args:
         endpoints: the servers.
@@ -58,6 +58,9 @@ class WeightSender(Protocol):
         Raises:
             WeightSyncError: a server refused, or the transfer takes too long. This sender is then of no more use.
         """
+
+    def close(self) -> None:
+        """End the connections, also those with servers that are gone."""
 
 
 _REMEDY = (

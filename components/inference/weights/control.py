@@ -32,7 +32,11 @@ class ServerControl:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._threads.shutdown(wait=error is None, cancel_futures=True)
+        self.close(wait=error is None)
+
+    def close(self, wait: bool = False) -> None:
+        """No more calls; `wait` for those that are posted."""
+        self._threads.shutdown(wait=wait, cancel_futures=True)
         self._http.close()
 
     def world_sizes(self) -> list[int]:

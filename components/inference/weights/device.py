@@ -15,8 +15,9 @@ from components.inference.weights.base import Publish
 class DeviceTransfer:
     """The trainer sends; the pool only holds back requests meanwhile, resets caches and verifies.
 
-    The trainer uses the `WeightSender` of the same name on all its ranks. A server that dies cannot be given the
-    current weights alone: the run has to resume from a checkpoint.
+    The trainer uses the `WeightSender` of the same name on all its ranks, and connects again when the servers are
+    others. A server cannot be given the current weights alone: one that joins, or died and is back, gets the next ones.
+    One that dies while weights are sent fails the sync.
     """
 
     single = False

@@ -55,6 +55,9 @@ class IpcSender:
             self._send_single(parameters, gpu)
         torch.cuda.ipc_collect()
 
+    def close(self) -> None:
+        """See `WeightSender.close`; nothing is connected between two calls of `send`."""
+
     def _send_packed(self, parameters: Parameters, gpu: str) -> None:
         """Bucket after bucket through one buffer, which servers copy before they answer."""
         buffer = torch.empty(largest(parameters), dtype=torch.uint8, device="cuda")

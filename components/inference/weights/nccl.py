@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from threading import Thread
 
 import httpx
 import torch
@@ -52,9 +53,10 @@ class _UniqueId(ctypes.Structure):
 
 
 class NcclSender:
-    """Connects rank 0 with every GPU of every server, once, and then sends as often as wanted; see `WeightSender`.
+    """Connects rank 0 with every GPU of every server, and then sends as often as wanted; see `WeightSender`.
 
-    The other ranks only take part in gathering sharded tensors.
+    The other ranks only take part in gathering sharded tensors. NCCL's groups never change: for other servers another
+    sender is made, and the workers of those that stay leave the old group for the new one.
 
     Raises:
         WeightSyncError: a server does not join.
@@ -63,9 +65,15 @@ class NcclSender:
     def __init__(self, endpoints: Sequence[Endpoint], timeout: float) -> None:
         self.endpoints, self._timeout = endpoints, timeout
         self._first = not dist.is_initialized() or dist.get_rank() == 0
+        self._comm: ctypes.c_void_p | None = None
+        self._store: dist.TCPStore | None = None
         if self._first:
             self._control = ServerControl(endpoints, timeout)
-            self._connect(own_address(endpoints[0].url))
+            try:
+                self._connect(own_address(endpoints[0].url))
+            except BaseException:
+                self.close()
+                raise
 
     def send(self, parameters: Parameters) -> None:
         """See `WeightSender.send`."""
@@ -84,6 +92,15 @@ class NcclSender:
         for update in updates:
             update.result(max(0.0, deadline - time.monotonic()))
         self._control.post_all("/finish_weight_update")
+
+    def close(self) -> None:
+        """See `WeightSender.close`."""
+        if self._comm is not None:
+            self._nccl.ncclCommAbort(self._comm)  # ncclCommDestroy would wait for ranks that may be gone
+            self._comm = None
+        self._store = None
+        if self._first:
+            self._control.close()
 
     def _pieces(self, parameters: Parameters) -> Iterator[torch.Tensor]:
         """What is broadcast, one after the other."""
@@ -124,16 +141,32 @@ class NcclSender:
             timeout=timedelta(seconds=self._timeout),
             master_listen_fd=listener.detach(),
             use_libuv=False,
+            wait_for_workers=False,
         )
         self._store.set("broadcast_from/0/0", _pickled(unique))  # type: ignore[arg-type]
-        self._comm = ctypes.c_void_p()
-        self._check(self._nccl.ncclCommInitRank(ctypes.byref(self._comm), world, unique, 0))
+        deadline = time.monotonic() + self._timeout
+        self._meet(world, unique, joining, deadline)
         one = torch.zeros(1, device="cuda")
         self._call("ncclAllReduce", one, _SUM)
-        deadline = time.monotonic() + self._timeout
         self._finish(joining, deadline)
         for join in joining:
             join.result(max(0.0, deadline - time.monotonic()))
+
+    def _meet(self, world: int, unique: _UniqueId, joining: Sequence[Future[None]], deadline: float) -> None:
+        """Make the communicator. NCCL waits for every rank without end: where one is gone, its thread stays behind."""
+        comm, codes, device = ctypes.c_void_p(), list[int](), torch.cuda.current_device()
+
+        def meet() -> None:
+            torch.cuda.set_device(device)
+            codes.append(self._nccl.ncclCommInitRank(ctypes.byref(comm), world, unique, 0))
+
+        meeting = Thread(target=meet, daemon=True)
+        meeting.start()
+        while meeting.is_alive():
+            self._refuse_lost(joining, deadline)
+            meeting.join(0.01)
+        self._check(codes[0])
+        self._comm = comm
 
     def _call(self, name: str, data: torch.Tensor, argument: int) -> None:
         """A collective in place on the current stream; `argument` is the root or the operation."""
@@ -144,17 +177,23 @@ class NcclSender:
         self._check(function(pointer, pointer, count, kind, argument, self._comm, stream))
 
     def _finish(self, calls: Sequence[Future[None]], deadline: float) -> None:
-        """Wait for the GPU, but no longer than the servers take part: a lost peer hangs a collective for ever."""
+        """Wait for the GPU, but no longer than the servers take part: a lost peer hangs a collective until `close`."""
         event = torch.cuda.Event()
         event.record()
         while not event.query():
-            failed = [call for call in calls if call.done() and call.exception()]
-            if failed or time.monotonic() > deadline:
-                self._nccl.ncclCommAbort(self._comm)
-                if failed:
-                    failed[0].result()
-                raise WeightSyncError(f"the servers did not receive the weights in {self._timeout:g} s")
+            self._refuse_lost(calls, deadline)
             time.sleep(0.0005)
+
+    def _refuse_lost(self, calls: Sequence[Future[None]], deadline: float) -> None:
+        """
+        Raises:
+            WeightSyncError: one of the calls failed, or the deadline has passed.
+        """
+        for call in calls:
+            if call.done():
+                call.result()
+        if time.monotonic() > deadline:
+            raise WeightSyncError(f"the servers did not receive the weights in {self._timeout:g} s")
 
     def _check(self, code: int) -> None:
         if code != 0:

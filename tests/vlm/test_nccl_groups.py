@@ -1,0 +1,168 @@
+"""A trainer on one GPU sends to a vLLM server on another one, which is replaced, or started again, between versions."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from components.batches.table import write_batch
+from components.contracts.machine import Machine
+from components.contracts.rollouts import LogProbs
+from components.inference.endpoint import Endpoint
+from components.inference.pool import ServerPool
+from components.inference.probe import ask_probe
+from components.inference.proof import GPU_FLOAT32, distance
+from components.inference.server import VllmServer
+from components.inference.settings import SamplingSettings, ServerSettings
+from components.vlm.client import TrainerClient, TrainerPolicySettings
+from tests.vlm.conftest import Tiny, model_settings, trainer_settings
+
+KEY = "a-key"
+SERVED = Path(__file__).parents[2] / "components/inference/served"
+SETTINGS = ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="float32")
+VERSIONS = 4
+
+pytestmark = [pytest.mark.gpu(2), pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def server_machine(port: int | None = None) -> Machine:
+    """Of a server that is started here, and joined by the pool."""
+    paths = os.pathsep.join([str(SERVED), os.environ.get("PYTHONPATH", "")])
+    return Machine(
+        server_python=Path(os.environ.get("ARMATURE_TEST_VLLM_PYTHON", ".venv-vllm/bin/python")),
+        server_gpus=((1,),),
+        weight_transfer="nccl",
+        server_arguments={"gpu_memory_utilization": 0.2, "enforce_eager": True} | ({"port": port} if port else {}),
+        server_environment={"PYTHONPATH": paths},
+        ready_timeout=200,
+    )
+
+
+def trainer_machine() -> Machine:
+    return Machine(trainer_gpus=(0,), weight_transfer="nccl", loader_workers=0, ready_timeout=120, sync_timeout=60)
+
+
+def used_memory() -> str:
+    """Of all GPUs."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader"]
+    return ", ".join(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines())
+
+
+class Run:
+    """A trainer with a batch for each version, and a pool that joins the servers listed in a file."""
+
+    def __init__(self, tiny: Tiny, folder: Path) -> None:
+        self.folder, self.file = folder, folder / "servers.txt"
+        self.batches = [folder / f"batch-{version}" for version in range(1, VERSIONS + 1)]
+        for version, batch in enumerate(self.batches, 1):
+            batch.mkdir()
+            write_batch(batch, tiny.samples(8, seed=version))
+        self._policy = TrainerPolicySettings(
+            model_path=tiny.folder,
+            model=model_settings(),
+            trainer=trainer_settings(learning_rate=0.01),
+            temperature=1.0,
+            images=tiny.images.root,
+        )
+        self.model, self.version, self._before = tiny.folder, 0, list[LogProbs]()
+
+    @asynccontextmanager
+    async def opened(self, first: str) -> AsyncIterator[ServerPool]:
+        self.file.write_text(first)
+        machine = Machine(
+            endpoints_file=self.file, weight_transfer="nccl", ready_timeout=60, sync_timeout=60, lease_timeout=60
+        )
+        async with AsyncExitStack() as stack:
+            self.trainer = stack.enter_context(TrainerClient(self._policy, trainer_machine(), self.folder / "trainer"))
+            self.pool = await stack.enter_async_context(ServerPool(self.model, SETTINGS, machine, self.folder / "logs"))
+            yield self.pool
+
+    async def sync(self) -> None:
+        """Train a step and send its weights; the one server holds them, and no others."""
+        self.version = version = self.version + 1
+        await asyncio.to_thread(self.trainer.step, version, self.batches[version - 1])
+        answer = await asyncio.to_thread(self.trainer.probe, self.pool.weights.probe, version)
+
+        async def send(endpoints: Sequence[Endpoint]) -> None:
+            began = time.monotonic()
+            await asyncio.to_thread(self.trainer.send, endpoints, version)
+            print(f"version {version}: sent in {time.monotonic() - began:.2f} s", end="")
+
+        await self.pool.sync(self.folder / "unread", version, send, answer)
+        await until(lambda: self.pool.replicas[0].ready)
+        found = await ask_probe(self.pool.http, self.pool.replicas[0].endpoint, self.pool.weights.probe)
+        off, moved = distance(found, answer.logprobs), [distance(found, before) for before in self._before]
+        print(
+            f"; {off:.1e} nats off, from versions before {', '.join(f'{each:.1e}' for each in moved)}; {used_memory()}"
+        )
+        assert off < GPU_FLOAT32 and all(each > 2 * GPU_FLOAT32 for each in moved)
+        self._before.append(answer.logprobs)
+        sampled = await self.pool.complete([{"role": "user", "content": "?"}], SamplingSettings(max_tokens=3), version)
+        assert (sampled.policy_version, sampled.server) == (version, self.pool.replicas[0].name)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
+async def started(stack: AsyncExitStack, model: Path, folder: Path, port: int | None = None) -> VllmServer:
+    server = VllmServer(SETTINGS, server_machine(port), index=0, log_folder=folder, api_key=KEY)
+    stack.push_async_callback(server.stop)
+    began = time.monotonic()
+    await server.start(model)
+    print(f"{server.url} is up after {time.monotonic() - began:.0f} s")
+    return server
+
+
+@pytest.fixture
+def run(make_tiny: Callable[[str], Tiny], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    return Run(make_tiny("qwen3-vl"), tmp_path)
+
+
+def test_the_group_is_made_again_for_a_server_that_stays_and_for_another_one(run: Run) -> None:
+    async def work(model: Path) -> None:
+        async with AsyncExitStack() as stack:
+            one = await started(stack, model, run.folder / "one")
+            async with run.opened(one.url) as pool:
+                await run.sync()
+                await run.sync()  # by the same group
+                pool.replicas[0].joined += 1  # as if it might be another process
+                await run.sync()
+                await one.stop()
+                another = await started(stack, model, run.folder / "another")
+                run.file.write_text(another.url)
+                await until(lambda: pool.statistics.left == 1 and pool.replicas[0].waits)
+                await run.sync()
+
+    asyncio.run(work(run.model))
+
+
+def test_the_group_is_made_again_for_a_server_that_was_started_again(run: Run) -> None:
+    """At the same address, and with no request meanwhile that would have noticed."""
+
+    async def work(model: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        async with AsyncExitStack() as stack:
+            server = await started(stack, model, run.folder / "server", port)
+            url = server.url
+            async with run.opened(url) as pool:
+                await run.sync()
+                await server.stop()
+                await server.start(model)
+                assert server.url == url and pool.replicas[0].joined == 1
+                await run.sync()
+                assert pool.replicas[0].joined == 2
+
+    asyncio.run(work(run.model))
