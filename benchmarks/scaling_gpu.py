@@ -201,8 +201,13 @@ def main(words: list[str]) -> None:
                 print(f"{side} took more than {LIMIT:g} s", flush=True)
             finally:
                 program.stop()
-        rows = [json.loads(line) for line in out.read_text().splitlines()]
-    compared(rows)
+            if out.exists():
+                rows = [json.loads(line) for line in out.read_text().splitlines()]
+                compared(rows)
+                save(rows)
+
+
+def save(rows: list[dict[str, Any]]) -> None:
     if "OUT" in os.environ:
         device = torch.cuda.get_device_name() if CUDA else "cpu"
         document = {"device": device, "torch": torch.__version__, "rows": rows}
