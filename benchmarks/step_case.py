@@ -133,8 +133,8 @@ class Case:
         return np.random.default_rng([seed, ord(self.name)])
 
 
-def make_model(folder: Path, attention: str, device: str, small: bool, seven: bool = False) -> Any:
-    """Random weights in bf16, the same on both sides; `seven`: of the 7B's sizes, whose head is not tied."""
+def model_config(folder: Path, small: bool, seven: bool = False) -> Qwen2_5_VLConfig:
+    """Of the 3B's sizes; `seven`: of the 7B's, whose head is not tied."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     names = {"image_token_id": "image_pad", "video_token_id": "video_pad"}
     names |= {"vision_start_token_id": "vision_start", "vision_end_token_id": "vision_end"}
@@ -148,12 +148,17 @@ def make_model(folder: Path, attention: str, device: str, small: bool, seven: bo
     text, vision, rope = (SMALL_TEXT, SMALL_VISION, SMALL_ROPE) if small else (TEXT, VISION, ROPE)
     if seven:
         text, vision = TEXT_7B, VISION_7B
-    config = Qwen2_5_VLConfig(
+    return Qwen2_5_VLConfig(
         text_config=text | special | {"rope_parameters": rope},
         vision_config=dict(vision),
         tie_word_embeddings=not seven,
         **ids,
     )
+
+
+def make_model(folder: Path, attention: str, device: str, small: bool, seven: bool = False) -> Any:
+    """Random weights in bf16, the same on both sides; see `model_config`."""
+    config = model_config(folder, small, seven)
     with torch.device(device):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
     generator = torch.Generator(device).manual_seed(1)

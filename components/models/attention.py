@@ -18,8 +18,11 @@ from transformers.models.gemma3.modeling_gemma3 import get_block_sequence_ids_fo
 
 from components.contracts.errors import ConfigurationError
 from components.models.families import FAMILIES, family_of
+from components.models.packed_attention import PACKED
+from components.models.remote import is_remote
 from components.models.settings import ImageAttention
 
+CAUSAL_LAYERS = frozenset({"full_attention", "sliding_attention"})
 _TYPE_IDS = ("mm_token_type_ids", "token_type_ids")
 
 
@@ -121,6 +124,21 @@ def _one_block_per_image(
         block_sequence_ids=image_blocks(ids, types, grids, module.config),
     )
     return args, kwargs | {"attention_mask": blocks}
+
+
+def needs_no_mask(model: PreTrainedModel) -> bool:
+    """Whether rows that are padded at their ends alone need no attention mask: every token attends to those before it.
+
+    Without one, kernels of torch are chosen that know causal attention, and heads of keys and values are not repeated.
+    Not of code that comes with a checkpoint, nor for kernels that skip padding by its mask.
+    """
+    text = model.config.get_text_config()
+    if getattr(text, "_attn_implementation", None) not in ("sdpa", PACKED) or is_remote(model):
+        return False
+    if getattr(text, "use_bidirectional_attention", None) or not getattr(text, "is_causal", True):
+        return False
+    known = set(getattr(text, "layer_types", None) or ()) <= CAUSAL_LAYERS
+    return known and image_attention(model.config) != "bidirectional"
 
 
 def blocks_of(config: PreTrainedConfig, inputs: Mapping[str, Tensor]) -> Tensor | None:

@@ -32,7 +32,7 @@ class Codes:
         flat, block = tensor.detach().reshape(-1), self.block
         indices = torch.empty(flat.shape, dtype=torch.uint8, device=flat.device)
         scales = torch.empty(self.blocks(len(flat)), device=flat.device)
-        values = self._on(flat.device)
+        values = self.table(flat.device)
         between = (values[1:] + values[:-1]) / 2
         for start in range(0, len(flat), AT_ONCE):
             part = flat[start : start + AT_ONCE].float()
@@ -48,7 +48,7 @@ class Codes:
         """code * scale, computed in fp32 and rounded once to `dtype`; of the shape of `indices`."""
         flat, block = indices.reshape(-1), self.block
         found = torch.empty(flat.shape, dtype=dtype, device=flat.device)
-        values = self._on(flat.device)
+        values = self.table(flat.device)
         for start in range(0, len(flat), AT_ONCE):
             part = flat[start : start + AT_ONCE].int()
             own = scales[start // block : start // block + self.blocks(len(part))].float()
@@ -60,7 +60,8 @@ class Codes:
     def _placed(self) -> dict[torch.device, Tensor]:
         return {}
 
-    def _on(self, device: torch.device) -> Tensor:
+    def table(self, device: torch.device) -> Tensor:
+        """`values` on `device`, placed there once."""
         if device not in self._placed:
             self._placed[device] = torch.tensor(self.values, device=device)
         return self._placed[device]

@@ -7,6 +7,7 @@ what servers get. Quantized again it gives the same bits.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from components.models.blockwise import NF4
 from components.models.families import Family
 
-SCALES = "scales"
+SCALES, TRITON = "scales", find_spec("triton") is not None
 
 
 class NF4Linear(nn.Linear):
@@ -70,6 +71,10 @@ class _Product(torch.autograd.Function):
 
 
 def _dequantized(packed: Tensor, scales: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    if packed.is_cuda and TRITON:
+        from components.models.nf4_kernel import dequantize
+
+        return dequantize(packed, scales, dtype).view(shape)
     indices = torch.stack((packed >> 4, packed & 15), dim=-1)
     return NF4.dequantize(indices, scales, dtype).view(shape)
 

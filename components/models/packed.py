@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from components.contracts.errors import ConfigurationError, DataError
-from components.models.attention import blocks_of
+from components.models.attention import CAUSAL_LAYERS, blocks_of
 from components.models.context_parallel import ContextParallel, FeatureExchange, encoded_by, feature_exchange
 from components.models.families import family_of
 from components.models.packed_attention import PACKED, REMEDY, Segments
@@ -21,7 +21,6 @@ from components.models.vision import encoded_images
 Holder = TypeVar("Holder", "Packing", FeatureExchange)
 GRIDS = ("image_grid_thw", "image_grids")
 """Inputs that positions and blocks depend on."""
-_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def attend_in_segments(model: PreTrainedModel, context: ContextParallel | None =
         ConfigurationError: it does something that packed rows cannot have, or its heads cannot be divided among ranks.
     """
     text = model.config.get_text_config()
-    layers = set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYERS
+    layers = set(getattr(text, "layer_types", None) or ()) - CAUSAL_LAYERS
     if text._attn_implementation not in ("sdpa", PACKED):
         raise ConfigurationError(
             f"packed rows have an attention of their own, and the model was loaded with {text._attn_implementation}",

@@ -57,7 +57,7 @@ def training_seconds(
     """Seconds of a step: in each round `sharing` ranks have one micro-batch together, and the slowest counts."""
     seconds, at_once = 0.0, ranks // sharing
     for rows in updates(len(samples), settings.samples_per_update):
-        planned = list(_planned(samples, rows, settings))
+        planned = list(_planned(samples, rows, settings, at_once))
         for start in range(0, len(planned), at_once):
             tokens = max(planned[start : start + at_once]) / sharing
             seconds += max(tokens * costs.token_seconds, costs.gather_seconds)
@@ -65,14 +65,14 @@ def training_seconds(
     return seconds
 
 
-def _planned(samples: Sequence[Sample], rows: Sequence[int], settings: TrainerSettings) -> Iterator[int]:
+def _planned(samples: Sequence[Sample], rows: Sequence[int], settings: TrainerSettings, ranks: int) -> Iterator[int]:
     """Tokens that each micro-batch computes."""
     tokens, most = settings.max_tokens_per_micro_batch, settings.max_rows_per_micro_batch
     if not settings.packing:
-        for micro in micro_batches(samples, rows, tokens, most):
+        for micro in micro_batches(samples, rows, tokens, most, ranks):
             yield len(micro.rows) * max(len(sample.input_ids) for sample in micro.samples)
         return
-    for micro in packed_micro_batches(samples, rows, tokens, most, IMAGE_TOKEN):
+    for micro in packed_micro_batches(samples, rows, tokens, most, IMAGE_TOKEN, ranks):
         yield _packed_tokens(micro)
 
 

@@ -9,12 +9,12 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from components.contracts.errors import ConfigurationError
 from components.training.moments import OptimizerStates
 from components.training.optimizer import CompensatedAdamW
-from components.training.ranks import Ranks, whole
+from components.training.ranks import Ranks, total_norm
 from components.training.skipped import SkippedUpdates
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -113,7 +113,7 @@ class TrainingEngine(Generic[Model]):
         norms = {}
         for name, parameters in self._clipped.items():
             gradients = [p.grad for p in parameters if p.grad is not None]
-            norms[name] = float(whole(get_total_norm(gradients))) if gradients else 0.0
+            norms[name] = total_norm(gradients)
         finite = all(map(isfinite, norms.values()))
         if finite:
             for name, parameters in self._clipped.items():

@@ -119,7 +119,7 @@ class CompensatedAdamW(torch.optim.Optimizer):
         return parameter.float() + state[RESIDUAL].float() if RESIDUAL in state else parameter.detach()
 
     def _step_fp32(self, pairs: Sequence[tuple[nn.Parameter, State]], group: Mapping[str, Any]) -> None:
-        self._update(pairs, [_local(p.detach()) for p, _ in pairs], group)
+        self._update(pairs, [_local(p).detach() for p, _ in pairs], group)
 
     def _update(
         self, pairs: Sequence[tuple[nn.Parameter, State]], weights: list[Tensor], group: Mapping[str, Any]

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout  # there is no public way to change it
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.nn.utils import get_total_norm
 
 from components.contracts.errors import TrainerError
 from components.models.context_parallel import ContextParallel
@@ -148,6 +149,23 @@ def _unpacked(data: Tensor) -> Any:
 def whole(tensor: Tensor) -> Tensor:
     """The full tensor on the CPU, of a sharded one as well (then every rank must call)."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+
+
+def total_norm(tensors: Iterable[Tensor]) -> float:
+    """The norm of all `tensors` together; of shards, which lie alike, over the ranks that have them: all of these call.
+
+    torch's own `get_total_norm` asks for each shard by itself, which takes a host longer than the collective.
+    """
+    whole, sharded = list[Tensor](), list[DTensor]()
+    for tensor in tensors:
+        sharded.append(tensor) if isinstance(tensor, DTensor) else whole.append(tensor)
+    norm = get_total_norm(whole)
+    if sharded:
+        square = get_total_norm([tensor.to_local() for tensor in sharded]).square()
+        placements = [Partial() if one.is_shard() else one for one in sharded[0].placements]
+        shared = DTensor.from_local(square, sharded[0].device_mesh, placements, run_check=False).full_tensor()
+        norm = (norm.to(shared.device).square() + shared).sqrt()
+    return float(norm)
 
 
 def like(value: Tensor, target: Tensor) -> Tensor:

@@ -152,15 +152,15 @@ class Learner(TrainingEngine[Any]):
 
     def plan(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[MicroBatch]:
         """The micro-batches of this rank, for an update on `rows` of `samples`."""
-        settings = self.settings
+        settings, (part, parts) = self.settings, self.ranks.data_parallel
         most = settings.max_tokens_per_micro_batch, settings.max_rows_per_micro_batch
         if settings.packing:
             config = base_model(self.model).config
             image_token = getattr(config, family_of(config).placeholder)
-            planned = packed_micro_batches(samples, rows, *most, image_token)
+            planned = packed_micro_batches(samples, rows, *most, image_token, parts)
         else:
-            planned = micro_batches(samples, rows, *most)
-        return share(planned, *self.ranks.data_parallel)
+            planned = micro_batches(samples, rows, *most, parts)
+        return share(planned, part, parts)
 
     def _update(
         self,

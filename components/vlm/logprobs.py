@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from components.contracts.errors import ConfigurationError
+from components.models.attention import needs_no_mask
 from components.models.context_parallel import ContextParallel
 from components.models.lora import base_model
 from components.models.packed import Packing, attend_in_segments, packed_states
@@ -124,7 +125,10 @@ class Policy(nn.Module):
         return torch.autocast(device.type, self.autocast) if self.autocast else nullcontext()
 
     def _hidden(self, inputs: dict[str, Tensor]) -> Tensor:
-        return base_model(self.model).model(**inputs, use_cache=False).last_hidden_state
+        model = base_model(self.model)
+        if needs_no_mask(model):
+            inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
+        return model.model(**inputs, use_cache=False).last_hidden_state
 
 
 def text_inputs(policy: Policy, ids: Tensor) -> dict[str, Tensor]:

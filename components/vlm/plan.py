@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
 from components.contracts.batches import Sample
 from components.vlm.packing import alike, estimated_content, in_order
+
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
@@ -34,50 +38,85 @@ def updates(n_samples: int, samples_per_update: int) -> Iterator[range]:
         yield range(start, min(start + size, n_samples))
 
 
-def micro_batches(samples: Sequence[Sample], rows: Sequence[int], max_tokens: int, max_rows: int) -> list[MicroBatch]:
+def micro_batches(
+    samples: Sequence[Sample], rows: Sequence[int], max_tokens: int, max_rows: int, ranks: int = 1
+) -> list[MicroBatch]:
     """Pack `rows` of `samples`, longest first, so that rows * longest <= max_tokens in each.
 
-    Lengths count image tokens: the server had expanded them. A sample longer than `max_tokens` goes alone.
+    Lengths count image tokens: the server had expanded them. A sample longer than `max_tokens` goes alone. For several
+    `ranks`, of which each gets as many, they are as even as their number lets them be.
     """
-    packed: list[list[int]] = []
-    for row in sorted(rows, key=lambda row: (-len(samples[row].input_ids), row)):
-        longest = len(samples[packed[-1][0]].input_ids) if packed else 0
-        if packed and len(packed[-1]) < max_rows and longest * (len(packed[-1]) + 1) <= max_tokens:
-            packed[-1].append(row)
-        else:
-            packed.append([row])
-    return [MicroBatch(tuple(samples[row] for row in group), tuple(group)) for group in packed]
+    lengths = {row: len(samples[row].input_ids) for row in rows}
+    order = sorted(rows, key=lambda row: (-lengths[row], row))
+
+    def cut(tokens: int) -> list[list[int]]:
+        groups: list[list[int]] = []
+        for row in order:
+            longest = lengths[groups[-1][0]] if groups else 0
+            if groups and len(groups[-1]) < max_rows and longest * (len(groups[-1]) + 1) <= tokens:
+                groups[-1].append(row)
+            else:
+                groups.append([row])
+        return groups
+
+    return [MicroBatch(tuple(samples[row] for row in group), tuple(group)) for group in _even(cut, max_tokens, ranks)]
 
 
 def packed_micro_batches(
-    samples: Sequence[Sample], rows: Sequence[int], max_tokens: int, max_rows: int, image_token: int
+    samples: Sequence[Sample], rows: Sequence[int], max_tokens: int, max_rows: int, image_token: int, ranks: int = 1
 ) -> list[MicroBatch]:
     """Put `rows` of `samples` that begin alike together, with at most `max_tokens` packed tokens in each.
 
-    What samples of one micro-batch begin with counts once. A micro-batch that could take no more ends, once it is half
-    full, where its last sample has least in common with the next. `image_token` stands for images in the samples. A
-    sample longer than `max_tokens` goes alone.
+    What samples of one micro-batch begin with counts once. `image_token` stands for images in the samples. A sample
+    longer than `max_tokens` goes alone. For one rank, a micro-batch that could take no more ends, once it is half full,
+    where its last sample has least in common with the next. For several `ranks`, of which each gets as many
+    micro-batches, they are as even as their number lets them be, and groups are cut where that makes them so.
     """
     contents = [estimated_content(samples[row], image_token) for row in rows]
     order = in_order(contents)
     shared = [0, *(alike(contents[a], contents[b]) for a, b in pairwise(order))]
     sizes = [len(contents[at]) for at in order]
-    planned, start = [], 0
-    while start < len(order):
+    cut = partial(_packed, sizes, shared, max_rows=max_rows, at_borders=ranks == 1)
+    planned = []
+    for places in _even(cut, max_tokens, ranks):
+        members = [rows[order[place]] for place in places]
+        planned.append(MicroBatch(tuple(samples[row] for row in members), tuple(members), packed=True))
+    return planned
+
+
+def _packed(
+    sizes: Sequence[int], shared: Sequence[int], max_tokens: int, *, max_rows: int, at_borders: bool
+) -> list[range]:
+    """Runs of samples in order: `sizes` are their tokens, `shared` those that each begins with like the one before."""
+    runs, start = [], 0
+    while start < len(sizes):
         filled, end, ends = sizes[start], start + 1, []
         while True:
-            if 2 * filled >= max_tokens or 2 * (end - start) >= max_rows:
+            if at_borders and (2 * filled >= max_tokens or 2 * (end - start) >= max_rows):
                 ends.append(end)
-            if end == len(order) or end - start == max_rows or filled + sizes[end] - shared[end] > max_tokens:
+            if end == len(sizes) or end - start == max_rows or filled + sizes[end] - shared[end] > max_tokens:
                 break
             filled += sizes[end] - shared[end]
             end += 1
-        if end < len(order):
+        if end < len(sizes):
             end = min(ends or [end], key=lambda at: (shared[at], -at))
-        members = [rows[at] for at in order[start:end]]
-        planned.append(MicroBatch(tuple(samples[row] for row in members), tuple(members), packed=True))
+        runs.append(range(start, end))
         start = end
-    return planned
+    return runs
+
+
+def _even(cut: Callable[[int], Sequence[Part]], max_tokens: int, ranks: int) -> Sequence[Part]:
+    """The parts with the fewest tokens at most, of as many rounds of `ranks` parts as `max_tokens` asks for."""
+    parts = cut(max_tokens)
+    most, least = -(-len(parts) // ranks) * ranks, 1
+    while ranks > 1 and least < max_tokens:
+        tokens = (least + max_tokens) // 2
+        tried = cut(tokens)
+        if len(tried) <= most:
+            parts, max_tokens = tried, tokens
+        else:
+            least = tokens + 1
+    return parts
 
 
 def share(batches: Sequence[MicroBatch], rank: int, world_size: int) -> list[MicroBatch]:

@@ -33,20 +33,28 @@ FORKED = Path(__file__).with_name("forked.py")
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, how, and on how many batches."""
+    """What is trained, how, and on which batches."""
 
     lora: LoraSettings | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
-    batches: int = 3
+    batches: tuple[int, ...] = (0, 1, 2)
+    model: dict[str, Any] = field(default_factory=dict)
 
 
 SEQUENCES = {"objective": {"name": "gspo"}, "aggregation": "sequence", "kl_coefficient": 0.1}
 CORRECTED = {"correction": {"mode": "truncate", "level": "sequence"}}
+WIDE = {"max_tokens_per_micro_batch": 16384, "max_rows_per_micro_batch": 256}
+"""One rank makes one micro-batch of the batch."""
 CASES = {
     "full": Case(),
     "lora": Case(lora=LORA),
-    "one micro-batch": Case(trainer={"max_tokens_per_micro_batch": 16384, "max_rows_per_micro_batch": 256}, batches=1),
-    "packed": Case(trainer={"packing": True}, batches=1),
+    "one sample": Case(batches=(3,)),
+    "one sample, packed": Case(trainer={"packing": True}, batches=(3,)),
+    "even": Case(trainer=WIDE, batches=(0,)),
+    "even, packed": Case(trainer={"packing": True, **WIDE}, batches=(0,)),
+    "even, packed, bfloat16": Case(
+        trainer={"packing": True, "weights": "bfloat16", **WIDE}, batches=(0,), model={"dtype": "bfloat16"}
+    ),
     "shared": Case(trainer={"packing": True, **SEQUENCES}),
     "shared, lora": Case(lora=LORA, trainer={"packing": True, "samples_per_update": 4, **CORRECTED}),
 }
@@ -99,14 +107,14 @@ class Runs:
         for name, folder in folders.items():
             policy = TrainerPolicySettings(
                 model_path=self.tiny.folder,
-                model=model_settings(lora=CASES[name].lora),
+                model=model_settings(lora=CASES[name].lora, **CASES[name].model),
                 trainer=trainer_settings(adam_epsilon=1e-3, **CASES[name].trainer),
                 temperature=1.0,
                 images=self.tiny.images.root,
             )
             settings = service_settings(policy, machine, folder)
             folder.mkdir(parents=True, exist_ok=True)
-            batches = self.batches[: min(most_batches, CASES[name].batches)]
+            batches = [self.batches[number] for number in CASES[name].batches][:most_batches]
             cases.append((settings.model_dump(mode="json"), [str(batch) for batch in batches]))
         (self.root / "cases.json").write_text(json.dumps(cases))
         asked = [nodes * processes, str(private_folder(self.root / "rendezvous")), str(self.root / "cases.json")]
@@ -123,10 +131,11 @@ def read_result(folder: Path) -> Result:
 
 
 def batch_folders(tiny: Tiny, root: Path) -> list[Path]:
-    folders = [root / f"batch-{step}" for step in (1, 2, 3)]
+    """Three of six samples, and one of a single sample."""
+    folders = [root / f"batch-{step}" for step in (1, 2, 3, 4)]
     for step, folder in enumerate(folders, 1):
         folder.mkdir()
-        write_batch(folder, tiny.samples(6, seed=step))
+        write_batch(folder, tiny.samples(6 if step < 4 else 1, seed=step))
     return folders
 
 
@@ -183,15 +192,38 @@ def test_sharded_steps_are_those_of_one_rank(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", ["one micro-batch", "packed"])
+@pytest.mark.parametrize("case", ["one sample", "one sample, packed"])
 def test_a_rank_without_a_token_to_train_on_takes_part(
     case: str, one_rank: dict[str, Result], two_ranks: dict[str, Result]
 ) -> None:
-    """Of packed rows two micro-batches are left, one of them without images."""
     one, two = one_rank[case], two_ranks[case]
     assert two.metrics[0]["loss"] == pytest.approx(one.metrics[0]["loss"], rel=1e-4)
     assert two.metrics[0]["grad_norm"] == pytest.approx(one.metrics[0]["grad_norm"], rel=1e-4)
     assert_same_weights(one, two)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", ["even", "even, packed"])
+def test_what_one_rank_computes_at_once_is_divided_among_two(
+    case: str, one_rank: dict[str, Result], two_ranks: dict[str, Result]
+) -> None:
+    """In packed rows, what both have of a group is computed twice."""
+    one, two = one_rank[case], two_ranks[case]
+    assert two.metrics[0]["loss"] == pytest.approx(one.metrics[0]["loss"], rel=1e-4)
+    assert two.metrics[0]["grad_norm"] == pytest.approx(one.metrics[0]["grad_norm"], rel=1e-4)
+    assert_same_weights(one, two)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_shards_of_weights_in_bf16_have_the_gradient_of_one_rank(
+    one_rank: dict[str, Result], two_ranks: dict[str, Result]
+) -> None:
+    """Up to the 8 bits of bf16."""
+    one, two = (ran["even, packed, bfloat16"].metrics[0] for ran in (one_rank, two_ranks))
+    assert two["loss"] == pytest.approx(one["loss"], rel=0.02)
+    assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.02)
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def test_plans_lose_nothing_and_keep_to_the_budget(
     lengths: list[tuple[int, int]], max_tokens: int, max_rows: int, ranks: int
 ) -> None:
     samples = [bare(length, images) for length, images in lengths]
-    plan = micro_batches(samples, range(len(samples)), max_tokens, max_rows)
+    plan = micro_batches(samples, range(len(samples)), max_tokens, max_rows, ranks)
     assert sorted(row for micro in plan for row in micro.rows) == list(range(len(samples)))
     for micro in plan:
         padded = max(len(s.input_ids) for s in micro.samples) * len(micro.samples)

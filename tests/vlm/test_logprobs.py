@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from components.adapters import model_inputs
 from components.contracts.errors import ConfigurationError
+from components.models.attention import needs_no_mask
+from components.models.families import FAMILIES
 from components.vlm.logprobs import Policy, check_head
 
 from .conftest import LORA, Tiny
@@ -193,3 +195,28 @@ def test_memory_is_a_fraction_of_the_naive_form() -> None:
         logprobs.gather(-1, ids[:, 1:, None]).squeeze(-1)[mask[:, 1:]].sum().backward()
     print(f"naive {everything.peak / 2**20:.0f} MiB, chunked {chunked.peak / 2**20:.0f} MiB")
     assert chunked.peak < everything.peak / 10
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_padded_at_their_ends_need_no_mask_where_all_is_causal(
+    family: str, make_tiny: Callable[..., Tiny]
+) -> None:
+    """Log-probs and gradients are those of the model with its mask."""
+    tiny = make_tiny(family)
+    batch = tiny.collator.collate(tiny.samples(4, seed=0), tiny.images.open)
+    assert not batch.attention_mask.bool().all()
+    inputs, mask, found = model_inputs(batch), batch.loss_mask[:, 1:].bool(), []
+    for whole in (False, True):
+        policy = Policy(tiny.model(), logprobs="torch", temperature=1.0)
+        assert needs_no_mask(policy.model) == (not FAMILIES[family].image_attention)
+        if whole:
+            logits = policy.own_logits(inputs)[:, :-1][mask]
+            logprobs = logits.log_softmax(-1).gather(-1, batch.input_ids[:, 1:][mask][:, None])[:, 0]
+        else:
+            logprobs, _ = policy(inputs, batch.loss_mask)
+        (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
+        gradient = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+        found.append((logprobs.detach(), gradient))
+    (ours, own), (theirs, reference) = found
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=2e-6)
+    assert (own - reference).norm() < 1e-5 * reference.norm()

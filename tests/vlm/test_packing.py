@@ -27,7 +27,7 @@ from components.vlm.learner import Learner
 from components.vlm.loader import FeatureCache, MicroBatchLoader
 from components.vlm.logprobs import Policy
 from components.vlm.packing import packed_batch, packing_of
-from components.vlm.plan import packed_micro_batches
+from components.vlm.plan import micro_batches, packed_micro_batches
 
 from .conftest import LORA, Tiny, trainer_settings
 
@@ -105,20 +105,20 @@ def test_what_rows_of_text_begin_with_is_there_once(rows: list[tuple[int, ...]])
     assert len(packed([Row((row,)) for row in rows]).rows) == len(beginnings)
 
 
-@given(st.lists(TEXT, min_size=1, max_size=12), st.integers(1, 12), st.integers(1, 4))
+@given(st.lists(TEXT, min_size=1, max_size=12), st.integers(1, 12), st.integers(1, 4), st.integers(1, 3))
 def test_a_plan_has_every_row_once_and_counts_packed_tokens(
-    texts: list[tuple[int, ...]], max_tokens: int, max_rows: int
+    texts: list[tuple[int, ...]], max_tokens: int, max_rows: int, ranks: int
 ) -> None:
     samples = [_sample(np.array(text), (), f"{row}") for row, text in enumerate(texts)]
     rows = range(len(samples))
-    plan = packed_micro_batches(samples, rows, max_tokens, max_rows, IMAGE)
+    plan = packed_micro_batches(samples, rows, max_tokens, max_rows, IMAGE, ranks)
     assert sorted(row for micro in plan for row in micro.rows) == list(rows)
     assert all(micro.samples == tuple(samples[row] for row in micro.rows) and micro.packed for micro in plan)
     for micro in plan:
         assert len(micro.rows) <= max_rows
         tokens = len({texts[row][: end + 1] for row in micro.rows for end in range(len(texts[row]))})
         assert tokens <= max_tokens or len(micro.rows) == 1
-    assert plan == packed_micro_batches(samples, rows, max_tokens, max_rows, IMAGE)
+    assert plan == packed_micro_batches(samples, rows, max_tokens, max_rows, IMAGE, ranks)
 
 
 def test_groups_stay_together_where_they_fit() -> None:
@@ -126,6 +126,26 @@ def test_groups_stay_together_where_they_fit() -> None:
     samples = [_sample(np.array(ids), (), f"{row}") for row, ids in enumerate(group)]
     plan = packed_micro_batches(samples, range(9), 20, 64, IMAGE)
     assert [micro.rows for micro in plan] == [(0, 1, 2, 3, 4, 5), (6, 7, 8)]
+
+
+def test_ranks_get_even_parts_of_one_micro_batch() -> None:
+    """Groups stay whole where that is as even, and one is cut where it is not."""
+    group = [[k] * 6 + [10 + 10 * k + row] * 4 for k in range(4) for row in range(3)]  # 18 tokens each when packed
+    samples = [_sample(np.array(ids), (), f"{row}") for row, ids in enumerate(group)]
+    plan = packed_micro_batches(samples, range(12), 1000, 64, IMAGE, 2)
+    assert [micro.rows for micro in plan] == [tuple(range(6)), tuple(range(6, 12))]
+    plan = packed_micro_batches(samples, range(9), 1000, 64, IMAGE, 2)
+    assert [micro.rows for micro in plan] == [(0, 1, 2, 3, 4), (5, 6, 7, 8)]
+    plan = packed_micro_batches(samples, range(9), 20, 64, IMAGE, 2)
+    assert [len(micro.rows) for micro in plan] == [3, 3, 3]
+    assert len(packed_micro_batches(samples, range(1), 1000, 64, IMAGE, 2)) == 1
+
+
+def test_ranks_get_even_parts_of_padded_rows() -> None:
+    samples = [_sample(np.arange(length), (), f"{length}") for length in (8, 8, 6, 6, 4, 4, 2, 2)]
+    plan = micro_batches(samples, range(8), 1000, 64, 2)
+    assert [micro.rows for micro in plan] == [(0, 1, 2), (3, 4, 5, 6, 7)]
+    assert len(micro_batches(samples, range(8), 1000, 64)) == 1
 
 
 def _sample(ids: Any, images: tuple[ImageRef, ...], name: str, mask: Any = None, seed: int = 0) -> Sample:

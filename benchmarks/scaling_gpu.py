@@ -1,0 +1,221 @@
+"""The same updates by one GPU and by two: what `machine.trainer_processes = 2` gains.
+
+Usage: python -m benchmarks.scaling_gpu [small] [plain] [one] [full] [copies] [A] [B] [C]: the sides and the cases, by
+default `one`, `full` and all cases. `full` splits the model over the ranks, as several GPUs do by default; `copies` has
+all of it on each. `plain`: layers are not compiled. Rows of a case with equal norms did the same work. The rows go to
+$OUT/scaling.json as well. `small` runs two ranks on a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from benchmarks.step_case import Case, clean, make_model, model_config, peak_gib, sync
+from benchmarks.step_ours import samples_of, settings_of
+from components.adapters import get_adapter
+from components.artifacts.images import ImageStore
+from components.models.attention import follow_image_attention
+from components.models.families import family_of
+from components.models.load import RECOMPUTATION
+from components.models.tiny.build import SMALL, make_tiny_checkpoint
+from components.models.varlen import choose_kernels
+from components.training.launch import joined
+from components.training.processes import TrainerProcesses, private_folder
+from components.training.ranks import Ranks
+from components.training.sharding import blocks, sharder
+from components.vlm.learner import Learner
+from components.vlm.loader import MicroBatchLoader
+
+CUDA = torch.cuda.is_available()
+SIDES = ("one", "full", "copies")
+CASES = ("B", "C", "A")
+STEPS = 4
+TOKENS = 70_000
+"""Of a micro-batch at most, so that one rank makes one of each case."""
+LIMIT = 420.0
+"""Seconds of a side."""
+
+
+def processes_of(side: str) -> TrainerProcesses:
+    n = 1 if side == "one" else 2
+    return TrainerProcesses(
+        processes=n,
+        gpus=tuple(range(n)) if CUDA else (),
+        sharding="full" if side == "full" else None,
+        threads=0 if CUDA else 1,
+        rank_timeout=LIMIT,
+    )
+
+
+def learner_of(folder: Path, words: set[str], processes: TrainerProcesses, ranks: Ranks) -> Learner:
+    """As the trainer's worker makes it, with weights that are made instead of read."""
+    settings = settings_of(TOKENS, {"packing", "bf16"} | (set() if "plain" in words else {"compile"}))
+    small = "small" in words
+    device, sharded = str(ranks.device), processes.sharding is not None
+    made = make_model(folder, "sdpa", device, small) if ranks.first or not sharded else None
+    if sharded:
+        with init_empty_weights(include_buffers=False):
+            config = model_config(folder, small)
+            model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    else:
+        model = made
+    choose_kernels(model)
+    follow_image_attention(model)
+    model.gradient_checkpointing_enable(RECOMPUTATION)
+    shard = None
+    if sharded:
+        weights = None if made is None else {f"model.{name}": value for name, value in made.state_dict().items()}
+        units = partial(blocks, classes=family_of(model.config).wrap_classes, dtype=torch.bfloat16)
+        methods = ["next_tokens", "own_logits"]
+        shard = sharder(ranks, processes.copies, units, weights, cast_inputs=True, methods=methods)
+    return Learner(model, settings, temperature=1.0, ranks=ranks, shard=shard)
+
+
+def measured(
+    case: Case, learner: Learner, loader: MicroBatchLoader, store: ImageStore, adapter: Any, processor: Any
+) -> dict[str, Any]:
+    ranks = learner.ranks
+    samples = samples_of(case, adapter, store, case.prompt(processor, case.question(processor)))
+    with loader.batch():
+        scores = learner.score(samples, loader)
+        own = [replace(one, behavior_logprobs=values) for one, values in zip(samples, scores, strict=True)]
+        whole = list(loader(learner.plan(own, range(len(own)))))
+
+    def step() -> dict[str, float]:
+        return learner.step(own, lambda plan: iter(whole))
+
+    def timed() -> tuple[float, dict[str, float]]:
+        ranks.gather(None)  # they begin together
+        sync()
+        began = time.perf_counter()
+        report = step()
+        sync()
+        return max(ranks.gather(time.perf_counter() - began)), report
+
+    clean()
+    first, report = timed()
+    found: dict[str, Any] = {
+        "case": case.name,
+        "norm": report["grad_norm"],
+        "mismatch_kl": report["mismatch_kl"],
+        "first_s": first,
+        "tokens": ranks.gather(sum(len(batch.packing.rows) for _, batch in whole)),
+        "images": ranks.gather(sum(len(batch.packing.image_tokens) for _, batch in whole)),
+        "micro_batches": len(whole),
+        "seconds": [timed()[0] for _ in range(STEPS)],
+        "peak_gib": ranks.gather(peak_gib()),
+    }
+    return found | ({"gpu_ms": ranks.gather(on_gpu(step))} if CUDA else {})
+
+
+def on_gpu(step: Callable[[], Any]) -> dict[str, float]:
+    """Milliseconds of one step: of its kernels that compute, of NCCL's (which wait for the other rank, too), and of
+    the latter when nothing else ran. The profiler slows the host down, so `wall` is longer than that of other steps.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        began = time.perf_counter()
+        step()
+        sync()
+        wall = 1e3 * (time.perf_counter() - began)
+    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for event in seen.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("Optimizer."):
+            spans["nccl" in event.name.lower()].append((event.time_range.start, event.time_range.end))
+    busy, computing = covered(spans[True] + spans[False]), covered(spans[False])
+    return {"wall": wall, "computing": computing, "nccl": covered(spans[True]), "nccl_alone": busy - computing}
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Milliseconds of a union of spans in microseconds."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total / 1e3
+
+
+def rank(folder: Path, out: Path, side: str, words: set[str]) -> None:
+    """What each process of a side does."""
+    processes = processes_of(side)
+    with joined(processes, seed=0) as ranks, tempfile.TemporaryDirectory() as scratch:
+        processor = AutoProcessor.from_pretrained(folder)
+        store = ImageStore(Path(scratch) / "images")
+        adapter = get_adapter("qwen2_5_vl", processor, store.open)
+        loader = MicroBatchLoader(adapter.collator, store, workers=0)
+        learner = learner_of(folder, words, processes, ranks)
+        for name in (case for case in CASES if case in words):
+            found = measured(Case(folder, name, "small" in words), learner, loader, store, adapter, processor)
+            if ranks.first:
+                print(json.dumps({"side": side} | found), flush=True)
+                with out.open("a") as file:
+                    file.write(json.dumps({"side": side} | found) + "\n")
+
+
+def compared(rows: list[dict[str, Any]]) -> None:
+    print(f"{'case':<6}{'side':<9}{'ms':>8}{'gain':>7}  {'norm':<10}{'peak GiB':>9}  tokens of the ranks")
+    for name in CASES:
+        ms = {row["side"]: 1e3 * statistics.median(row["seconds"]) for row in rows if row["case"] == name}
+        for row in (row for row in rows if row["case"] == name):
+            row["gain"] = ms["one"] / ms[row["side"]] if "one" in ms else None
+            gain = f"{row['gain']:.3f}" if row["gain"] else "-"
+            numbers = f"{ms[row['side']]:>8.0f}{gain:>7}  {row['norm']:<10.6f}{max(row['peak_gib']):>9.2f}"
+            print(f"{name:<6}{row['side']:<9}{numbers}  {row['tokens']}")
+
+
+def main(words: list[str]) -> None:
+    if unknown := set(words) - {"small", "plain", *SIDES, *CASES}:
+        raise SystemExit(f"unknown: {', '.join(sorted(unknown))}\n{__doc__}")
+    small = "small" in words
+    words += () if set(words) & set(CASES) else CASES
+    with tempfile.TemporaryDirectory() as scratch:
+        settings = SMALL.model_copy(update={"image_side": 112 if small else 448, "max_positions": 32_768})
+        folder, out = make_tiny_checkpoint("qwen2.5-vl", Path(scratch) / "model", 0, settings), Path(scratch) / "out"
+        for file in folder.glob("*.safetensors"):
+            file.unlink()  # only the processor is wanted
+        for side in [side for side in SIDES if side in words] or ["one", "full"]:
+            arguments = ["-m", "benchmarks.scaling_gpu", "rank", folder, out, side, *words]
+            rendezvous = private_folder(Path(scratch) / "rendezvous")
+            environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "HF_HUB_OFFLINE": "1"}
+            program = processes_of(side).start(arguments, rendezvous=rendezvous, log=None, env=environment)
+            try:
+                if code := program.wait(LIMIT):
+                    print(f"{side} ended with exit code {code}", flush=True)
+            except subprocess.TimeoutExpired:
+                print(f"{side} took more than {LIMIT:g} s", flush=True)
+            finally:
+                program.stop()
+            if out.exists():
+                rows = [json.loads(line) for line in out.read_text().splitlines()]
+                compared(rows)
+                save(rows)
+
+
+def save(rows: list[dict[str, Any]]) -> None:
+    if "OUT" in os.environ:
+        device = torch.cuda.get_device_name() if CUDA else "cpu"
+        document = {"device": device, "torch": torch.__version__, "rows": rows}
+        Path(os.environ["OUT"], "scaling.json").write_text(json.dumps(document, indent=1))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["rank"]:
+        rank(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], set(sys.argv[5:]))
+    else:
+        main(sys.argv[1:])

@@ -1,0 +1,46 @@
+"""What weights in 4 bits stand for: the kernel against the plain way, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from components.models.blockwise import NF4
+
+
+def both(shape: tuple[int, int], dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """By the kernel and the plain way; a block of scale 0, and every code."""
+    from components.models.nf4_kernel import dequantize
+
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).flatten()
+    weight[: NF4.block] = 0
+    indices, scales = (tensor.to(device) for tensor in NF4.quantize(weight))
+    pairs = indices.view(-1, 2)
+    packed = (pairs[:, 0] << 4) | pairs[:, 1]
+    return dequantize(packed, scales, dtype), NF4.dequantize(indices, scales, dtype)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_interpreted_kernel() -> None:
+    """In a process of its own: Triton decides when it is imported whether kernels are compiled or interpreted."""
+    tests = Path(__file__).with_name("interpreted_nf4.py")
+    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", str(tests)]
+    done = subprocess.run(
+        command, env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 2), (37, 258), (2048, 11008)])
+def test_on_a_gpu_the_kernel_gives_the_bits_of_the_plain_way(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    kernel, plain = both(shape, dtype, "cuda")
+    assert kernel.dtype == plain.dtype == dtype and torch.equal(kernel, plain)
