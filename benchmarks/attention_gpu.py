@@ -164,6 +164,8 @@ def family_row(family: str, ways: tuple[str, ...], small: bool) -> dict[str, Any
             seconds[way].append(timed(passes))
     ms = {way: 1e3 * statistics.median(values) for way, values in seconds.items()}
     named = {way: value for way, value in ms.items() if way != AUTO}
+    if AUTO not in ms or not named:
+        raise SystemExit(f"{family}: nothing to compare: {json.dumps(failed)}")
     best = min(named, key=lambda way: named[way])
     gaps = {way: float((values - found[AUTO]).abs().mean()) for way, values in found.items() if way != AUTO}
     return {

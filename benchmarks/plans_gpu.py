@@ -29,8 +29,10 @@ from components.stages import STAGES, open_store, run_stage
 STORE = Path(".armature/plans-gpu").absolute()
 PYTHON = Path(os.environ.get("ARMATURE_TEST_VLLM_PYTHON", ".venv-vllm/bin/python"))
 SHOWN = ("wait_for_rollouts", "batch", "train", "sync", "step")
+SERVED = Path(__file__).parents[1] / "components/inference/served"
 ON_GPU: dict[str, Any] = {
     "trainer_gpus": (0,),
+    "server_environment": {"PYTHONPATH": os.pathsep.join([str(SERVED), os.environ.get("PYTHONPATH", "")])},
     "server_arguments": {"gpu_memory_utilization": 0.2, "enforce_eager": True},
 }
 CPU: dict[str, dict[str, Any]] = {"cpu": {}}
