@@ -41,8 +41,8 @@ def costs(gpu: str, transfer: Transfer = "ipc", mfu: Mfu = "compiled_mfu", small
     return estimated(sizes(small), GPUS[gpu], Assumptions(), transfer=transfer, mfu=mfu, **how)
 
 
-def step(tokens: int, mfu: Mfu = "compiled_mfu", small: bool = False) -> float:
-    found = costs("h200", mfu=mfu, small=small).trainer
+def step(tokens: int, mfu: Mfu = "compiled_mfu", small: bool = False, gpu: str = "h200") -> float:
+    found = costs(gpu, mfu=mfu, small=small).trainer
     return tokens * found.token_seconds + found.update_seconds
 
 
@@ -61,6 +61,7 @@ CASES = [
     ("H200", "case A, packed, not compiled", step(18_989, "packed_mfu"), 1.38, "1.38 s"),
     ("H200", "case A, not packed", step(37_504, "trainer_mfu"), 4.46, "4.46 s"),
     ("H200", "2.2 B, 64 samples of 574 tokens, not packed", step(64 * 574, "trainer_mfu", True), 3.2, "3.2 s"),
+    ("H100", "3.75 B, case B, recomputed", step(68_141, gpu="h100"), 3.606, "3,606 ms"),
     ("H100", "new weights of 3.75 B by `ipc`", sync("ipc"), 0.92, "0.92 s"),
     ("H100", "by `file`, to one server", sync("file"), 15.94, "15.94 s"),
     ("H100", "by `delta`", sync("delta"), 3.98, "3.98 s"),
