@@ -157,6 +157,12 @@ class TrainVLASettings(Settings):
                 f"mode expert trains the action expert alone, and action_mode {self.policy.action_mode} also the VLM: "
                 "set policy.action_mode to continuous"
             )
+        insulated = self.policy.enable_knowledge_insulation and self.policy.action_mode == "continuous"
+        if insulated and self.training.mode != "expert":
+            raise ValueError(
+                f"enable_knowledge_insulation leaves continuous actions no gradient to the VLM, which mode "
+                f"{self.training.mode} is to train: set policy.action_mode to both, or training.mode to expert"
+            )
         if self.policy.action_mode == "discrete":
             why = "policy.action_mode discrete has no loss that trains the action expert"
             self.training.refuse_rates(("action_expert",), why, "policy.action_mode = both")

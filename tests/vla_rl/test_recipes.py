@@ -88,6 +88,7 @@ RATE, DISCRETE = "training.learning_rates.action_expert=5e-5", "rollouts.inferen
         (["evaluation.perturbations.layout=[1]", "simulator.num_steps_wait=1"], "wait longer"),
         (["evaluation.panel_episodes=7"], "leave panel_episodes out"),
         (["policy.num_inference_steps=1"], "set it to 4 or more"),
+        (["policy.enable_knowledge_insulation=true"], "no gradient to the VLM, which mode full is to train"),
         (["rollouts.noise_level=1e-300"], "rollouts.noise_level"),
         (["rollouts.noise_level=1e20"], "rollouts.noise_level"),
         (["trainer.learning_rates.connector=1e-4"], "learning_rates.connector: mode expert trains .*leave it out"),
