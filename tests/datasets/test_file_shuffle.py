@@ -148,6 +148,16 @@ def test_the_files_are_those_of_the_videos_that_are_used(dataset):
     assert dataset.episodes.file_starts(()).tolist() == [0]  # one file of data
 
 
+def test_the_files_of_the_camera_with_the_most_count(dataset):
+    finer, coarser = pickle.loads(pickle.dumps(dataset.episodes)), pickle.loads(pickle.dumps(dataset.episodes))
+    for index, episodes in ((finer, 20), (coarser, 40)):
+        index.numbers = np.array(index.numbers)
+        index.numbers["clips"]["file"][:, 1] = np.arange(EPISODES) // episodes
+    assert finer.file_starts(CAMERAS).tolist() == list(range(0, EPISODES * LENGTH, 20 * LENGTH))
+    assert finer.file_starts(CAMERAS[:1]).tolist() == dataset.episodes.file_starts(CAMERAS).tolist()
+    assert coarser.file_starts(CAMERAS).tolist() == dataset.episodes.file_starts(CAMERAS).tolist()
+
+
 @pytest.mark.parametrize("at_once", [1, 7, 24, 25, 26])
 def test_a_block_of_the_list_may_end_anywhere(dataset, monkeypatch, at_once):
     whole = dataset.episodes.file_starts(CAMERAS).tolist()
