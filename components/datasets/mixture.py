@@ -11,13 +11,17 @@ from numpy.typing import NDArray
 from components.artifacts.cache import DownloadCache
 from components.contracts.errors import ConfigurationError
 from components.contracts.robots import RobotObservation
+from components.datasets.file_shuffle import FileShuffle
 from components.datasets.lerobot.episodes import EpisodeRange
 from components.datasets.lerobot.frames import FrameReader
+from components.datasets.lerobot.layout import VIDEO
 from components.datasets.lerobot.reader import window
 from components.datasets.order import MixtureSchedule, mixed, permuted
 from components.datasets.samples import RobotSample
 from components.datasets.selection import selection
+from components.datasets.settings import FileShuffleSettings
 from components.datasets.source import DatasetSource
+from components.datasets.statistics import Array
 
 
 class FrameIndex(NamedTuple):
@@ -32,14 +36,22 @@ class Mixture:
 
     Each source gets its weight's share of the positions, and is gone through in an order of its own, without
     repeats until all of its frames were there. The order is a function of seed and position: to resume is to go on
-    at a position, and to share it among ranks is to share positions.
+    at a position, and to share it among ranks is to share positions. With `file_shuffle` the lanes of a source that
+    is not alone come to its next epoch one after another.
     Pickles, for loader processes; threads may share it.
     """
 
-    def __init__(self, sources: Sequence[DatasetSource], horizon: int, seed: int) -> None:
+    def __init__(
+        self,
+        sources: Sequence[DatasetSource],
+        horizon: int,
+        seed: int,
+        file_shuffle: FileShuffleSettings | None = None,
+    ) -> None:
         """
         Args:
             horizon: Actions of a sample, where a source has no horizon of its own.
+            file_shuffle: Of the order with locality; None shuffles all frames of a source.
 
         Raises:
             ConfigurationError: no sources, or one without the feature that it calls its action.
@@ -59,6 +71,10 @@ class Mixture:
         self._frames = [FrameReader(source.dataset, cache) for source in sources]
         runs = [selection(source.episodes).frames(source.dataset.episodes) for source in sources]
         self._firsts, self._stops = [first for first, _ in runs], [stops for _, stops in runs]
+        self._file_shuffle = None
+        if file_shuffle is not None:
+            weights = [source.weight for source in sources]
+            self._file_shuffle = FileShuffle(weights, list(map(_file_bounds, sources)), file_shuffle, seed)
 
     @property
     def horizon(self) -> int:
@@ -72,6 +88,8 @@ class Mixture:
 
     def place(self, position: int) -> FrameIndex:
         """What is at `position`, 0 or more."""
+        if self._file_shuffle is not None:
+            return FrameIndex(*self._file_shuffle.at(position))
         source, taken = self._schedule.at(position)
         size = int(self._stops[source][-1])
         epoch, index = divmod(taken, size)
@@ -118,3 +136,11 @@ class Mixture:
         frame = int(firsts[run]) + place.frame - (int(stops[run - 1]) if run else 0)
         episode = self.sources[place.source].dataset.episode_at(frame)
         return episode, frame - episode.start
+
+
+def _file_bounds(source: DatasetSource) -> Array:
+    """Of the chosen frames, the first in each file, and their number: (files + 1,)."""
+    dataset, chosen = source.dataset, selection(source.episodes)
+    videos = [name for name in source.cameras.values() if dataset.feature(name).dtype == VIDEO]
+    starts = chosen.before(dataset.episodes.file_starts(videos), dataset.episodes)
+    return np.unique(np.append(starts, chosen.frames(dataset.episodes)[1][-1]))

@@ -65,6 +65,13 @@ class EpisodeSelection(Sequence[int]):
         firsts = np.where(self._firsts > 0, stops[self._firsts - 1], 0)
         return firsts, np.cumsum(stops[self._firsts + self._counts - 1] - firsts)
 
+    def before(self, frames: Array, index: EpisodeIndex) -> Array:
+        """How many frames of the selection come before each of these of the dataset: (frames,)."""
+        firsts, stops = self.frames(index)
+        run = np.maximum(np.searchsorted(firsts, frames, side="right") - 1, 0)
+        begins = np.concatenate([[0], stops])[run]
+        return begins + np.clip(frames - firsts[run], 0, stops[run] - begins)
+
 
 def selection(numbers: Sequence[int]) -> EpisodeSelection:
     """The numbers, ascending, as runs."""

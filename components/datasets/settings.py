@@ -85,3 +85,14 @@ class AugmentStatsSettings(Settings):
     """What becomes of the dataset."""
 
     in_place: bool = Field(False, description="Put the statistics into the dataset's meta/stats.json, in one step.")
+
+
+class FileShuffleSettings(Settings):
+    """Shuffles files, and frames within a few files: a rank reads only the files of its lanes."""
+
+    lanes: PositiveInt = Field(
+        8,
+        description="Lanes that each epoch's files are dealt to; sample p is of lane p % lanes. A multiple of the "
+        "trainer's ranks.",
+    )
+    window: PositiveInt = Field(8, description="Files of a lane whose frames are shuffled together.")

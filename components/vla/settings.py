@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from components.contracts.settings import Settings
+from components.datasets.settings import FileShuffleSettings
 from components.policies.settings import RobotPolicySettings
 
 Mode = Literal["full", "lora", "lora_expert", "expert"]
@@ -139,6 +141,12 @@ class VLATrainerSettings(PolicyUpdateSettings):
         None, gt=0, lt=1, description="Moving average of the trained weights, which is what is saved; none: no average."
     )
     augmentation: ImageAugmentationSettings | None = Field(None, description="Changes training images; none: nothing.")
+    file_shuffle: FileShuffleSettings | None = Field(
+        None,
+        exclude_if=operator.not_,  # what was made before there was this setting keeps its fingerprint
+        description="Shuffles files, and frames within a few of them, so that a rank reads its own files alone; none: "
+        "shuffles all frames.",
+    )
     heldout: HeldoutSettings | None = Field(
         None, description="Measures on episodes that are not trained on; none: trains on all."
     )

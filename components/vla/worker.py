@@ -24,6 +24,7 @@ from components.vla.learner import PolicyLearner
 from components.vla.micro_batch import PolicyMicroBatch
 from components.vla.opening import open_model
 from components.vla.robots import robots_of
+from components.vla.settings import VLATrainerSettings
 
 REMEMBERED = 1000
 """Steps whose metrics a checkpoint has: the history is beside it."""
@@ -39,7 +40,7 @@ class PolicyWorker(ServiceWorker):
     def __init__(self, settings: ServiceSettings, ranks: Ranks) -> None:
         training = PolicyTraining.model_validate(settings.training)
         policy, self.trainer = training.settings.policy, training.settings.training
-        _refuse(self.trainer.batch_size, settings.processes.ranks)
+        _refuse(self.trainer, settings.processes.ranks)
         sources = open_sources(training.dataset)
         statistics = read_statistics(training.statistics, sorted({source.tag for source in sources}))
         robots = robots_of(training.policy, policy, sources, statistics)
@@ -53,7 +54,10 @@ class PolicyWorker(ServiceWorker):
             own = {tag: each.settings for tag, each in robots.parts.items()}
             self._heldout = HeldoutEvaluator(samples, encoder, robots.measured, own)
         self._updates = UpdateDataset(
-            Mixture(trained, policy.chunk_size, self.trainer.seed), encoder, ranks.rank, ranks.size
+            Mixture(trained, policy.chunk_size, self.trainer.seed, self.trainer.file_shuffle),
+            encoder,
+            ranks.rank,
+            ranks.size,
         )
         freeze = partial(prepare, settings=self.trainer, semantics=policy.semantics)
         opened = self._opened = open_model(training.policy, self._parts, freeze, settings.processes, ranks)
@@ -96,10 +100,17 @@ class PolicyWorker(ServiceWorker):
         self.ranks.broadcast(None)  # none answers before it is written
 
 
-def _refuse(batch_size: int, ranks: int) -> None:
-    if batch_size % ranks:
+def _refuse(trainer: VLATrainerSettings, ranks: int) -> None:
+    if trainer.batch_size % ranks:
         raise ConfigurationError(
-            f"batch_size {batch_size} cannot be shared evenly among {ranks} processes",
+            f"batch_size {trainer.batch_size} cannot be shared evenly among {ranks} processes",
             where="training.batch_size, machine.trainer_processes, machine.trainer_nodes",
+            remedy=f"make it a multiple of {ranks}",
+        )
+    if trainer.file_shuffle and trainer.file_shuffle.lanes % ranks:
+        raise ConfigurationError(
+            f"{trainer.file_shuffle.lanes} lanes cannot be shared evenly among {ranks} processes: each would read all "
+            "files",
+            where="training.file_shuffle.lanes, machine.trainer_processes, machine.trainer_nodes",
             remedy=f"make it a multiple of {ranks}",
         )

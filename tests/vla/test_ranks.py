@@ -45,7 +45,7 @@ MACHINES = {
 }
 SAME: dict[str, dict[str, Any]] = {
     "full": {"policy": {"action_mode": "both"}},
-    "lora": {"mode": "lora", "lora": LORA, "ema_decay": 0.5},
+    "lora": {"mode": "lora", "lora": LORA, "ema_decay": 0.5, "file_shuffle": {"lanes": 2, "window": 2}},
 }
 CASES = [("full", "copies"), ("full", "full"), ("lora", "full"), ("lora", "hybrid")]
 

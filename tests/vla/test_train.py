@@ -43,6 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
         "lora": LORA | {"dropout": 0.1},
         "packing": {"max_row_tokens": 200, "max_row_examples": 2},
         "augmentation": AUGMENTATION,
+        "file_shuffle": {"lanes": 2, "window": 2},
     },
 }
 
@@ -101,10 +102,15 @@ def test_what_is_saved_is_the_average(inputs: dict[str, Path], tmp_path: Path) -
             ConfigurationError,
             "batch_size 3 cannot be shared evenly among 2",
         ),
+        (
+            {"file_shuffle": {"lanes": 3}, "machine": Machine(trainer_processes=2)},
+            ConfigurationError,
+            "3 lanes cannot be shared evenly among 2",
+        ),
         ({"policy": {"image_keys": ("observation.images.top",)}}, DataError, "no camera 'observation.images.top'"),
         ({"heldout": {"fraction": 0.99}}, ConfigurationError, "6 of 6 episodes would be held out"),
     ],
-    ids=["shares", "camera", "heldout"],
+    ids=["shares", "lanes", "camera", "heldout"],
 )
 def test_what_cannot_be_trained_is_refused(
     inputs: dict[str, Path], tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str

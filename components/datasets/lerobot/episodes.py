@@ -128,6 +128,23 @@ class EpisodeIndex(MappedFile, Sequence[EpisodeRange]):
         here = np.flatnonzero((self.numbers["chunk"] == chunk) & (self.numbers["file"] == file))
         return self[int(here[0])], self[int(here[-1])]
 
+    def file_starts(self, videos: Sequence[str]) -> Array:
+        """The first frame of each file: int64 (files,).
+
+        The files are those of the data or of one of these `videos`, whichever has the most: the others' hold more
+        episodes each, and may end within one.
+        """
+        changes: list[list[Array]] = [[] for _ in range(len(videos) + 1)]
+        for first in range(0, len(self), AT_ONCE):
+            begin = max(first - 1, 0)
+            block = self.numbers[begin : first + AT_ONCE]
+            clips = [block["clips"][:, self._videos.index(name)] for name in videos]
+            for found, files in zip(changes, [*clips, block], strict=True):
+                moved = (np.diff(files["chunk"]) != 0) | (np.diff(files["file"]) != 0)
+                found.append(np.flatnonzero(moved) + begin)
+        before = max(map(np.concatenate, changes), key=len)
+        return np.concatenate([[0], self.numbers["stop"][before]])
+
     def _tasks_of(self, number: int) -> tuple[str, ...]:
         return tuple(self._tasks[number].as_py() or ())
 

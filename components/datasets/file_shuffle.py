@@ -1,0 +1,104 @@
+"""An order with locality: files are shuffled, and frames within a few files, so that ranks read files of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from components.datasets.order import MixtureSchedule, mixed, permuted
+from components.datasets.settings import FileShuffleSettings
+from components.datasets.statistics import Array
+
+SCHEDULE, FILES = 0, 1
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """The frames of a source in a row: its files in their shuffled order, cut into lanes, and lanes into windows."""
+
+    key: int
+    files: Array
+    """Their numbers, in order: (files,)."""
+    file_stops: Array
+    """Where each ends in the row: (files,)."""
+    lane_starts: Array
+    """(lanes,)"""
+    begun: Array
+    """Positions that each lane had in the epochs before: (lanes,)."""
+    window_stops: Array
+
+    def place(self, lane: int, taken: int) -> tuple[int, int]:
+        """The file, and the frame in it, that a lane comes to after `taken` positions of all epochs."""
+        place = int(self.lane_starts[lane]) + taken - int(self.begun[lane])
+        window = int(np.searchsorted(self.window_stops, place, side="right"))
+        first, stop = int(self.window_stops[window - 1]) if window else 0, int(self.window_stops[window])
+        place = first + permuted(place - first, stop - first, mixed(self.key, window))
+        file = int(np.searchsorted(self.file_stops, place, side="right"))
+        return int(self.files[file]), place - (int(self.file_stops[file - 1]) if file else 0)
+
+
+class FileShuffle:
+    """Which frame of which source each position takes.
+
+    Position p is of lane p % lanes. In each epoch of a source its files are shuffled and put in a row, which is cut
+    into as many frames for each lane as the lane has positions: two lanes share a file at a cut, and no frame is left
+    over. A lane goes through its files by up to `window` at once, whose frames are shuffled. Where the positions of all
+    ranks are shared out in turn and their number divides that of the lanes, a rank has lanes of its own.
+
+    Of several sources, each lane takes their shares by a schedule of its own.
+    Memory is by file; tables of an epoch are made when one of its positions is first asked for.
+    """
+
+    def __init__(
+        self, weights: Sequence[float], bounds: Sequence[Array], settings: FileShuffleSettings, seed: int
+    ) -> None:
+        """
+        Args:
+            bounds: Of each source, the first frame of each file, from 0, and the number of all frames: (files + 1,).
+        """
+        self._bounds, self._seed = tuple(bounds), seed
+        self._lanes, self._window = settings.lanes, settings.window
+        self._schedules = [MixtureSchedule(weights, mixed(seed, SCHEDULE, lane)) for lane in range(settings.lanes)]
+        self._epochs: list[dict[int, _Epoch]] = [{} for _ in bounds]
+
+    def at(self, position: int) -> tuple[int, int]:
+        """The source and its frame."""
+        turn, lane = divmod(position, self._lanes)
+        source, taken = self._schedules[lane].at(turn)
+        bounds = self._bounds[source]
+        epoch = self._epoch(source, (taken * self._lanes + lane) // int(bounds[-1]))
+        file, frame = epoch.place(lane, taken)
+        return source, int(bounds[file]) + frame
+
+    def _epoch(self, source: int, number: int) -> _Epoch:
+        """Lanes come to the next epoch one after another, so two are kept."""
+        known = self._epochs[source]
+        if number not in known:
+            near = {other: table for other, table in known.items() if abs(other - number) == 1}
+            known = self._epochs[source] = {**near, number: self._built(source, number)}
+        return known[number]
+
+    def _built(self, source: int, number: int) -> _Epoch:
+        bounds, key = self._bounds[source], mixed(self._seed, FILES, source, number)
+        # PCG64's numbers stay as they are with every NumPy, as those of a Generator's methods do not.
+        files = np.argsort(np.random.PCG64(key).random_raw(len(bounds) - 1), kind="stable")
+        file_stops = np.cumsum(np.diff(bounds)[files])
+        begun, ended = (self._before(epoch * int(bounds[-1])) for epoch in (number, number + 1))
+        lane_stops = np.cumsum(ended - begun)
+        lane_starts = lane_stops - (ended - begun)
+        lanes = zip(lane_starts.tolist(), lane_stops.tolist(), strict=True)
+        windows = [self._windows(file_stops, start, stop) for start, stop in lanes if stop > start]
+        return _Epoch(key, files, file_stops, lane_starts, begun, np.concatenate(windows))
+
+    def _before(self, position: int) -> Array:
+        """How many of the positions before this one each lane has: (lanes,)."""
+        return (position + self._lanes - 1 - np.arange(self._lanes)) // self._lanes
+
+    def _windows(self, file_stops: Array, start: int, stop: int) -> Array:
+        """Where the windows of a lane end, with as many files in each as can be, to within one."""
+        first = np.searchsorted(file_stops, start, side="right")
+        stops = np.append(file_stops[first : np.searchsorted(file_stops, stop)], stop)
+        windows = -(-len(stops) // self._window)
+        return stops[np.arange(1, windows + 1) * len(stops) // windows - 1]

@@ -1,0 +1,196 @@
+"""The order with locality: everything once, few files open, files of its own for each rank, and still a shuffle."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.large_dataset import CAMERAS, LENGTH, write_dataset
+from components.datasets.file_shuffle import FileShuffle
+from components.datasets.lerobot.reader import open_dataset
+from components.datasets.mixture import Mixture
+from components.datasets.settings import FileShuffleSettings, SourceSettings
+from components.datasets.source import _source, split
+
+EPISODES, VIDEO_FILES = 300, 24
+
+
+def order(files, lanes, window, seed=0, weights=None):
+    """`files`: the frames of each, or lists of them for several sources."""
+    sources = files if isinstance(files[0], list) else [files]
+    bounds = [np.cumsum([0, *each]) for each in sources]
+    return FileShuffle(weights or [1.0] * len(sources), bounds, FileShuffleSettings(lanes=lanes, window=window), seed)
+
+
+def file_of(files, frame):
+    return int(np.searchsorted(np.cumsum(files), frame, side="right"))
+
+
+@settings(max_examples=60)
+@given(
+    files=st.lists(st.integers(1, 30), min_size=1, max_size=25),
+    lanes=st.integers(1, 9),
+    window=st.integers(1, 6),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_every_frame_once_an_epoch_and_no_more_files_at_once_than_the_window(files, lanes, window, seed):
+    shuffle, size = order(files, lanes, window, seed), sum(files)
+    for epoch in range(3):
+        positions = range(epoch * size, (epoch + 1) * size)
+        places = [shuffle.at(position) for position in positions]
+        assert sorted(places) == [(0, frame) for frame in range(size)]
+        for lane in range(lanes):
+            own = [file_of(files, place[1]) for at, place in zip(positions, places, strict=True) if at % lanes == lane]
+            used = {file: (own.index(file), len(own) - own[::-1].index(file)) for file in own}
+            for turn in range(len(own)):
+                assert sum(first <= turn < stop for first, stop in used.values()) <= window
+
+
+@settings(max_examples=30)
+@given(
+    files=st.lists(st.integers(5, 30), min_size=1, max_size=40),
+    ranks=st.sampled_from([1, 2, 4, 8]),
+    window=st.integers(1, 6),
+)
+def test_only_files_at_the_cuts_between_lanes_are_read_by_two_ranks(files, ranks, window):
+    """Positions as the trainer shares them, in any batch that is a multiple of the ranks: rank, rank + ranks, ..."""
+    shuffle = order(files, 8, window)
+    own = [
+        {file_of(files, shuffle.at(position)[1]) for position in range(rank, sum(files), ranks)}
+        for rank in range(ranks)
+    ]
+    assert set().union(*own) == set(range(len(files)))
+    assert sum(map(len, own)) <= len(files) + 7
+
+
+def test_a_rank_reads_its_share_of_many_files():
+    files = [20 + number % 7 for number in range(200)]
+    size, shuffle = sum(files), order(files, 8, 4)
+    for epoch in range(2):
+        touched = {file_of(files, shuffle.at(p)[1]) for p in range(epoch * size, (epoch + 1) * size) if p % 8 == 3}
+        assert 20 <= len(touched) <= 31
+
+
+def test_epochs_seeds_and_windows_are_other_orders():
+    files = [12] * 40
+    first = [order(files, 8, 4).at(position) for position in range(960)]
+    assert first[:480] != first[480:]
+    assert first != [order(files, 8, 4, seed=1).at(position) for position in range(960)]
+    assert first != [order(files, 8, 2).at(position) for position in range(960)]
+
+
+def test_an_order_is_the_same_from_any_position_on_and_in_any_process():
+    files = [7, 3, 30, 11, 5, 9]
+    shuffle = order(files, 4, 2, seed=5)
+    forward = [shuffle.at(position) for position in range(200)]
+    copy = pickle.loads(pickle.dumps(shuffle))
+    assert [order(files, 4, 2, seed=5).at(position) for position in range(199, -1, -1)] == forward[::-1]
+    assert [copy.at(position) for position in range(0, 200, 3)] == forward[::3]
+    far = 10**15
+    assert len({shuffle.at(far - far % 65 + offset) for offset in range(65)}) == 65  # an epoch
+
+
+def test_neighbors_are_as_far_from_each_other_as_in_a_shuffle():
+    """In a shuffle of all frames the mean distance of two is a third of their number, and hardly two are of a file."""
+    files, window = [100] * 640, 8
+    size, shuffle = sum(files), order(files, 8, window)
+    frames = np.array([shuffle.at(position)[1] for position in range(size // 10)])
+    assert np.abs(np.diff(frames)).mean() == pytest.approx(size / 3, rel=0.05)
+    batches = [{int(frame) // 100 for frame in frames[start : start + 32]} for start in range(0, len(frames), 32)]
+    assert (
+        24 < np.mean([len(batch) for batch in batches]) <= 32
+    )  # 8 lanes draw 4 of 8 files: 8 * 8 (1 - (7/8)^4) = 26.5
+    lane = frames[::8]
+    same = np.mean(lane[1:] // 100 == lane[:-1] // 100)
+    assert same == pytest.approx(1 / window, abs=0.04)
+    within = lane[: 100 * window] % 100
+    assert abs(np.corrcoef(within[1:], within[:-1])[0, 1]) < 0.12
+
+
+def test_of_several_datasets_each_has_its_share_and_its_own_lanes():
+    """4 lanes of 1024 positions are whole blocks of their schedules, and here one epoch of each dataset."""
+    files, lanes = [[32] * 32, [64] * 48], 4
+    shuffle = order(files, lanes, 3, weights=[1.0, 3.0])
+    places = [shuffle.at(position) for position in range(4096)]
+    assert sorted(places) == [(source, frame) for source in (0, 1) for frame in range(sum(files[source]))]
+    for source in (0, 1):
+        own = [
+            {file_of(files[source], frame) for each, frame in places[lane::4] if each == source} for lane in range(4)
+        ]
+        assert sum(map(len, own)) <= len(files[source]) + lanes - 1
+        taken = Counter(at // 512 for at, place in enumerate(places) if place[0] == source)
+        assert list(taken.values()) == pytest.approx([[128, 384][source]] * 8, abs=40)  # 4 standard deviations
+    same = np.mean([one[0] == other[0] for one, other in pairwise(places)])
+    assert same == pytest.approx(0.25**2 + 0.75**2, abs=0.04)  # lanes do not take turns in step
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    root = tmp_path_factory.mktemp("datasets") / "films"
+    write_dataset(root, EPISODES, VIDEO_FILES)
+    return open_dataset(root)
+
+
+def source_of(dataset, **facts):
+    return _source(dataset, SourceSettings(path=str(dataset.root), tag="robot", **facts))
+
+
+def test_the_files_are_those_of_the_videos_that_are_used(dataset):
+    episodes = EPISODES * len(CAMERAS) // VIDEO_FILES
+    films = [number * episodes * LENGTH for number in range(VIDEO_FILES // len(CAMERAS))]
+    assert dataset.episodes.file_starts(CAMERAS).tolist() == films
+    assert dataset.episodes.file_starts(()).tolist() == [0]  # one file of data
+
+
+def test_the_files_of_the_camera_with_the_most_count(dataset):
+    finer, coarser = pickle.loads(pickle.dumps(dataset.episodes)), pickle.loads(pickle.dumps(dataset.episodes))
+    for index, episodes in ((finer, 20), (coarser, 40)):
+        index.numbers = np.array(index.numbers)
+        index.numbers["clips"]["file"][:, 1] = np.arange(EPISODES) // episodes
+    assert finer.file_starts(CAMERAS).tolist() == list(range(0, EPISODES * LENGTH, 20 * LENGTH))
+    assert finer.file_starts(CAMERAS[:1]).tolist() == dataset.episodes.file_starts(CAMERAS).tolist()
+    assert coarser.file_starts(CAMERAS).tolist() == dataset.episodes.file_starts(CAMERAS).tolist()
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 24, 25, 26])
+def test_a_block_of_the_list_may_end_anywhere(dataset, monkeypatch, at_once):
+    whole = dataset.episodes.file_starts(CAMERAS).tolist()
+    monkeypatch.setattr("components.datasets.lerobot.episodes.AT_ONCE", at_once)
+    assert dataset.episodes.file_starts(CAMERAS).tolist() == whole
+
+
+def test_a_rank_opens_the_videos_of_its_lanes(dataset):
+    (training,), _ = split([source_of(dataset)], 0.2, seed=3)
+    mixture = Mixture([training], 2, 0, FileShuffleSettings(lanes=4, window=2))
+    size = mixture.frames
+    places = [mixture.place(position) for position in range(2 * size)]
+    for epoch in (places[:size], places[size:]):
+        assert sorted(place.frame for place in epoch) == list(range(size))
+    assert places[:size] != places[size:]
+    episodes = [mixture._episode(place)[0] for place in places[:size]]
+    assert {episode.index for episode in episodes} == set(training.episodes)
+    films = [{episode.clips[CAMERAS[0]].file for episode in episodes[rank::4]} for rank in range(4)]
+    assert len(set().union(*films)) == 12 and sum(map(len, films)) <= 12 + 3
+    assert mixture[5].episode == episodes[5].index
+
+
+def test_without_it_the_order_is_the_one_of_all_frames(dataset):
+    source = source_of(dataset)
+    places = [Mixture([source], 2, 7).place(position).frame for position in range(6)]
+    assert places == [Mixture([source], 2, 7, None).place(position).frame for position in range(6)]
+    assert all(one != other for one, other in pairwise(places))
+
+
+@settings(max_examples=40)
+@given(chosen=st.sets(st.integers(0, EPISODES - 1), min_size=1))
+def test_the_frames_before_one_are_counted(dataset, chosen):
+    runs = source_of(dataset, episodes=sorted(chosen)).episodes
+    frames = np.arange(0, EPISODES * LENGTH + 1, 11)
+    owned = np.repeat(np.isin(np.arange(EPISODES), sorted(chosen)), LENGTH)
+    assert runs.before(frames, dataset.episodes).tolist() == [int(owned[:frame].sum()) for frame in frames]
