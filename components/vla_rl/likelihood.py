@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from components.policies.molmoact2.modeling.expert import ActionExpert
-from components.policies.molmoact2.modeling.flow import loss_logprobs, midpoints
+from components.policies.molmoact2.modeling.flow import FlowSamples, loss_logprobs, midpoints, noisy_actions
 from components.policies.molmoact2.modeling.flow_sde import noise_scales, step_divergences, step_logprobs
 from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.policies.molmoact2.modeling.token_draws import token_logprobs
@@ -86,13 +86,11 @@ class FlowLossLikelihood:
     def predict(self, model: MolmoAct2, part: AnswerBatch, others: Sequence[ActionExpert] = ()) -> list[Prediction]:
         assert isinstance(part.drawn, JudgedAnswers) and not others, "settings refuse a KL term"
         noise, actions = part.drawn
-        times = midpoints(noise.shape[1], noise.device)
-        part_of_actions = times[:, None, None]
-        points = (1.0 - part_of_actions) * noise + part_of_actions * actions[:, None]
-        if self.plan.mask_dimensions:
-            points = points * ~part.batch.dimension_padding[:, None, None]
+        draws = FlowSamples(midpoints(noise.shape[1], noise.device).expand(len(noise), -1), noise)
+        used = ~part.batch.dimension_padding if self.plan.mask_dimensions else None
+        points, _ = noisy_actions(actions, draws, used)
         both_ways, hides = self.plan.bidirectional_images, self.plan.hides_answers
-        velocity, states = model.velocities(part.batch, points, times.expand(len(noise), -1), both_ways, hides)[0]
+        velocity, states = model.velocities(part.batch, points, draws.times, both_ways, hides)[0]
         return [Prediction(velocity, states[:, 0])]
 
     def logprobs(self, prediction: Prediction, part: AnswerBatch) -> Tensor:

@@ -140,21 +140,10 @@ class MolmoAct2Policy:
         sampler = self._sampler
         examples = in_threads(self._processor.encode, observations)
         chunks = sampler.explore(examples, seeds, noise_level)
-        actions = self._processor.decode(chunks.actions.numpy())
         sigmas = noise_scales(sampler.plan.steps, noise_level)
-        logprobs = step_logprobs(chunks.before, chunks.after, chunks.velocity, chunks.step, sigmas).numpy()
-        carried, own = self.n_action_steps, self.action_dimensions
-        return [
-            ExploredAnswer(
-                actions=actions[row, :carried],
-                before=chunks.before[row].numpy(),
-                after=chunks.after[row].numpy(),
-                step=int(chunks.step[row]),
-                logprobs=logprobs[row, :carried, :own],
-                value=None if chunks.values is None else float(chunks.values[row]),
-            )
-            for row in range(len(examples))
-        ]
+        logprobs = step_logprobs(chunks.before, chunks.after, chunks.velocity, chunks.step, sigmas)
+        steps = chunks.step.tolist()
+        return self._explored(chunks.actions, chunks.before, chunks.after, steps, logprobs, chunks.values)
 
     def judge(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], flow_samples: int
@@ -162,19 +151,8 @@ class MolmoAct2Policy:
         """As `predict`, from the same noise, with each answer's flow-matching losses; see `Sampler.judge`."""
         examples = in_threads(self._processor.encode, observations)
         chunks = self._sampler.judge(examples, seeds, flow_samples)
-        actions = self._processor.decode(chunks.actions.numpy())
-        carried, own = self.n_action_steps, self.action_dimensions
-        return [
-            ExploredAnswer(
-                actions=actions[row, :carried],
-                before=chunks.noise[row].numpy(),
-                after=chunks.actions[row].numpy(),
-                step=None,
-                logprobs=chunks.logprobs[row, :carried, :own].numpy(),
-                value=None if chunks.values is None else float(chunks.values[row]),
-            )
-            for row in range(len(examples))
-        ]
+        steps = [None] * len(examples)
+        return self._explored(chunks.actions, chunks.noise, chunks.actions, steps, chunks.logprobs, chunks.values)
 
     def speak(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], temperature: float
@@ -196,7 +174,10 @@ class MolmoAct2Policy:
         ]
 
     def add_value_head(self, seed: int) -> None:
-        """From now on `explore`, `judge` and `speak` tell values, 0 until `load_weights`; to be called before them."""
+        """From now on `explore`, `judge` and `speak` tell values, 0 until `load_weights`.
+
+        Call it before the first answer.
+        """
         self._sampler.model.add_value_head(seed, of_tokens=self._mode == "discrete")
 
     def load_weights(self, checkpoint: Path) -> None:
@@ -258,6 +239,29 @@ class MolmoAct2Policy:
         normalized = self._processor.action.normalize(previous.actions, "previous actions")
         wanted[:left, : self.action_dimensions] = torch.from_numpy(normalized)
         return wanted, prefix_weights(previous.delay, left, sampler.horizon)
+
+    def _explored(
+        self,
+        normalized: Tensor,
+        before: Tensor,
+        after: Tensor,
+        steps: Sequence[int | None],
+        logprobs: Tensor,
+        values: Tensor | None,
+    ) -> list[ExploredAnswer]:
+        """Of each row, from the normalized actions (N, T, max_action_dim) and what an answer tells of them."""
+        actions, carried, own = self._processor.decode(normalized.numpy()), self.n_action_steps, self.action_dimensions
+        return [
+            ExploredAnswer(
+                actions=actions[row, :carried],
+                before=before[row].numpy(),
+                after=after[row].numpy(),
+                step=step,
+                logprobs=logprobs[row, :carried, :own].numpy(),
+                value=None if values is None else float(values[row]),
+            )
+            for row, step in enumerate(steps)
+        ]
 
     @property
     def _most_tokens(self) -> int:

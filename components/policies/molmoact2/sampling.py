@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from components.contracts.errors import DataError
 from components.policies.molmoact2.configuration import MolmoAct2Config
-from components.policies.molmoact2.modeling.flow import loss_logprobs, midpoints
+from components.policies.molmoact2.modeling.flow import FlowSamples, loss_logprobs, midpoints, noisy_actions
 from components.policies.molmoact2.modeling.flow_sde import drift, noise_scales
 from components.policies.molmoact2.modeling.graphs import GraphedFunction
 from components.policies.molmoact2.modeling.guidance import guided_velocity
@@ -296,13 +296,16 @@ class Sampler:
         with self.model.autocast(self.device):
             given = self._conditions(observed)
             actions = self._integrated(noise[:, 0], given)
-            times, found = midpoints(noise.shape[1] - 1, self.device), []
-            for number, time in enumerate(times):
-                point = ((1.0 - time) * noise[:, 1 + number] + time * actions) * given.used
-                found.append(expert.velocity(point, expert.modulations(time[None]), given.contexts, given.mask))
+            times = midpoints(noise.shape[1] - 1, self.device)
+            draws = FlowSamples(times.expand(len(noise), -1), noise[:, 1:])
+            points, _ = noisy_actions(actions, draws, given.used[:, 0])
+            found = [
+                expert.velocity(point, expert.modulations(time), given.contexts, given.mask)
+                for point, time in zip(points.unbind(1), times.split(1), strict=True)
+            ]
             values = [] if head is None else [head(found[0][1])]
         velocity = torch.stack([each[0] for each in found], dim=1)
-        return [actions, loss_logprobs(velocity, actions, noise[:, 1:]), *values]
+        return [actions, loss_logprobs(velocity, actions, draws.noise), *values]
 
     def _guided(self, inputs: Sequence[Tensor]) -> Tensor:
         """noise and wanted (N, T, D), weights (N, T), then the batch's `observed`."""
