@@ -58,7 +58,7 @@ def test_following_a_run(tab: Any, training: Training, record_property: Callable
     tab.locator("#list .row").nth(3).wait_for()
     assert tab.locator("#list .row").first.get_attribute("data-step") == "2"
     tab.locator(".tokens").wait_for()
-    tab.wait_for_function("document.querySelector('.images img').naturalWidth === 56")
+    assert tab.locator(".images img").first.evaluate("image => image.decode().then(() => image.naturalWidth)") == 56
     assert tab.inner_text(".truth") == '{\n "color": "red"\n}'
     tab.fill("#find", "onerror")
     tab.locator("#count", has_text="1 of 4").wait_for()

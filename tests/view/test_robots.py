@@ -161,7 +161,7 @@ class TestInABrowser:
         assert tab.locator("#along .chart text", has_text="chunk 2").count() == 2
         cells = tab.locator(".answers-of tbody tr").nth(1).locator("td.number").all_inner_texts()
         assert cells == ["1", "1", "0.375", "2.125", "0", "1.25"]
-        tab.wait_for_function("document.querySelector('.seen img').naturalWidth === 24")
+        assert tab.locator(".seen img").first.evaluate("image => image.decode().then(() => image.naturalWidth)") == 24
         assert tab.locator("#outcomes tbody tr").all_inner_texts() == [
             "1\t1\t2\t0.33 (0.06 to 0.79)",
             "2\t2\t0\t1 (0.34 to 1)",
