@@ -104,7 +104,7 @@ def blocks(model: nn.Module, family: Family, dtype: torch.dtype | None) -> Itera
     """A vision tower that is gathered as a whole, the blocks that are not in it, inner ones first, and the model."""
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
-        if name.endswith(family.vision) and n_parameters(module) <= TOWER:
+        if family.whole_tower and name.endswith(family.vision) and n_parameters(module) <= TOWER:
             inside = set(module.modules())
             yield module, dtype
             break
