@@ -80,9 +80,10 @@ def learner_of(folder: Path, words: set[str], processes: TrainerProcesses, ranks
     shard = None
     if sharded:
         weights = None if made is None else {f"model.{name}": value for name, value in made.state_dict().items()}
-        units = partial(blocks, classes=family_of(model.config).wrap_classes, dtype=torch.bfloat16)
+        units = partial(blocks, family=family_of(model.config), dtype=torch.bfloat16)
         methods = ["next_tokens", "own_logits"]
-        shard = sharder(ranks, processes.copies, units, weights, cast_inputs=True, methods=methods)
+        keep = "reshard" not in words
+        shard = sharder(ranks, processes.copies, units, weights, cast_inputs=True, methods=methods, keep=keep)
     return Learner(model, settings, temperature=1.0, ranks=ranks, shard=shard)
 
 

@@ -23,7 +23,8 @@ class Family:
     tokens that stand for images or videos and must never be sampled. `wrap_classes` are the block classes that
     FSDP shards and gradient checkpointing recomputes one by one. `image_attention` is True where the tokens of an
     image attend in both directions unless the configuration's `is_mm_prefix_lm` is False. `served_adapters` are
-    the components whose adapters vLLM (0.32) applies as they are trained.
+    the components whose adapters vLLM (0.32) applies as they are trained. `whole_tower` is True where a model uses the
+    output of its vision tower and no hidden states of the layers: of a tower that FSDP wraps transformers records none.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Family:
     vision_model_type: str | None = None
     image_attention: bool = False
     served_adapters: tuple[Component, ...] = ("language",)
+    whole_tower: bool = False
 
     def component_of(self, parameter: str) -> Component:
         """The component that the parameter or module called `parameter` belongs to.
@@ -73,6 +75,7 @@ def _qwen(name: str, model_type: str, projector: tuple[str, ...], wrap_classes: 
         image_tokens=QWEN_IMAGE_TOKENS,
         wrap_classes=wrap_classes,
         served_adapters=COMPONENTS,
+        whole_tower=True,
     )
 
 
@@ -86,6 +89,7 @@ def _tower(
     newline: tuple[str, ...] = (),
     image_attention: bool = False,
     served_adapters: tuple[Component, ...] = ("language",),
+    whole_tower: bool = False,
 ) -> Family:
     return Family(
         name=name,
@@ -99,6 +103,7 @@ def _tower(
         vision_model_type=vision_model_type,
         image_attention=image_attention,
         served_adapters=served_adapters,
+        whole_tower=whole_tower,
     )
 
 
@@ -155,6 +160,7 @@ _FAMILIES = (
         ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
         ("Gemma3DecoderLayer", "SiglipEncoderLayer"),
         image_attention=True,
+        whole_tower=True,
     ),
     _tower(
         "molmo2",

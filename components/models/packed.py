@@ -124,9 +124,7 @@ def laid_out(
     body: Any = model.model
     positions = packing.columns[None]
     if "image_grid_thw" in rows and hasattr(body, "get_rope_index"):
-        known = ("input_ids", "image_grid_thw", "mm_token_type_ids", "attention_mask")
-        found, _ = body.get_rope_index(**{name: rows[name] for name in known})
-        positions = found[:, *at][:, None]
+        positions = _rope_index(body, rows)[:, *at][:, None]
     blocks = blocks_of(model.config, rows)
     if blocks is not None:
         _check_blocks(blocks, packing)
@@ -138,6 +136,18 @@ def laid_out(
             context, packing.images, packing.image_tokens, packing.encoders, places, len(packing.rows)
         )
     return replace(packing, positions=positions, blocks=None if blocks is None else blocks[at], exchange=exchange)
+
+
+def _rope_index(body: Any, rows: Mapping[str, Tensor]) -> Tensor:
+    """(3, B, L) positions. Behind the last image of all rows each is one more than that before, so the model, which
+    looks at one token at a time, is asked for no more than begins there.
+    """
+    types = rows["mm_token_type_ids"]
+    asked = int(types.any(0).nonzero().max()) + 2 if types.any() else 1
+    begins = {name: rows[name][:, :asked] for name in ("input_ids", "mm_token_type_ids", "attention_mask")}
+    found, _ = body.get_rope_index(**begins, image_grid_thw=rows["image_grid_thw"])
+    more = torch.arange(1, types.shape[1] - found.shape[-1] + 1)
+    return torch.cat([found, found[..., -1:] + more], -1)
 
 
 def _check_blocks(blocks: Tensor, packing: Packing) -> None:

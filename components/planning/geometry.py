@@ -15,7 +15,7 @@ from components.models.families import family_of
 from components.models.settings import ModelSettings
 from components.models.source import local_code_options
 from components.project import project_source
-from components.training.sharding import blocks
+from components.training.sharding import blocks, n_parameters
 from components.vlm.memory import MemoryEstimate, estimate_memory_of
 from components.vlm.settings import TrainerSettings
 
@@ -82,8 +82,8 @@ def geometry(config: Any, model: ModelSettings, trainer: TrainerSettings, server
     family = family_of(config)
     with torch.device("meta"):
         skeleton = AutoModelForImageTextToText.from_config(config, trust_remote_code=model.trust_remote_code)
-    units = [module for module, _ in blocks(skeleton, family.wrap_classes, None)][:-1]
-    sizes = [sum(parameter.numel() for parameter in unit.parameters()) for unit in units]
+    units = [module for module, _ in blocks(skeleton, family, None)][:-1]
+    sizes = [n_parameters(unit) for unit in units]
     estimate = estimate_memory_of(skeleton, model, trainer, server_dtype)
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads

@@ -101,6 +101,7 @@ class TrainingEngine(Generic[Model]):
         """Forget the gradients since the last update."""
         self.optimizer.zero_grad(set_to_none=True)
 
+    @torch.no_grad()
     def update(self, number: int) -> AppliedUpdate:
         """Sum the gradients over the ranks, clip them, and make the optimizer step if they are finite.
 
@@ -127,7 +128,7 @@ class TrainingEngine(Generic[Model]):
         return AppliedUpdate(norms, finite)
 
     def _sum_gradients(self) -> None:
-        if self.ranks.size == 1:
+        if self.ranks.size == 1 or self.sharded:  # FSDP sums those of shards
             return
         reached = [i for i, parameter in enumerate(self.trained) if parameter.grad is not None]
         everywhere: set[Any] = set().union(*self.ranks.gather(reached))

@@ -8,14 +8,19 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from components.models.families import Family
 from components.training.ranks import Ranks
 
 Unit = tuple[nn.Module, torch.dtype | None]
 """What is gathered at once, and the dtype it computes in; None: that of its weights."""
 Model = TypeVar("Model", bound=nn.Module)
+TOWER = 2**30
+"""Parameters of a vision tower that is gathered as a whole, at most. Its blocks compute for less time on a few images
+than a host needs to gather each.
+"""
 
 
 def sharder(
@@ -26,6 +31,7 @@ def sharder(
     *,
     cast_inputs: bool,
     methods: Iterable[str] = (),
+    keep: bool = False,
 ) -> Callable[[Model], None]:
     """What splits a model, whose parameters may be on the meta device, over `ranks`.
 
@@ -36,6 +42,7 @@ def sharder(
             rank its shards; None on the others.
         cast_inputs: whether a unit's inputs are cast to its dtype as well.
         methods: of the model, which gather its weights as `forward` does.
+        keep: whether weights stay gathered from a forward pass to its backward pass.
     """
     mesh = ranks.mesh(copies)
 
@@ -50,11 +57,25 @@ def sharder(
             fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
         for name in methods:
             register_fsdp_forward_method(model, name)
+        if keep:
+            _keep_for_backward(model)
         # Not `to_empty`, which would also empty the buffers.
         model._apply(lambda t: torch.empty_like(t, device=ranks.device) if t.is_meta else t.to(ranks.device))
         _distribute(model, ranks, weights)
 
     return shard
+
+
+def _keep_for_backward(model: nn.Module) -> None:
+    """FSDP's own setting would keep them after a forward pass without a backward pass, too."""
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+    def reshard(after_forward: bool) -> None:
+        for module in sharded:
+            module.set_reshard_after_forward(after_forward, recurse=False)
+
+    model.register_forward_pre_hook(lambda *_: reshard(not torch.is_grad_enabled()))
+    model.register_forward_hook(lambda *_: reshard(True), always_call=True)
 
 
 @torch.no_grad()
@@ -79,8 +100,19 @@ def _distribute(model: nn.Module, ranks: Ranks, weights: Mapping[str, Tensor] | 
             dist.broadcast(buffer, src=0)
 
 
-def blocks(model: nn.Module, classes: Iterable[str], dtype: torch.dtype | None) -> Iterator[Unit]:
-    """The modules of `classes`, inner ones first, and then the model."""
-    names = frozenset(classes)
-    yield from ((module, dtype) for module in reversed(list(model.modules())) if type(module).__name__ in names)
+def blocks(model: nn.Module, family: Family, dtype: torch.dtype | None) -> Iterator[Unit]:
+    """A vision tower that is gathered as a whole, the blocks that are not in it, inner ones first, and the model."""
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if family.whole_tower and name.endswith(family.vision) and n_parameters(module) <= TOWER:
+            inside = set(module.modules())
+            yield module, dtype
+            break
+    names = frozenset(family.wrap_classes)
+    found = (one for one in reversed(list(model.modules())) if type(one).__name__ in names and one not in inside)
+    yield from ((module, dtype) for module in found)
     yield model, dtype
+
+
+def n_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

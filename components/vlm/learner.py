@@ -176,10 +176,12 @@ class Learner(TrainingEngine[Any]):
         scale = 1 / normalizer(self.settings, n_tokens, n_sequences)
         for micro, batch in batches:
             batch = self._ready(batch)
+            given = _given(batch)
             with offloaded_activations() if self.settings.activation_offloading else nullcontext():
                 logprobs, entropy = _run(self.policy, batch)
             at_start = _at_start(micro, logprobs, start)
-            tokens = _pack(batch, logprobs, at_start, corrected=self.settings.correction.mode != "none")
+            corrected = self.settings.correction.mode != "none"
+            tokens = Tokens(logprobs, at_start if corrected else given["behavior"], **given)
             loss = loss_of(tokens, entropy, self._reference_logprobs(batch), at_start, self.settings)
             self.backward(loss.total * scale)
             meter.add(micro, tokens, loss, scale)
@@ -242,18 +244,12 @@ def _run(policy: Policy, batch: MultimodalBatch) -> tuple[Tensor, Tensor]:
     return logprobs, entropy
 
 
-def _pack(batch: MultimodalBatch, logprobs: Tensor, at_start: Tensor, corrected: bool) -> Tokens:
-    mask = batch.loss_mask[:, 1:].bool()
+def _given(batch: MultimodalBatch) -> dict[str, Any]:
+    """What `Tokens` has from the batch. A GPU is waited for, so it is made before the model runs."""
+    at = rows, _ = batch.loss_mask[:, 1:].nonzero(as_tuple=True)
     assert batch.advantages is not None
-    behavior = batch.behavior_logprobs[:, 1:][mask].float()
-    return Tokens(
-        logprobs=logprobs,
-        denominator=at_start if corrected else behavior,
-        behavior=behavior,
-        advantages=batch.advantages[:, 1:][mask].float(),
-        rows=mask.nonzero()[:, 0],
-        n_rows=len(mask),
-    )
+    behavior, advantages = (values[:, 1:][at].float() for values in (batch.behavior_logprobs, batch.advantages))
+    return {"behavior": behavior, "advantages": advantages, "rows": rows, "n_rows": len(batch.loss_mask)}
 
 
 def _at_start(micro: MicroBatch, logprobs: Tensor, start: dict[int, Tensor] | None) -> Tensor:

@@ -87,16 +87,17 @@ class Policy(nn.Module):
         """
         mask = loss_mask[:, 1:].bool()
         with self.cast(loss_mask.device):
-            targets = inputs["input_ids"][:, 1:][mask]
+            at = mask.nonzero(as_tuple=True)  # a GPU is waited for, so not after the model
+            targets = inputs["input_ids"][:, 1:][at]
             if packing is None:
-                return self._applied(self._hidden(inputs)[:, :-1][mask], targets)
-            states = packed_states(base_model(self.model), inputs, packing, self.context)
-            places = packing.places[:, :-1][mask]
+                return self._applied(self._hidden(inputs)[:, :-1][at], targets)
+            places = packing.places[:, :-1][at]
             if self.context is None:
-                return self._applied(states[places], targets)
+                return self._applied(self._packed(inputs, packing)[places], targets)
             own = self.context.slice(len(packing.rows))
             mine = (places >= own.start) & (places < own.stop)
-            found = self._applied(states[places[mine] - own.start], targets[mine])
+            places, targets = places[mine] - own.start, targets[mine]
+            found = self._applied(self._packed(inputs, packing)[places], targets)
             logprobs, entropies = self.context.joined(torch.stack(found), mine)
             return logprobs, entropies
 
@@ -123,6 +124,9 @@ class Policy(nn.Module):
     def cast(self, device: torch.device) -> AbstractContextManager[Any]:
         """What the model computes in."""
         return torch.autocast(device.type, self.autocast) if self.autocast else nullcontext()
+
+    def _packed(self, inputs: dict[str, Tensor], packing: Packing) -> Tensor:
+        return packed_states(base_model(self.model), inputs, packing, self.context)
 
     def _hidden(self, inputs: dict[str, Tensor]) -> Tensor:
         model = base_model(self.model)

@@ -17,6 +17,7 @@ from components.models.lora import target_modules
 from components.models.nf4 import quantized_layers
 from components.models.settings import ModelSettings
 from components.training.processes import TrainerProcesses
+from components.training.sharding import blocks, n_parameters
 from components.vlm.settings import ChunkedLogprobs, TrainerSettings
 
 GIB = 2**30
@@ -33,7 +34,8 @@ class MemoryEstimate:
     AdamW moments and, of a model in bf16, what its weights have besides 16 bits: the other 16 of each master with
     trainer.weights = "bfloat16", else an fp32 copy; `main_memory` has what of these trainer.optimizer_states = "cpu"
     keeps there. Of a model that is split over `shards` ranks, weights
-    are fp32, and `gathered` is what a rank has whole besides its shards: what is in no block, and two blocks.
+    are fp32, and `gathered` is what a rank has whole besides its shards: what is in no block, and the two largest of
+    them; a whole vision tower is one, see `components.training.sharding.blocks`.
     `activations` is what a transformer layer keeps for the backward pass (34 bytes per token and hidden unit in
     bf16, arXiv 2205.05198 without the attention scores), once per layer, or once with gradient checkpointing, or where
     they are offloaded;
@@ -124,7 +126,7 @@ def estimate_memory_of(
     family = family_of(config)
     sizes = {name: parameter.numel() for name, parameter in skeleton.named_parameters()}
     parameters = sum(sizes.values())
-    blocks = [_count(module) for module in skeleton.modules() if type(module).__name__ in family.wrap_classes]
+    units = [n_parameters(module) for module, _ in blocks(skeleton, family, None)][:-1]
     text = config.get_text_config()
     if model.lora is None:
         trainable = sum(size for name, size in sizes.items() if family.component_of(name) not in model.freeze)
@@ -150,7 +152,7 @@ def estimate_memory_of(
         weights=models * ((parameters - few_bits) * BYTES[model.dtype] + few_bits // 2 + 4 * NF4.blocks(few_bits)),
         optimizer=ceil(trainable * (4 + states + master - low)),
         main_memory=trainable * (8 + low) if trainer.optimizer_states == "cpu" else 0,
-        gathered=(parameters - sum(blocks) + 2 * max(blocks, default=0)) * width,
+        gathered=(parameters - sum(sorted(units)[:-2])) * width,
         activations=17 * width * tokens * text.hidden_size * layers + kept,
         logits=(trainer.logprobs.chunk_tokens if isinstance(trainer.logprobs, ChunkedLogprobs) else tokens)
         * text.vocab_size
@@ -174,6 +176,17 @@ def chosen_recomputation(
     return kept.model_copy(update={"gradient_checkpointing": estimate.trainer * OVERHEAD > available})
 
 
+def keeps_gathered(
+    source: Path, model: ModelSettings, trainer: TrainerSettings, processes: TrainerProcesses, available: int
+) -> bool:
+    """Whether the `available` bytes of a rank hold all weights from a forward pass to its backward pass, so that they
+    are gathered once for both. Numbers are the same either way.
+    """
+    estimate = estimate_memory(source, model, trainer, "bfloat16").over(processes.shards, processes.context_parallel)
+    width = 2 if trainer.autocast == "bf16" or model.dtype == "bfloat16" else 4
+    return replace(estimate, gathered=estimate.parameters * width).trainer * OVERHEAD <= available
+
+
 def memory_of_rank(processes: TrainerProcesses, gpu: torch.device | int | None) -> int:
     """Bytes that a rank has for training: those of `gpu` that are free and no server of the run takes, or its part of
     main memory.
@@ -182,7 +195,3 @@ def memory_of_rank(processes: TrainerProcesses, gpu: torch.device | int | None) 
         return psutil.virtual_memory().available // processes.processes
     free, total = torch.cuda.mem_get_info(gpu)
     return min(free, int(total * (1 - (processes.server_share or 0.0))))
-
-
-def _count(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,14 +35,15 @@ ALWAYS = ("importance_ratio", "entropy", "mismatch_kl", "masked_low", "masked_hi
 
 @dataclass(frozen=True)
 class _Added:
-    """Of a micro-batch: its rows, the trained tokens of each, log-ratios to the sampler, sums, and the loss."""
+    """Of a micro-batch: its rows, the trained tokens of each, log-ratios to the sampler, and sums with their names.
+    Tensors are on their way to the CPU.
+    """
 
     rows: Sequence[int]
     lengths: Tensor
     log_ratios: Tensor
-    sums: Mapping[str, Tensor]
-    total: Tensor
-    scale: float
+    names: Sequence[str]
+    sums: Tensor
 
 
 class Meter:
@@ -62,16 +63,18 @@ class Meter:
         self._waiting: list[_Added] = []
 
     def add(self, micro: MicroBatch, tokens: Tokens, loss: Loss, scale: float) -> None:
-        """One micro-batch: its loss counts `scale` times. A GPU is not waited for before the update."""
+        """One micro-batch: its loss counts `scale` times. A GPU is not waited for: the update does that."""
         ratios = (tokens.logprobs - tokens.behavior).detach().float()
-        self._waiting.append(_Added(micro.rows, tokens.lengths, ratios, loss.sums, loss.total.detach(), scale))
+        sums = torch.stack([*loss.sums.values(), loss.total.detach().double() * scale])
+        lengths, ratios, sums = (value.to("cpu", non_blocking=True) for value in (tokens.lengths, ratios, sums))
+        self._waiting.append(_Added(micro.rows, lengths, ratios, (*loss.sums, "loss"), sums))
 
     def add_packed(self, tokens: int) -> None:
         """What a packed micro-batch has computed: those of a prompt once."""
         self.sums["computed"] += tokens
 
     def update(self, grad_norm: float, applied: bool) -> None:
-        """One optimizer update, of the micro-batches that were added since the last."""
+        """One optimizer update, of the micro-batches that were added since the last; their norm has been read."""
         for added in self._waiting:
             self._count(added)
         self._waiting.clear()
@@ -79,15 +82,15 @@ class Meter:
         self.skipped += not applied
 
     def _count(self, added: _Added) -> None:
-        for name, value in added.sums.items():
-            self.sums[name] += float(value)
-        self.sums["loss"] += float(added.total) * added.scale
+        sums = dict(zip(added.names, added.sums.tolist(), strict=True))
+        for name, value in sums.items():
+            self.sums[name] += value
         self.sums["tokens"] += len(added.log_ratios)
         if not self.grad_norms:
             self.sums["first_tokens"] += len(added.log_ratios)
-            self.sums["first_mismatch_kl"] += float(added.sums["mismatch_kl"])
+            self.sums["first_mismatch_kl"] += sums["mismatch_kl"]
         self.rows += zip(added.rows, added.lengths.tolist(), strict=True)
-        self.log_ratios.append(added.log_ratios.cpu())
+        self.log_ratios.append(added.log_ratios)
 
     def gather_log_ratios(self, ranks: Ranks) -> dict[int, LogRatios]:
         """(T,) log-prob of each of the T trained tokens less the sampler's, by the position of a sample in the batch,

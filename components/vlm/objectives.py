@@ -38,7 +38,7 @@ class Tokens:
     @property
     def lengths(self) -> Tensor:
         """(n_rows,) trained tokens of each sequence."""
-        return torch.bincount(self.rows, minlength=self.n_rows)
+        return self.row_sums(torch.ones_like(self.rows))
 
     def row_sums(self, values: Tensor) -> Tensor:
         """(n_rows,) sums of `values` (N,) over each sequence."""

@@ -35,7 +35,7 @@ from components.training.sharding import blocks, sharder
 from components.vlm.client import TrainerPolicySettings
 from components.vlm.learner import Learner
 from components.vlm.loader import MicroBatchLoader
-from components.vlm.memory import chosen_recomputation, memory_of_rank
+from components.vlm.memory import chosen_recomputation, keeps_gathered, memory_of_rank
 from components.vlm.plan import MicroBatch
 from components.vlm.probe import answer_probe
 from components.vlm.publish import Publisher
@@ -167,9 +167,8 @@ class TrainerWorker(TokenWorker):
     def __init__(self, settings: ServiceSettings, ranks: Ranks) -> None:
         policy = TrainerPolicySettings.model_validate(settings.training)
         room = memory_of_rank(settings.processes, ranks.device if ranks.device.type == "cuda" else None)
-        loaded = chosen_recomputation(
-            policy.model_path, policy.model, policy.trainer, settings.processes, min(ranks.gather(room))
-        )
+        trained = policy.trainer, settings.processes, min(ranks.gather(room))
+        loaded = chosen_recomputation(policy.model_path, policy.model, *trained)
         processor = load_processor(policy.model_path, policy.model)
         collator = get_collator(policy.model_path, processor)
         sharded = settings.processes.sharding is not None
@@ -187,7 +186,7 @@ class TrainerWorker(TokenWorker):
         shard = None
         if sharded:
             low = policy.trainer.autocast == "bf16" or policy.trainer.weights == "bfloat16"
-            units = partial(blocks, classes=family.wrap_classes, dtype=torch.bfloat16 if low else None)
+            units = partial(blocks, family=family, dtype=torch.bfloat16 if low else None)
             methods = ["next_tokens", "own_logits"]
             shard = sharder(
                 ranks,
@@ -196,6 +195,7 @@ class TrainerWorker(TokenWorker):
                 weights.of("model") if weights else None,
                 cast_inputs=True,
                 methods=methods,
+                keep=keeps_gathered(policy.model_path, loaded, *trained),
             )
         learner = Learner(
             model,

@@ -51,7 +51,7 @@ def sharded(folder: Path, ranks: Ranks) -> nn.Module:
     """The policy of a trainer's first rank, by the code that trains."""
     loaded = load_model(folder, MODEL)
     model = load_model(folder, MODEL, empty=True)
-    units = partial(blocks, classes=family_of(model.config).wrap_classes, dtype=None)
+    units = partial(blocks, family=family_of(model.config), dtype=None)
     sharder(ranks, 1, units, dict(loaded.state_dict()), cast_inputs=True)(model)
     return model
 
@@ -98,7 +98,7 @@ def test_a_model_of_a_real_size_over_a_thousand_ranks(tmp_path: Path) -> None:
     dist.init_process_group("fake", rank=0, world_size=1024, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (1024,))
-        for module, _ in blocks(model, family_of(config).wrap_classes, None):
+        for module, _ in blocks(model, family_of(config), None):
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
         parameters = list(model.parameters())
         assert sum(parameter.to_local().numel() for parameter in parameters) == sizes.shard(1024)
