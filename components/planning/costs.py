@@ -22,11 +22,18 @@ class ServerCosts(Settings):
 
 
 class TrainerCosts(Settings):
-    """A round, in which each rank has a micro-batch, takes as long as its tokens or as gathering the weights."""
+    """A round, in which each rank has a micro-batch, takes `micro_batch_seconds`, as long as its tokens or as gathering
+    the weights beside them, and `exposed_seconds`."""
 
     token_seconds: NonNegativeFloat = Field(description="Seconds of a rank for a token, forward and backward.")
+    micro_batch_seconds: NonNegativeFloat = Field(
+        0.0, description="Seconds of a micro-batch, however few tokens it has: the host, and small kernels."
+    )
     gather_seconds: NonNegativeFloat = Field(
         0.0, description="Seconds to gather the weights and scatter the gradients of a micro-batch between the ranks."
+    )
+    exposed_seconds: NonNegativeFloat = Field(
+        0.0, description="Seconds of a micro-batch that ranks wait for collectives and each other, hidden by nothing."
     )
     update_seconds: NonNegativeFloat = Field(0.0, description="Seconds of the optimizer, and other seconds of a step.")
     checkpoint_seconds: NonNegativeFloat = Field(0.0, description="Seconds that a step waits for a checkpoint.")

@@ -14,25 +14,47 @@ from components.planning.gpus import Gpu
 from components.vlm.settings import TrainerSettings
 
 BENCHMARKS = "docs/benchmarks.md"
-STEP, SYNC = BENCHMARKS + ", A step of the trainer", BENCHMARKS + ", New weights to a server"
+STEP, SYNC, TWO = (
+    BENCHMARKS + ", A step of the trainer",
+    BENCHMARKS + ", New weights to a server",
+    BENCHMARKS + ", Two GPUs, and less memory",
+)
 Transfer = Literal["file", "delta", "nccl", "ipc", "adapter"]
 Mfu = Literal["trainer_mfu", "packed_mfu", "compiled_mfu", "kept_mfu"]
+COLLECTIVES = 3
+"""Of a block in a micro-batch: its weights are gathered forward and backward, its gradients are scattered."""
 
 
 class Assumptions(Settings):
     """What is not on a data sheet. The descriptions say where each is from."""
 
     trainer_mfu: PositiveFloat = Field(
-        0.175, description="measured: of the bf16 FLOPs without trainer.packing, 0.15 and 0.19 on an H200"
+        0.26, description="fitted: of the bf16 FLOPs without trainer.packing, two models on an H200"
     )
-    packed_mfu: PositiveFloat = Field(
-        0.3, description="measured: packed, 0.28 to 0.32 on an H200; 0.19 with three micro-batches in place of one"
-    )
+    packed_mfu: PositiveFloat = Field(0.4, description="fitted: packed, not compiled, one case on an H200, " + STEP)
     compiled_mfu: PositiveFloat = Field(
-        0.43, description="measured: packed and compiled, 0.39 to 0.46 on an H200, " + STEP
+        0.49, description="fitted: packed and compiled, three cases on an H200 and one on an H100, " + STEP
     )
     kept_mfu: PositiveFloat = Field(
-        0.5, description="measured: packed and compiled, activations kept, 0.44 to 0.54 on an H200, " + STEP
+        0.64, description="fitted: packed and compiled, activations kept, three cases on an H200, " + STEP
+    )
+    eager_layer_seconds: NonNegativeFloat = Field(
+        0.395 / 68 / 3,
+        description="measured: of a pass through a layer besides its tokens: three micro-batches in place of one took "
+        "0.79 s more, " + STEP,
+    )
+    compiled_layer_seconds: NonNegativeFloat = Field(
+        0.24 / 68 / 3,
+        description="measured: the same, compiled: what a line through three cases of one micro-batch leaves at no "
+        "tokens, " + STEP,
+    )
+    sharded_loss: NonNegativeFloat = Field(
+        1864 / 1669 - 1, description="measured: more computing beside NCCL, 1,864 ms for 1,669 on two H100s, " + TWO
+    )
+    collective_seconds: NonNegativeFloat = Field(
+        (0.140 + 0.320 - 0.268) / 207,
+        description="measured: of a collective that nothing hides, on two H100s: 140 ms of NCCL and 320 ms of nothing, "
+        "less the 268 ms of nothing on one, in 207, " + TWO,
     )
     prefill_mfu: PositiveFloat = Field(0.4, description="assumed: of the bf16 FLOPs for prompts and decoded tokens")
     memory_share: PositiveFloat = Field(0.7, description="assumed: of the memory bandwidth, when weights are read")
@@ -87,16 +109,23 @@ def estimated(
 
     A forward pass is 2 operations for a weight and token, a backward pass 4, or 2 for weights that are not trained;
     what is computed again is counted in the share of the FLOPs that is reached. A pass of a server reads all weights;
-    one of the trainer gathers them twice and scatters the gradients once.
+    one of the trainer gathers them twice and scatters the gradients once. Nothing hides the gathering of what is in no
+    block, which comes first, and the scattering of its gradients, which comes last.
 
     Args:
         mfu: which of `Assumptions` the trainer reaches; see `mfu_of`.
     """
     weights, server_flops = sizes.parameters, gpu.flops * gpus_per_server
     read = gpu.memory_bandwidth * said.memory_share * gpus_per_server
-    link = (gpu.link if ranks <= gpu.per_node else gpu.network) * said.network_share
-    gathered = 0.0 if ranks == 1 else (4 * weights + 4 * weights * sizes.trained) / link
-    hops = 3 * (sizes.blocks + 1) * (ranks - 1) * said.hop_seconds
+    passes = 2 if mfu == "kept_mfu" else 3
+    layer = said.compiled_layer_seconds if mfu in ("compiled_mfu", "kept_mfu") else said.eager_layer_seconds
+    trained, loss, gathered, exposed = min(1.0, sizes.trained), 0.0, 0.0, 0.0
+    if ranks > 1:
+        collectives = COLLECTIVES * (sizes.blocks + 1)
+        byte_seconds = (ranks - 1) / ranks / (gpu.collective(ranks) * said.network_share)
+        gathered = (4 + 4 * trained) * weights * byte_seconds + collectives * (ranks - 1) * said.hop_seconds
+        exposed = (2 + 4 * trained) * sizes.root * byte_seconds + collectives * said.collective_seconds
+        loss = said.sharded_loss
     publish, sync, of_sync = _sync(sizes, gpu, said, servers, transfer)
     costs = Costs(
         servers=ServerCosts(
@@ -106,8 +135,10 @@ def estimated(
             slots=slots,
         ),
         trainer=TrainerCosts(
-            token_seconds=(2 + 2 + 2 * min(1.0, sizes.trained)) * weights / (gpu.flops * getattr(said, mfu)),
-            gather_seconds=gathered + hops,
+            token_seconds=(4 + 2 * trained) * weights * (1 + loss) / (gpu.flops * getattr(said, mfu)),
+            micro_batch_seconds=passes * sizes.blocks * layer,
+            gather_seconds=gathered,
+            exposed_seconds=exposed,
             update_seconds=16 * sizes.shard(ranks) * sizes.trained * 2 / (gpu.memory_bandwidth * said.memory_share),
         ),
         flow=FlowCosts(
@@ -160,13 +191,17 @@ def _sources(gpu: Gpu, said: Assumptions, mfu: str, sync: tuple[str, ...], ranks
 
     sheet = f"computed: sizes of the model, {gpu.source}"
     where = "NVLink" if ranks <= gpu.per_node else "the network between nodes"
+    layer = "compiled_layer_seconds" if mfu in ("compiled_mfu", "kept_mfu") else "eager_layer_seconds"
+    token = (mfu, "sharded_loss") if ranks > 1 else (mfu,)
     return {
         "servers.pass_seconds": f"{sheet}; {of('pass_seconds', 'memory_share')}",
         "servers.token_seconds": f"{sheet}; {of('prefill_mfu')}",
         "servers.context_token_seconds": f"{sheet}; {of('memory_share')}",
         "servers.slots": "assumed: vLLM's max_num_seqs, or as many as its cache has room for",
-        "trainer.token_seconds": f"{sheet}; {of(mfu)}",
+        "trainer.token_seconds": f"{sheet}; {of(*token)}",
+        "trainer.micro_batch_seconds": of(layer),
         "trainer.gather_seconds": f"{sheet}, over {where}; {of('network_share', 'hop_seconds')}",
+        "trainer.exposed_seconds": of("collective_seconds") if ranks > 1 else "one rank gathers nothing",
         "trainer.update_seconds": f"{sheet}; {of('memory_share')}",
         "flow.request_seconds": of("request_seconds"),
         "flow.image_seconds": of("image_seconds"),

@@ -23,6 +23,10 @@ class Gpu:
     source: str
     per_node: int = 8
 
+    def collective(self, ranks: int) -> float:
+        """Bytes per second of a ring of `ranks`: each byte enters a node once, over the network of all of its GPUs."""
+        return self.link if ranks <= self.per_node else min(self.link, self.per_node * self.network)
+
 
 GPUS = {
     gpu.name: gpu

@@ -60,7 +60,8 @@ def training_seconds(
         planned = list(_planned(samples, rows, settings, at_once))
         for start in range(0, len(planned), at_once):
             tokens = max(planned[start : start + at_once]) / sharing
-            seconds += max(tokens * costs.token_seconds, costs.gather_seconds)
+            seconds += costs.micro_batch_seconds + max(tokens * costs.token_seconds, costs.gather_seconds)
+            seconds += costs.exposed_seconds
         seconds += costs.update_seconds
     return seconds
 

@@ -31,7 +31,7 @@ def _more_episodes(run: SimulatedRun) -> SimulatedRun:
 WALLS: Mapping[str, Callable[[SimulatedRun], SimulatedRun]] = {
     "event loop of the flow process": _no_flow,
     "sync of weights": lambda run: _with(run, publish_seconds=0.0, sync_seconds=0.0),
-    "weights gathered between ranks": lambda run: _with(run, trainer={"gather_seconds": 0.0}),
+    "weights gathered between ranks": lambda run: _with(run, trainer={"gather_seconds": 0.0, "exposed_seconds": 0.0}),
     "longest episodes": lambda run: replace(run, workload=run.workload.evened()),
     "too few groups in a step": _more_episodes,
     "too few environments at once": lambda run: replace(run, max_concurrent=2 * run.max_concurrent),

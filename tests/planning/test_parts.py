@@ -94,6 +94,8 @@ def test_a_round_takes_as_long_as_its_largest_micro_batch(packing: bool, tokens:
     assert training_seconds(samples, settings, costs, 2, sharing=2) == pytest.approx(4 * tokens / 2 * 0.01 + 1)
     gathering = costs.model_copy(update={"gather_seconds": 30.0})
     assert training_seconds(samples, settings, gathering, 2) == pytest.approx(2 * 30 + 1)
+    late = gathering.model_copy(update={"micro_batch_seconds": 3.0, "exposed_seconds": 0.5})
+    assert training_seconds(samples, settings, late, 2) == pytest.approx(2 * (3 + 30 + 0.5) + 1)
 
 
 def test_turns_of_a_dialogue_are_one_sample() -> None:

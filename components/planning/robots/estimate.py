@@ -73,7 +73,7 @@ def estimated_robot_costs(
     expert, row = trainer.mode == "expert", 2 * sizes.met * sizes.tokens
     trained = sizes.expert if expert else sizes.parameters
     held = sizes.vlm * sizes.width + 4 * sizes.expert
-    link = (gpu.link if ranks <= gpu.per_node else gpu.network) * said.network_share
+    link = gpu.collective(ranks) * said.network_share
     answer = row / (gpu.flops * said.expert_mfu) if expert else 4 * row / (gpu.flops * said.full_mfu)
     micro = said.micro_batch_seconds * sizes.layers
     costs = RobotCosts(
