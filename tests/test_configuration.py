@@ -185,6 +185,19 @@ def test_the_nodes_of_a_trainer_on_a_cluster():
 
 
 @pytest.mark.parametrize(
+    ("endpoints", "said"),
+    [
+        ('["10.0.0.7:8000"]', "not the base URL"),
+        ('[""]', "not the base URL"),
+        ('["http://10.0.0.7:8000", "http://10.0.0.7:8000/"]', "twice"),
+    ],
+)
+def test_endpoints_are_base_urls_each_once(endpoints, said):
+    with pytest.raises(ConfigurationError, match=said):
+        load_recipe("train-vlm/colors", [f"machine.endpoints={endpoints}"])
+
+
+@pytest.mark.parametrize(
     ("wanted", "said"),
     [
         ("resources={CPU=2}", "'CPU' is not a name"),
