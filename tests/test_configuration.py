@@ -184,6 +184,39 @@ def test_the_nodes_of_a_trainer_on_a_cluster():
         )
 
 
+@pytest.mark.parametrize(
+    ("endpoints", "said"),
+    [
+        ('["10.0.0.7:8000"]', "not the base URL"),
+        ('[""]', "not the base URL"),
+        ('["http://10.0.0.7:8000", "http://10.0.0.7:8000/"]', "twice"),
+    ],
+)
+def test_endpoints_are_base_urls_each_once(endpoints, said):
+    with pytest.raises(ConfigurationError, match=said):
+        load_recipe("train-vlm/colors", [f"machine.endpoints={endpoints}"])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        ("resources={CPU=2}", "'CPU' is not a name"),
+        ("resources={memory=2}", "'memory' is not a name"),
+        ('resources={""=1}', "'' is not a name"),
+        ("resources={fast=0.00001}", r"less than 0\.0001"),
+        ("num_cpus=0.00001", r"less than 0\.0001"),
+        ("num_gpus=1.5", r"1\.5 GPUs"),
+        ("servers={resources={GPU=1}}", "'GPU' is not a name"),
+        ("trainer={resources={fast=0.00001}}", r"less than 0\.0001"),
+    ],
+)
+def test_what_ray_cannot_count_is_refused(wanted, said):
+    with pytest.raises(ConfigurationError, match=said):
+        load_recipe(
+            "train-vlm/colors", [f'machine.cluster={{address="auto", {wanted}}}', "machine.environment_processes=2"]
+        )
+
+
 def test_rollout_workers_on_a_cluster_need_servers_that_they_reach():
     workers = ["machine.rollout_workers=2", 'machine.cluster={address="auto"}']
     with pytest.raises(ConfigurationError, match=r"rollout_workers on a cluster(.|\n)*endpoints or endpoints_file"):

@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from components.contracts.settings import Settings
+
+LEAST_AMOUNT = 1e-4
+"""In which Ray counts resources."""
+
+
+def _countable(amount: float) -> float:
+    if 0 < amount < LEAST_AMOUNT:
+        raise ValueError(f"{amount:g} is less than {LEAST_AMOUNT:g}, in which Ray counts resources")
+    return amount
+
+
+def _whole_or_shared(gpus: float) -> float:
+    if gpus > 1 and not gpus.is_integer():
+        raise ValueError(f"{gpus:g} GPUs: give a part of one, or whole ones")
+    return gpus
+
+
+def _named_by_nodes(resources: dict[str, float]) -> dict[str, float]:
+    for name in ("", "CPU", "GPU", "memory", "object_store_memory"):
+        if name in resources:
+            raise ValueError(
+                f"{name!r} is not a name that `ray start --resources` gives; CPUs, GPUs and memory have settings of "
+                "their own"
+            )
+    return resources
+
+
+Resources = Annotated[dict[str, Annotated[PositiveFloat, AfterValidator(_countable)]], AfterValidator(_named_by_nodes)]
 
 
 class Bundle(Settings):
@@ -20,7 +48,7 @@ class Bundle(Settings):
     memory_gib: NonNegativeFloat = Field(
         0.0, description="GiB of memory that each takes of its node; 0: it is not counted."
     )
-    resources: dict[str, PositiveFloat] = Field(
+    resources: Resources = Field(
         {}, description="What else each takes, by the names that `ray start --resources` gave: {fast = 1}."
     )
     strategy: Literal["SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK"] = Field(
@@ -86,12 +114,16 @@ class ClusterSettings(Settings):
         pattern=r"^(auto|(ray://)?(\[[0-9a-fA-F:]+\]|[^\s:/@\[\]]+):[0-9]{1,5})$",
         description="HOST:PORT of the cluster's head, ray://HOST:PORT from outside of it, or auto on one of its nodes.",
     )
-    num_cpus: NonNegativeFloat = Field(1.0, description="CPUs that a worker takes of its node.")
-    num_gpus: NonNegativeFloat = Field(0.0, description="GPUs that a worker takes of its node, to draw with.")
+    num_cpus: Annotated[NonNegativeFloat, AfterValidator(_countable)] = Field(
+        1.0, description="CPUs that a worker takes of its node."
+    )
+    num_gpus: Annotated[NonNegativeFloat, AfterValidator(_countable), AfterValidator(_whole_or_shared)] = Field(
+        0.0, description="GPUs that a worker takes of its node, to draw with."
+    )
     memory_gib: NonNegativeFloat = Field(
         0.0, description="GiB of memory that a worker takes of its node; 0: it is not counted."
     )
-    resources: dict[str, PositiveFloat] = Field(
+    resources: Resources = Field(
         {}, description="What else a worker takes, by the names that `ray start --resources` gave: {simulator = 1}."
     )
     start_timeout: PositiveFloat = Field(

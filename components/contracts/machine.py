@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
@@ -18,6 +19,8 @@ from components.installation import server_python
 Scalar = bool | int | float | str
 ADDRESS = r"^(\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):[0-9]{1,5}$"
 """host:port"""
+BASE_URL = r"https?://[^\s/?#@]+(/[^\s?#]*)?"
+"""Of a server's API, as a whole."""
 
 
 class Machine(Settings):
@@ -171,6 +174,7 @@ class Machine(Settings):
     def _consistent(self) -> Self:
         if self.endpoints_file and self.endpoints:
             raise ValueError("endpoints and endpoints_file both say which servers to join: leave one out")
+        self._refuse_endpoints()
         self._refuse_scaling()
         if self.rollout_straggler_timeout and self.rollout_workers < 2:
             raise ValueError("rollout_straggler_timeout has no effect without another of the rollout_workers")
@@ -231,6 +235,16 @@ class Machine(Settings):
             )
         if trainer and not self.sends_folders:
             raise ValueError(f'cluster.trainer needs weight_transfer = "file" or "delta", not {self.weight_transfer}')
+
+    def _refuse_endpoints(self) -> None:
+        """Raises ValueError where `endpoints` has what is not a base URL, or one twice, which would be two servers."""
+        seen = set[str]()
+        for url in self.endpoints:
+            if not re.fullmatch(BASE_URL, url):
+                raise ValueError(f"{url!r} in endpoints is not the base URL of a server, such as http://10.0.0.7:8000")
+            if (name := url.rstrip("/")) in seen:
+                raise ValueError(f"{name!r} is in endpoints twice")
+            seen.add(name)
 
     def _refuse_scaling(self) -> None:
         """Raises ValueError where `server_autoscaling` is impossible or would have no effect."""

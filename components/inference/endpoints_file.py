@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 from components.contracts.errors import ConfigurationError
-
-_BASE_URL = re.compile(r"https?://[^\s/?#@]+(/[^\s?#]*)?")
+from components.contracts.machine import BASE_URL
 
 
 def read_endpoints(file: Path) -> list[str]:
@@ -23,7 +22,7 @@ def read_endpoints(file: Path) -> list[str]:
             f"the list of servers cannot be read: {error}", where=_where(file), remedy="write a base URL in each line"
         ) from error
     for number, line in enumerate(lines, 1):
-        if line and not _BASE_URL.fullmatch(line):
+        if line and not re.fullmatch(BASE_URL, line):
             raise ConfigurationError(
                 f"line {number} is not the base URL of a server", where=_where(file), remedy="http://10.0.0.7:8000"
             )

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from components.artifacts.digests import file_digest, listing_digest
-from components.contracts.cluster import ClusterSettings
+from components.contracts.cluster import LEAST_AMOUNT, ClusterSettings
 from components.contracts.errors import ArmatureError, ConfigurationError
 from components.installation import install_command
 from components.workers.channel import decoded, encoded
@@ -100,8 +100,10 @@ class WorkerActor:
                 self._end(GRACE)
             finally:
                 self._lock.release()
-        elif actor := self._actor:  # who waits for its answer sees the end
-            actor.close.remote()
+        elif actor := self._actor:  # who waits for room or for its answer sees the end
+            import ray
+
+            ray.kill(actor)
 
     def __enter__(self) -> Self:
         return self
@@ -126,7 +128,7 @@ class WorkerActor:
                 f"no node of the cluster had room for a worker within {self._cluster.start_timeout:g} s: it takes "
                 f"{wanted}, free on all nodes together: {free}",
                 where="machine.cluster",
-                remedy="add nodes, or let fewer environment_processes or statistics_workers take less",
+                remedy="add nodes, or let fewer environment_processes, rollout_workers or statistics_workers take less",
             ) from error
         except ray.exceptions.RayActorError as error:
             if not error.actor_init_failed:
@@ -240,11 +242,16 @@ def room(address: str, wanted: Mapping[str, float]) -> dict[str, int]:
     """
     nodes = [node for node in joined(address).nodes() if node["Alive"]]
     return {
-        f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})": int(
-            min((node["Resources"].get(name, 0) // amount for name, amount in wanted.items()), default=1000)
+        f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})": min(
+            (_times(amount, node["Resources"].get(name, 0)) for name, amount in wanted.items()), default=1000
         )
         for node in nodes
     }
+
+
+def _times(amount: float, whole: float) -> int:
+    """How often `amount` is in `whole`, both counted as Ray does: 0.2 is five times in 1."""
+    return round(whole / LEAST_AMOUNT) // round(amount / LEAST_AMOUNT)
 
 
 @cache

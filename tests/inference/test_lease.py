@@ -220,6 +220,7 @@ def test_without_the_plug_in_weights_of_another_run_end_the_use_of_the_server(
         b"x" * 10_000,
         b'{"holder": 3, "who": "x", "seconds": 1}',
         b'{"holder": "short", "who": "x", "seconds": 1}',
+        '{"holder": "éééééééééééééééé", "who": "x", "seconds": 1}'.encode(),
         b'{"holder": "%s", "who": "x", "seconds": true}' % (b"a" * 32),
         b'{"holder": "%s", "who": "x", "seconds": 1e9}' % (b"a" * 32),
         b'{"holder": "%s", "who": "x", "seconds": NaN}' % (b"a" * 32),

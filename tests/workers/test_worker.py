@@ -267,7 +267,7 @@ def test_closing_it_fails_the_call_in_flight(misbehaving: MakeWorker) -> None:
     with misbehaving() as worker:
         worker.call("echo", 1)
         threading.Timer(0.5, worker.close).start()
-        with pytest.raises(WorkerError, match="ended with code"):
+        with pytest.raises(WorkerError, match=r"ended with code|its node is gone"):
             worker.call("sleep", 50.0)
         assert worker.call("add", 1) == 1
 

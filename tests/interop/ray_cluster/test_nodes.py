@@ -122,6 +122,34 @@ def test_no_room_is_said_with_what_is_free(ray_cluster: Any) -> None:
         WorkerActor(place, MODULE, timeout=5.0).call("echo", 1)
 
 
+def test_one_that_waits_for_room_is_closed_at_once(ray_cluster: Any) -> None:
+    place = ClusterSettings(address=ray_cluster.address, num_cpus=1000, start_timeout=60)
+    worker = WorkerActor(place, MODULE, timeout=5.0)
+    threading.Timer(1.0, worker.close).start()
+    began = time.monotonic()
+    with pytest.raises(WorkerError):
+        worker.call("echo", 1)
+    assert time.monotonic() - began < 20
+
+
+def test_room_is_counted_as_ray_counts(ray_cluster: Any) -> None:
+    node = ray_cluster.add_node(num_cpus=1, resources={"fifths": 1})
+    places = [
+        WorkerActor(
+            ClusterSettings(address=ray_cluster.address, num_cpus=0, resources={"fifths": 0.2}, start_timeout=60),
+            MODULE,
+            timeout=60.0,
+        )
+        for _ in range(5)
+    ]
+    assert max(actor.room(ray_cluster.address, {"fifths": 0.2}).values()) == len(places)
+    for each in places:
+        assert each.call("echo", 1) == 1
+    for each in places:
+        each.close()
+    ray_cluster.remove_node(node)
+
+
 def test_a_node_that_cannot_make_workers_is_said(cluster: ClusterSettings) -> None:
     worker = WorkerActor(cluster, MODULE, timeout=5.0)
     worker._arguments = (MODULE, b"cut off", 5.0, b"")

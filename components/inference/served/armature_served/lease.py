@@ -11,6 +11,7 @@ that a request was let in since that may have changed the weights.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -24,6 +25,7 @@ PATH = "/armature/lease"
 LONGEST = 600.0
 """Seconds that a lease lasts at most without being kept."""
 
+_HOLDER = re.compile("[0-9A-Za-z]{16,200}")
 _MAX_BODY = 4096
 _KEEPS_WEIGHTS = frozenset(
     {
@@ -86,7 +88,7 @@ class Lease:
         if method in ("POST", "DELETE"):
             asked = await _read(receive)
             holder = asked.get("holder")
-            if not isinstance(holder, str) or not 16 <= len(holder) <= 200 or not holder.isalnum():
+            if not isinstance(holder, str) or not _HOLDER.fullmatch(holder):
                 await self._answer(send, 400)
                 return
             mine = self._held and secrets.compare_digest(holder, self._holder)
