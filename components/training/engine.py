@@ -24,11 +24,12 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters with a learning rate of their own; `rate` is called with the number of the update, from 1."""
+    """Parameters with a learning rate of their own; `rate` is called with the number of the update, from 1, or with a
+    position between two."""
 
     name: str
     parameters: Sequence[nn.Parameter]
-    rate: Callable[[int], float]
+    rate: Callable[[float], float]
     weight_decay: float
 
 
@@ -102,10 +103,14 @@ class TrainingEngine(Generic[Model]):
         self.optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
-    def update(self, number: int) -> AppliedUpdate:
+    def update(self, number: int, position: float | None = None, scale: float = 1.0) -> AppliedUpdate:
         """Sum the gradients over the ranks, clip them, and make the optimizer step if they are finite.
 
         Every rank calls it. A parameter that no rank's loss reached stays untouched, its moments too.
+
+        Args:
+            position: where in their schedules the learning rates are; None: at `number`.
+            scale: learning rates are multiplied by it.
 
         Raises:
             DivergedError: too many updates in a row were skipped.
@@ -121,7 +126,7 @@ class TrainingEngine(Generic[Model]):
                 norm = torch.tensor(norms[name], dtype=torch.float64)
                 clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
             for group, own in zip(self.groups, self.optimizer.param_groups, strict=True):
-                own["lr"] = group.rate(number)
+                own["lr"] = scale * group.rate(number if position is None else position)
             self.optimizer.step()
         self.discard()
         self.skipped.note(number, norms if len(norms) > 1 else next(iter(norms.values())), finite)

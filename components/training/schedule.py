@@ -8,7 +8,7 @@ from typing import Literal
 Scheduler = Literal["constant", "linear", "cosine"]
 
 
-def learning_rate(step: int, *, peak: float, warmup: int, steps: int, scheduler: Scheduler) -> float:
+def learning_rate(step: float, *, peak: float, warmup: int, steps: int, scheduler: Scheduler) -> float:
     """Of step 1, 2, ...: rises linearly to `peak` over the warm-up, then stays, or falls to 0 just after `steps`."""
     if step <= warmup:
         return peak * step / warmup
@@ -18,7 +18,7 @@ def learning_rate(step: int, *, peak: float, warmup: int, steps: int, scheduler:
     return peak * factor
 
 
-def warmup_cosine(step: int, *, warmup: int, decay: int, final: float) -> float:
+def warmup_cosine(step: float, *, warmup: int, decay: int, final: float) -> float:
     """What peak learning rates are multiplied by in step k = 1, 2, ...
 
     k / warmup while k < warmup, then final + (1 - final) / 2 * (1 + cos(pi * (k - warmup) / (decay - warmup))), and

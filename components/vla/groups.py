@@ -50,7 +50,7 @@ def parameter_groups(model: nn.Module, settings: PolicyUpdateSettings) -> list[P
     ]
 
 
-def scheduled(peak: float, settings: PolicyUpdateSettings) -> Callable[[int], float]:
+def scheduled(peak: float, settings: PolicyUpdateSettings) -> Callable[[float], float]:
     """The learning rate by the number of the update."""
     warmup, final = settings.warmup_steps, settings.final_lr_fraction
     decay = settings.decay_steps or settings.max_steps

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import exp
 
 import numpy as np
 
 from components.batches.advantages import EPSILON
 from components.contracts.rollouts import Failure
 from components.vla_rl.gae import answer_advantages
-from components.vla_rl.settings import GAE, EpisodeGroupMean
+from components.vla_rl.settings import GAE, EpisodeGroupMean, RewardWeighted
 from components.vla_rl.table import Answer, AnswerSample, with_advantage
 
 
@@ -26,13 +27,16 @@ class RobotBatch:
 
 def build_batch(
     answers: Sequence[Answer],
-    advantage: EpisodeGroupMean | GAE,
+    advantage: EpisodeGroupMean | GAE | RewardWeighted,
     wanted: int | None = None,
     failures: Sequence[Failure] = (),
+    earlier: Sequence[Answer] = (),
 ) -> RobotBatch:
-    """The answers with their advantages; with GAE all of them, with values to learn.
+    """The answers with their advantages; with GAE all of them, with values to learn; where they are weighed by rewards,
+    these weights are their advantages.
 
     Args:
+        earlier: answers of other steps, which are weighed by rewards as well, and counted nowhere else.
         wanted: the first so many groups whose episodes differ are trained on; None: all of them.
         failures: episodes that have no answers. They are in no group: the others are compared with each other, as in
             `turn_advantages`, and one that is left alone has nothing to be compared with.
@@ -43,6 +47,12 @@ def build_batch(
         advantages, targets, metrics = answer_advantages(answers, advantage)
         rows = zip(answers, advantages.tolist(), targets.tolist(), strict=True)
         samples = [with_advantage(*row) for row in rows]
+    elif isinstance(advantage, RewardWeighted):
+        samples = _weighted(answers, advantage)
+        drops["unsolved_episode"] = len(answers) - len(samples)
+        replayed = _weighted(earlier, advantage)
+        metrics = {"answers/replayed": float(len(replayed))} if earlier else {}
+        samples = replayed + samples
     else:
         differing = groups_that_differ(answers)
         chosen, surplus = set(differing[:wanted]), set(differing) - set(differing[:wanted])
@@ -81,6 +91,17 @@ def _returns(answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
         group = returns.setdefault(answer.group_id, {})
         group[answer.episode_id] = group.get(answer.episode_id, 0.0) + answer.reward
     return returns
+
+
+def _weighted(answers: Sequence[Answer], settings: RewardWeighted) -> list[AnswerSample]:
+    """Those that weigh anything; see `RewardWeighted.beta`."""
+    earned = {name: value for group in _returns(answers).values() for name, value in group.items()}
+    solved = {each.episode_id for each in answers if each.done and not each.truncated}
+    weights = {
+        name: exp((value - 1.0) / settings.beta) if settings.beta else float(name in solved)
+        for name, value in earned.items()
+    }
+    return [with_advantage(each, weight) for each in answers if (weight := weights[each.episode_id])]
 
 
 def _compared(answers: Sequence[Answer], returns: dict[str, dict[str, float]]) -> list[AnswerSample]:

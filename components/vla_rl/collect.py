@@ -16,7 +16,7 @@ from components.evaluation.libero.batching import InferenceQueue
 from components.evaluation.libero.episode import LostBesideError, SimulatorClient, play_episode
 from components.evaluation.libero.run import SimulatorSlot, simulator_slots, task_of
 from components.evaluation.libero.schedule import PlannedEpisode, TaskKey
-from components.policies.molmoact2.policy import ExploredAnswer, SpokenAnswer
+from components.policies.molmoact2.policy import ExploredAnswer, PlainAnswer, SpokenAnswer
 from components.rollouts.collect import failures_said
 from components.vla_rl.record import AnswerRecorder, PlayedAnswer, episode_defect
 from components.vla_rl.rewards import chunk_rewards
@@ -36,6 +36,8 @@ class ExploringPolicy(Protocol):
 
     @property
     def rows_per_pass(self) -> int: ...
+
+    def answer(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> list[PlainAnswer]: ...
 
     def explore(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], noise_level: float
@@ -153,6 +155,8 @@ class Collector:
                 return self._policy.speak(observations, seeds, settings.temperature)
             if settings.likelihood == "fpo":
                 return self._policy.judge(observations, seeds, settings.flow_samples)
+            if settings.likelihood == "none":
+                return self._policy.answer(observations, seeds)
             return self._policy.explore(observations, seeds, settings.noise_level)
 
     def _play(

@@ -21,20 +21,22 @@ from components.policies.molmoact2.processing.threads import in_threads
 from components.policies.molmoact2.sampling import InferencePlan
 from components.vla.packing import arranged
 from components.vla.settings import PackingSettings
-from components.vla_rl.table import AnswerSample
-from components.vla_rl.tensors import AnswerBatch, DrawnSteps, JudgedAnswers
+from components.vla_rl.table import AnswerSample, Floats
+from components.vla_rl.tensors import AnswerBatch, CarriedActions, DrawnSteps, JudgedAnswers
 
 
 @dataclass(frozen=True)
 class AnswerLoader:
     """mode: of the actions that answers give. packing: of the answers of a forward pass; None: one to a row.
-    flow_samples: losses of each answer; None: one denoising step of it was drawn instead."""
+    flow_samples: losses of each answer; None: one denoising step of it was drawn instead. imitated: the actions that
+    were carried out are what is learned, whatever was drawn."""
 
     processor: Processor
     images: ImageStore
     mode: InferenceMode = "continuous"
     packing: PackingSettings | None = None
     flow_samples: int | None = None
+    imitated: bool = False
 
     def __call__(self, samples: Sequence[AnswerSample]) -> AnswerBatch:
         """
@@ -64,10 +66,12 @@ class AnswerLoader:
         sound: set[ImageRef] = set()
         for row, each in enumerate(samples):
             sizes, expected = (len(each.before), len(each.after), len(each.logprobs)), self._sizes(each)
-            if sizes != expected:
+            if sizes != expected and not self.imitated:
                 problem = f"its points and log-probs have the sizes {sizes}, the policy's {expected}"
             elif not 0 < each.executed <= self.processor.horizon:
                 problem = f"{each.executed} of {self.processor.horizon} actions were carried out"
+            elif self.imitated and len(each.actions) != each.executed * self.processor.action_dimensions:
+                problem = f"{each.executed} actions of the robot are not {len(each.actions)} numbers"
             elif self._step_drawn and each.flow_step not in range(self._steps):
                 problem = f"its drawn step is {each.flow_step}, the policy has 0 to {self._steps - 1}"
             elif len(each.cameras) != len(each.images):
@@ -99,7 +103,7 @@ class AnswerLoader:
 
     @property
     def _step_drawn(self) -> bool:
-        return self.mode == "continuous" and self.flow_samples is None
+        return self.mode == "continuous" and self.flow_samples is None and not self.imitated
 
     @property
     def _steps(self) -> int:
@@ -122,13 +126,23 @@ class AnswerLoader:
         )
         return replace(seen, input_ids=ids, image_tokens=images)
 
-    def _drawn(self, samples: Sequence[AnswerSample]) -> DrawnSteps | JudgedAnswers:
+    def _drawn(self, samples: Sequence[AnswerSample]) -> DrawnSteps | JudgedAnswers | CarriedActions:
         shape = self.processor.horizon, self.processor.config.max_action_dim
+        if self.imitated:
+            return CarriedActions(torch.from_numpy(np.stack([self._normalized(each, shape) for each in samples])))
         before = torch.from_numpy(np.stack([each.before for each in samples])).unflatten(1, (-1, *shape))
         after = torch.from_numpy(np.stack([each.after for each in samples])).unflatten(1, shape)
         if self.flow_samples is not None:
             return JudgedAnswers(before, after)
         return DrawnSteps(before[:, 0], after, torch.tensor([each.flow_step for each in samples]))
+
+    def _normalized(self, sample: AnswerSample, shape: tuple[int, int]) -> Floats:
+        """(T, max_action_dim)."""
+        own = self.processor.action_dimensions
+        carried = sample.actions.reshape(sample.executed, own)
+        whole = np.pad(carried, ((0, shape[0] - sample.executed), (0, 0)), mode="edge")
+        normalized = self.processor.action.normalize(whole, f"{sample.episode_id}, chunk {sample.chunk}")
+        return np.pad(normalized, ((0, 0), (0, shape[1] - own)))
 
     def _counted(self, samples: Sequence[AnswerSample]) -> Tensor:
         """(E, T, D) bool."""
@@ -163,4 +177,5 @@ def _column(values: Sequence[float | None]) -> Tensor | None:
 def _numbers(sample: AnswerSample) -> list[ArrayLike]:
     """All that training computes with."""
     known = [value for value in (sample.value, sample.value_target) if value is not None]
-    return [sample.state, sample.before, sample.after, sample.logprobs, sample.advantage, *known]
+    drawn: list[ArrayLike] = [sample.before, sample.after, sample.logprobs]
+    return [sample.state, sample.actions, *drawn, sample.advantage, *known]

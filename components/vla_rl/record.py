@@ -12,11 +12,11 @@ from components.artifacts.images import ImageStore, encode_png
 from components.contracts.robots import RobotObservation
 from components.evaluation.libero.episode import Actions, PlayedEpisode
 from components.evaluation.libero.schedule import PlannedEpisode
-from components.policies.molmoact2.policy import ExploredAnswer, SpokenAnswer
+from components.policies.molmoact2.policy import ExploredAnswer, PlainAnswer, SpokenAnswer
 from components.vla_rl.schedule import episode_ids
 from components.vla_rl.table import Answer
 
-PlayedAnswer = ExploredAnswer | SpokenAnswer
+PlayedAnswer = PlainAnswer | ExploredAnswer | SpokenAnswer
 
 
 class AnswerRecorder:
@@ -102,14 +102,11 @@ def episode_defect(rows: Sequence[Answer]) -> tuple[str, str] | None:
 def _drawn(answer: PlayedAnswer, executed: int) -> dict[str, Any]:
     """What of an answer, of which so many actions were carried out, was drawn at random."""
     nothing = np.zeros(0, np.float32)
+    drawn: dict[str, Any] = {"before": nothing, "after": nothing, "flow_step": None, "decoded": True}
+    drawn |= {"logprobs": nothing.astype(np.float64), "tokens": nothing.astype(np.int32)}
     if isinstance(answer, SpokenAnswer):
-        drawn = {"before": nothing, "after": nothing, "flow_step": None, "logprobs": answer.logprobs}
-        return drawn | {"tokens": answer.tokens, "decoded": answer.decoded}
-    return {
-        "before": answer.before.reshape(-1),
-        "after": answer.after.reshape(-1),
-        "flow_step": answer.step,
-        "logprobs": answer.logprobs[:executed].reshape(-1),
-        "tokens": nothing.astype(np.int32),
-        "decoded": True,
-    }
+        drawn |= {"logprobs": answer.logprobs, "tokens": answer.tokens, "decoded": answer.decoded}
+    elif isinstance(answer, ExploredAnswer):
+        drawn |= {"before": answer.before.reshape(-1), "after": answer.after.reshape(-1), "flow_step": answer.step}
+        drawn |= {"logprobs": answer.logprobs[:executed].reshape(-1)}
+    return drawn

@@ -30,7 +30,7 @@ from components.vla_rl.client import RobotRLTrainerClient
 from components.vla_rl.collect import Collector
 from components.vla_rl.panel import RobotEvaluations
 from components.vla_rl.schedule import plan_step
-from components.vla_rl.settings import GAE, TrainVLARLSettings
+from components.vla_rl.settings import GAE, RewardWeighted, TrainVLARLSettings
 from components.vla_rl.table import Answer, read_rollouts, with_advantage, write_batch, write_rollouts
 
 BATCH_METRICS = "metrics.json"
@@ -98,7 +98,7 @@ class RobotRLRun:
                 return done
         if self.evaluations is not None:
             self.evaluations.refuse_lost_weights(done)
-        if not done:
+        if not done and not isinstance(self.settings.trainer.objective, RewardWeighted):
             self._preflight()
         return run_loop(self, done + 1, last, Ahead(self.settings.rollouts.max_staleness), units, events)
 
@@ -139,14 +139,20 @@ class RobotRLRun:
         """The training samples of `step` with their advantages."""
         if made := self.store.find(BATCHES, self._key(step)):
             return made
-        plan = self.settings.rollouts
+        plan, weighting = self.settings.rollouts, self.settings.trainer.weighting
         wanted = plan.groups_per_step if plan.max_rounds > 1 else None
+        replayed = weighting.earlier_steps if isinstance(weighting, RewardWeighted) else 0
+        earlier = [self._made(ROLLOUTS, number) for number in range(max(1, step - replayed), step)]
+        before = [answer for made in earlier for answer in read_rollouts(made.path)]
         failures = read_failures(rollouts.path) if (rollouts.path / FAILURES_FILE).is_file() else ()
-        built = build_batch(read_rollouts(rollouts.path), self.settings.trainer.advantage, wanted, failures)
+        built = build_batch(read_rollouts(rollouts.path), weighting, wanted, failures, before)
         if not built.samples:
+            solved = built.metrics["success"]
+            why = f"the episodes of each group all earned the same, and {solved:.0%} of all were solved"
+            if isinstance(weighting, RewardWeighted):
+                why = "no episode was solved"
             self.context.events.message(
-                f"warning: step {step} changes no weight: the episodes of each group all earned the same, and "
-                f"{built.metrics['success']:.0%} of all were solved. Where that stays so, the tasks are too hard or "
+                f"warning: step {step} changes no weight: {why}. Where that stays so, the tasks are too hard or "
                 "too easy for the policy: imitate longer, reward progress, or play larger groups"
             )
         metrics = built.metrics | {f"drops/{reason}": float(count) for reason, count in built.drops.items()}
@@ -155,7 +161,9 @@ class RobotRLRun:
             write_batch(folder, built.samples)
             (folder / BATCH_METRICS).write_text(json.dumps(metrics, indent=1, sort_keys=True) + "\n")
             rows = {"samples": len(built.samples)}
-            self._describe(folder, BATCHES, step, rows, dict(built.drops), {"rollouts": rollouts.digest})
+            inputs = {"rollouts": rollouts.digest}
+            inputs |= {f"rollouts of {len(earlier) - index} before": made.digest for index, made in enumerate(earlier)}
+            self._describe(folder, BATCHES, step, rows, dict(built.drops), inputs)
 
         return self._said(self.store.write(BATCHES, self._key(step), fill), step)
 

@@ -65,11 +65,12 @@ class RobotRolloutSettings(Settings):
         exclude_if="continuous".__eq__,  # what was made before there was this setting keeps its fingerprint
         description="Actions by flow matching, or as tokens; the policy must have been trained for it.",
     )
-    likelihood: Literal["flow_sde", "fpo"] = Field(
+    likelihood: Literal["flow_sde", "fpo", "none"] = Field(
         "flow_sde",
         exclude_if="flow_sde".__eq__,
         description="Continuous actions: flow_sde: one denoising step of an answer is drawn, and its density counts. "
-        "fpo: answers are those of an evaluation, and their flow-matching losses stand for log-probs.",
+        "fpo: answers are those of an evaluation, and their flow-matching losses stand for log-probs. none: answers "
+        "are those of an evaluation, for the objective reward_weighted.",
     )
     flow_samples: PositiveInt = Field(
         FLOW_SAMPLES,
@@ -139,13 +140,17 @@ class RobotRolloutSettings(Settings):
     def _randomness_is_of_its_mode(self) -> Self:
         if self.inference_action_mode == "continuous" and self.temperature != 1.0:
             raise ValueError("temperature draws action tokens, and these actions are continuous: leave it out")
-        if self.inference_action_mode == "discrete" and self.likelihood == "fpo":
-            raise ValueError("likelihood fpo is of flow matching, and these actions are tokens: leave it out")
+        if self.inference_action_mode == "discrete" and self.likelihood != "flow_sde":
+            raise ValueError(
+                f"likelihood {self.likelihood} is of flow matching, and these actions are tokens: leave it out"
+            )
         if self.inference_action_mode == "discrete" and self.noise_level != NOISE_LEVEL:
             raise ValueError("noise_level draws a denoising step, and these actions are tokens: leave it out")
-        if self.likelihood == "fpo" and self.noise_level != NOISE_LEVEL:
-            raise ValueError("noise_level draws a denoising step, and with likelihood fpo none is: leave it out")
-        if self.likelihood == "flow_sde" and self.flow_samples != FLOW_SAMPLES:
+        if self.likelihood != "flow_sde" and self.noise_level != NOISE_LEVEL:
+            raise ValueError(
+                f"noise_level draws a denoising step, and with likelihood {self.likelihood} none is: leave it out"
+            )
+        if self.likelihood != "fpo" and self.flow_samples != FLOW_SAMPLES:
             raise ValueError("flow_samples are those of likelihood fpo: leave it out")
         return self
 
@@ -179,6 +184,24 @@ class GAE(Settings):
     )
 
 
+class RewardWeighted(Settings):
+    """Flow matching on the policy's own answers, each weighed by what its episode earned; there are no probability
+    ratios: reward-weighted regression (Peters & Schaal, ICML 2007)."""
+
+    name: Literal["reward_weighted"] = Field(description="Which objective: reward_weighted.")
+    beta: NonNegativeFloat = Field(
+        0.0,
+        description="An answer weighs exp((R - 1) / beta), where R is what its episode earned, 1 if it solved its "
+        "task; 0: answers of solved episodes weigh 1, others are left out.",
+    )
+    earlier_steps: NonNegativeInt = Field(
+        0, description="So many steps before this one are trained on again, with their rollouts as they were."
+    )
+    warmup_updates: NonNegativeInt = Field(
+        0, description="Updates at the beginning of each step over which learning rates rise linearly."
+    )
+
+
 class RobotRLTrainerSettings(PolicyUpdateSettings):
     """How a step's answers become updates."""
 
@@ -190,7 +213,7 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
         description="full: all weights. lora: adapters on the VLM, all of the action expert. lora_expert: adapters on "
         "both. expert: the action expert alone.",
     )
-    objective: PPO | GSPO | CISPO = Field(
+    objective: PPO | GSPO | CISPO | RewardWeighted = Field(
         PPO(name="ppo"), discriminator="name", description="The loss and its parameters."
     )
     advantage: EpisodeGroupMean | GAE = Field(
@@ -233,6 +256,23 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
     )
     save_every: PositiveInt = Field(1, description="Steps between checkpoints to resume from.")
     seed: NonNegativeInt = Field(0, lt=2**63, description="Seed of the order in which answers come to updates.")
+
+    @property
+    def weighting(self) -> EpisodeGroupMean | GAE | RewardWeighted:
+        """What says how much an answer counts."""
+        return self.objective if isinstance(self.objective, RewardWeighted) else self.advantage
+
+    @model_validator(mode="after")
+    def _ratios_are_known(self) -> Self:
+        if isinstance(self.objective, RewardWeighted):
+            own = ("kl_coefficient", "bc_coefficient", "target_kl", "ratio", "advantage")
+            defaults = {name: type(self).model_fields[name].default for name in own}
+            if given := [name for name, default in defaults.items() if getattr(self, name) != default]:
+                raise ValueError(
+                    f"{', '.join(given)}: the objective reward_weighted has neither probability ratios nor advantages, "
+                    "leave this out"
+                )
+        return self
 
     @model_validator(mode="after")
     def _start_can_be_kept(self) -> Self:
@@ -315,6 +355,36 @@ class TrainVLARLSettings(Settings):
         return self
 
     @model_validator(mode="after")
+    def _imitation_is_of_flow_matching(self) -> Self:
+        played = self.rollouts.likelihood
+        if not isinstance(self.trainer.objective, RewardWeighted):
+            if played == "none":
+                raise ValueError(
+                    f"trainer.objective {self.trainer.objective.name} needs log-probs, and rollouts.likelihood none "
+                    "has none: take flow_sde or fpo, or the objective reward_weighted"
+                )
+            return self
+        if self.rollouts.inference_action_mode == "discrete":
+            raise ValueError(
+                "trainer.objective reward_weighted is flow matching: rollouts' actions are to be continuous"
+            )
+        if played == "fpo":
+            raise ValueError(
+                "rollouts.likelihood fpo computes losses for probability ratios, and trainer.objective reward_weighted "
+                "has none: take none or flow_sde"
+            )
+        if self.rollouts.max_rounds > 1:
+            raise ValueError(
+                "rollouts.max_rounds looks for groups whose episodes differ, and trainer.objective reward_weighted "
+                "compares none: leave it out, play more groups"
+            )
+        if self.preflight != RobotPreflightSettings():
+            raise ValueError(
+                "preflight: trainer.objective reward_weighted has no probability ratios to be checked, leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _divergence_is_known(self) -> Self:
         if self.trainer.kl_coefficient and self.rollouts.likelihood == "fpo":
             raise ValueError(
@@ -340,6 +410,6 @@ class TrainVLARLSettings(Settings):
                 "rollouts.max_rounds chooses groups whose episodes differ, and with trainer.advantage gae all episodes "
                 "count: leave it out"
             )
-        if self.rollouts.group_size < 2 and isinstance(self.trainer.advantage, EpisodeGroupMean):
+        if self.rollouts.group_size < 2 and isinstance(self.trainer.weighting, EpisodeGroupMean):
             raise ValueError("rollouts.group_size is 1: an episode has no advantage over itself, take 2 at least")
         return self

@@ -26,6 +26,12 @@ class JudgedAnswers(NamedTuple):
     actions: Tensor
 
 
+class CarriedActions(NamedTuple):
+    """Answers as they were carried out, (E, T, D) float32, normalized; after what was carried out, its last action."""
+
+    actions: Tensor
+
+
 @dataclass(frozen=True)
 class AnswerBatch:
     """E answers, of which N numbers count: those that a policy has drawn and that reached the robot.
@@ -39,7 +45,7 @@ class AnswerBatch:
 
     batch: PolicyBatch
     order: Tensor
-    drawn: DrawnSteps | JudgedAnswers | None
+    drawn: DrawnSteps | JudgedAnswers | CarriedActions | None
     counted: Tensor
     logprobs: Tensor
     advantages: Tensor

@@ -16,11 +16,13 @@ from components.training.service_settings import ServiceSettings
 from components.training.service_worker import Command, ServiceWorker
 from components.vla.groups import prepare
 from components.vla.opening import open_model
+from components.vla_rl.answer_learner import AnswerLearner
 from components.vla_rl.client import RobotRLTraining
 from components.vla_rl.learner import RobotRLLearner
 from components.vla_rl.likelihood import likelihood_of
 from components.vla_rl.loader import AnswerLoader
-from components.vla_rl.settings import GAE
+from components.vla_rl.reward_weighted import RewardWeightedLearner
+from components.vla_rl.settings import GAE, RewardWeighted
 from components.vla_rl.table import AnswerSample, read_batch
 
 
@@ -41,12 +43,21 @@ class RobotRLWorker(ServiceWorker):
                 where="trainer.kl_coefficient, machine.trainer_sharding",
                 remedy="train on one GPU, or on CPU processes without sharding, or leave kl_coefficient out",
             )
-        likelihood = likelihood_of(training.rollouts, InferencePlan.of(self._parts.settings, self._parts.config))
+        imitates, policy = isinstance(trainer.objective, RewardWeighted), self._parts.settings
+        if imitates and policy.n_action_steps < policy.chunk_size:
+            raise ConfigurationError(
+                f"the policy carries out {policy.n_action_steps} of the {policy.chunk_size} actions of an answer, and "
+                "the objective reward_weighted learns whole answers",
+                where="trainer.objective, policy.n_action_steps",
+                remedy="train a policy with n_action_steps = chunk_size, or take the objective ppo",
+            )
+        plan = InferencePlan.of(policy, self._parts.config)
+        of_tokens = training.rollouts.inference_action_mode == "discrete"
 
         def begun(model: MolmoAct2) -> None:
-            prepare(model, trainer, self._parts.settings.semantics)
+            prepare(model, trainer, policy.semantics)
             if isinstance(trainer.advantage, GAE):
-                model.add_value_head(trainer.seed, likelihood.of_tokens)
+                model.add_value_head(trainer.seed, of_tokens)
 
         opened = self._opened = open_model(training.policy, self._parts, begun, settings.processes, ranks)
         who = identity(opened.named, trainer, opened.weights, run=training.fingerprint) if ranks.first else None
@@ -57,8 +68,14 @@ class RobotRLWorker(ServiceWorker):
             rollouts.inference_action_mode,
             trainer.packing,
             rollouts.flow_samples if rollouts.likelihood == "fpo" else None,
+            imitates,
         )
-        self.learner = RobotRLLearner(opened.model, trainer, likelihood, self._load, ranks, opened.shard)
+        given = self._load, ranks, opened.shard
+        self.learner: AnswerLearner
+        if imitates:
+            self.learner = RewardWeightedLearner(opened.model, trainer, plan, policy.num_flow_timesteps, *given)
+        else:
+            self.learner = RobotRLLearner(opened.model, trainer, likelihood_of(rollouts, plan), *given)
         super().__init__(settings, self.learner, ranks.broadcast(who), trainer.keep_checkpoints, trainer.max_steps)
 
     def prepare(self, command: Command) -> list[AnswerSample]:
@@ -78,7 +95,7 @@ class RobotRLWorker(ServiceWorker):
 
     def perform(self, command: Command, prepared: list[AnswerSample]) -> Any:
         match command["name"]:
-            case "score":
+            case "score" if isinstance(self.learner, RobotRLLearner):
                 return self.learner.score(prepared)
             case "publish":
                 self._opened.publish(Path(command["folder"]), self._parts, self.ranks)

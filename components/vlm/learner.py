@@ -269,7 +269,7 @@ def _to(batch: MultimodalBatch, device: torch.device) -> MultimodalBatch:
     return type(batch)(**moved)
 
 
-def _learning_rates(settings: TrainerSettings) -> Callable[[int], float]:
+def _learning_rates(settings: TrainerSettings) -> Callable[[float], float]:
     return partial(
         learning_rate,
         peak=settings.learning_rate,

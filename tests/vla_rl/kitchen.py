@@ -52,13 +52,14 @@ class Kitchen(Plane):
         return RobotObservation(images, np.pad(seen.state, (0, 6)), seen.task)
 
 
-def calm_policy(folder: Path) -> LoadedPolicy:
-    """Written to `folder`/checkpoint: velocities of about 1, as a trained policy has."""
+def calm_policy(folder: Path, **changes: Any) -> LoadedPolicy:
+    """Written to `folder`/checkpoint: velocities of about 1, as a trained policy has. changes: of its settings."""
     settings = released.SETTINGS.model_copy(update={"norm_tag": "kitchen", "num_inference_steps": 4})
     loaded = load_policy(released.write_released(folder / "released"), settings)
     with torch.no_grad():
         loaded.model.action_expert.final_layer.linear.weight.mul_(0.3)
-    save_policy(folder / "checkpoint", loaded.parts, loaded.model.state_dict())
+    parts = replace(loaded.parts, settings=loaded.settings.model_copy(update=changes))
+    save_policy(folder / "checkpoint", parts, loaded.model.state_dict())
     return loaded
 
 

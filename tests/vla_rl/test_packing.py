@@ -16,6 +16,7 @@ from torch import Tensor
 from components.artifacts.images import ImageStore
 from components.policies.molmoact2 import policy
 from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy
+from components.vla_rl.answer_learner import Update
 from components.vla_rl.learner import RobotRLLearner
 from components.vla_rl.table import Answer, AnswerSample, with_advantage
 from tests.vla_rl import test_learner as chunks
@@ -104,7 +105,7 @@ def gradients(trainer: RobotRLLearner, samples: Sequence[AnswerSample]) -> tuple
     """Of the loss of an update in two micro-batches, all in one vector."""
     total, solved = 0.0, frozenset(each.episode_id for each in samples if each.done and not each.truncated)
     for part in (samples[:5], samples[5:]):
-        loss, _ = trainer._losses(part, len(samples), len(samples), solved)
+        loss, _ = trainer._losses(part, Update(1, 0, 1, samples, solved))
         trainer.backward(loss)
         total += float(loss.detach())
     grown = [p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]

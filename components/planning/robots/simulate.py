@@ -169,7 +169,7 @@ class _RobotSteps:
     def batch(self, step: int, rollouts: Artifact) -> Artifact:
         plan, flow = self.settings.rollouts, self.costs.flow
         wanted = plan.groups_per_step if plan.max_rounds > 1 else None
-        self.samples[step] = build_batch(self.answers[step], self.settings.trainer.advantage, wanted).samples
+        self.samples[step] = build_batch(self.answers[step], self.settings.trainer.weighting, wanted).samples
         self.loop.wait(flow.batch_seconds + flow.batch_answer_seconds * len(self.answers[step]))
         return simulated_artifact(step)
 

@@ -30,6 +30,14 @@ TOKENS_PER_ACTION = 16
 
 
 @dataclass(frozen=True)
+class PlainAnswer:
+    """A chunk as an evaluation has it: (n_action_steps, action dimensions) float32 in the dataset's units."""
+
+    actions: Floats
+    value: None = None
+
+
+@dataclass(frozen=True)
 class ExploredAnswer:
     """A chunk with its log-prob, because one step of its denoising was drawn from a normal distribution, or with what
     its flow-matching losses say in place of it.
@@ -132,6 +140,10 @@ class MolmoAct2Policy:
         else:
             chunks = self._sampled(examples, seeds, [observation.previous for observation in observations])
         return self._processor.decode(chunks)[:, : self.n_action_steps]
+
+    def answer(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> list[PlainAnswer]:
+        """As `predict`."""
+        return [PlainAnswer(actions) for actions in self.predict(observations, seeds)]
 
     def explore(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], noise_level: float

@@ -1,0 +1,234 @@
+"""Reward-weighted regression: which answers weigh how much, and that training on them is imitation."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from math import cos, exp, pi
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from components.artifacts.images import ImageStore
+from components.configuration import load_recipe
+from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.robots import RobotObservation
+from components.contracts.stages import Artifact
+from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy
+from components.policies.molmoact2.modeling.flow import FlowSamples
+from components.policies.molmoact2.modeling.losses import LossPlan
+from components.policies.molmoact2.policy import MolmoAct2Policy
+from components.policies.molmoact2.processing.batch import collate
+from components.policies.molmoact2.sampling import InferencePlan
+from components.vla.groups import prepare
+from components.vla_rl.answer_learner import Update
+from components.vla_rl.batch import build_batch
+from components.vla_rl.loader import AnswerLoader
+from components.vla_rl.reward_weighted import RewardWeightedLearner, draw_seed
+from components.vla_rl.schedule import answer_seed, plan_step
+from components.vla_rl.settings import RewardWeighted, RobotRLTrainerSettings, TrainVLARLSettings
+from components.vla_rl.table import Answer, AnswerSample, read_batch, read_rollouts, with_advantage
+from components.workers.errors import WorkerError
+from tests.evaluation.libero.playground import TASKS
+from tests.vla_rl.kitchen import Kitchen, calm_policy, rollout_settings
+from tests.vla_rl.test_batch import answers as made
+from tests.vla_rl.test_learner import play
+from tests.vla_rl.test_run import rows, settings, train
+
+FLOW_TIMESTEPS = 3
+FILTER = RewardWeighted(name="reward_weighted")
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedPolicy:
+    return calm_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> ImageStore:
+    return ImageStore(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="module")
+def answers(loaded: LoadedPolicy, images: ImageStore) -> list[Answer]:
+    return play(loaded, images, [Kitchen()], likelihood="none", group_size=1, groups_per_step=4)
+
+
+def learner(loaded: LoadedPolicy, images: ImageStore, **changes: Any) -> RewardWeightedLearner:
+    model = copy.deepcopy(loaded.model)
+    values = {"max_steps": 2, "micro_batch_size": 3, "objective": {"name": "reward_weighted", "warmup_updates": 2}}
+    chosen = RobotRLTrainerSettings.model_validate(values | changes)
+    prepare(model, chosen, loaded.settings.semantics)
+    plan = InferencePlan.of(loaded.settings, loaded.config)
+    load = AnswerLoader(loaded.processor(), images, imitated=True)
+    return RewardWeightedLearner(model, chosen, plan, FLOW_TIMESTEPS, load)
+
+
+def test_weights_are_those_of_a_hand_computation() -> None:
+    played = [*made("a", (2, 1.0), (3, 0.0)), *made("b", (1, 1.0)), *made("c", (2, 0.25))]
+    built = build_batch(played, FILTER)
+    assert [each.episode_id for each in built.samples] == ["a-0", "a-0", "b-0", "c-0", "c-0"]
+    assert {each.advantage for each in built.samples} == {1.0}
+    assert built.drops == {"unsolved_episode": 3} and built.metrics["answers/trained"] == 5
+    assert built.metrics["rollouts/planned"] == 4 and "groups/zero_advantage_fraction" not in built.metrics
+    soft = build_batch(played, RewardWeighted(name="reward_weighted", beta=0.5))
+    expected = [1.0] * 2 + [exp(-2.0)] * 3 + [1.0] + [exp(-1.5)] * 2
+    assert [each.advantage for each in soft.samples] == pytest.approx(expected, rel=1e-12) and not soft.drops
+    again = build_batch(made("d", (2, 0.0)), FILTER, earlier=played)
+    assert [each.episode_id for each in again.samples] == [each.episode_id for each in built.samples]
+    assert again.drops == {"unsolved_episode": 2} and again.metrics["answers/replayed"] == 5
+    assert again.metrics["success"] == 0.0 and again.metrics["answers/per_episode"] == 2
+
+
+def test_answers_are_those_of_an_evaluation(loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]) -> None:
+    plan = rollout_settings(likelihood="none", group_size=1, groups_per_step=4)
+    policy = MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows=1)
+    groups = plan_step(plan, TASKS, 1)
+    for each in answers:
+        planned = next(one for (one,) in groups if f"00001-{one.repetition:06d}" == each.group_id)
+        shown = {name: np.asarray(images.open(ref)) for name, ref in zip(each.cameras, each.images, strict=True)}
+        seen = RobotObservation(shown, each.state, each.language)
+        (expected,) = policy.predict([seen], [answer_seed(plan, 1, planned, each.chunk)])
+        assert np.array_equal(each.actions, expected[: each.executed].reshape(-1))
+        assert each.flow_step is None and not (len(each.before) or len(each.after) or len(each.logprobs))
+
+
+def weighed(answers: list[Answer]) -> list[AnswerSample]:
+    return [with_advantage(each, 1.0 / (2 + number)) for number, each in enumerate(answers)]
+
+
+def test_the_gradient_is_that_of_plain_imitation_with_the_same_weights(
+    loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+) -> None:
+    """The model's own training loss of each answer alone, from actions in the dataset's units."""
+    samples, trainer = weighed(answers), learner(loaded, images)
+    update = Update(2, 5, 9, samples, frozenset())
+    parameters = [each for each in trainer.model.action_expert.parameters() if each.requires_grad]
+    found = [torch.zeros_like(each) for each in parameters]
+    for first in range(0, len(samples), 3):  # in micro-batches, which add up
+        loss, _ = trainer._losses(samples[first : first + 3], update)
+        found = [a + b for a, b in zip(found, torch.autograd.grad(loss, parameters), strict=True)]
+    plan, processor, total = LossPlan.of(loaded.settings), loaded.processor(), torch.zeros(())
+    plan = replace(plan, action_mode="continuous", bidirectional_images=trainer._plan.bidirectional_images)
+    for each in samples:
+        shown = {name: np.asarray(images.open(ref)) for name, ref in zip(each.cameras, each.images, strict=True)}
+        chunk = each.actions.reshape(each.executed, -1)
+        chunk = np.concatenate([chunk, np.repeat(chunk[-1:], processor.chunk - each.executed, axis=0)])
+        example = processor.encode(RobotObservation(shown, each.state, each.language), chunk)
+        answered = example.labels is not None
+        example = replace(example, labels=None, horizon_padding=None)
+        if answered:
+            prompt = processor.encode(RobotObservation(shown, each.state, each.language))
+            example = replace(example, input_ids=prompt.input_ids, image_tokens=prompt.image_tokens)
+        batch = collate([example], "left", 1, processor.vocabulary.pad)
+        seed, config = draw_seed(trainer.settings.seed, update, each), loaded.config
+        draws = FlowSamples.per_example([seed], FLOW_TIMESTEPS, processor.horizon, config)
+        if each.executed == processor.chunk:
+            error = trainer.model(batch, draws, plan).flow
+        else:  # only what was carried out counts, while the whole chunk is seen
+            used, noise = ~batch.dimension_padding[0], draws.noise[0] * ~batch.dimension_padding[0]
+            t = draws.times[0][:, None, None]
+            points = (1 - t) * noise + t * batch.actions[0] if plan.mask_dimensions else None
+            assert points is not None
+            velocity = trainer.model.velocities(
+                batch, points[None], draws.times, plan.bidirectional_images, plan.hides_answers
+            )[0][0][0]
+            wrong = (velocity - (batch.actions[0] - noise))[:, : each.executed, used].square()
+            error = wrong.sum() / (FLOW_TIMESTEPS * processor.chunk * used.sum())
+        total = total + each.advantage * error
+    total = total / sum(each.advantage for each in samples)
+    for one, other in zip(found, torch.autograd.grad(total, parameters), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
+
+
+def test_learning_rates_rise_in_each_step_and_fall_over_the_run(
+    loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+) -> None:
+    rates = {"action_expert": 2e-3}
+    trainer = learner(loaded, images, learning_rates=rates, samples_per_update=4, epochs=2, final_lr_fraction=0.2)
+    samples, seen = weighed(answers), list[float]()
+    step = trainer.optimizer.step
+    trainer.optimizer.step = lambda: (seen.append(trainer.optimizer.param_groups[0]["lr"]), step())[1]  # type: ignore[method-assign]
+    fixed = Update(9, 0, 1, samples, frozenset())
+    losses = [float(trainer._losses(samples, fixed)[0])]
+    for _ in range(2):
+        trainer.step(samples)
+    losses.append(float(trainer._losses(samples, fixed)[0]))
+    n = len(seen) // 2
+    expected = []
+    for k in range(2 * n):
+        falling = 0.2 + 0.8 * (1 + cos(pi * (k + 1) / (2 * n))) / 2
+        expected.append(2e-3 * falling * min(1.0, (k % n + 1) / 2))
+    assert n == 2 * -(-len(samples) // 4) and seen == pytest.approx(expected, rel=1e-9)
+    assert losses[1] < losses[0]
+    with pytest.raises(DataError, match="actions of the robot are not"):
+        trainer._load.refuse([replace(samples[0], actions=samples[0].actions[:-1])], "here")  # type: ignore[attr-defined]
+
+
+def whole_answers(folder: Path) -> Artifact:
+    calm_policy(folder, n_action_steps=4)
+    return Artifact(kind="policy", path=folder, digest="0")
+
+
+def imitating(**objective: Any) -> TrainVLARLSettings:
+    chosen = settings(objective={"name": "reward_weighted", **objective}, learning_rates={"action_expert": 1e-4})
+    plan = rollout_settings(batch=4, max_steps=16, likelihood="none", group_size=1, groups_per_step=12)
+    return TrainVLARLSettings.model_validate(dict(chosen) | {"rollouts": plan})
+
+
+def test_a_run_that_was_stopped_is_one_that_was_not_and_trains_on_earlier_steps(tmp_path: Path) -> None:
+    start, plan = whole_answers(tmp_path / "start"), imitating(earlier_steps=1)
+    whole = train(tmp_path / "whole", start, [Kitchen()], plan)
+    with pytest.raises(WorkerError, match="too many episodes failed"):
+        train(tmp_path / "stopped", start, [Kitchen(range(20, 10_000))], plan)
+    resumed = train(tmp_path / "stopped", start, [Kitchen()], plan)
+    assert rows(resumed) == rows(whole) and resumed.lineage(3) == whole.lineage(3)
+    weights = [load_file(tmp_path / name / "checkpoint/model.safetensors") for name in ("whole", "stopped")]
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    for step, row in enumerate(whole.history.read(), start=1):
+        played = [read_rollouts(whole.rollouts(number).path) for number in range(max(1, step - 1), step + 1)]
+        solved = {each.episode_id for table in played for each in table if each.done and not each.truncated}
+        trained = read_batch(whole.batch(step, whole.rollouts(step)).path)
+        assert {each.episode_id for each in trained} == solved and solved
+        assert row["drops/unsolved_episode"] == sum(each.episode_id not in solved for each in played[-1])
+        assert "importance_ratio" not in row and "kl" not in row and row["updates"] == -(-len(trained) // 8)
+
+
+def test_answers_that_are_carried_out_in_part_are_refused(tmp_path: Path) -> None:
+    calm_policy(tmp_path / "start")
+    start = Artifact(kind="policy", path=tmp_path / "start", digest="0")
+    with pytest.raises(ConfigurationError, match="carries out 3 of the 4 actions"):
+        train(tmp_path, start, [Kitchen()], imitating())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"trainer": {"target_kl": 0.1}}, "target_kl: the objective reward_weighted has neither"),
+        ({"trainer": {"kl_coefficient": 0.1, "bc_coefficient": 0.1}}, "kl_coefficient, bc_coefficient: "),
+        ({"trainer": {"advantage": {"name": "gae"}}}, "advantage: the objective reward_weighted"),
+        ({"trainer": {"ratio": "dimension"}}, "ratio: the objective reward_weighted"),
+        ({"rollouts": {"likelihood": "fpo"}}, "take none or flow_sde"),
+        ({"rollouts": {"max_rounds": 2}}, "play more groups"),
+        ({"rollouts": {"noise_level": 0.7}}, "with likelihood none none is"),
+        ({"preflight": {"max_ratio_error": 1.0}}, "no probability ratios to be checked"),
+        ({"trainer": {"objective": {"name": "ppo"}}}, "ppo needs log-probs"),
+        ({"rollouts": {"reward": {"name": "potential"}}}, "changes no advantage"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(overrides: dict[str, dict[str, Any]], said: str) -> None:
+    values = imitating().model_dump()
+    for section, changes in overrides.items():
+        values[section] = values[section] | changes
+    with pytest.raises(ValueError, match=said):
+        TrainVLARLSettings.model_validate(values)
+
+
+def test_the_recipe_plays_evaluations_answers_and_needs_no_pair() -> None:
+    chosen = load_recipe("train-vla-rl/spatial-successes").settings_for(TrainVLARLSettings)
+    assert isinstance(chosen, TrainVLARLSettings)
+    assert chosen.rollouts.group_size == 1 and isinstance(chosen.trainer.objective, RewardWeighted)
