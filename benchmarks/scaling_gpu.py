@@ -1,9 +1,10 @@
 """The same updates by one GPU and by two: what `machine.trainer_processes = 2` gains.
 
-Usage: python -m benchmarks.scaling_gpu [small] [plain] [one] [full] [copies] [A] [B] [C]: the sides and the cases, by
-default `one`, `full` and all cases. `full` splits the model over the ranks, as several GPUs do by default; `copies` has
-all of it on each. `plain`: layers are not compiled. Rows of a case with equal norms did the same work. The rows go to
-$OUT/scaling.json as well. `small` runs two ranks on a CPU.
+Usage: python -m benchmarks.scaling_gpu [small] [plain] [reshard] [one] [full] [copies] [A] [B] [C]: the sides and the
+cases, by default `one`, `full` and all cases. `full` splits the model over the ranks, as several GPUs do by default;
+`copies` has all of it on each. `plain`: layers are not compiled. `reshard`: `full` gathers weights for the backward
+pass again. Rows of a case with equal norms did the same work. The rows go to $OUT/scaling.json as well. `small` runs
+two ranks on a CPU.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ def compared(rows: list[dict[str, Any]]) -> None:
 
 
 def main(words: list[str]) -> None:
-    if unknown := set(words) - {"small", "plain", *SIDES, *CASES}:
+    if unknown := set(words) - {"small", "plain", "reshard", *SIDES, *CASES}:
         raise SystemExit(f"unknown: {', '.join(sorted(unknown))}\n{__doc__}")
     small = "small" in words
     words += () if set(words) & set(CASES) else CASES
