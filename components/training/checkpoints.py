@@ -31,6 +31,7 @@ STATE_FILE, TENSORS = "state.json", "tensors"
 _NAME = re.compile(r"step-(\d{6,})")
 _NOT_COMPARED = {"save_every", "keep_checkpoints"}
 _SAMPLED = 64
+_DELETE = "delete this folder: the one before it is used then"
 
 
 class Resumable(Protocol):
@@ -151,7 +152,7 @@ class Checkpoints:
         for name, parameter in trained.items():
             learner.optimizer.state[parameter] = state.get(name, {})
         _restore_rng(rng)
-        learner.steps_done = int(document["step"])
+        learner.steps_done = document["step"]
         learner.skipped = SkippedUpdates(**document.get("skipped", {}))
         kept_state: dict[str, Any] = document["state"]
         return kept_state
@@ -227,6 +228,10 @@ class Checkpoints:
                 where=str(path),
                 remedy="delete this folder; a run then starts again from its batches",
             )
+        if not _counts_and_state(document):
+            raise DataError(
+                "the step, the skipped updates or the state is damaged", where=str(path / STATE_FILE), remedy=_DELETE
+            )
         differing = _differences(document["identity"], json.loads(json.dumps(self.who)))
         if differing:
             raise DataError(
@@ -253,8 +258,16 @@ def _in_thread(act: Callable[[], None]) -> Future[None]:
 
 
 def _unreadable(error: Exception, path: Path) -> DataError:
-    remedy = "delete this folder: the one before it is used then"
-    return DataError(f"the checkpoint cannot be read: {error}", where=str(path), remedy=remedy)
+    return DataError(f"the checkpoint cannot be read: {error}", where=str(path), remedy=_DELETE)
+
+
+def _counts_and_state(document: Mapping[str, Any]) -> bool:
+    """Whether what `load` takes of the document, besides tensors, is of the kinds that `save` writes."""
+    skipped = document.get("skipped", {})
+    if not isinstance(skipped, dict) or not skipped.keys() <= asdict(SkippedUpdates()).keys():
+        return False
+    counts = [document["step"], *skipped.values()]
+    return isinstance(document["state"], dict) and all(type(each) is int and each >= 0 for each in counts)
 
 
 def _step(name: str) -> int:

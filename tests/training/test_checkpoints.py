@@ -248,3 +248,20 @@ def test_a_bf16_model_is_published_in_bf16(tiny: Tiny, tmp_path: Path) -> None:
     learner = Learner(model, trainer_settings(autocast="bf16"), temperature=1.0)
     publisher.publish(learner.model, tmp_path / "000001", learner.ranks)
     assert {value.dtype for value in load_file(tmp_path / "000001" / "model.safetensors").values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"step": "x"}, {"step": 2.5}, {"step": -3}, {"skipped": 3}, {"skipped": {"odd": 1}}, {"state": None}],
+    ids=str,
+)
+def test_damaged_numbers_are_said_before_anything_is_loaded(tiny: Tiny, tmp_path: Path, damage: dict[str, Any]) -> None:
+    learner, who = make(tiny)
+    path = save(learner, tmp_path, {}, who)
+    file = path / STATE_FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | damage))
+    train(learner, tiny, 1)
+    weights = [parameter.clone() for parameter in learner.policy.parameters()]
+    with pytest.raises(DataError, match="is damaged"):
+        load(learner, path, who)
+    assert all(map(torch.equal, weights, learner.policy.parameters()))
