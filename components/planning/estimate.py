@@ -201,7 +201,7 @@ def _sources(gpu: Gpu, said: Assumptions, mfu: str, sync: tuple[str, ...], ranks
         "trainer.token_seconds": f"{sheet}; {of(*token)}",
         "trainer.micro_batch_seconds": of(layer),
         "trainer.gather_seconds": f"{sheet}, over {where}; {of('network_share', 'hop_seconds')}",
-        "trainer.exposed_seconds": of("collective_seconds") if ranks > 1 else "one rank gathers nothing",
+        "trainer.exposed_seconds": of("collective_seconds") if ranks > 1 else "computed: one rank gathers nothing",
         "trainer.update_seconds": f"{sheet}; {of('memory_share')}",
         "flow.request_seconds": of("request_seconds"),
         "flow.image_seconds": of("image_seconds"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,8 @@ def geometry(config: Any, model: ModelSettings, trainer: TrainerSettings, server
     family = family_of(config)
     with torch.device("meta"):
         skeleton = AutoModelForImageTextToText.from_config(config, trust_remote_code=model.trust_remote_code)
-    units = [module for module, _ in blocks(skeleton, family, None)][:-1]
+    layers = replace(family, whole_tower=False)
+    units = [module for module, _ in blocks(skeleton, layers, None)][:-1]
     sizes = [n_parameters(unit) for unit in units]
     estimate = estimate_memory_of(skeleton, model, trainer, server_dtype)
     text = config.get_text_config()
