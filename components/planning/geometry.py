@@ -78,7 +78,9 @@ def read_config(settings: ModelSettings) -> Any:
 
 
 def geometry(config: Any, model: ModelSettings, trainer: TrainerSettings, server_dtype: str) -> ModelGeometry:
-    """Counted on the meta device: no weights are read."""
+    """Counted on the meta device: no weights are read. A block is a layer, of a vision tower too, as the costs of
+    `Assumptions` were measured.
+    """
     family = family_of(config)
     with torch.device("meta"):
         skeleton = AutoModelForImageTextToText.from_config(config, trust_remote_code=model.trust_remote_code)

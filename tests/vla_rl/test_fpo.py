@@ -21,20 +21,10 @@ from components.vla_rl.loader import AnswerLoader
 from components.vla_rl.settings import RobotRLTrainerSettings
 from components.vla_rl.table import Answer, AnswerSample, read_rollouts, with_advantage, write_rollouts
 from components.vla_rl.tensors import JudgedAnswers
-from tests.vla_rl.kitchen import Kitchen, calm_policy
+from tests.vla_rl.kitchen import Kitchen
 from tests.vla_rl.test_learner import play
 
 SAMPLES = 5
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedPolicy:
-    return calm_policy(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> ImageStore:
-    return ImageStore(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture(scope="module")

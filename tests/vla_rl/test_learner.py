@@ -27,17 +27,7 @@ from components.vla_rl.settings import RobotRLTrainerSettings
 from components.vla_rl.table import Answer, AnswerSample, with_advantage, write_rollouts
 from components.workers.errors import WorkerError
 from tests.evaluation.libero.playground import TASKS
-from tests.vla_rl.kitchen import Kitchen, calm_policy, rollout_settings
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedPolicy:
-    return calm_policy(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> ImageStore:
-    return ImageStore(tmp_path_factory.mktemp("images"))
+from tests.vla_rl.kitchen import Kitchen, rollout_settings
 
 
 def play(

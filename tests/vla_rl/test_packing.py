@@ -22,7 +22,6 @@ from components.vla_rl.table import Answer, AnswerSample, with_advantage
 from tests.vla_rl import test_learner as chunks
 from tests.vla_rl import test_tokens as tokens
 from tests.vla_rl.kitchen import Kitchen, calm_policy
-from tests.vla_rl.test_learner import images  # noqa: F401
 
 Case = tuple[LoadedPolicy, ImageStore, Sequence[Answer], Any]
 WORDS = ("put it down", "pick up the black bowl and place it on the plate", "go")

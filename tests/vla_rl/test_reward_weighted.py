@@ -44,16 +44,6 @@ FILTER = RewardWeighted(name="reward_weighted")
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedPolicy:
-    return calm_policy(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> ImageStore:
-    return ImageStore(tmp_path_factory.mktemp("images"))
-
-
-@pytest.fixture(scope="module")
 def answers(loaded: LoadedPolicy, images: ImageStore) -> list[Answer]:
     return play(loaded, images, [Kitchen()], likelihood="none", group_size=1, groups_per_step=4)
 
