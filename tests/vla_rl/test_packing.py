@@ -35,7 +35,7 @@ CLOSE = 1e-6
 @pytest.fixture(scope="module", params=["chunks", "tokens"])
 def case(
     request: pytest.FixtureRequest,
-    images: ImageStore,  # noqa: F811
+    images: ImageStore,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Case]:
     folder: Path = tmp_path_factory.mktemp("policy")
