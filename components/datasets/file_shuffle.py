@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,6 +13,17 @@ from components.datasets.settings import FileShuffleSettings
 from components.datasets.statistics import Array
 
 SCHEDULE, FILES = 0, 1
+
+
+class Window(NamedTuple):
+    """What a lane reads of a source's files before it comes to others: its frames `first` to `stop` (exclusive),
+    counted over all that the lane takes of the source.
+    """
+
+    source: int
+    lane: int
+    first: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -29,14 +41,23 @@ class _Epoch:
     """Positions that each lane had in the epochs before: (lanes,)."""
     window_stops: Array
 
-    def place(self, lane: int, taken: int) -> tuple[int, int]:
-        """The file, and the frame in it, that a lane comes to after `taken` positions of all epochs."""
-        place = int(self.lane_starts[lane]) + taken - int(self.begun[lane])
-        window = int(np.searchsorted(self.window_stops, place, side="right"))
-        first, stop = int(self.window_stops[window - 1]) if window else 0, int(self.window_stops[window])
-        place = first + permuted(place - first, stop - first, mixed(self.key, window))
-        file = int(np.searchsorted(self.file_stops, place, side="right"))
-        return int(self.files[file]), place - (int(self.file_stops[file - 1]) if file else 0)
+    def row(self, lane: int, taken: int) -> int:
+        """Where a lane is after `taken` positions of all epochs."""
+        return int(self.lane_starts[lane]) + taken - int(self.begun[lane])
+
+    def window(self, place: int) -> tuple[int, int, int]:
+        """The window's number, where it begins and where it ends."""
+        number = int(np.searchsorted(self.window_stops, place, side="right"))
+        return number, int(self.window_stops[number - 1]) if number else 0, int(self.window_stops[number])
+
+    def frame(self, place: int) -> tuple[int, int]:
+        """The file, and the frame in it."""
+        number = int(np.searchsorted(self.file_stops, place, side="right"))
+        return int(self.files[number]), place - (int(self.file_stops[number - 1]) if number else 0)
+
+    def shuffled(self, place: int) -> int:
+        number, first, stop = self.window(place)
+        return first + permuted(place - first, stop - first, mixed(self.key, number))
 
 
 class FileShuffle:
@@ -65,12 +86,49 @@ class FileShuffle:
 
     def at(self, position: int) -> tuple[int, int]:
         """The source and its frame."""
+        source, lane, taken = self._taken(position)
+        epoch = self._epoch_of(source, lane, taken)
+        file, frame = epoch.frame(epoch.shuffled(epoch.row(lane, taken)))
+        return source, int(self._bounds[source][file]) + frame
+
+    def window(self, position: int) -> Window:
+        """The window that a position is in."""
+        return self._window_at(*self._taken(position))
+
+    def windows(self, window: Window, stop: int) -> list[Window]:
+        """The window and the one after it, if all of their frames are certain to be at positions before `stop`."""
+        taken = self._schedules[window.lane].passed(int(self._before(stop)[window.lane]), window.source)
+        after = self._window_at(window.source, window.lane, window.stop)
+        return [each for each in (window, after) if each.stop <= taken]
+
+    def frames(self, window: Window) -> list[tuple[int, int]]:
+        """Of each file in the window the source's frames from the first to the last (exclusive)."""
+        source, lane, taken, end = window
+        epoch, bounds = self._epoch_of(source, lane, taken), self._bounds[source]
+        place, runs = epoch.row(lane, taken), list[tuple[int, int]]()
+        stop = place + end - taken
+        while place < stop:
+            file, frame = epoch.frame(place)
+            first = int(bounds[file]) + frame
+            last = min(int(bounds[file + 1]), first + stop - place)
+            runs.append((first, last))
+            place += last - first
+        return runs
+
+    def _taken(self, position: int) -> tuple[int, int, int]:
+        """The source, the lane, and how many positions of the source the lane had before."""
         turn, lane = divmod(position, self._lanes)
         source, taken = self._schedules[lane].at(turn)
-        bounds = self._bounds[source]
-        epoch = self._epoch(source, (taken * self._lanes + lane) // int(bounds[-1]))
-        file, frame = epoch.place(lane, taken)
-        return source, int(bounds[file]) + frame
+        return source, lane, taken
+
+    def _window_at(self, source: int, lane: int, taken: int) -> Window:
+        epoch = self._epoch_of(source, lane, taken)
+        place = epoch.row(lane, taken)
+        _, first, stop = epoch.window(place)
+        return Window(source, lane, taken + first - place, taken + stop - place)
+
+    def _epoch_of(self, source: int, lane: int, taken: int) -> _Epoch:
+        return self._epoch(source, (taken * self._lanes + lane) // int(self._bounds[source][-1]))
 
     def _epoch(self, source: int, number: int) -> _Epoch:
         """Lanes come to the next epoch one after another, so two are kept."""

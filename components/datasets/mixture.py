@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from components.contracts.robots import RobotObservation
 from components.datasets.file_shuffle import FileShuffle
 from components.datasets.lerobot.episodes import EpisodeRange
 from components.datasets.lerobot.frames import FrameReader
-from components.datasets.lerobot.layout import VIDEO
+from components.datasets.lerobot.layout import IMAGE, VIDEO
 from components.datasets.lerobot.reader import window
 from components.datasets.order import MixtureSchedule, mixed, permuted
 from components.datasets.samples import RobotSample
@@ -71,10 +72,10 @@ class Mixture:
         self._frames = [FrameReader(source.dataset, cache) for source in sources]
         runs = [selection(source.episodes).frames(source.dataset.episodes) for source in sources]
         self._firsts, self._stops = [first for first, _ in runs], [stops for _, stops in runs]
-        self._file_shuffle = None
+        self.file_shuffle = None
         if file_shuffle is not None:
             weights = [source.weight for source in sources]
-            self._file_shuffle = FileShuffle(weights, list(map(_file_bounds, sources)), file_shuffle, seed)
+            self.file_shuffle = FileShuffle(weights, list(map(_file_bounds, sources)), file_shuffle, seed)
 
     @property
     def horizon(self) -> int:
@@ -88,8 +89,8 @@ class Mixture:
 
     def place(self, position: int) -> FrameIndex:
         """What is at `position`, 0 or more."""
-        if self._file_shuffle is not None:
-            return FrameIndex(*self._file_shuffle.at(position))
+        if self.file_shuffle is not None:
+            return FrameIndex(*self.file_shuffle.at(position))
         source, taken = self._schedule.at(position)
         size = int(self._stops[source][-1])
         epoch, index = divmod(taken, size)
@@ -128,6 +129,21 @@ class Mixture:
         places, padding = window(frame, episode.length, range(self.horizons[place.source]))
         values = self._frames[place.source].numbers(self.sources[place.source].action, episode, places)
         return values.astype(np.float32), padding
+
+    def files(self, source: int, first: int, stop: int) -> Iterator[PurePosixPath]:
+        """The files that samples of a source's frames `first` to `stop` (exclusive) read as a whole."""
+        used = self.sources[source]
+        dataset, info = used.dataset, used.dataset.info
+        ends = (self._episode(FrameIndex(source, frame))[0].index for frame in (first, stop - 1))
+        episodes = selection(used.episodes).between(*ends)
+        cameras = set(used.cameras.values())
+        images = {name for name, feature in info.features.items() if feature.dtype == IMAGE}
+        if not images or images & cameras:
+            for chunk, file in dataset.episodes.files_of(episodes, None):
+                yield info.data_file(chunk, file)
+        for name in sorted(cameras - images):
+            for chunk, file in dataset.episodes.files_of(episodes, name):
+                yield info.video_file(name, chunk, file)
 
     def _episode(self, place: FrameIndex) -> tuple[EpisodeRange, int]:
         """The episode, and the frame in it."""

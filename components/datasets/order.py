@@ -63,3 +63,14 @@ class MixtureSchedule:
                 return source, before
             rest, total = rest - before, total - weight
         raise AssertionError("the last source takes what is left")
+
+    def passed(self, position: int, source: int) -> int:
+        """As many of the source's first things as are certain to be taken before this position: all, but for some of
+        its block.
+        """
+        if len(self._weights) == 1:
+            return position
+        rest, total = position - position % BLOCK, sum(self._weights)
+        for weight in self._weights[:source]:
+            rest, total = rest - rest * weight // total, total - weight
+        return rest * self._weights[source] // total

@@ -28,6 +28,7 @@ RECORDED = "dataset"
 """The folder with the dataset itself in the artifact of a stage that records one."""
 BLOCKS = {"cache_type": "blockcache", "block_size": 2**20, "cache_options": {"maxblocks": 8}}
 """How fsspec reads a file here and there: 1 MiB at a time, the last 8 are kept."""
+NO_CALLBACK = fsspec.callbacks.NoOpCallback()
 VERSIONS = ("ETag", "etag", "sha256", "md5", "mtime", "LastModified", "last_modified", "created")
 """What filesystems call the thing that changes with a file's content, best first."""
 
@@ -83,10 +84,18 @@ class RemoteFiles:
         Raises:
             DataError: there is no such file, it cannot be fetched, or the dataset would fetch more than it may.
         """
+        return self.fetch(name)
+
+    def fetch(self, name: str | PurePosixPath, callback: fsspec.Callback = NO_CALLBACK) -> Path:
+        """As `path`; `callback` hears of every part that arrives, and what it raises ends the fetching.
+
+        Raises:
+            DataError: as of `path`.
+        """
         target = self.root / name
         if target.is_file():
             return target
-        return make_once(target, partial(self._fetch, str(name), self._entry(name)))
+        return make_once(target, partial(self._fetch, str(name), self._entry(name), callback))
 
     @contextmanager
     def view(self, name: str | PurePosixPath, whole: bool) -> Iterator[Path | IO[bytes]]:
@@ -123,7 +132,7 @@ class RemoteFiles:
     def _all_bytes(self) -> int:
         return sum(entry.size for entry in self.listing.files.values())
 
-    def _fetch(self, name: str, entry: RemoteFile, target: Path) -> None:
+    def _fetch(self, name: str, entry: RemoteFile, callback: fsspec.Callback, target: Path) -> None:
         fetched = self.fetched_bytes() if self._all_bytes > self.limit_bytes else 0  # counting takes its time
         if fetched + entry.size > self.limit_bytes:
             raise DataError(
@@ -135,7 +144,7 @@ class RemoteFiles:
             )
         filesystem, base = _filesystem(self.url)
         try:
-            filesystem.get_file(f"{base}/{name}", str(target))
+            filesystem.get_file(f"{base}/{name}", str(target), callback=callback)
         except Exception as error:  # each kind of filesystem has errors of its own
             raise DataError(f"{name!r} cannot be fetched: {error!r:.300}", where=self.url) from error
         if (size := target.stat().st_size) != entry.size:

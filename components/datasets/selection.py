@@ -59,6 +59,13 @@ class EpisodeSelection(Sequence[int]):
         """All of them: int64 (episodes,)."""
         return np.repeat(self._firsts - self._ends + self._counts, self._counts) + np.arange(len(self))
 
+    def between(self, first: int, last: int) -> Array:
+        """Those from `first` to `last`, both included: int64 (episodes,)."""
+        ends = self._firsts + self._counts
+        runs = range(int(np.searchsorted(ends, first, side="right")), int(np.searchsorted(self._firsts, last, "right")))
+        spans = [np.arange(max(first, self._firsts[run]), min(last + 1, ends[run])) for run in runs]
+        return np.concatenate([np.zeros(0, np.int64), *spans])
+
     def frames(self, index: EpisodeIndex) -> tuple[Array, Array]:
         """Of each run the dataset's first frame, and the selection's frames until the run's end."""
         stops = index.numbers["stop"]

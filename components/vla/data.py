@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from components.datasets.mixture import Mixture
+from components.datasets.prefetch import FilePrefetch
 from components.datasets.samples import RobotSample
 from components.policies.molmoact2.configuration import MolmoAct2Config
 from components.policies.molmoact2.modeling.flow import FlowSamples
@@ -63,11 +64,13 @@ class UpdateDataset(Dataset[list[PolicyMicroBatch]]):
     def __init__(self, mixture: Mixture, encoder: Encoder, rank: int, size: int) -> None:
         self.mixture, self.encoder, self.rank, self.size = mixture, encoder, rank, size
 
+    def positions(self, update: int) -> range:
+        """This rank's."""
+        count = self.encoder.settings.batch_size
+        return range((update - 1) * count + self.rank, update * count, self.size)
+
     def __getitem__(self, update: int) -> list[PolicyMicroBatch]:
-        settings = self.encoder.settings
-        first = (update - 1) * settings.batch_size
-        positions = range(first + self.rank, first + settings.batch_size, self.size)
-        width = settings.micro_batch_size
+        positions, width = self.positions(update), self.encoder.settings.micro_batch_size
         return [self._micro_batch(positions[start : start + width]) for start in range(0, len(positions), width)]
 
     def _micro_batch(self, positions: Sequence[int]) -> PolicyMicroBatch:
@@ -102,7 +105,12 @@ def load(updates: UpdateDataset, first: int, last: int, workers: int) -> Iterato
         context.set_forkserver_preload([__name__])
         options = {"multiprocessing_context": context, "prefetch_factor": 2}
     order = range(first, last + 1)
-    yield from DataLoader(updates, batch_size=None, sampler=order, num_workers=workers, collate_fn=_same, **options)
+    loader = DataLoader(updates, batch_size=None, sampler=order, num_workers=workers, collate_fn=_same, **options)
+    with FilePrefetch(updates.mixture, updates.positions(last).stop) as files:
+        batches = iter(loader)
+        for update in order:
+            files.reach(updates.positions(update))
+            yield next(batches)
 
 
 def _same(micro_batches: list[PolicyMicroBatch]) -> list[PolicyMicroBatch]:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.large_dataset import CAMERAS, LENGTH, write_dataset
-from components.datasets.file_shuffle import FileShuffle
+from components.datasets.file_shuffle import FileShuffle, Window
 from components.datasets.lerobot.reader import open_dataset
 from components.datasets.mixture import Mixture
 from components.datasets.settings import FileShuffleSettings, SourceSettings
@@ -128,6 +128,30 @@ def test_of_several_datasets_each_has_its_share_and_its_own_lanes():
         assert list(taken.values()) == pytest.approx([[128, 384][source]] * 8, abs=40)  # 4 standard deviations
     same = np.mean([one[0] == other[0] for one, other in pairwise(places)])
     assert same == pytest.approx(0.25**2 + 0.75**2, abs=0.04)  # lanes do not take turns in step
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    files=st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=9), min_size=1, max_size=2),
+    lanes=st.integers(1, 4),
+    window=st.integers(1, 3),
+    stop=st.integers(0, 700),
+)
+def test_a_window_has_the_frames_that_its_positions_read(files, lanes, window, stop):
+    shuffle = order(files, lanes, window, seed=3, weights=[1.0, 2.0][: len(files)])
+    read: dict[Window, list[int]] = {}
+    for position in range(900):
+        read.setdefault(shuffle.window(position), []).append(shuffle.at(position)[1])
+    whole = {each: frames for each, frames in read.items() if len(frames) == each.stop - each.first}
+    for each, frames in whole.items():
+        assert sorted(frames) == sorted(frame for first, end in shuffle.frames(each) for frame in range(first, end))
+        assert len(shuffle.frames(each)) <= window
+    in_time = Counter(map(shuffle.window, range(stop)))
+    for each in in_time:
+        near = [other for other in read if other[:3] in (each[:3], (each.source, each.lane, each.stop))]
+        expected = [other for other in near if in_time[other] == other.stop - other.first]
+        found = shuffle.windows(each, stop)
+        assert found == sorted(expected) if len(files) == 1 else set(found) <= set(expected)
 
 
 @pytest.fixture(scope="module")

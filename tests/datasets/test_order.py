@@ -54,6 +54,22 @@ def test_every_source_gets_its_share_and_counts_without_gaps(weights, blocks, se
         assert abs(len(numbers) - blocks * BLOCK * weight / sum(weights)) <= len(weights)
 
 
+@settings(max_examples=20)
+@given(
+    weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=4),
+    position=st.integers(0, 3 * BLOCK),
+    seed=st.integers(0, 9),
+)
+def test_what_a_source_has_passed_is_taken(weights, position, seed):
+    schedule = MixtureSchedule(weights, seed)
+    taken: list[set[int]] = [set() for _ in weights]
+    for source, before in map(schedule.at, range(position)):
+        taken[source].add(before)
+    for source, numbers in enumerate(taken):
+        passed = schedule.passed(position, source)
+        assert numbers.issuperset(range(passed)) and passed >= len(numbers) - (BLOCK if len(weights) > 1 else 0)
+
+
 def test_a_far_position_costs_no_more_and_rounds_nothing():
     schedule = MixtureSchedule([0.1, 0.2, 0.7], 3)
     start = 10**15 // BLOCK * BLOCK

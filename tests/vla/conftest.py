@@ -69,7 +69,7 @@ def policy_settings(**changes: Any) -> RobotPolicySettings:
     return plain.policy_settings(**(POLICY | changes))
 
 
-def write_dataset(root: Path, episodes: int, seed: int = 0) -> None:
+def write_dataset(root: Path, episodes: int, seed: int = 0, layout: LayoutSettings = LAYOUT) -> None:
     """Two actions and a gripper: each is a function of the state, which wanders."""
     features = {
         "observation.state": Feature(dtype="float32", shape=(2,), names=["x", "y"]),
@@ -77,7 +77,7 @@ def write_dataset(root: Path, episodes: int, seed: int = 0) -> None:
         "observation.images.front": Feature(dtype="image", shape=(32, 32, 3), names=["height", "width", "channel"]),
     }
     random = np.random.default_rng(seed)
-    with create_dataset(root, fps=FPS, robot_type="arm", features=features, layout=LAYOUT) as writer:
+    with create_dataset(root, fps=FPS, robot_type="arm", features=features, layout=layout) as writer:
         for number in range(episodes):
             length = 6 + number % 3
             state = np.cumsum(random.normal(0, 0.3, (length, 2)), 0).astype(np.float32)

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.machine import Machine
+from components.datasets.settings import DatasetSettings
+from components.datasets.source import pinned
 from components.models.context_parallel import ContextParallel
 from components.policies.molmoact2.checkpoints.checkpoint import load_policy
+from components.stages import run_stage
 from components.training.checkpoints import TENSORS
 from components.training.optimizer_state import WEIGHT
 from components.training.ranks import Ranks
+from components.vla.worker import PolicyWorker
 from tests.training.rewriting import read
 
-from .conftest import Job, make_job
+from .conftest import LAYOUT, Job, make_job, write_dataset
 from .settings import AUGMENTATION, LORA
 
 SPEED = ("samples_per_second", "memory/peak_gib")
@@ -92,6 +98,27 @@ def test_what_is_saved_is_the_average(inputs: dict[str, Path], tmp_path: Path) -
         trained = read(job.service.checkpoints / f"step-{step:06d}" / TENSORS)
         average = 0.25 * average + 0.75 * trained[WEIGHT + "action_expert.action_embed.weight"]
     torch.testing.assert_close(weights_of(job)["model.action_expert.action_embed.weight"], average)
+
+
+def test_files_of_a_store_are_fetched_ahead_of_the_updates(
+    inputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
+    write_dataset(tmp_path / "data/dataset", 6, layout=LAYOUT.model_copy(update={"data_files_size_in_mb": 1e-3}))
+    url = "memory://fetched-ahead/dataset"
+    fsspec.filesystem("memory").put(str(tmp_path / "data/dataset"), url, recursive=True)
+    stored = run_stage("dataset", pinned(DatasetSettings(path=url)), {}, Machine(store=str(tmp_path / "store"))).path
+    losses = []
+    for name, dataset in (("folder", tmp_path / "data"), ("store", stored)):
+        shuffle = {"file_shuffle": {"lanes": 1, "window": 2}, "heldout": None}
+        job = make_job(inputs | {"dataset": dataset}, tmp_path / name, max_steps=50, batch_size=2, **shuffle)
+        worker = PolicyWorker(job.service, Ranks())
+        losses.append([worker.run({"name": "step", "step": step}, None)["loss"] for step in (1, 2)])
+    assert losses[0] == losses[1]
+    deadline = time.monotonic() + 10
+    while len(list((tmp_path / "cache/datasets").rglob("data/*/[!.]*.parquet"))) < 4:  # two files of each window
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

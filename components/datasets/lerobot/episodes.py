@@ -145,6 +145,12 @@ class EpisodeIndex(MappedFile, Sequence[EpisodeRange]):
         before = max(map(np.concatenate, changes), key=len)
         return np.concatenate([[0], self.numbers["stop"][before]])
 
+    def files_of(self, episodes: Array, video: str | None) -> list[tuple[int, int]]:
+        """Chunks and numbers of the files with the data of these episodes, or with one of their videos."""
+        block = self.numbers[episodes]
+        files = block if video is None else block["clips"][:, self._videos.index(video)]
+        return sorted(set(zip(files["chunk"].tolist(), files["file"].tolist(), strict=True)))
+
     def _tasks_of(self, number: int) -> tuple[str, ...]:
         return tuple(self._tasks[number].as_py() or ())
 
