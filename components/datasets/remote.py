@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
@@ -17,6 +18,7 @@ import fsspec
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
 from components.artifacts.cache import DownloadCache, make_once
+from components.artifacts.disk import try_lock
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.names import confined
 from components.datasets.lerobot.files import DatasetFiles, LocalFiles, belongs, listing_digest
@@ -92,10 +94,11 @@ class RemoteFiles:
         Raises:
             DataError: as of `path`.
         """
-        target = self.root / name
+        target, entry = self.root / name, self._entry(name)
         if target.is_file():
             return target
-        return make_once(target, partial(self._fetch, str(name), self._entry(name), callback))
+        with self._room(str(name), entry):
+            return make_once(target, partial(self._fetch, str(name), entry, callback))
 
     @contextmanager
     def view(self, name: str | PurePosixPath, whole: bool) -> Iterator[Path | IO[bytes]]:
@@ -123,25 +126,41 @@ class RemoteFiles:
             raise DataError(f"the dataset has no file {str(name)!r}", where=self.url)
         return entry
 
-    def fetched_bytes(self) -> int:
-        """Of the files that are here."""
-        files = self.listing.files.items()
-        return sum(entry.size for name, entry in files if (self.root / name).is_file())
-
     @cached_property
     def _all_bytes(self) -> int:
         return sum(entry.size for entry in self.listing.files.values())
 
+    @contextmanager
+    def _room(self, name: str, entry: RemoteFile) -> Iterator[None]:
+        """Holds the bytes of a file on its way, of those that the dataset may take: other processes count them.
+
+        Raises:
+            DataError: the dataset would take more.
+        """
+        if self._all_bytes <= self.limit_bytes:  # counting takes its time
+            yield
+            return
+        folder = self.root / ".arriving"
+        folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as held:
+            with _locked(folder / "counting"):
+                arriving = {mark.name for mark in folder.iterdir() if _is_locked(mark)}
+                files = self.listing.files.items()
+                here = {key for key, _ in files if _mark(key) in arriving or (self.root / key).is_file()}
+                fetched = sum(each.size for key, each in files if key in here)
+                if name not in here and fetched + entry.size > self.limit_bytes:
+                    raise DataError(
+                        f"{name!r} has {entry.size / 1e9:.3g} GB: with the {fetched / 1e9:.3g} GB fetched before, "
+                        f"more than the {self.limit_bytes / 1e9:.3g} GB that one dataset may take",
+                        where=self.url,
+                        remedy="choose fewer episodes or cameras, raise ARMATURE_FETCH_LIMIT_GB, or read the files "
+                        "where they lie: ARMATURE_FETCH=ranges",
+                    )
+                if name not in here:
+                    held.enter_context(_locked(folder / _mark(name)))
+            yield
+
     def _fetch(self, name: str, entry: RemoteFile, callback: fsspec.Callback, target: Path) -> None:
-        fetched = self.fetched_bytes() if self._all_bytes > self.limit_bytes else 0  # counting takes its time
-        if fetched + entry.size > self.limit_bytes:
-            raise DataError(
-                f"{name!r} has {entry.size / 1e9:.3g} GB: with the {fetched / 1e9:.3g} GB fetched before, more than "
-                f"the {self.limit_bytes / 1e9:.3g} GB that one dataset may take",
-                where=self.url,
-                remedy="choose fewer episodes or cameras, raise ARMATURE_FETCH_LIMIT_GB, or read the files where they "
-                "lie: ARMATURE_FETCH=ranges",
-            )
         filesystem, base = _filesystem(self.url)
         try:
             filesystem.get_file(f"{base}/{name}", str(target), callback=callback)
@@ -149,6 +168,23 @@ class RemoteFiles:
             raise DataError(f"{name!r} cannot be fetched: {error!r:.300}", where=self.url) from error
         if (size := target.stat().st_size) != entry.size:
             raise DataError(f"{name!r} arrived with {size} bytes, not {entry.size}", where=self.url)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _is_locked(path: Path) -> bool:
+    with path.open() as file:
+        return not try_lock(file)
+
+
+def _mark(name: str) -> str:
+    """The name of what is locked while a file is on its way."""
+    return hashlib.sha256(name.encode()).hexdigest()
 
 
 def open_files(path: str, revision: str | None, cache: DownloadCache) -> DatasetFiles:

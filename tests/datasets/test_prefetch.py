@@ -219,8 +219,9 @@ def test_no_more_is_fetched_than_a_dataset_may(folder: Path, local: Mixture, tmp
     store.part = staticmethod(lambda name: time.sleep(0.02))
     with FilePrefetch(limited, limited.frames) as files:
         files.reach(range(2))
-        wait(lambda: caplog.text.count("not fetched ahead") >= 5)
-    assert len(arrived(limited)) <= 3 + prefetch.AT_ONCE - 1  # those on their way are not counted yet
+        wait(lambda: caplog.text.count("not fetched ahead") + len(arrived(limited)) == len(files._asked) - 1)
+    root = limited.sources[0].dataset.root
+    assert limit - film < sum((root / name).stat().st_size for name in sizes if (root / name).is_file()) <= limit
 
 
 def test_a_folder_and_ranges_of_files_need_no_fetching(folder: Path, local: Mixture, tmp_path: Path) -> None:
