@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import getpass
+import logging
 import os
 import socket
 import time
@@ -17,10 +18,14 @@ from components.contracts.errors import ServerError
 from components.inference.endpoint import Endpoint
 from components.inference.replies import Reply, exchange
 
+log = logging.getLogger(__name__)
+
 SECONDS = 30.0
 """A lease that is not kept ends after so many seconds: as long does a run that resumes wait for its killed self."""
 
 KEEP_EVERY = 5.0
+ASK_EVERY = 1.0
+"""Seconds between two tries to have a server that another run has."""
 _PATH = "/armature/lease"
 
 
@@ -42,14 +47,16 @@ async def take(http: httpx.AsyncClient, endpoint: Endpoint, who: str, timeout: f
             raise ServerError(f"{_PATH} answers {reply.status}: {reply.text}", where=endpoint.url)
         held = reply.document
         sign = (held.get("since"), held.get("renewals"))
+        if seen is None:
+            log.warning("waiting for the server at %s, which another run has: %s", endpoint.url, _holder(held))
         lives, seen = seen is not None and sign[1] != seen[1], sign
         if lives and time.monotonic() - began > timeout:
             raise ServerError(
-                f"another run has this server: {str(held.get('who'))[:500]}, since {_time(held.get('since'))}",
+                f"another run has this server: {_holder(held)}",
                 where=endpoint.url,
                 remedy="let it end, take another server, or wait: machine.lease_timeout",
             )
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(ASK_EVERY)
 
 
 async def keep(http: httpx.AsyncClient, endpoint: Endpoint, who: str) -> None:
@@ -96,6 +103,10 @@ def describe_run(folder: Path) -> str:
 async def _send(http: httpx.AsyncClient, method: str, endpoint: Endpoint, body: dict[str, Any]) -> Reply:
     url = f"{endpoint.url}{_PATH}"
     return await exchange(http, method, url, endpoint.headers, {"holder": endpoint.lease, **body})
+
+
+def _holder(held: dict[str, Any]) -> str:
+    return f"{str(held.get('who'))[:500]}, since {_time(held.get('since'))}"
 
 
 def _time(since: Any) -> str:

@@ -47,11 +47,16 @@ class PoolMembers:
         self._following: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Start or join every server. Raises ServerError if one of them does not come up, or another run has it."""
+        """Start or join every server. Raises ServerError if one of them does not come up, or another run has it.
+
+        Leases are taken in the order of the servers' URLs, by all runs: none has one that another waits for while it
+        waits for one of the other's.
+        """
+        ordered = sorted(self._monitors.values(), key=lambda monitor: monitor.replica.url)
         try:
             async with asyncio.TaskGroup() as group:
-                for monitor in self._monitors.values():
-                    group.create_task(monitor.start())
+                for before, monitor in zip([None, *ordered], ordered, strict=False):
+                    group.create_task(monitor.start(before))
         except BaseExceptionGroup as error:
             raise error.exceptions[0] from None
         self._watching = {name: asyncio.create_task(monitor.run()) for name, monitor in self._monitors.items()}

@@ -53,14 +53,24 @@ class PoolContext:
 
 
 class ReplicaMonitor:
-    """The life of one replica: start, watch, take out, bring back, and so on until cancelled."""
+    """The life of one replica: start, watch, take out, bring back, and so on until cancelled.
+
+    `leased` is set once the pool has had its server for itself.
+    """
 
     def __init__(self, pool: PoolContext, replica: Replica) -> None:
         self.pool, self.replica = pool, replica
+        self.leased = asyncio.Event()
+        self._after: ReplicaMonitor | None = None
         self._keeping: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Start or join the server for the first time, or take one that is alive. Raises ServerError."""
+    async def start(self, after: ReplicaMonitor | None = None) -> None:
+        """Start or join the server for the first time, or take one that is alive; `after` takes its own before.
+
+        Raises:
+            ServerError: it does not come up, or another run has it.
+        """
+        self._after = after
         kept = self.replica.server is not None and self.replica.server.alive
         try:
             await self._come_up()
@@ -229,6 +239,8 @@ class ReplicaMonitor:
     async def _take_lease(self) -> None:
         """Have the server for this pool alone. Raises ServerError if another run has it."""
         replica, pool = self.replica, self.pool
+        if self._after is not None:
+            await self._after.leased.wait()
         replica.lease = pool.lease
         if not await lease.take(pool.http, replica.endpoint, pool.who, pool.machine.lease_timeout):
             replica.lease = ""
@@ -240,6 +252,7 @@ class ReplicaMonitor:
                 )
         elif self._keeping is None:
             self._keeping = asyncio.create_task(self._keep_lease())
+        self.leased.set()
 
     async def _keep_lease(self) -> None:
         replica, pool = self.replica, self.pool

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from components.contracts.machine import Machine
 from components.contracts.stages import Artifact, Events
 from components.inference import members
 from components.inference.pool import OPEN
+from components.process import Program
 from components.stages import STAGES, run_stage
 from tests.conftest import SharedServer, real_server
 
@@ -109,6 +112,58 @@ def test_one_joins_and_one_leaves(
     assert said() == [f"{second} joins the pool", f"{joined_url} has left the pool"]
     assert digest(changing) == digest(alone)
     refuse_lost_rollouts(changing)
+
+
+def begin(folder: Path, servers: Sequence[str]) -> Program:
+    """A run as a process of its own, which waits for servers that another one has."""
+    machine = (f'store="{folder}/store"', f"endpoints={json.dumps(servers)}", "lease_timeout=900")
+    command = [sys.executable, "-m", "tests.production.recipe_stages", "train-vlm/colors", *OVERRIDES]
+    folder.mkdir(exist_ok=True)
+    return Program(
+        [*command, *(f"machine.{fact}" for fact in machine)],
+        log=folder / "run.log",
+        env={"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+
+
+def wait_for(condition: Callable[[], object], *running: Program) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        ended = [run.tail(60) for run in running if run.returncode is not None or time.monotonic() > deadline]
+        assert not ended, ended[0]
+        time.sleep(0.05)
+
+
+def made_by(run: Program, folder: Path) -> Artifact:
+    assert run.wait(600) == 0, run.tail(60)
+    (made,) = (each for each in (folder / "store/train-vlm").iterdir() if (each / "history.json").exists())
+    return Artifact(kind="train-vlm", path=made, digest="")
+
+
+def test_a_run_that_is_killed_leaves_its_servers_to_the_one_that_waits(
+    tmp_path: Path, alone: Artifact, joined_url: str, second: str
+) -> None:
+    servers = [joined_url, second]
+    runs = {name: begin(tmp_path / name, given) for name, given in (("one", servers), ("other", servers[::-1]))}
+
+    def waiting() -> list[str]:
+        return [name for name, run in runs.items() if "which another run has" in run.tail(1000)]
+
+    wait_for(waiting, *runs.values())
+    (waits,) = waiting()
+    (killed,) = runs.keys() - {waits}
+    wait_for(lambda: list((tmp_path / killed).rglob("history.jsonl")), *runs.values())
+    module = ["-m", "tests.production.recipe_stages"]
+    next(each for each in runs[killed].family() if each.cmdline()[1:3] == module).kill()
+    began = time.monotonic()
+    assert runs[killed].wait(60) == -signal.SIGKILL
+    wait_for(lambda: list((tmp_path / waits).rglob("history.jsonl")), runs[waits])
+    print(f"the run that waited made its first step {time.monotonic() - began:.0f} s after the kill")
+    runs[killed] = begin(tmp_path / killed, servers)
+    for name, run in runs.items():
+        made = made_by(run, tmp_path / name)
+        assert digest(made) == digest(alone)
+        refuse_lost_rollouts(made)
 
 
 class WaitsForServers:

@@ -91,6 +91,44 @@ def test_a_second_run_may_wait_for_the_first(
     asyncio.run(work())
 
 
+def test_two_runs_that_wait_for_the_same_servers_take_turns(
+    stand_ins: StandIns,
+    make_pool: MakePool,
+    checkpoint: Checkpoint,
+    sampling: SamplingSettings,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Servers that come free one after the other must not be shared out to runs that then wait for each other."""
+    from components.inference import lease as ours
+
+    monkeypatch.setattr(ours, "ASK_EVERY", 0.2)
+    servers = stand_ins(2)
+    one, other = sorted(servers, key=lambda server: server.url)
+    pools = [
+        make_pool(given, checkpoint(name), lease_timeout=4) for name, given in (("a", servers), ("b", servers[::-1]))
+    ]
+
+    async def work(pool: ServerPool, wait: float) -> list[Any]:
+        await asyncio.sleep(wait)
+        async with pool:
+            return await ask(pool, sampling)
+
+    async def all_work() -> list[list[Any]]:
+        for server in servers:
+            assert (await lease(server, "POST", OTHER)).status_code == 200
+        running = [asyncio.create_task(work(pool, wait)) for pool, wait in zip(pools, (0.0, 0.1), strict=True)]
+        await asyncio.sleep(1.05)
+        await lease(one, "DELETE", OTHER)
+        await asyncio.sleep(0.1)
+        await lease(other, "DELETE", OTHER)
+        return await asyncio.gather(*running)
+
+    first, second = asyncio.run(all_work())
+    assert texts(first) == {("a", 0)} and texts(second) == {("b", 0)}
+    assert f"waiting for the server at {one.url}, which another run has: someone" in caplog.text
+
+
 def test_the_server_of_a_run_that_was_killed_can_be_had_when_its_lease_ends(
     stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
 ) -> None:
