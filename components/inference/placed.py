@@ -32,8 +32,8 @@ class PlacedHost:
 
     def prepare(self, needs: ServerNeeds) -> tuple[str, int]:
         placed = self._placed
-        with placed.starting():
-            placed.place()
+        with placed.starting() as stopped:
+            placed.place(stopped)
             try:
                 address, port = placed.ask("prepare", replace(needs, python=absolute(needs.python)))
             except ServerError as error:

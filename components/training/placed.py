@@ -83,8 +83,8 @@ class PlacedRanks:
 
 
 def _place(node: PlacedProgram) -> None:
-    with node.starting():
-        node.place()
+    with node.starting() as stopped:
+        node.place(stopped)
 
 
 class _TrainerNode(NodeActor):

@@ -107,11 +107,12 @@ class PlacedProgram:
         return f"node {self.node}" if self.node else "machine.cluster"
 
     @contextmanager
-    def starting(self) -> Iterator[None]:
-        """What fails within stops it. Raises `failed` if the node is lost."""
+    def starting(self) -> Iterator[threading.Event]:
+        """What fails within stops it; the event is set by whoever else does. Raises `failed` if the node is lost."""
+        stopped = self._stopped
         ray = joined(self._places.cluster.address)
         try:
-            yield
+            yield stopped
         except ray.exceptions.RayError as error:
             self.stop()
             raise self._failed(f"its node was lost while it was started: {error}", where=self.where) from error
@@ -119,15 +120,15 @@ class PlacedProgram:
             self.stop()
             raise
 
-    def place(self) -> None:
-        """Make the actor, once there is room.
+    def place(self, stopped: threading.Event) -> None:
+        """Make the actor, once there is room; `stopped` is what `starting` gave.
 
         Raises:
             ConfigurationError: there is none, or the nodes cannot make the actor, or have another code.
             ArmatureError: `failed`, as it was stopped meanwhile.
         """
-        self._stopped = stopped = threading.Event()
         about = self._about(_ray(), stopped)
+        self._refuse_stopped(stopped)
         self.node = about["node"]
         refuse_other(about, self._places.bundle.SETTING)
 
@@ -147,7 +148,8 @@ class PlacedProgram:
             raise
 
     def stop(self) -> None:
-        self._stopped.set()
+        stopped, self._stopped = self._stopped, threading.Event()
+        stopped.set()
         actor, ends, self._actor, self._ends = self._actor, self._ends, None, None
         if actor is not None and (ray := _ray()).is_initialized():
             with suppress(ray.exceptions.RayError):
@@ -167,6 +169,7 @@ class PlacedProgram:
         """What the actor says of its node."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        self._refuse_stopped(stopped)
         group, place = self._places.take(self._index)
         strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=place)
         options = self._places.bundle.options() | {"scheduling_strategy": strategy}
@@ -191,9 +194,12 @@ class PlacedProgram:
             self._refuse_waiting(ray, stopped, end)
             stopped.wait(1.0)
 
-    def _refuse_waiting(self, ray: Any, stopped: threading.Event, end: float) -> None:
+    def _refuse_stopped(self, stopped: threading.Event) -> None:
         if stopped.is_set():
             raise self._failed("stopped before it was started", where="machine.cluster")
+
+    def _refuse_waiting(self, ray: Any, stopped: threading.Event, end: float) -> None:
+        self._refuse_stopped(stopped)
         if time.monotonic() > end:
             free = {key: value for key, value in ray.available_resources().items() if "node:" not in key}
             raise ConfigurationError(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from components.inference.host import Host, LocalHost, ServerNeeds
 from components.inference.placed import PlacedHost
 from components.inference.pool import ServerPool
 from components.inference.settings import SamplingSettings, ServerSettings
-from components.workers.placed import PlacementBundles
+from components.workers.placed import NodeActor, PlacedProgram, PlacementBundles
 from tests.workers.conftest import cluster, ray_cluster
 
 from .test_autoscaling import Load
@@ -64,6 +66,29 @@ def until_gone(pid: int) -> None:
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+@needs_ray
+def test_a_start_that_is_stopped_at_any_time_keeps_no_room(
+    request: pytest.FixtureRequest, checkpoint: Checkpoint
+) -> None:
+    places = PlacementBundles(request.getfixturevalue("cluster"), BUNDLE, 0)
+    for seconds in (None, 0.05, 0.4, 0.8, 1.2):
+        placed = PlacedProgram(places, 0, NodeActor, ServerError)
+
+        def place(placed: PlacedProgram, early: bool) -> None:
+            with suppress(ServerError), placed.starting() as stopped:
+                if early:  # while it joined the cluster
+                    placed.stop()
+                placed.place(stopped)
+
+        starting = threading.Thread(target=place, args=(placed, seconds is None))
+        starting.start()
+        if seconds is not None:
+            time.sleep(seconds)
+            placed.stop()
+        starting.join(60)
+        assert not starting.is_alive() and placed._actor is None and not places._groups
 
 
 def test_a_program_listens_where_it_was_told_to_and_ends_with_all_that_it_started(
