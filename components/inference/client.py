@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from components.contracts.rollouts import LogProbs, TokenIds
 from components.inference.endpoint import Endpoint
 from components.inference.replies import PLAIN, WEIGHTS, BadReply, Reply, ReplyReader
 from components.inference.settings import EvaluationSamplingSettings, SamplingSettings
+from components.keepalive import socket_options
 
 MODEL_NAME = "policy"
 Sampling = SamplingSettings | EvaluationSamplingSettings
@@ -114,9 +116,16 @@ def open_session() -> aiohttp.ClientSession:
     time than all else that we do for a turn (`make bench NAMES=pool`).
     """
     # Less than the 5 s after which a server of vLLM's closes what is idle.
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0, socket_factory=_watched_socket)
     jar = aiohttp.DummyCookieJar()
     return aiohttp.ClientSession(connector=connector, trust_env=False, cookie_jar=jar, auto_decompress=False)
+
+
+def _watched_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    made = socket.socket(*address[:3])
+    for option in socket_options():
+        made.setsockopt(*option)
+    return made
 
 
 async def ask(

@@ -43,6 +43,7 @@ from components.inference.settings import ServerSettings
 from components.inference.statistics import PoolStatistics
 from components.inference.sync import ServedWeights, sync_failure
 from components.inference.weights import Publish
+from components.keepalive import socket_options
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +125,8 @@ class ServerPool:
             ServerError: one of them does not come up, or another run has it.
         """
         await self._own.take_kept(self.replicas)
-        self.http = httpx.AsyncClient(timeout=self.machine.generation_timeout, trust_env=False)
+        transport = httpx.AsyncHTTPTransport(socket_options=socket_options())
+        self.http = httpx.AsyncClient(transport=transport, timeout=self.machine.generation_timeout, trust_env=False)
         self._requests.open()
         shared = PoolContext(
             self.http,

@@ -20,6 +20,7 @@ from components.contracts.errors import ArmatureError, TrainerError
 from components.contracts.machine import Machine
 from components.contracts.numbers import read_floats
 from components.contracts.stages import Events, not_sent
+from components.keepalive import socket_options
 from components.process import Program
 from components.training.errors import rebuild
 from components.training.links import NodeLinks
@@ -70,7 +71,9 @@ class ServiceClient:
         self._program: Program | PlacedRanks | None = None
         self._attempt: Attempt | None = None
         self._lost: LostNode | None = None
-        self._http = httpx.Client(trust_env=False, headers={"authorization": f"Bearer {self._token}"})
+        transport = httpx.HTTPTransport(socket_options=socket_options(machine.node_timeout))
+        headers = {"authorization": f"Bearer {self._token}"}
+        self._http = httpx.Client(transport=transport, trust_env=False, headers=headers)
 
     def __enter__(self) -> Self:
         try:
@@ -178,18 +181,23 @@ class ServiceClient:
     def _ask(self, name: str, timeout: float, **arguments: Any) -> Any:
         if not self.alive:
             raise self._died("the trainer service is not running")
+        began = time.monotonic()
         try:
             response = self._http.post(
                 "/command", json={"name": name, **arguments}, timeout=httpx.Timeout(timeout, connect=10.0)
             )
-        except httpx.TimeoutException as error:
-            raise TrainerError(
-                f"the trainer did not finish {name!r} within {timeout:g} s",
-                where=str(self.settings.workspace / "trainer.log"),
-                remedy="ask again for the same step (it is applied once), or raise the timeout in [machine]",
-            ) from error
         except httpx.TransportError as error:
+            # A connection that the kernel gives up is a timeout as well, sooner.
+            if isinstance(error, httpx.ReadTimeout) and time.monotonic() - began >= timeout:
+                raise TrainerError(
+                    f"the trainer did not finish {name!r} within {timeout:g} s",
+                    where=str(self.settings.workspace / "trainer.log"),
+                    remedy="ask again for the same step (it is applied once), or raise the timeout in [machine]",
+                ) from error
             self._wait_for_death()
+            if self.alive and self._places is not None:  # it may take Ray longer to see that the network is gone
+                self._lost = LostNode(0, f"the first rank's does not answer at {self._http.base_url}: {error}")
+                self._end_processes()
             raise self._died(f"the trainer died during {name!r}") from error
         document = response.json()
         if response.status_code == FATAL:
@@ -219,7 +227,8 @@ class ServiceClient:
         """End the processes when a node is lost, or those of one end: the others would wait for it for ever."""
         with links or nullcontext():
             while program.returncode is None and self._lost is None:
-                self._lost = find()
+                if (lost := find()) is not None:
+                    self._lost = lost
                 time.sleep(POLL)
             program.stop()
 

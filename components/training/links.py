@@ -14,11 +14,11 @@ from typing import Self
 import psutil
 
 from components.contracts.errors import ConfigurationError
+from components.keepalive import socket_options
 from components.ports import loopback
 
 Address = tuple[str, int]
 
-_PROBES = 3
 _CONNECT = 10.0
 _MOST = 1024
 """Connections that are taken: whoever else is on the network may open some."""
@@ -117,11 +117,8 @@ class NodeLinks:
 
 
 def _watched(link: socket.socket, silence: float) -> socket.socket:
-    pause = max(1, round(silence / (_PROBES + 1)))
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    for option in socket_options(silence):
+        link.setsockopt(*option)
     link.setblocking(False)
     return link
 

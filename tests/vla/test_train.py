@@ -54,9 +54,16 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_resumed_training_is_one_that_was_never_stopped(inputs: dict[str, Path], tmp_path: Path, case: str) -> None:
-    whole, stopped = (make_job(inputs, tmp_path / name, **CASES[case]) for name in ("whole", "stopped"))
+@pytest.mark.parametrize(
+    ("case", "loaders"), [("full", 0), ("lora", 0), pytest.param("lora", 2, marks=pytest.mark.slow)]
+)
+def test_a_resumed_training_is_one_that_was_never_stopped(
+    inputs: dict[str, Path], tmp_path: Path, case: str, loaders: int
+) -> None:
+    whole, stopped = (
+        make_job(inputs, tmp_path / name, machine=Machine(threads=1, loader_workers=workers), **CASES[case])
+        for name, workers in (("whole", 0), ("stopped", loaders))
+    )
     whole.train()
     first, second = (job.service.checkpoints / "step-000002" for job in (whole, stopped))
     shutil.copytree(first, second)

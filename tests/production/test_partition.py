@@ -1,0 +1,49 @@
+"""A model server whose network is gone while it answers: whoever asked it hears that, long before its time is up."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.production.nodes import Network, wait_for
+
+ROOT = Path(__file__).parents[2]
+SILENCE, MOST = 8, 30
+"""Seconds that the test lets a server be silent, and those until the request has to have failed."""
+SERVER = """
+import socket, time
+with socket.create_server(("0.0.0.0", 8000)) as listener:
+    kept = listener.accept()
+    print("asked", flush=True)
+    time.sleep(600)
+"""
+CLIENT = """
+import asyncio, functools, sys, time
+from components.inference import client
+from components.inference.endpoint import Endpoint
+
+async def main():
+    client.socket_options = functools.partial(client.socket_options, float(sys.argv[2]))
+    async with client.open_session() as session:
+        await client.ask(session, Endpoint(sys.argv[1], ""), {"model": "policy"}, 600.0, 1000)
+
+began = time.monotonic()
+try:
+    asyncio.run(main())
+except client.TransientError as error:
+    print(f"{error} after {time.monotonic() - began:.0f} s", flush=True)
+"""
+
+
+def test_a_server_without_a_network_is_not_waited_for(network: Network) -> None:
+    server, client = network.add("server"), network.add("client")
+    serving = server.start([sys.executable, "-c", SERVER])
+    asking = client.start(
+        [sys.executable, "-c", CLIENT, f"http://{server.address}:8000", str(SILENCE)], {"PYTHONPATH": str(ROOT)}
+    )
+    wait_for(lambda: "asked" in serving.tail(), asking, 60)
+    with network.unplugged(server):
+        assert asking.wait(MOST) == 0, asking.tail(60)
+    said = asking.tail(5)
+    print(said)
+    assert "connection_lost: " in said and f"http://{server.address}:8000" in said
