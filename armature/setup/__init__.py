@@ -157,7 +157,7 @@ def make_ray_environment(folder: Path, checkout: Path) -> None:
     """Ray above the checkout's own environment, whose packages it sees: workers on a cluster need them all."""
     own = checkout / ".venv"
     create(folder, str(own / "bin/python"))
-    add(folder, "--constraint", REQUIREMENTS / "constraints.txt", "--constraint", interop_pins(folder), "ray")
+    add(folder, "--constraint", REQUIREMENTS / "constraints.txt", "--constraint", interop_pins(folder), "ray[client]")
     (above,), (below,) = (each.glob("lib/python*/site-packages") for each in (folder, own))
     # Whose own .pth files count as well: one declares torchvision's operators.
     (above / "project.pth").write_text(f"{checkout}\nimport site; site.addsitedir({str(below)!r})\n")
