@@ -212,12 +212,6 @@ def joined(address: str) -> Any:
             try:
                 _reach(address)
                 ray.init(address=address, log_to_driver=False, configure_logging=False)
-            except ImportError as error:  # ray:// needs gRPC
-                raise ConfigurationError(
-                    f"{address} cannot be joined: {error}",
-                    where=f"machine.cluster.address = {address!r}",
-                    remedy=install_command("cluster"),
-                ) from error
             except (OSError, RuntimeError, ValueError) as error:
                 raise ConfigurationError(
                     f"the Ray cluster cannot be joined: {error}",
