@@ -156,16 +156,26 @@ def test_matrices_cast_for_inference_answer_with_the_same_bits() -> None:
     assert {p.dtype for p in exact.parameters()} == {torch.float32}
 
 
-def test_a_row_that_runs_alone_is_as_wide_as_itself_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("group", [1, 2])
+def test_a_row_on_a_gpu_is_as_wide_as_itself_in_tiles(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
     monkeypatch.setattr(sampling, "TILE", 16)
-    examples = _observed(3)
-    sampler, plain = _sampler(_calm_model()), _sampler(_calm_model())
+    examples = [_observed(3)[index] for index in (1, 0, 2)]
+    assert [one.length for one in examples] == [21, 12, 18]
+    model = _calm_model()
+    torch.nn.init.normal_(model.add_value_head(0).layers[-1].weight)
+    sampler, plain = _sampler(model, group), _sampler(model)
     sampler._padded = True
-    widths = [batch.input_ids.shape[1] for _, batch in sampler._groups(examples)]
-    assert [one.length for one in examples] == [12, 21, 18] and widths == [16, 32, 32]
-    torch.testing.assert_close(sampler.sample(examples, SEEDS), plain.sample(examples, SEEDS), rtol=0, atol=1e-5)
+    groups = {1: [([0], 32), ([2], 32), ([1], 16)], 2: [([0, 2], 32), ([1, 1], 16)]}
+    assert [(rows, batch.input_ids.shape[1]) for rows, batch in sampler._groups(examples)] == groups[group]
+    for answers in (
+        lambda one: {"actions": one.sample(examples, SEEDS)},
+        lambda one: vars(one.explore(examples, SEEDS, 0.5)),
+        lambda one: vars(one.judge(examples, SEEDS, 2)),
+    ):
+        torch.testing.assert_close(answers(sampler), answers(plain), rtol=0, atol=1e-4)
+    assert sampler.generate(examples, 6) == plain.generate(examples, 6)
     sampler.width = 25
-    assert [batch.input_ids.shape[1] for _, batch in sampler._groups(examples)] == [16, 25, 25]
+    assert {batch.input_ids.shape[1] for _, batch in sampler._groups(examples)} == {16, 25}
 
 
 def _tokens_by_full_passes(model: MolmoAct2, example: Example, steps: int) -> list[int]:
