@@ -74,6 +74,19 @@ def test_weights_are_those_of_a_hand_computation() -> None:
     assert again.metrics["success"] == 0.0 and again.metrics["answers/per_episode"] == 2
 
 
+def test_a_tiny_beta_imitates_the_best_episodes_of_a_step_without_success() -> None:
+    """exp((R - 1) / beta) is 0 for all of them; exp(-200), of the worst, is 0 in the float32 of the batch."""
+    played = [*made("a", (2, 0.0), (3, 0.002)), *made("b", (1, 0.0019))]
+    sharp = build_batch(played, RewardWeighted(name="reward_weighted", beta=1e-5))
+    assert [(each.episode_id, each.advantage) for each in sharp.samples] == [
+        *[("a-1", 1.0)] * 3,
+        ("b-0", pytest.approx(exp(-10.0), rel=1e-9)),
+    ]
+    assert sharp.drops == {"weightless_episode": 2} and sharp.metrics["answers/trained"] == 4
+    replayed = build_batch(made("c", (2, 0.001)), RewardWeighted(name="reward_weighted", beta=1e-5), earlier=played)
+    assert replayed.drops == {"weightless_episode": 2} and replayed.metrics["answers/replayed"] == 4
+
+
 def test_answers_are_those_of_an_evaluation(loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]) -> None:
     plan = rollout_settings(likelihood="none", group_size=1, groups_per_step=4)
     policy = MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows=1)
