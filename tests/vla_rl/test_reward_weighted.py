@@ -113,7 +113,8 @@ def test_the_gradient_is_that_of_plain_imitation_with_the_same_weights(
     parameters = [each for each in trainer.model.action_expert.parameters() if each.requires_grad]
     found = [torch.zeros_like(each) for each in parameters]
     for first in range(0, len(samples), 3):  # in micro-batches, which add up
-        loss, _ = trainer._losses(samples[first : first + 3], update)
+        part = samples[first : first + 3]
+        loss, _ = trainer._losses(part, trainer._load(part), update)
         found = [a + b for a, b in zip(found, torch.autograd.grad(loss, parameters), strict=True)]
     plan, processor, total = LossPlan.of(loaded.settings), loaded.processor(), torch.zeros(())
     plan = replace(plan, action_mode="continuous", bidirectional_images=trainer._plan.bidirectional_images)
@@ -157,10 +158,10 @@ def test_learning_rates_rise_in_each_step_and_fall_over_the_run(
     step = trainer.optimizer.step
     trainer.optimizer.step = lambda: (seen.append(trainer.optimizer.param_groups[0]["lr"]), step())[1]  # type: ignore[method-assign]
     fixed = Update(9, 0, 1, samples, frozenset())
-    losses = [float(trainer._losses(samples, fixed)[0])]
+    losses = [float(trainer._losses(samples, trainer._load(samples), fixed)[0])]
     for _ in range(2):
         trainer.step(samples)
-    losses.append(float(trainer._losses(samples, fixed)[0]))
+    losses.append(float(trainer._losses(samples, trainer._load(samples), fixed)[0]))
     n = len(seen) // 2
     expected = []
     for k in range(2 * n):
