@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -160,7 +160,7 @@ class AnswerLoader:
         return RobotObservation(images, one.state, one.language)
 
 
-def loaded_ahead(load: Load, parts: Sequence[Sequence[AnswerSample]]) -> Iterator[AnswerBatch]:
+def loaded_ahead(load: Load, parts: Sequence[Sequence[AnswerSample]]) -> Generator[AnswerBatch]:
     """What `load` makes of each part, in order: that of the next one is made in a thread meanwhile, and of no other.
 
     Close it where not all are taken. Raises what `load` does, in its part's turn.
