@@ -10,6 +10,7 @@ import torch
 
 from components.contracts.errors import DataError
 from components.policies.molmoact2 import sampling
+from components.policies.molmoact2.modeling.expert import ActionExpert
 from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.policies.molmoact2.processing.batch import Example
 from components.policies.molmoact2.sampling import InferencePlan, Sampler, row_noise
@@ -176,6 +177,27 @@ def test_a_row_on_a_gpu_is_as_wide_as_itself_in_tiles(monkeypatch: pytest.Monkey
     assert sampler.generate(examples, 6) == plain.generate(examples, 6)
     sampler.width = 25
     assert {batch.input_ids.shape[1] for _, batch in sampler._groups(examples)} == {16, 25}
+
+
+@pytest.mark.slow
+def test_every_shape_has_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three sizes of groups and two widths, which is more than torch keeps unless it is told."""
+    real, counters = torch.nn.Module.compile, torch._dynamo.utils.counters
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda module, dynamic, options: real(module, dynamic=dynamic, backend="eager")
+    )
+    monkeypatch.setattr(ActionExpert, "compile_context", lambda expert, dynamic, options: None)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", torch._dynamo.config.recompile_limit)
+    monkeypatch.setattr(sampling, "TILE", 16)
+    model, examples = _calm_model(), _observed(2)
+    model.compile_layers(dynamic=False)
+    counters.clear()
+    for rows in (4, 1, 2):
+        sampler = _sampler(model, rows)
+        sampler._padded = True
+        sampler.sample(examples, SEEDS[:2])
+    assert not counters["unimplemented"]
+    torch._dynamo.reset()
 
 
 def _tokens_by_full_passes(model: MolmoAct2, example: Example, steps: int) -> list[int]:

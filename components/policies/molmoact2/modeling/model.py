@@ -30,6 +30,8 @@ from components.policies.molmoact2.modeling.vlm import BackboneOutput, KeyValue,
 from components.policies.molmoact2.processing.batch import PolicyBatch
 
 Precision = Literal["float32", "bfloat16"]
+SHAPES = 64
+"""Versions of a layer's code, of which a width and number of rows has three; beyond them torch runs plain layers."""
 
 
 class MolmoAct2(nn.Module):
@@ -103,6 +105,7 @@ class MolmoAct2(nn.Module):
             ConfigurationError: there is no compiler for C++.
         """
         check_compiler("torch_compile")
+        torch._dynamo.config.recompile_limit = SHAPES
         options = {"emulate_precision_casts": True}  # rounds where plain layers do
         body = self.vlm.model
         for layer in (*body.vision_tower.layers, *body.language_model.layers, *self.action_expert.blocks):
