@@ -190,7 +190,7 @@ def _answers(config: MolmoAct2Config, device: torch.device, rows: int, graph: bo
     model = _model(config, device)
     model.cast_for_inference()
     if compiled:
-        model.compile_layers(dynamic=None)
+        model.compile_layers(dynamic=False)
     plan = InferencePlan(bidirectional_images=True, hides_answers=False, mask_dimensions=True, steps=10)
     sampler = Sampler(model, plan, CHUNK, rows, 640, PAD)
     if not graph:

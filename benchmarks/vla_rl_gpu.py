@@ -116,7 +116,7 @@ def answers(loaded: LoadedPolicy, seen: list[RobotObservation], rows: int) -> di
         began = time.perf_counter()
         policy._sampler.explore(examples, range(seed, seed + rows), NOISE)
         model.append(time.perf_counter() - began)
-    found = {"rows": rows, "tokens": examples[0].length, "width": policy._sampler.width}
+    found = {"rows": rows, "tokens": examples[0].length, "width": policy._sampler._width(examples[0])}
     return found | {"ms": 1e3 * statistics.median(whole[2:]), "model_ms": 1e3 * statistics.median(model[2:])}
 
 
@@ -200,7 +200,7 @@ def main() -> None:
         loaded.model.cast_for_inference()
         compiled = not (given.eager or given.small)
         if compiled:
-            loaded.model.compile_layers(dynamic=None)
+            loaded.model.compile_layers(dynamic=False)
         found, samples = play(loaded, images, given.small)
         say(what="rollouts", **found)
         seen = [observed(ImageStore(images), sample) for sample in samples[:4]]

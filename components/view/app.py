@@ -30,6 +30,7 @@ from components.view.robots import (
     episode_counts,
     episode_document,
     find_episodes,
+    find_failures,
     find_videos,
     video_file,
 )
@@ -113,7 +114,8 @@ class ViewServer:
         return self.index.search(self._run(request).fingerprint, _query(request))
 
     def failures(self, request: Request) -> Any:
-        return self.index.failures(self._run(request).fingerprint, _query(request))
+        run, query = self._run(request), _query(request)
+        return find_failures(run, query) if run.robot else self.index.failures(run.fingerprint, query)
 
     def tasks(self, request: Request) -> Any:
         return self.index.tasks(self._run(request).fingerprint, _query(request))

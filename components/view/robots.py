@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +19,8 @@ from components.contracts.errors import DataError
 from components.evaluation.libero.eval_info import video_path
 from components.evaluation.libero.results import LiberoResult, read_results
 from components.evaluation.wilson import wilson_interval
-from components.rollouts.table import FAILURES_FILE
+from components.rollouts.table import FAILURES_FILE, read_failures
+from components.view.index import Query
 from components.view.rollouts import MEDIA
 from components.view.runs import ROBOT_EVALUATION, Run, evaluations_of
 
@@ -76,6 +79,34 @@ def find_episodes(run: Run, query: EpisodeQuery) -> dict[str, Any]:
         "rows": found[query.offset : query.offset + query.limit],
         "steps": steps[::-1],
     }
+
+
+def find_failures(run: Run, query: Query) -> dict[str, Any]:
+    """As `RolloutIndex.failures` has them for other runs: episodes that failed in every attempt."""
+    found = [
+        row
+        for step, folder in sorted(run.robot_steps().items(), reverse=True)
+        if (folder / FAILURES_FILE).is_file()
+        for failure in read_failures(folder)
+        if _asked(query, row := {"source": "train", "step": step, **asdict(failure)})
+    ]
+    reasons = sorted(Counter(row["reason"] for row in found).items(), key=lambda each: (-each[1], each[0]))
+    return {
+        "total": len(found),
+        "reasons": [{"reason": reason, "count": count} for reason, count in reasons],
+        "rows": found[query.offset : query.offset + query.limit],
+    }
+
+
+def _asked(query: Query, row: dict[str, Any]) -> bool:
+    wanted = {"source": query.source, "task_id": query.task, "group_id": query.group}
+    texts = (row[name].lower() for name in ("reason", "detail", "task_id", "trajectory_id"))
+    return (
+        all(value in ("", row[name]) for name, value in wanted.items())
+        and (query.first_step is None or query.first_step <= row["step"])
+        and (query.last_step is None or row["step"] <= query.last_step)
+        and any(query.find.lower() in text for text in texts)
+    )
 
 
 def episode_document(run: Run, step: int, episode: str) -> dict[str, Any]:

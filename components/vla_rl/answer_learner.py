@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from math import ceil, sqrt
 from time import perf_counter
@@ -18,6 +19,7 @@ from components.training.engine import AppliedUpdate, ParameterGroup, TrainingEn
 from components.training.memory import peak_memory_gib
 from components.training.ranks import Ranks
 from components.vla.groups import parameter_groups, scheduled
+from components.vla_rl.loader import Load, loaded_ahead
 from components.vla_rl.settings import GAE, RobotRLTrainerSettings
 from components.vla_rl.table import AnswerSample
 from components.vla_rl.tensors import AnswerBatch
@@ -27,7 +29,6 @@ RATIOS, ANSWERS, SLOTS = "ratios", "answers", "slots"
 """How many there were: what sums are divided by. Slots of rows have a token or padding."""
 OF_ANSWERS, PADDING = ("value/loss", "value/clipped_fraction"), "padding_fraction"
 """Sums over answers, and over slots; the others are over ratios."""
-Load = Callable[[Sequence[AnswerSample]], AnswerBatch]
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,14 @@ class AnswerLearner(TrainingEngine[MolmoAct2]):
         )
 
     @abstractmethod
-    def _losses(self, samples: Sequence[AnswerSample], update: Update) -> tuple[Tensor, dict[str, float]]:
-        """The addend of some answers of an update, and sums of metrics, with how many RATIOS, ANSWERS and SLOTS."""
+    def _losses(
+        self, samples: Sequence[AnswerSample], part: AnswerBatch, update: Update
+    ) -> tuple[Tensor, dict[str, float]]:
+        """The addend of some answers of an update, and sums of metrics, with how many RATIOS, ANSWERS and SLOTS.
+
+        Args:
+            part: what the samples were loaded as, on the model's device.
+        """
 
     def step(self, samples: Sequence[AnswerSample]) -> dict[str, float]:
         """Train on the answers of one step, `epochs` times; every rank calls it with the same.
@@ -99,22 +106,27 @@ class AnswerLearner(TrainingEngine[MolmoAct2]):
         """
         began, number = perf_counter(), self.steps_done + 1
         sums: dict[str, float] = defaultdict(float)
-        norms, skipped, updates = [], 0, self._updates(len(samples), number)
+        norms, skipped, rows = [], 0, self._updates(len(samples), number)
         solved = frozenset(each.episode_id for each in samples if each.done and not each.truncated)
-        for index, rows in enumerate(updates):
-            chosen, before = [samples[row] for row in rows], sums.get("kl", 0.0)
-            update = Update(number, index, len(updates), chosen, solved)
-            for part, real in self._own(chosen):
-                loss, found = self._losses(part, update)
-                self.backward(loss if real else 0.0 * loss)
-                for name, value in found.items() if real else ():
-                    sums[name] += value
-            if self._too_far(sums.get("kl", 0.0) - before, update):
-                self.discard()
-                break
-            done = self._apply(update)
-            norms.append(sqrt(sum(norm**2 for norm in done.norms.values())))
-            skipped += not done.finite
+        updates = [
+            Update(number, index, len(rows), [samples[row] for row in chosen], solved)
+            for index, chosen in enumerate(rows)
+        ]
+        parts = [self._own(update.samples) for update in updates]
+        with closing(loaded_ahead(self._load, [part for own in parts for part, _ in own])) as loaded:
+            for update, own in zip(updates, parts, strict=True):
+                before = sums.get("kl", 0.0)
+                for part, real in own:
+                    loss, found = self._losses(part, next(loaded).to(self.ranks.device), update)
+                    self.backward(loss if real else 0.0 * loss)
+                    for name, value in found.items() if real else ():
+                        sums[name] += value
+                if self._too_far(sums.get("kl", 0.0) - before, update):
+                    self.discard()
+                    break
+                done = self._apply(update)
+                norms.append(sqrt(sum(norm**2 for norm in done.norms.values())))
+                skipped += not done.finite
         self.steps_done = number
         names = set().union(*self.ranks.gather(list(sums)))  # a rank without answers has none
         totals = self.ranks.sum({name: sums[name] for name in sorted({"loss", *names})})

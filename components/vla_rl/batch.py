@@ -48,11 +48,11 @@ def build_batch(
         rows = zip(answers, advantages.tolist(), targets.tolist(), strict=True)
         samples = [with_advantage(*row) for row in rows]
     elif isinstance(advantage, RewardWeighted):
-        samples = _weighted(answers, advantage)
-        drops["unsolved_episode"] = len(answers) - len(samples)
-        replayed = _weighted(earlier, advantage)
-        metrics = {"answers/replayed": float(len(replayed))} if earlier else {}
-        samples = replayed + samples
+        samples = _weighted([*earlier, *answers], advantage)
+        own = {each.episode_id for each in answers}
+        replayed = sum(each.episode_id not in own for each in samples)
+        drops["weightless_episode" if advantage.beta else "unsolved_episode"] = len(answers) - len(samples) + replayed
+        metrics = {"answers/replayed": float(replayed)} if earlier else {}
     else:
         differing = groups_that_differ(answers)
         chosen, surplus = set(differing[:wanted]), set(differing) - set(differing[:wanted])
@@ -94,14 +94,16 @@ def _returns(answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
 
 
 def _weighted(answers: Sequence[Answer], settings: RewardWeighted) -> list[AnswerSample]:
-    """Those that weigh anything; see `RewardWeighted.beta`."""
+    """Those that weigh anything as normal float32, which they are stored as; see `RewardWeighted.beta`."""
     earned = {name: value for group in _returns(answers).values() for name, value in group.items()}
     solved = {each.episode_id for each in answers if each.done and not each.truncated}
+    best = max(earned.values())
     weights = {
-        name: exp((value - 1.0) / settings.beta) if settings.beta else float(name in solved)
+        name: exp((value - best) / settings.beta) if settings.beta else float(name in solved)
         for name, value in earned.items()
     }
-    return [with_advantage(each, weight) for each in answers if (weight := weights[each.episode_id])]
+    least = float(np.finfo(np.float32).tiny)
+    return [with_advantage(each, weight) for each in answers if (weight := weights[each.episode_id]) >= least]
 
 
 def _compared(answers: Sequence[Answer], returns: dict[str, dict[str, float]]) -> list[AnswerSample]:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.training.ranks import Ranks
-from components.vla_rl.answer_learner import ANSWERS, OF_ANSWERS, PADDING, RATIOS, SLOTS, AnswerLearner, Load, Update
+from components.vla_rl.answer_learner import ANSWERS, OF_ANSWERS, PADDING, RATIOS, SLOTS, AnswerLearner, Update
 from components.vla_rl.likelihood import ActionLikelihood, Prediction
+from components.vla_rl.loader import Load, loaded_ahead
 from components.vla_rl.settings import GAE, RobotRLTrainerSettings
 from components.vla_rl.table import AnswerSample
 from components.vla_rl.tensors import AnswerBatch
@@ -47,15 +48,17 @@ class RobotRLLearner(AnswerLearner):
         """Of each answer the log-prob of all that counts; every rank calls it with the same, and each computes all."""
         width = self.settings.micro_batch_size
         scores: list[float] = []
-        for start in range(0, len(samples), width):
-            part = self._load(samples[start : start + width]).to(self.ranks.device)
+        parts = [samples[start : start + width] for start in range(0, len(samples), width)]
+        for loaded in loaded_ahead(self._load, parts):
+            part = loaded.to(self.ranks.device)
             found = _row_sums(self.likelihood.logprobs(self._predictions(part)[0], part), part)
             scores += found[part.order.argsort()].tolist()
         return scores
 
-    def _losses(self, samples: Sequence[AnswerSample], update: Update) -> tuple[Tensor, dict[str, float]]:
+    def _losses(
+        self, samples: Sequence[AnswerSample], part: AnswerBatch, update: Update
+    ) -> tuple[Tensor, dict[str, float]]:
         ratios = self._ratios(update)
-        part = self._load(samples).to(self.ranks.device)
         prediction, *start = self._predictions(part)
         logprobs = self._per_ratio(self.likelihood.logprobs(prediction, part), part)
         behavior = self._per_ratio(part.logprobs, part)

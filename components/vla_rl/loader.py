@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,6 +25,8 @@ from components.vla.packing import arranged
 from components.vla.settings import PackingSettings
 from components.vla_rl.table import AnswerSample, Floats
 from components.vla_rl.tensors import AnswerBatch, CarriedActions, DrawnSteps, JudgedAnswers
+
+Load = Callable[[Sequence[AnswerSample]], AnswerBatch]
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,21 @@ class AnswerLoader:
     def _observation(self, one: AnswerSample) -> RobotObservation:
         images = {name: np.asarray(self.images.open(ref)) for name, ref in zip(one.cameras, one.images, strict=True)}
         return RobotObservation(images, one.state, one.language)
+
+
+def loaded_ahead(load: Load, parts: Sequence[Sequence[AnswerSample]]) -> Generator[AnswerBatch]:
+    """What `load` makes of each part, in order: that of the next one is made in a thread meanwhile, and of no other.
+
+    Close it where not all are taken. Raises what `load` does, in its part's turn.
+    """
+    with ThreadPoolExecutor(1, "answers") as thread:
+        coming = deque[Future[AnswerBatch]]()
+        for part in parts:
+            coming.append(thread.submit(load, part))
+            if len(coming) > 1:
+                yield coming.popleft().result()
+        while coming:
+            yield coming.popleft().result()
 
 
 def _answered(batch: PolicyBatch, samples: Sequence[AnswerSample]) -> Tensor:

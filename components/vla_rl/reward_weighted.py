@@ -13,10 +13,11 @@ from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.policies.molmoact2.sampling import InferencePlan
 from components.training.engine import AppliedUpdate
 from components.training.ranks import Ranks
-from components.vla_rl.answer_learner import ANSWERS, PADDING, SLOTS, AnswerLearner, Load, Update
+from components.vla_rl.answer_learner import ANSWERS, PADDING, SLOTS, AnswerLearner, Update
+from components.vla_rl.loader import Load
 from components.vla_rl.settings import RewardWeighted, RobotRLTrainerSettings
 from components.vla_rl.table import AnswerSample
-from components.vla_rl.tensors import CarriedActions
+from components.vla_rl.tensors import AnswerBatch, CarriedActions
 
 
 class RewardWeightedLearner(AnswerLearner):
@@ -41,8 +42,9 @@ class RewardWeightedLearner(AnswerLearner):
         self._plan, self._flow_timesteps = plan, flow_timesteps
         super().__init__(model, settings, load, ranks, shard)
 
-    def _losses(self, samples: Sequence[AnswerSample], update: Update) -> tuple[Tensor, dict[str, float]]:
-        part = self._load(samples).to(self.ranks.device)
+    def _losses(
+        self, samples: Sequence[AnswerSample], part: AnswerBatch, update: Update
+    ) -> tuple[Tensor, dict[str, float]]:
         assert isinstance(part.drawn, CarriedActions)
         (actions,), plan, config = part.drawn, self._plan, self.model.config
         used = ~part.batch.dimension_padding if plan.mask_dimensions else None

@@ -191,8 +191,8 @@ class RewardWeighted(Settings):
     name: Literal["reward_weighted"] = Field(description="Which objective: reward_weighted.")
     beta: NonNegativeFloat = Field(
         0.0,
-        description="An answer weighs exp((R - 1) / beta), where R is what its episode earned, 1 if it solved its "
-        "task; 0: answers of solved episodes weigh 1, others are left out.",
+        description="An answer weighs exp((R - best) / beta), where R is what its episode earned, and best what the "
+        "best of the step did; 0: answers of solved episodes weigh 1, others are left out.",
     )
     earlier_steps: NonNegativeInt = Field(
         0, description="So many steps before this one are trained on again, with their rollouts as they were."

@@ -19,7 +19,7 @@ from components.planning.robots.workload import RobotEpisode, RobotWorkload, Rob
 from components.policies.molmoact2.policy import open_policy
 from components.vla_rl.collect import Collector
 from components.vla_rl.schedule import plan_step
-from components.vla_rl.settings import TrainVLARLSettings
+from components.vla_rl.settings import RewardWeighted, TrainVLARLSettings
 from tests.environments.libero.simulated import needs_libero
 from tests.evaluation.libero.playground import TASKS
 from tests.vla_rl.kitchen import Kitchen, calm_policy, rollout_settings
@@ -84,6 +84,17 @@ def test_groups_that_agree_are_not_trained_on() -> None:
     found = make_run([HALF, ALL, ALL]).simulate()
     assert found.trained_per_step == SIZE * ANSWERS
     assert found.timings["timing/train"] == pytest.approx(train(24), rel=1e-9)
+
+
+def test_solved_episodes_of_earlier_steps_are_trained_on_again() -> None:
+    """Half of each step's, of three steps, from the first step that has two before it."""
+    run = make_run()
+    trainer = run.settings.trainer.model_copy(
+        update={"objective": RewardWeighted(name="reward_weighted", earlier_steps=2)}
+    )
+    found = replace(run, settings=run.settings.model_copy(update={"trainer": trainer})).simulate()
+    assert found.answers_per_step == 72 and found.trained_per_step == 3 * 72 / 2
+    assert found.timings["timing/train"] == pytest.approx(train(108), rel=1e-9)
 
 
 def test_further_rounds_are_played_until_enough_groups_differ() -> None:

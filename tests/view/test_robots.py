@@ -145,7 +145,7 @@ class TestInABrowser:
     pytestmark = NEEDS_CHROMIUM
 
     def test_episodes(self, tab: Any, store: Path) -> None:
-        assert tab.locator("#tabs button:visible").all_inner_texts() == ["Curves", "Episodes", "Videos"]
+        assert tab.locator("#tabs button:visible").all_inner_texts() == ["Curves", "Episodes", "Failures", "Videos"]
         assert tab.inner_text("#figure-episodes") == "5"
         tab.locator(".chart", has_text="Success of the rollouts").wait_for()
         tab.click("[data-tab=episodes]")
@@ -174,6 +174,19 @@ class TestInABrowser:
         tab.locator("#figure-episodes", has_text="6").wait_for(timeout=10_000)
         assert tab.problems == []
 
+    def test_failures(self, tab: Any, store: Path) -> None:
+        fail_episodes(store)
+        tab.click("[data-tab=failures]")
+        tab.locator("#count", has_text="3 failures, environment_error 2, non_finite_logprobs 1").wait_for()
+        tab.locator("#table tbody tr").nth(2).wait_for()
+        assert tab.locator("#table tbody tr").nth(2).locator("td").all_inner_texts() == [
+            *("1", "non_finite_logprobs", "libero_spatial/1", "00001-000000-0009", "lost <1>")
+        ]
+        tab.fill("#find", "<1>")
+        tab.locator("#count", has_text="1 failure, non_finite_logprobs 1").wait_for()
+        tab.locator("#figure-failures", has_text="3").wait_for(timeout=10_000)
+        assert tab.problems == []
+
     def test_videos(self, tab: Any) -> None:
         tab.click("[data-tab=videos]")
         tab.locator("#list .row").nth(1).wait_for()
@@ -192,10 +205,37 @@ class TestInABrowser:
         assert tab.problems == []
 
 
-def test_episodes_that_failed_are_counted(client: TestClient, store: Path) -> None:
-    failures = [
-        Failure(f"00001-000000-000{k}", "00001-000000", "libero_spatial/0", "environment_error", "") for k in (8, 9)
-    ]
-    write_failures(next((store / "robot-rollouts").glob(f"{RUN}-00001")), failures)
+def fail_episodes(store: Path) -> None:
+    """Two of step 1, one of step 2."""
+    for step, reasons in ((1, ("environment_error", "non_finite_logprobs")), (2, ("environment_error",))):
+        failures = [
+            Failure(f"{step:05d}-000000-000{8 + k}", f"{step:05d}-000000", f"libero_spatial/{k}", reason, f"lost <{k}>")
+            for k, reason in enumerate(reasons)
+        ]
+        write_failures(store / "robot-rollouts" / f"{RUN}-{step:05d}", failures)
+
+
+def test_episodes_that_failed_are_counted_and_listed_with_their_reasons(client: TestClient, store: Path) -> None:
+    def found(query: str = "") -> dict[str, Any]:
+        answer: dict[str, Any] = client.get(f"/api/runs/{RUN}/failures?{query}").json()
+        return answer
+
+    assert found() == {"total": 0, "reasons": [], "rows": []}
+    fail_episodes(store)
     (listed,) = (run for run in client.get("/api/runs").json()["runs"] if run["id"] == RUN)
-    assert listed["failures"] == 2
+    assert listed["failures"] == 3
+    every = found("source=train")
+    assert every["reasons"] == [
+        {"reason": "environment_error", "count": 2},
+        {"reason": "non_finite_logprobs", "count": 1},
+    ]
+    places = [(row["step"], row["trajectory_id"], row["task_id"], row["detail"]) for row in every["rows"]]
+    assert places == [
+        (2, "00002-000000-0008", "libero_spatial/0", "lost <0>"),
+        (1, "00001-000000-0008", "libero_spatial/0", "lost <0>"),
+        (1, "00001-000000-0009", "libero_spatial/1", "lost <1>"),
+    ]
+    asked = ("find=FINITE", "task=libero_spatial/1", "last_step=1&first_step=1", "limit=1&offset=2", "source=panel")
+    assert [(found(query)["total"], len(found(query)["rows"])) for query in asked] == [
+        *((1, 1), (1, 1), (2, 2), (3, 1), (0, 0))
+    ]

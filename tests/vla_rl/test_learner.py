@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -21,10 +23,11 @@ from components.vla.groups import prepare
 from components.vla_rl.collect import Collector
 from components.vla_rl.learner import RobotRLLearner
 from components.vla_rl.likelihood import FlowLikelihood
-from components.vla_rl.loader import AnswerLoader
+from components.vla_rl.loader import AnswerLoader, loaded_ahead
 from components.vla_rl.schedule import plan_step
 from components.vla_rl.settings import RobotRLTrainerSettings
 from components.vla_rl.table import Answer, AnswerSample, with_advantage, write_rollouts
+from components.vla_rl.tensors import AnswerBatch
 from components.workers.errors import WorkerError
 from tests.evaluation.libero.playground import TASKS
 from tests.vla_rl.kitchen import Kitchen, rollout_settings
@@ -142,6 +145,30 @@ def test_a_step_ends_before_an_update_that_is_too_far_from_the_policy_that_playe
         for name, weight in other.model.state_dict().items():
             assert torch.equal(one.model.state_dict()[name], weight), name
     assert all(weight.grad is None for weight in near.model.parameters())  # nothing is left of what was not made
+
+
+def test_the_next_part_is_loaded_meanwhile_and_no_other(
+    loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+) -> None:
+    load, samples = AnswerLoader(loaded.processor(), images), judged(answers)
+    parts = [samples[start : start + 2] for start in range(0, 8, 2)]
+    begun: SimpleQueue[int] = SimpleQueue()
+
+    def told(part: Sequence[AnswerSample]) -> AnswerBatch:
+        begun.put(parts.index(part))
+        if part is parts[3]:
+            raise DataError("an image is lost")
+        return load(part)
+
+    with closing(loaded_ahead(told, parts)) as coming:
+        found = [next(coming)]
+        assert [begun.get(timeout=10) for _ in range(2)] == [0, 1] and begun.empty()  # none of them is asked for
+        found += [next(coming), next(coming)]
+        for one, part in zip(found, parts, strict=False):
+            assert torch.equal(one.batch.pixel_values, load(part).batch.pixel_values)
+            assert torch.equal(one.advantages, load(part).advantages)
+        with pytest.raises(DataError, match="lost"):
+            next(coming)
 
 
 def test_an_answer_of_another_policy_is_refused(

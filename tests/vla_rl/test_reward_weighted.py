@@ -74,6 +74,19 @@ def test_weights_are_those_of_a_hand_computation() -> None:
     assert again.metrics["success"] == 0.0 and again.metrics["answers/per_episode"] == 2
 
 
+def test_a_tiny_beta_imitates_the_best_episodes_of_a_step_without_success() -> None:
+    """exp((R - 1) / beta) is 0 for all of them; exp(-200), of the worst, is 0 in the float32 of the batch."""
+    played = [*made("a", (2, 0.0), (3, 0.002)), *made("b", (1, 0.0019))]
+    sharp = build_batch(played, RewardWeighted(name="reward_weighted", beta=1e-5))
+    assert [(each.episode_id, each.advantage) for each in sharp.samples] == [
+        *[("a-1", 1.0)] * 3,
+        ("b-0", pytest.approx(exp(-10.0), rel=1e-9)),
+    ]
+    assert sharp.drops == {"weightless_episode": 2} and sharp.metrics["answers/trained"] == 4
+    replayed = build_batch(made("c", (2, 0.001)), RewardWeighted(name="reward_weighted", beta=1e-5), earlier=played)
+    assert replayed.drops == {"weightless_episode": 2} and replayed.metrics["answers/replayed"] == 4
+
+
 def test_answers_are_those_of_an_evaluation(loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]) -> None:
     plan = rollout_settings(likelihood="none", group_size=1, groups_per_step=4)
     policy = MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "continuous", rows=1)
@@ -100,7 +113,8 @@ def test_the_gradient_is_that_of_plain_imitation_with_the_same_weights(
     parameters = [each for each in trainer.model.action_expert.parameters() if each.requires_grad]
     found = [torch.zeros_like(each) for each in parameters]
     for first in range(0, len(samples), 3):  # in micro-batches, which add up
-        loss, _ = trainer._losses(samples[first : first + 3], update)
+        part = samples[first : first + 3]
+        loss, _ = trainer._losses(part, trainer._load(part), update)
         found = [a + b for a, b in zip(found, torch.autograd.grad(loss, parameters), strict=True)]
     plan, processor, total = LossPlan.of(loaded.settings), loaded.processor(), torch.zeros(())
     plan = replace(plan, action_mode="continuous", bidirectional_images=trainer._plan.bidirectional_images)
@@ -144,10 +158,10 @@ def test_learning_rates_rise_in_each_step_and_fall_over_the_run(
     step = trainer.optimizer.step
     trainer.optimizer.step = lambda: (seen.append(trainer.optimizer.param_groups[0]["lr"]), step())[1]  # type: ignore[method-assign]
     fixed = Update(9, 0, 1, samples, frozenset())
-    losses = [float(trainer._losses(samples, fixed)[0])]
+    losses = [float(trainer._losses(samples, trainer._load(samples), fixed)[0])]
     for _ in range(2):
         trainer.step(samples)
-    losses.append(float(trainer._losses(samples, fixed)[0]))
+    losses.append(float(trainer._losses(samples, trainer._load(samples), fixed)[0]))
     n = len(seen) // 2
     expected = []
     for k in range(2 * n):

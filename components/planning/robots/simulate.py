@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
@@ -24,7 +25,7 @@ from components.rl.evaluations import due
 from components.rl.loop import Ahead, run_loop
 from components.vla_rl.batch import build_batch, groups_that_differ
 from components.vla_rl.schedule import plan_step
-from components.vla_rl.settings import GAE, RobotRLTrainerSettings, TrainVLARLSettings
+from components.vla_rl.settings import GAE, RewardWeighted, RobotRLTrainerSettings, TrainVLARLSettings
 from components.vla_rl.table import Answer, AnswerSample
 from components.vla_rl.updates import update_rows
 
@@ -48,8 +49,15 @@ class SimulatedRobotRun:
 
     @property
     def settled(self) -> int:
-        """The first step that counts: in those before it simulators are built, and nothing is ahead yet."""
-        return 2 + self.settings.rollouts.max_staleness
+        """The first step that counts: in those before it simulators are built, nothing is ahead yet, and there are
+        fewer earlier steps to train on again."""
+        return max(2 + self.settings.rollouts.max_staleness, 1 + self.replayed)
+
+    @property
+    def replayed(self) -> int:
+        """Steps before a step that are trained on again."""
+        weighting = self.settings.trainer.weighting
+        return weighting.earlier_steps if isinstance(weighting, RewardWeighted) else 0
 
     def simulate(self) -> RobotSimulated:
         """The run, on a loop of its own."""
@@ -108,6 +116,7 @@ class _RobotSteps:
         self.play = SimulatedPlay(run.costs, run.processes)
         self.tasks = suite_tasks(self.settings.rollouts.suite)
         self.answers: dict[int, list[Answer]] = {}
+        self.earlier: deque[list[Answer]] = deque(maxlen=run.replayed)
         self.samples: dict[int, Sequence[AnswerSample]] = {}
         self.episodes: dict[int, int] = {}
         self.records: list[_RobotRecord] = []
@@ -164,12 +173,15 @@ class _RobotSteps:
         episodes = [self.run_.workload.episode(step, *place) for place in places]
         planned = [one for group in groups for one in group]
         await self.play.play(planned, episodes.__getitem__, plan.batch, chunk, self.bootstrap and step > 0)
-        return [_answers(place, one, chunk) for place, one in zip(places, episodes, strict=True)]
+        return [_answers(step, place, one, chunk) for place, one in zip(places, episodes, strict=True)]
 
     def batch(self, step: int, rollouts: Artifact) -> Artifact:
         plan, flow = self.settings.rollouts, self.costs.flow
         wanted = plan.groups_per_step if plan.max_rounds > 1 else None
-        self.samples[step] = build_batch(self.answers[step], self.settings.trainer.weighting, wanted).samples
+        earlier = [answer for played in self.earlier for answer in played]
+        self.earlier.append(self.answers[step])
+        weighting = self.settings.trainer.weighting
+        self.samples[step] = build_batch(self.answers[step], weighting, wanted, earlier=earlier).samples
         self.loop.wait(flow.batch_seconds + flow.batch_answer_seconds * len(self.answers[step]))
         return simulated_artifact(step)
 
@@ -236,9 +248,9 @@ def training_seconds(answers: int, settings: RobotRLTrainerSettings, costs: Robo
     return seconds
 
 
-def _answers(place: tuple[int, int], episode: RobotEpisode, chunk: int) -> list[Answer]:
+def _answers(step: int, place: tuple[int, int], episode: RobotEpisode, chunk: int) -> list[Answer]:
     """Those of an episode, with nothing in them but what its advantage depends on."""
-    group = f"{place[0]:06d}"
+    group = f"{step:05d}-{place[0]:06d}"
     first = Answer(
         group_id=group,
         episode_id=f"{group}-{place[1]:04d}",

@@ -325,7 +325,7 @@ def open_policy(
     loaded = load_policy(source, device="cuda" if torch.cuda.is_available() else "cpu")
     loaded.model.cast_for_inference()
     if torch_compile:
-        loaded.model.compile_layers(dynamic=None)
+        loaded.model.compile_layers(dynamic=False)
     settings = _changed(loaded.settings, n_action_steps, num_inference_steps, image_attention)
     return MolmoAct2Policy(loaded.model, loaded.processor(), settings, mode, rows, refuse_undecoded)
 

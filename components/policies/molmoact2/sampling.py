@@ -2,8 +2,8 @@
 
 A row's answer has the same bits whatever is asked beside it. On a CPU rows run one by one and nothing is padded: its
 matrix products sum in an order that depends on a row's place, so that a row moved within a group changes in its last
-bits. On a GPU rows run in groups of a constant size and width, where every place gives the same; a group of one is as
-wide as its row, rounded up.
+bits. On a GPU rows run in groups of a constant size, where every place gives the same, and beside rows of their own
+width alone: that of a row is its length, rounded up.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class SharedConditions:
 
 
 TILE = 64
-"""Tokens that the width of a single row on a GPU is a multiple of."""
+"""Tokens that the width of rows on a GPU is a multiple of. Matrix products like it, and LIBERO's prompts share one."""
 
 
 class Sampler:
@@ -132,7 +132,7 @@ class Sampler:
         Args:
             horizon: T, actions of a chunk.
             group: Rows of one forward pass on a GPU; a last group that is not full is filled up with copies.
-            width: Tokens that no example exceeds; rows of larger groups on a GPU have as many.
+            width: Tokens that no example exceeds.
         """
         self.model, self.plan, self.horizon = model.eval(), plan, horizon
         self.device = next(model.parameters()).device
@@ -152,8 +152,8 @@ class Sampler:
             DataError: an example is longer than `width`.
         """
         noise = row_noise(seeds, self.horizon, self.model.config.max_action_dim)
-        chunks = [self._euler_steps([noise[rows], *batch.observed()]).cpu() for rows, batch in self._groups(examples)]
-        return torch.cat(chunks)[: len(examples)]
+        (chunks,) = self._in_groups(examples, lambda rows, batch: [self._euler_steps([noise[rows], *batch.observed()])])
+        return chunks
 
     @torch.no_grad()
     def extend(self, examples: Sequence[Example], seeds: Sequence[int], wanted: Tensor, weights: Tensor) -> Tensor:
@@ -166,11 +166,10 @@ class Sampler:
             DataError: an example is longer than `width`.
         """
         noise = row_noise(seeds, self.horizon, self.model.config.max_action_dim)
-        chunks = [
-            self._guided([noise[rows], wanted[rows], weights[rows], *batch.observed()]).cpu()
-            for rows, batch in self._groups(examples)
-        ]
-        return torch.cat(chunks)[: len(examples)]
+        (chunks,) = self._in_groups(
+            examples, lambda rows, batch: [self._guided([noise[rows], wanted[rows], weights[rows], *batch.observed()])]
+        )
+        return chunks
 
     @torch.no_grad()
     def explore(self, examples: Sequence[Example], seeds: Sequence[int], noise_level: float) -> ExploredChunks:
@@ -188,15 +187,12 @@ class Sampler:
         noise, drawn, kicks = map(torch.stack, zip(*(_draw(seed, shape, steps) for seed in seeds), strict=True))
         sigmas = torch.zeros(len(drawn), steps)
         sigmas[torch.arange(len(drawn)), drawn] = noise_scales(steps, noise_level)[drawn].float()
-        points, values = [], []
-        for rows, batch in self._groups(examples):
-            random = [each[rows] for each in (noise, kicks, sigmas)]
-            found = [each.cpu() for each in self._flow_sde_steps([*random, *batch.observed()])]
-            points.append(found[0])
-            values += found[1:]
-        actions, before, after, velocity = torch.cat(points, dim=1)[:, : len(examples)]
-        valued = torch.cat(values)[: len(examples)] if values else None
-        return ExploredChunks(actions, before, after, velocity, drawn, valued)
+        random = (noise, kicks, sigmas)
+        actions, before, after, velocity, *values = self._in_groups(
+            examples,
+            lambda rows, batch: self._flow_sde_steps([*(each[rows] for each in random), *batch.observed()]),
+        )
+        return ExploredChunks(actions, before, after, velocity, drawn, values[0] if values else None)
 
     @torch.no_grad()
     def judge(self, examples: Sequence[Example], seeds: Sequence[int], flow_samples: int) -> JudgedChunks:
@@ -209,15 +205,10 @@ class Sampler:
         """
         shape = (self.horizon, self.model.config.max_action_dim)
         noise = torch.stack([_draw_noises(seed, shape, flow_samples) for seed in seeds])
-        actions, logprobs, values = [], [], []
-        for rows, batch in self._groups(examples):
-            found = [each.cpu() for each in self._judged_steps([noise[rows], *batch.observed()])]
-            actions.append(found[0])
-            logprobs.append(found[1])
-            values += found[2:]
-        count = len(examples)
-        valued = torch.cat(values)[:count] if values else None
-        return JudgedChunks(torch.cat(actions)[:count], noise[:, 1:], torch.cat(logprobs)[:count], valued)
+        actions, logprobs, *values = self._in_groups(
+            examples, lambda rows, batch: self._judged_steps([noise[rows], *batch.observed()])
+        )
+        return JudgedChunks(actions, noise[:, 1:], logprobs, values[0] if values else None)
 
     @torch.no_grad()
     def generate(self, examples: Sequence[Example], max_steps: int) -> list[list[int]]:
@@ -226,13 +217,14 @@ class Sampler:
         Raises:
             DataError: an example is longer than `width`.
         """
-        answers = []
-        for _, batch in self._groups(examples):
+        answers = dict[int, list[int]]()
+        for rows, batch in self._groups(examples):
             batch = batch.to(self.device)
             with self.model.autocast(self.device):
                 hidden = self.model.encode(batch, self.plan.bidirectional_images)
-                answers += self._continued(batch, hidden, max_steps, lambda logits: logits.argmax(-1))
-        return answers[: len(examples)]
+                said = self._continued(batch, hidden, max_steps, lambda logits: logits.argmax(-1))
+            answers |= zip(rows, said, strict=True)
+        return [answers[row] for row in range(len(examples))]
 
     @torch.no_grad()
     def draw(
@@ -243,19 +235,31 @@ class Sampler:
         Raises:
             DataError: an example is longer than `width`.
         """
-        head, answers = self.model.value_head, list[DrawnTokens]()
+        head, answers = self.model.value_head, dict[int, DrawnTokens]()
         for rows, batch in self._groups(examples):
             batch, draws = batch.to(self.device), TokenDraws([seeds[row] for row in rows], temperature, self.device)
             with self.model.autocast(self.device):
                 hidden = self.model.encode(batch, self.plan.bidirectional_images)
                 values = [None] * len(rows) if head is None else head(hidden.states[:, -1:]).tolist()
                 said = self._continued(batch, hidden, max_steps, draws)
-            for tokens, logprobs, value in zip(said, draws.logprobs.tolist(), values, strict=True):
-                answers.append(DrawnTokens(tokens, logprobs[: len(tokens)], value))
-        return answers[: len(examples)]
+            for row, tokens, logprobs, value in zip(rows, said, draws.logprobs.tolist(), values, strict=True):
+                answers[row] = DrawnTokens(tokens, logprobs[: len(tokens)], value)
+        return [answers[row] for row in range(len(examples))]
+
+    def _in_groups(
+        self, examples: Sequence[Example], answered: Callable[[list[int], PolicyBatch], list[Tensor]]
+    ) -> list[Tensor]:
+        """What `answered` says of each group, (rows of the group, ...) each, as (N, ...) on the CPU."""
+        slots, parts = list[int](), list[list[Tensor]]()
+        for rows, batch in self._groups(examples):
+            slots += rows
+            parts.append([each.cpu() for each in answered(rows, batch)])
+        order = [slots.index(row) for row in range(len(examples))]
+        return [torch.cat(part)[order] for part in zip(*parts, strict=True)]
 
     def _groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], PolicyBatch]]:
-        """Indices of the rows, and the rows on the CPU, of every group."""
+        """Indices of the rows, and the rows on the CPU, of every group; a group's rows have one width."""
+        by_width: dict[int, list[int]] = {}
         for index, example in enumerate(examples):
             if example.length > self.width:
                 raise DataError(
@@ -263,18 +267,17 @@ class Sampler:
                     where=f"observation {index}",
                     remedy="shorten the instruction, or raise max_sequence_length",
                 )
-        for start in range(0, len(examples), self.group):
-            rows = [min(start + slot, len(examples) - 1) for slot in range(self.group)]
-            chosen = [examples[row] for row in rows]
-            batch = collate(chosen, "left", self._width(chosen) - 1 if self._padded else 1, self.pad_id)
-            self.model.vlm.model.check_images(batch.input_ids, batch.pooling)
-            yield rows, batch
+            by_width.setdefault(self._width(example), []).append(index)
+        for width, members in by_width.items():
+            for start in range(0, len(members), self.group):
+                rows = [members[min(start + slot, len(members) - 1)] for slot in range(self.group)]
+                batch = collate([examples[row] for row in rows], "left", width - 1, self.pad_id)
+                self.model.vlm.model.check_images(batch.input_ids, batch.pooling)
+                yield rows, batch
 
-    def _width(self, rows: Sequence[Example]) -> int:
-        """Of padded rows; one row has a width of its own, which suits matrix products."""
-        if self.group > 1:
-            return self.width
-        return min(self.width, TILE * ceil(rows[0].length / TILE))
+    def _width(self, example: Example) -> int:
+        """Of its row, which must not depend on its neighbors."""
+        return min(self.width, TILE * ceil(example.length / TILE)) if self._padded else example.length
 
     def _euler(self, inputs: Sequence[Tensor]) -> Tensor:
         """noise (N, T, D), then the batch's `observed`."""
@@ -322,8 +325,8 @@ class Sampler:
     def _flow_sde(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """noise and kicks (N, T, D), sigmas (N, steps), 0 but for each row's drawn step, then `observed`.
 
-        (4, N, T, D): actions, and of the drawn step the points before and after it, and the velocity. With a value head
-        also (N,), the value at the point before it.
+        (N, T, D) each: actions, and of the drawn step the points before and after it, and the velocity. With a value
+        head also (N,), the value at the point before it.
         """
         noise, kicks, sigmas, *observed = (one.to(self.device) for one in inputs)
         steps, head = self.plan.steps, self.model.value_head
@@ -340,7 +343,7 @@ class Sampler:
                 if head is not None:
                     values = torch.where(sigmas[:, step] > 0, head(states), values)
                 x = moved
-        return [torch.stack([x, *kept]), *([] if head is None else [values])]
+        return [x, *kept, *([] if head is None else [values])]
 
     def _conditions(self, observed: Sequence[Tensor]) -> SharedConditions:
         batch = PolicyBatch.of_observed(observed)

@@ -1,6 +1,6 @@
 const POLL = 1000;  /* milliseconds */
 const PAGE = 100;   /* rows */
-const TABS = ["curves", "rollouts", "tasks", "compare", "failures"], ROBOT_TABS = ["curves", "episodes", "videos"];
+const TABS = ["curves", "rollouts", "tasks", "compare", "failures"], ROBOT_TABS = ["curves", "episodes", "failures", "videos"];
 const FILTERS = ["find", "outcome", "task", "initial_state", "group", "first_step", "last_step", "low", "high", "sort"];
 const given = new URLSearchParams(location.hash.slice(1));
 let wanted = given.get("run"), runs = [], run = null, tab = "curves", seen = "", chosen = false;
@@ -81,7 +81,7 @@ function drawRuns() {
   if (!chosen) [$("first").value, $("second").value] = usual();
   $("run").value = run.id;
   const steps = run.last_step === null ? "–" : run.steps ? `${run.last_step} of ${run.steps}` : null;
-  const figures = { ...(steps && { step: steps }), ...(run.robot ? { episodes: whole(run.rollouts) } : { rollouts: whole(run.rollouts), failures: whole(run.failures) }) };
+  const figures = { ...(steps && { step: steps }), [run.robot ? "episodes" : "rollouts"]: whole(run.rollouts), failures: whole(run.failures) };
   $("figures").replaceChildren(...Object.entries(figures).map(([name, value]) =>
     h("div", {}, h("dt", {}, name), h("dd", { id: `figure-${name}` }, value))));
 }
@@ -171,11 +171,11 @@ function drawCurves(answer) {
 }
 function drawFailures(answer) {
   $("count").textContent = [plural(answer.total, "failure"), ...answer.reasons.map((each) => `${each.reason} ${whole(each.count)}`)].join(", ");
-  const names = ["step", "reason", "task", "rollout", "detail"];
+  const names = ["step", "reason", "task", run.robot ? "episode" : "rollout", "detail"];
   const line = (r) => h("tr", {}, h("td", {}, String(r.step)), h("td", { class: "failed" }, r.reason), h("td", {}, r.task_id),
     h("td", { class: "mono" }, r.trajectory_id), h("td", { class: "text mono" }, r.detail));
   $("table").replaceChildren(answer.rows.length ? h("table", { class: "plain" }, h("thead", {}, h("tr", {}, names.map((name) => h("th", {}, name)))),
-    h("tbody", {}, answer.rows.map(line))) : h("p", { class: "empty" }, "No rollout failed."),
+    h("tbody", {}, answer.rows.map(line))) : h("p", { class: "empty" }, `No ${run.robot ? "episode" : "rollout"} failed.`),
   answer.total > answer.rows.length ? h("p", { class: "empty" }, `The first ${whole(answer.rows.length)}; filter for others.`) : "");
 }
 

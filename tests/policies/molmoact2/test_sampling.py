@@ -10,6 +10,7 @@ import torch
 
 from components.contracts.errors import DataError
 from components.policies.molmoact2 import sampling
+from components.policies.molmoact2.modeling.expert import ActionExpert
 from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.policies.molmoact2.processing.batch import Example
 from components.policies.molmoact2.sampling import InferencePlan, Sampler, row_noise
@@ -156,16 +157,47 @@ def test_matrices_cast_for_inference_answer_with_the_same_bits() -> None:
     assert {p.dtype for p in exact.parameters()} == {torch.float32}
 
 
-def test_a_row_that_runs_alone_is_as_wide_as_itself_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("group", [1, 2])
+def test_a_row_on_a_gpu_is_as_wide_as_itself_in_tiles(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
     monkeypatch.setattr(sampling, "TILE", 16)
-    examples = _observed(3)
-    sampler, plain = _sampler(_calm_model()), _sampler(_calm_model())
+    examples = [_observed(3)[index] for index in (1, 0, 2)]
+    assert [one.length for one in examples] == [21, 12, 18]
+    model = _calm_model()
+    torch.nn.init.normal_(model.add_value_head(0).layers[-1].weight)
+    sampler, plain = _sampler(model, group), _sampler(model)
     sampler._padded = True
-    widths = [batch.input_ids.shape[1] for _, batch in sampler._groups(examples)]
-    assert [one.length for one in examples] == [12, 21, 18] and widths == [16, 32, 32]
-    torch.testing.assert_close(sampler.sample(examples, SEEDS), plain.sample(examples, SEEDS), rtol=0, atol=1e-5)
+    groups = {1: [([0], 32), ([2], 32), ([1], 16)], 2: [([0, 2], 32), ([1, 1], 16)]}
+    assert [(rows, batch.input_ids.shape[1]) for rows, batch in sampler._groups(examples)] == groups[group]
+    for answers in (
+        lambda one: {"actions": one.sample(examples, SEEDS)},
+        lambda one: vars(one.explore(examples, SEEDS, 0.5)),
+        lambda one: vars(one.judge(examples, SEEDS, 2)),
+    ):
+        torch.testing.assert_close(answers(sampler), answers(plain), rtol=0, atol=1e-4)
+    assert sampler.generate(examples, 6) == plain.generate(examples, 6)
     sampler.width = 25
-    assert [batch.input_ids.shape[1] for _, batch in sampler._groups(examples)] == [16, 25, 25]
+    assert {batch.input_ids.shape[1] for _, batch in sampler._groups(examples)} == {16, 25}
+
+
+@pytest.mark.slow
+def test_every_shape_has_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three sizes of groups and two widths, which is more than torch keeps unless it is told."""
+    real, counters = torch.nn.Module.compile, torch._dynamo.utils.counters
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda module, dynamic, options: real(module, dynamic=dynamic, backend="eager")
+    )
+    monkeypatch.setattr(ActionExpert, "compile_context", lambda expert, dynamic, options: None)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", torch._dynamo.config.recompile_limit)
+    monkeypatch.setattr(sampling, "TILE", 16)
+    model, examples = _calm_model(), _observed(2)
+    model.compile_layers(dynamic=False)
+    counters.clear()
+    for rows in (4, 1, 2):
+        sampler = _sampler(model, rows)
+        sampler._padded = True
+        sampler.sample(examples, SEEDS[:2])
+    assert not counters["unimplemented"]
+    torch._dynamo.reset()
 
 
 def _tokens_by_full_passes(model: MolmoAct2, example: Example, steps: int) -> list[int]:

@@ -158,7 +158,7 @@ class ActionExpert(nn.Module):
         self.gradient_checkpointing = False
         self._read_context = read_context
 
-    def compile_context(self, *, dynamic: bool | None, options: dict[str, Any]) -> None:
+    def compile_context(self, *, dynamic: bool, options: dict[str, Any]) -> None:
         """Compile what has no weights of the way from text layers to the expert; see `torch.compile`."""
         self._read_context = torch.compile(read_context, dynamic=dynamic, options=options)
 
@@ -221,12 +221,11 @@ class ActionExpert(nn.Module):
 
     def contexts(self, cache: Sequence[KeyValue], context: ContextIndex) -> list[KeyValue]:
         """`context` of every text layer, of all at once."""
-        keys, values = (torch.stack(part) for part in zip(*cache, strict=True))
-        return list(zip(*self.context((keys, values), context), strict=True))
+        keys, values = (torch.stack(part) for part in zip(*map(joined_heads, cache), strict=True))
+        return list(zip(*self._context(keys, values, context), strict=True))
 
-    def context(self, layer: KeyValue, context: ContextIndex) -> KeyValue:
-        """Keys and values of text layers, (..., B, heads, L, size), as the expert's: (..., E, heads, S, head size)."""
-        keys, values = (heads.transpose(-3, -2).flatten(-2) for heads in layer)
+    def _context(self, keys: Tensor, values: Tensor, context: ContextIndex) -> KeyValue:
+        """Of text layers, (..., B, L, heads x size), as the expert's: (..., E, heads, S, head size)."""
         return self._read_context(self.context_k_proj(keys), self.context_v_proj(values), context, self.heads)
 
     def _condition(self, times: Tensor) -> Tensor:
@@ -248,7 +247,7 @@ class ActionExpert(nn.Module):
         context: ContextIndex,
         valid: Tensor | None,
     ) -> Tensor:
-        keys, values = self.context(layer, context)
+        keys, values = self._context(*joined_heads(layer), context)
         mask = context.valid[:, None, None, :]
         y: Tensor = block(x, block.modulation(condition), rope, keys, values, mask, valid)
         return y
@@ -283,6 +282,12 @@ def read_context(keys: Tensor, values: Tensor, context: ContextIndex, heads: int
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """(..., S, heads x size) to (..., heads, S, size)."""
     return x.unflatten(-1, (heads, -1)).transpose(-3, -2)
+
+
+def joined_heads(layer: KeyValue) -> KeyValue:
+    """(B, heads, L, size) each to (B, L, heads x size); values, which a projection laid out so, are not copied."""
+    keys, values = (part.transpose(1, 2).flatten(2) for part in layer)
+    return keys, values
 
 
 def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:

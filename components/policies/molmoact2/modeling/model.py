@@ -30,6 +30,8 @@ from components.policies.molmoact2.modeling.vlm import BackboneOutput, KeyValue,
 from components.policies.molmoact2.processing.batch import PolicyBatch
 
 Precision = Literal["float32", "bfloat16"]
+SHAPES = 64
+"""Versions of a layer's code, of which a width and number of rows has three; beyond them torch runs plain layers."""
 
 
 class MolmoAct2(nn.Module):
@@ -90,19 +92,20 @@ class MolmoAct2(nn.Module):
             for part in (expert.blocks, expert.context_k_proj, expert.context_v_proj):
                 part.to(torch.bfloat16)
 
-    def compile_layers(self, *, dynamic: bool | None) -> None:
+    def compile_layers(self, *, dynamic: bool) -> None:
         """Compile vision, text and expert layers at their first call: elementwise work becomes few kernels.
 
         Layers of a kind share their code. Results differ in rounding from those of layers that are not compiled.
 
         Args:
-            dynamic: True: for batches of all shapes. None: for the first shape, and for all where another one comes;
-                what is computed again in a backward pass would then meet other code.
+            dynamic: True: for batches of all shapes. False: for each shape by itself, so that the code that a shape
+                runs, and its rounding, does not depend on the shapes before it.
 
         Raises:
             ConfigurationError: there is no compiler for C++.
         """
         check_compiler("torch_compile")
+        torch._dynamo.config.recompile_limit = SHAPES
         options = {"emulate_precision_casts": True}  # rounds where plain layers do
         body = self.vlm.model
         for layer in (*body.vision_tower.layers, *body.language_model.layers, *self.action_expert.blocks):
