@@ -1,15 +1,22 @@
 """A MolmoAct2 of the released sizes with random weights on one GPU: memory and speed of its training and its answers.
 
-`python -m benchmarks.policies` takes about eight minutes; a mode and batch size that does not fit says so.
+Usage: python -m benchmarks.policies [expert] [lora] [full] [answers] [8] [16] [32]: modes and batch sizes. Without any
+it is all of them, which go on the page. One that does not fit says so. The rows go to $OUT/policies.json as well, each
+as soon as it is measured.
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
+import json
+import os
 import statistics
+import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -125,39 +132,47 @@ class Answers:
     allocated_gib: float
 
 
-def record() -> None:
-    """Measure everything and put it into the results."""
-    from benchmarks.table import write
+def main(words: Sequence[str]) -> None:
+    known = [*(mode for mode, _ in MODES), "answers", *map(str, BATCHES)]
+    if unknown := set(words) - set(known):
+        raise SystemExit(f"unknown: {', '.join(sorted(unknown))}\n{__doc__}")
+    what = [word for word in known[: len(MODES) + 1] if word in words] or known[: len(MODES) + 1]
+    modes = [pair for pair in MODES if pair[0] in what]
+    batches = [batch for batch in BATCHES if str(batch) in words] or BATCHES
+    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    result |= {"training": [], "answers": []}
+    for one in measure(RELEASED, torch.device("cuda"), modes, batches, "answers" in what):
+        print(one, flush=True)
+        result["training" if isinstance(one, Training) else "answers"].append(asdict(one))
+        if "OUT" in os.environ:
+            Path(os.environ["OUT"], "policies.json").write_text(json.dumps(result, indent=1))
+    if not words:
+        from benchmarks.table import write
 
-    trainings, answers = measure(RELEASED, torch.device("cuda"), MODES, BATCHES)
-    result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    result |= {"training": [asdict(one) for one in trainings], "answers": [asdict(one) for one in answers]}
-    write("policies-gpu", result)
+        write("policies-gpu", result)
 
 
 def measure(
     raw: dict[str, Any],
     device: torch.device,
-    modes: tuple[tuple[Mode, ActionMode], ...],
-    batches: tuple[int, ...],
-) -> tuple[list[Training], list[Answers]]:
+    modes: Sequence[tuple[Mode, ActionMode]],
+    batches: Sequence[int],
+    answers: bool,
+) -> Iterator[Training | Answers]:
     config = MolmoAct2Config.from_dict(raw)
-    trainings = []
     on_gpu = device.type == "cuda"
     for (mode, action_mode), batch in itertools.product(modes, batches):
         for packed, compiled in ((False, False), (True, False), (False, True)):
             if (packed and batch < max(batches)) or (compiled and not on_gpu):
                 continue
-            trainings.append(_training(config, device, mode, action_mode, batch, packed, compiled))
-            print(trainings[-1], flush=True)
+            yield _training(config, device, mode, action_mode, batch, packed, compiled)
+    if not answers:
+        return
     ways = [(1, False, False)]
     if on_gpu:
         ways += [(rows, True, compiled) for compiled in (False, True) for rows in (1, *batches)]
-    answers = []
-    for rows, graph, compiled in ways:
-        answers.append(_answers(config, device, rows, graph, compiled))
-        print(answers[-1], flush=True)
-    return trainings, answers
+    for way in ways:
+        yield _answers(config, device, *way)
 
 
 def _training(
@@ -286,4 +301,4 @@ def _lent(device: torch.device) -> float | None:
 
 
 if __name__ == "__main__":
-    record()
+    main(sys.argv[1:])

@@ -184,6 +184,9 @@ def compared(rows: list[dict[str, Any]]) -> None:
 def main(words: list[str]) -> None:
     if unknown := set(words) - {"small", "plain", "reshard", *SIDES, *CASES}:
         raise SystemExit(f"unknown: {', '.join(sorted(unknown))}\n{__doc__}")
+    sides = [side for side in SIDES if side in words] or ["one", "full"]
+    if CUDA and torch.cuda.device_count() < 2 and sides != ["one"]:
+        raise SystemExit(f"{' and '.join(set(sides) - {'one'})} need two GPUs, and there is one: say `one` alone")
     small = "small" in words
     words += () if set(words) & set(CASES) else CASES
     with tempfile.TemporaryDirectory() as scratch:
@@ -191,7 +194,7 @@ def main(words: list[str]) -> None:
         folder, out = make_tiny_checkpoint("qwen2.5-vl", Path(scratch) / "model", 0, settings), Path(scratch) / "out"
         for file in folder.glob("*.safetensors"):
             file.unlink()  # only the processor is wanted
-        for side in [side for side in SIDES if side in words] or ["one", "full"]:
+        for side in sides:
             arguments = ["-m", "benchmarks.scaling_gpu", "rank", folder, out, side, *words]
             rendezvous = private_folder(Path(scratch) / "rendezvous")
             environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "HF_HUB_OFFLINE": "1"}

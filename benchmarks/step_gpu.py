@@ -3,6 +3,9 @@
 TRL runs in `.venv-trl`, or in the Python that ARMATURE_TRL_PYTHON names. It has its best settings: workers that load,
 Liger's layers, FlashAttention. That is PyTorch's own kernel under flash-attn's names, in `flash_attention/`: flash-attn
 has no wheel for most versions of torch. `ROUNDS` times, one side after the other.
+
+Usage: python -m benchmarks.step_gpu WAY..., ways of ours alone as `benchmarks.step_ours` has them; on a CPU of a small
+model.
 """
 
 from __future__ import annotations
@@ -113,3 +116,7 @@ def rows_of(taken: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+if __name__ == "__main__":
+    sides(sys.argv[1:], (), STEPS, small=not torch.cuda.is_available())

@@ -3,7 +3,7 @@
 Usage: python -m benchmarks.step_ours PROCESSOR RESULTS STEPS SMALL WAY..., a way being words joined by commas: a case,
 the tokens of a micro-batch, then `packing`, `bf16`, `compile`, `keep` (activations), `lora`, `profile` as wanted. `cpu`
 or `8bit` is where the optimizer's states are, `7b` a larger model; with `lora`, `nf4` has base weights in 4 bits, and
-`rounded` what these stand for.
+`rounded` what these stand for. `padded` pads widths whatever the trainer would choose, `unpadded` does not.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -33,6 +35,7 @@ from components.models.families import family_of
 from components.models.load import RECOMPUTATION, freeze
 from components.models.lora import add_adapters
 from components.models.nf4 import NF4Linear, quantize
+from components.models.padded import pad_widths
 from components.models.settings import LoraSettings
 from components.models.varlen import choose_kernels
 from components.training.ranks import Ranks
@@ -87,7 +90,10 @@ def measure(
     _, tokens, *words = way.split(",")
     if "keep" not in words:
         model.gradient_checkpointing_enable(RECOMPUTATION)
-    learner = Learner(model, settings_of(int(tokens), set(words)), temperature=1.0, ranks=Ranks(device=DEVICE))
+    if "padded" in words:
+        pad_widths(model)
+    with patch("components.vlm.learner.pad_widths") if "unpadded" in words else nullcontext():
+        learner = Learner(model, settings_of(int(tokens), set(words)), temperature=1.0, ranks=Ranks(device=DEVICE))
     loader = MicroBatchLoader(collator, store, workers=0)
     with loader.batch():
         scores = learner.score(samples, loader)

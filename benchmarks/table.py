@@ -107,8 +107,10 @@ def by_size(figures: list[dict[str, Any]]) -> list[tuple[int, int, dict[str, dic
     return [(width, tokens, named) for (width, tokens), named in sizes.items()]
 
 
-def short(value: float) -> str:
-    """Three significant digits, with thousands separated."""
+def short(value: float | None) -> str:
+    """Three significant digits, with thousands separated; None: what did not fit."""
+    if value is None:
+        return "-"
     if value == 0:
         return "0"
     if abs(value) >= 100:

@@ -24,6 +24,7 @@ from components.models.compiled import compile_layers
 from components.models.families import family_of
 from components.models.lora import base_model
 from components.models.packed import laid_out
+from components.models.padded import pad_widths
 from components.training.engine import ALL, ParameterGroup, TrainingEngine
 from components.training.memory import peak_memory_gib
 from components.training.ranks import Ranks
@@ -98,10 +99,12 @@ class Learner(TrainingEngine[Any]):
             if policy is not None:
                 (shard or partial(Policy.to, device=ranks.device))(policy)
         check_head(self.policy)
-        if settings.torch_compile:
-            for policy in (self.policy, self.reference):
-                if policy is not None:
-                    compile_layers(base_model(policy.model))
+        in_bf16 = settings.weights == "bfloat16" or settings.autocast == "bf16"
+        for policy in filter(None, (self.policy, self.reference)):
+            if settings.torch_compile:
+                compile_layers(base_model(policy.model))  # the compiler pads widths itself
+            elif in_bf16 and ranks.device.type == "cuda":
+                pad_widths(policy)
         self.log_ratios: dict[int, npt.NDArray[np.float32]] = {}
         super().__init__(
             self.policy.model,

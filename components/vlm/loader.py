@@ -7,6 +7,7 @@ import multiprocessing
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ class BatchDataset(Dataset[tuple[MicroBatch, MultimodalBatch]]):
 
     def __getitem__(self, job: Job) -> tuple[MicroBatch, MultimodalBatch]:
         micro, folder = job
-        features = FeatureCache(self.collator, self.images, Path(folder))
+        features = cache(FeatureCache(self.collator, self.images, Path(folder)))
         if micro.packed:
             return micro, packed_batch(self.collator, micro.samples, features, *self.part)
         return micro, self.collator.collate_features(micro.samples, features)

@@ -1,10 +1,11 @@
-"""Compiled layers, and weights in bf16."""
+"""Compiled layers, padded widths, and weights in bf16."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 from components.contracts.errors import ConfigurationError
 from components.models.compiled import _compiled, compile_layers
 from components.models.families import FAMILIES
+from components.models.padded import pad_widths
 from components.training.ranks import Ranks
 from components.vlm.learner import Learner
 from tests.compiling import trace_only
@@ -55,6 +57,25 @@ def test_kernels_of_compiled_layers_are_those_of_plain_ones(tiny: Tiny) -> None:
         if plain.grad is not None:
             assert (fused.grad - plain.grad).norm() <= 1e-5 * plain.grad.norm(), name
     _compiled.cache_clear()
+
+
+def test_a_step_with_a_padded_tower_is_the_step(make_tiny: Callable[..., Tiny]) -> None:
+    tiny = make_tiny("qwen2.5-vl", vision_intermediate_size=100)
+    samples, done = conversations(tiny), []
+    for padded in (False, True):
+        model = tiny.model(gradient_checkpointing=True)
+        if padded:
+            pad_widths(model)
+        learner = learner_of(tiny, model, packing=True, adam_epsilon=1e-3)
+        metrics = step(learner, tiny, samples)
+        done.append((metrics, {name: p.detach() for name, p in learner.model.named_parameters()}, learner.log_ratios))
+    (plain, weights, ratios), (wide, ours, our_ratios) = done
+    for name in ("loss", "grad_norm", "entropy"):
+        assert wide[name] == pytest.approx(plain[name], rel=1e-6), name
+    assert ours.keys() == weights.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-6, atol=1e-6)
+    assert all(np.allclose(our_ratios[row], value, atol=1e-6) for row, value in ratios.items())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -106,3 +127,19 @@ def test_on_a_gpu_compiled_layers_in_bf16_are_those_of_fp32(family: str, make_ti
         norms.append(step(learner, tiny, conversations(tiny))["grad_norm"])
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
     assert norms[2] == pytest.approx(norms[0], rel=3e-2)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_widths_are_padded_in_bf16_alone(make_tiny: Callable[..., Tiny]) -> None:
+    tiny, widths = make_tiny("qwen2.5-vl", vision_intermediate_size=100), []
+    ways: list[dict[str, Any]] = [{}, {"autocast": "bf16"}, {"weights": "bfloat16"}]
+    norms = []
+    for way in ways:
+        settings = trainer_settings(packing=True, **way)
+        model = tiny.model(dtype=way.get("weights", "float32"))
+        learner = Learner(model, settings, temperature=1.0, ranks=Ranks(device=torch.device("cuda")))
+        narrow = next(m for name, m in model.named_modules() if "visual" in name and name.endswith("down_proj"))
+        narrow.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[-1]))
+        norms.append(step(learner, tiny, conversations(tiny))["grad_norm"])
+    assert list(dict.fromkeys(widths)) == [100, 128]
+    assert norms[1:] == pytest.approx([norms[0]] * 2, rel=3e-2)

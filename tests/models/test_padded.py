@@ -1,0 +1,77 @@
+"""MLPs that compute at another width than their weights have."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLMLP
+
+from components.models.padded import pad_widths
+
+
+def mlps(width: int, bias: bool = True) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    config = Qwen2_5_VLVisionConfig(hidden_size=32, intermediate_size=width, hidden_act="silu")
+    plain = Qwen2_5_VLMLP(config, bias=bias)
+    padded = deepcopy(plain)
+    pad_widths(padded)
+    return plain, padded
+
+
+def widths(module: nn.Module, x: Tensor) -> tuple[int, int]:
+    """Features of what the second product of an MLP takes and of its weight."""
+    seen = []
+    module.down_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[-1]))
+    module(x)
+    return seen[0], module.down_proj.weight.shape[1]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_outputs_and_gradients_are_those_of_the_plain_mlp(bias: bool, autocast: bool) -> None:
+    plain, padded = mlps(100, bias)
+    assert widths(padded, torch.zeros(1, 32)) == (128, 100)
+    x, found = torch.randn(17, 32), []
+    for module in (plain, padded):
+        given = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            out = module(given)
+        out.float().square().sum().backward()
+        gradients = {name: p.grad for name, p in module.named_parameters()}
+        found.append({"out": out.detach(), "x": given.grad} | gradients)
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[0].items():
+        assert found[1][name].dtype == value.dtype
+        close = {"rtol": 2e-2, "atol": 2e-2 * float(value.abs().max())} if autocast else {"rtol": 1e-6, "atol": 1e-6}
+        torch.testing.assert_close(found[1][name], value, **close)
+
+
+def test_names_shapes_and_gradients_in_fp32_of_bf16_weights_stay() -> None:
+    plain, padded = mlps(100)
+    for p in padded.parameters():
+        p.data = p.data.bfloat16()
+        p.grad_dtype = torch.float32
+    padded(torch.randn(3, 32).bfloat16()).sum().backward()
+    assert {n: v.shape for n, v in padded.state_dict().items()} == {n: v.shape for n, v in plain.state_dict().items()}
+    assert all(p.grad.dtype == torch.float32 and p.grad.shape == p.shape for p in padded.parameters())
+
+
+@pytest.mark.parametrize("width", [64, 128, 104])
+def test_aligned_widths_stay(width: int) -> None:
+    _, same = mlps(width)
+    assert widths(same, torch.zeros(1, 32)) == (width, width)
+
+
+def test_layers_of_another_kind_stay() -> None:
+    class Scaled(nn.Linear):
+        pass
+
+    plain, _ = mlps(100)
+    plain.up_proj = Scaled(32, 100)
+    pad_widths(plain)
+    assert widths(plain, torch.zeros(1, 32)) == (100, 100)
