@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from anyio.from_thread import start_blocking_portal
-from peft import PeftModel
-from safetensors.torch import load_file
 
 from components.contracts.errors import ConfigurationError, WeightSyncError
 from components.contracts.machine import Machine
 from components.inference.adapters import ServedAdapters
 from components.inference.command import server_command, server_environment
-from components.inference.determinism import Repeatability
 from components.inference.pool import ServerPool
-from components.inference.probe import ProbeAnswer
-from components.inference.settings import EvaluationSamplingSettings, SamplingSettings, ServerSettings
+from components.inference.settings import SamplingSettings, ServerSettings
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -129,103 +121,3 @@ def test_a_server_that_takes_no_adapters_ends_the_sync_with_what_to_do(
             assert "armature serve MODEL --max-lora-rank" in caught.value.remedy
 
     asyncio.run(work())
-
-
-class Trained:
-    """A tiny model with adapters that have moved, its published versions, and what it answers."""
-
-    def __init__(self, folder: Path) -> None:
-        from components.models.load import load_model, load_processor
-        from components.models.settings import LoraSettings, ModelSettings
-        from components.models.tiny import SMALL, make_tiny_checkpoint
-        from components.vlm.logprobs import Policy
-        from components.vlm.publish import Publisher
-
-        self.folder = folder
-        sizes = SMALL.model_copy(update={"tie_embeddings": True})
-        self.start = make_tiny_checkpoint("qwen2.5-vl", folder / "start", 0, sizes)
-        lora = LoraSettings(rank=5, targets=("all",), scope="all", served_as="adapter")
-        settings = ModelSettings(source=str(self.start), dtype="float32", lora=lora)
-        self.model: Any = load_model(self.start, settings)
-        assert isinstance(self.model, PeftModel)
-        self.processor = load_processor(self.start, settings)
-        self.publisher = Publisher(self.model, self.processor, folder / "processor")
-        self.policy = Policy(self.model, logprobs="torch", temperature=1.0, chunk_tokens=64)
-
-    def version(self, number: int) -> Path:
-        from components.training.ranks import Ranks
-
-        torch.manual_seed(number)
-        for name, parameter in self.model.named_parameters():
-            if "lora_B" in name:
-                parameter.data.normal_(0, 0.1)
-        self.publisher.publish_adapter(self.model, self.folder / "weights" / f"{number:06d}", Ranks())
-        return self.folder / "weights" / f"{number:06d}"
-
-    def answer(self, pool: ServerPool) -> ProbeAnswer:
-        from components.vlm.probe import answer_probe
-
-        return ProbeAnswer(answer_probe(self.policy, self.processor, pool.weights.probe), "float32")
-
-    def logprobs(self, prompt: list[int], sampled: list[int], forbidden: tuple[int, ...]) -> Any:
-        """Of a text, by the model itself."""
-        with torch.no_grad():
-            logits = self.model(input_ids=torch.tensor([prompt + sampled])).logits[0]
-        logits[:, list(forbidden)] = -torch.inf
-        return logits.log_softmax(-1)[-len(sampled) - 1 : -1].gather(1, torch.tensor(sampled)[:, None])[:, 0].numpy()
-
-
-@pytest.fixture
-def trained(tmp_path: Path) -> Trained:
-    return Trained(tmp_path / "trained")
-
-
-def test_what_is_published_is_what_peft_adds_to_the_layers(trained: Trained) -> None:
-    from components.models.lora import merged_weights
-
-    first, second = trained.version(1), trained.version(2)
-    assert trained.version(3).exists() and second.exists() and not first.exists()
-    folder = trained.version(4)
-    facts = json.loads((folder / "adapter_config.json").read_text())
-    saved = load_file(folder / "adapter_model.safetensors")
-    base, merged = trained.model.get_base_model().state_dict(), dict(merged_weights(trained.model))
-    layers = {name.rpartition(".lora_")[0] for name in saved}
-    assert layers and facts["r"] == 5
-    for layer in layers:
-        delta = facts["lora_alpha"] / facts["r"] * saved[f"{layer}.lora_B.weight"] @ saved[f"{layer}.lora_A.weight"]
-        name = layer.removeprefix("base_model.model.")
-        torch.testing.assert_close(base[f"{name}.base_layer.weight"] + delta, merged[f"{name}.weight"])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_real_server_answers_with_the_adapter_of_the_version_also_after_it_was_killed(
-    trained: Trained, tmp_path: Path
-) -> None:
-    """Adapters in the vision tower too, tied embeddings, a rank that vLLM rounds up."""
-    if not PYTHON.exists():
-        pytest.skip("needs .venv-vllm: make environments")
-    machine = Machine(server_python=PYTHON, ready_timeout=400)
-    pool = ServerPool(trained.start, SETTINGS, machine, tmp_path / "logs", adapters=ServedAdapters(5, vision=True))
-    greedy = EvaluationSamplingSettings(temperature=0.0, max_tokens=6)
-
-    def same(completion: Any, version: int) -> None:
-        prompt, sampled = completion.prompt_token_ids.tolist(), completion.token_ids.tolist()
-        expected = trained.logprobs(prompt, sampled, pool.forbidden_token_ids)
-        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
-        assert completion.policy_version == version
-
-    with start_blocking_portal() as portal, portal.wrap_async_context_manager(pool):
-        replica = pool.replicas[0]
-        for version in (11, 12):
-            folder = trained.version(version)
-            portal.call(pool.sync, folder, version, None, trained.answer(pool))  # which proves it, images included
-            same(portal.call(pool.complete, MESSAGES, greedy, 0), version)
-        portal.call(Repeatability(SETTINGS, machine, pool.forbidden_token_ids)._compare, pool.http, replica)
-        assert replica.server is not None
-        replica.server.family()[0].kill()
-        same(portal.call(pool.complete, MESSAGES, greedy, 1), 12)
-        assert pool.statistics.restarts == 1
-        trained.version(13)
-        with pytest.raises(WeightSyncError, match="not hold the weights of the trainer"):
-            portal.call(pool.sync, folder, 13, None, trained.answer(pool))

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
-from anyio.from_thread import BlockingPortal, start_blocking_portal
-from PIL import Image
 
 from components.contracts.errors import ConfigurationError, ServerError
 from components.contracts.machine import Machine
-from components.inference.client import Completion
 from components.inference.pool import ServerPool
-from components.inference.settings import SamplingSettings, ServerSettings
+from components.inference.settings import ServerSettings
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 REQUESTS = 24
@@ -63,104 +56,3 @@ def test_a_joined_server_has_to_prove_it(
             asyncio.run(join(deterministic=True))
     else:
         asyncio.run(join(deterministic=True))
-
-
-class Asked:
-    """Requests of different lengths, with no image, one or two, and what each was answered in different company."""
-
-    def __init__(self, pool: ServerPool, portal: BlockingPortal, sampling: SamplingSettings) -> None:
-        self.pool, self.portal, self.sampling = pool, portal, sampling
-        choose, images = Random(0), [image(seed) for seed in range(5)]
-        words = ("go", "to", "the", "desk", "what", "color", "is", "it")
-        self.messages = []
-        for _ in range(REQUESTS):
-            text = " ".join(choose.choices(words, k=choose.randint(2, 40)))
-            content = [*choose.choices(images, k=choose.randint(0, 2)), {"type": "text", "text": text}]
-            self.messages.append([{"role": "user", "content": content}])
-        self.messages[1] = self.messages[0]  # with a seed that follows: one request for both
-
-    def together(self, order: list[int]) -> dict[int, Completion]:
-        async def ask() -> list[Completion]:
-            return list(await asyncio.gather(*(self._complete(index) for index in order)))
-
-        return dict(zip(order, self.portal.call(ask), strict=True))
-
-    def one_by_one(self, order: list[int]) -> dict[int, Completion]:
-        async def ask() -> list[Completion]:
-            return [await self._complete(index) for index in order]
-
-        return dict(zip(order, self.portal.call(ask), strict=True))
-
-    def among_others(self, order: list[int], delays: Random) -> dict[int, Completion]:
-        """Each at a time of its own, while other requests come and go."""
-
-        async def late(index: int, delay: float, seed: int) -> Completion:
-            await asyncio.sleep(delay)
-            return await self.pool.complete(self.messages[index], self.sampling, seed)
-
-        async def ask() -> list[Completion]:
-            others = [late(delays.choice(order), delays.random() * 2, 1000 + other) for other in range(3 * REQUESTS)]
-            wanted = [late(index, delays.random() * 2, index) for index in order]
-            return (await asyncio.gather(*wanted, *others))[: len(order)]
-
-        return dict(zip(order, self.portal.call(ask), strict=True))
-
-    async def _complete(self, index: int) -> Completion:
-        return await self.pool.complete(self.messages[index], self.sampling, index)
-
-
-def image(seed: int) -> dict[str, Any]:
-    data, side = io.BytesIO(), 28 * (1 + seed % 3)
-    Image.fromarray(np.random.default_rng(seed).integers(0, 255, (side, 56, 3), dtype=np.uint8)).save(data, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not PYTHON.exists():
-        pytest.skip("needs .venv-vllm: make environments")
-    from components.models.tiny import make_tiny_checkpoint
-
-    return make_tiny_checkpoint("molmo2", tmp_path_factory.mktemp("model") / "0", seed=0, image_attention="causal")
-
-
-@pytest.fixture
-def asked(model: Path, tmp_path: Path, sampling_factory: Callable[..., SamplingSettings]) -> Iterator[Asked]:
-    machine = Machine(server_python=PYTHON, servers=2, threads=2, ready_timeout=600)
-    pool = ServerPool(model, settings(), machine, tmp_path / "logs")
-    with start_blocking_portal() as portal, portal.wrap_async_context_manager(pool):
-        yield Asked(pool, portal, sampling_factory(max_tokens=24))
-
-
-@pytest.mark.slow
-def test_bits_are_the_same_alone_and_among_others_on_every_server(asked: Asked) -> None:
-    order, random = list(range(REQUESTS)), Random(1)
-    first = asked.together(order)
-    answers = [asked.one_by_one(order), asked.together(order[::-1])]
-    random.shuffle(order)
-    answers += [asked.one_by_one(order), asked.among_others(order, random), asked.among_others(order, random)]
-    servers = {index: {first[index].server} for index in order}
-    for found in answers:
-        for index in order:
-            servers[index].add(found[index].server)
-            assert found[index].token_ids.tobytes() == first[index].token_ids.tobytes()
-            assert found[index].logprobs.tobytes() == first[index].logprobs.tobytes()
-    assert sum(len(names) == 2 for names in servers.values()) > REQUESTS // 3
-
-
-@pytest.mark.slow
-def test_a_server_that_depends_on_its_batch_is_said(
-    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    machine = Machine(
-        server_python=PYTHON, threads=2, ready_timeout=600, server_environment={"VLLM_CPU_ATTN_SPLIT_KV": "1"}
-    )
-    pool = ServerPool(model, settings(), machine, tmp_path / "logs")
-
-    async def start() -> None:
-        async with pool:
-            pass
-
-    asyncio.run(start())
-    assert not pool.repeatability.promised and "the same seed would not give the same run" in caplog.text
