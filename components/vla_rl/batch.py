@@ -97,7 +97,7 @@ def _weighted(answers: Sequence[Answer], settings: RewardWeighted) -> list[Answe
     """Those that weigh anything as normal float32, which they are stored as; see `RewardWeighted.beta`."""
     earned = {name: value for group in _returns(answers).values() for name, value in group.items()}
     solved = {each.episode_id for each in answers if each.done and not each.truncated}
-    best = max(earned.values())
+    best = max(earned.values(), default=0.0)
     weights = {
         name: exp((value - best) / settings.beta) if settings.beta else float(name in solved)
         for name, value in earned.items()

@@ -107,11 +107,6 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedPolicy:
     return spoken(tmp_path_factory.mktemp("policy"))
 
 
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> ImageStore:
-    return ImageStore(tmp_path_factory.mktemp("images"))
-
-
 def policy_of(loaded: LoadedPolicy) -> MolmoAct2Policy:
     return MolmoAct2Policy(loaded.model, loaded.processor(), loaded.settings, "discrete", rows=1)
 
