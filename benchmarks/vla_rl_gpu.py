@@ -138,7 +138,7 @@ def play(loaded: LoadedPolicy, folder: Path, small: bool) -> tuple[dict[str, Any
     with ExitStack() as opened:
         arenas = [opened.enter_context(SimulatorProcess(simulator, 300.0)) for _ in range(min(slots, processes))]
         collector = Collector(settings, policy, arenas, store, lambda done, total: None)
-        collector.collect(plan_step(settings, tasks, 1)[: len(arenas)], 1, 0, bootstrap=False)
+        collector.collect(plan_step(settings, tasks, 1)[:slots], 1, 0, bootstrap=False)
         began = time.perf_counter()
         found = collector.collect(plan_step(settings, tasks, 2), 2, 1, bootstrap=False).answers
         seconds = time.perf_counter() - began

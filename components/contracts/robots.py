@@ -47,6 +47,10 @@ class RobotPolicy(Protocol):
     n_action_steps: int
     action_dimensions: int
 
+    @property
+    def rows_per_pass(self) -> int:
+        """Of one forward pass, which takes as long for fewer."""
+
     def predict(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> NDArray[np.float32]:
         """Actions in the dataset's units: float32 (rows, n_action_steps, action_dimensions).
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
 from typing import Protocol
 
 from components.artifacts.images import ImageStore
@@ -111,7 +111,7 @@ class Collector:
         failed: dict[int, Failure] = {}
         most = int(self._settings.failed_fraction * len(planned)) if may_fail is None else may_fail
 
-        queue = InferenceQueue(self._answers, self._settings.batch)
+        queue = InferenceQueue(self._answers, self._policy.rows_per_pass)
         slots = simulator_slots(self.arenas, min(self._settings.batch, len(planned)))
         before = [self._held[slot] for slot in slots if slot in self._held]
         schedule = StickyQueue(range(len(planned)), lambda number: task_of(planned[number]), before)
@@ -150,7 +150,7 @@ class Collector:
     def _answers(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> Sequence[PlayedAnswer]:
         settings = self._settings
         with self.times.measured("policy") as counted:
-            counted["policy/passes"] = ceil(len(observations) / self._policy.rows_per_pass)
+            counted["policy/passes"] = 1
             if settings.inference_action_mode == "discrete":
                 return self._policy.speak(observations, seeds, settings.temperature)
             if settings.likelihood == "fpo":
@@ -171,7 +171,7 @@ class Collector:
         """An attempt that was lost because the process was, in the call of another slot, is none of the `attempts`:
         whether an episode fails would else depend on who shares its process."""
 
-        def explored(observation: RobotObservation, chunk: int) -> PlayedAnswer:
+        def explored(observation: RobotObservation, chunk: int) -> Future[PlayedAnswer]:
             return queue.ask(observation, answer_seed(self._settings, step, planned, chunk))
 
         problems: list[WorkerError] = []

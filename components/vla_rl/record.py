@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from components.artifacts.images import ImageStore, encode_png
+from components.contracts.images import ImageRef
 from components.contracts.robots import RobotObservation
 from components.evaluation.libero.episode import Actions, PlayedEpisode
 from components.evaluation.libero.schedule import PlannedEpisode
@@ -20,15 +23,20 @@ PlayedAnswer = PlainAnswer | ExploredAnswer | SpokenAnswer
 
 
 class AnswerRecorder:
-    """The actor of one attempt at an episode: `explored` is called with the observation and the chunk's number."""
+    """The actor of one attempt at an episode: `explored` is called with the observation and the chunk's number.
 
-    def __init__(self, explored: Callable[[RobotObservation, int], PlayedAnswer]) -> None:
+    Images are encoded while the policy computes.
+    """
+
+    def __init__(self, explored: Callable[[RobotObservation, int], Future[PlayedAnswer]]) -> None:
         self._explored = explored
-        self._given: list[tuple[RobotObservation, PlayedAnswer]] = []
+        self._given: list[tuple[RobotObservation, list[tuple[ImageRef, bytes]], PlayedAnswer]] = []
 
     def __call__(self, observation: RobotObservation, chunk: int) -> Actions:
-        answer = self._explored(observation, chunk)
-        self._given.append((observation, answer))
+        coming = self._explored(observation, chunk)
+        seen = [_encoded(observation.images[name]) for name in _cameras(observation)]
+        answer = coming.result()
+        self._given.append((observation, seen, answer))
         return answer.actions
 
     def rows(
@@ -52,12 +60,11 @@ class AnswerRecorder:
         rewards = reward(len(self._given), episode.progress, episode.success, goes_on=goes_on)
         group_id, episode_id = episode_ids(step, planned)
         rows, done = [], 0
-        for chunk, (observation, answer) in enumerate(self._given):
+        images.keep({ref: data for _, seen, _ in self._given for ref, data in seen})
+        for chunk, (observation, seen, answer) in enumerate(self._given):
             executed = min(len(answer.actions), episode.steps - done)
             done += executed
             last = chunk == len(self._given) - 1
-            cameras = tuple(sorted(observation.images))
-            seen = [encode_png(Image.fromarray(observation.images[name])) for name in cameras]
             rows.append(
                 Answer(
                     group_id=group_id,
@@ -68,8 +75,8 @@ class AnswerRecorder:
                     initial_state=planned.initial_state,
                     chunk=chunk,
                     policy_version=version,
-                    cameras=cameras,
-                    images=tuple(map(images.put, seen)),
+                    cameras=_cameras(observation),
+                    images=tuple(ref for ref, _ in seen),
                     state=observation.state,
                     **_drawn(answer, executed),
                     actions=answer.actions[:executed].reshape(-1),
@@ -84,9 +91,19 @@ class AnswerRecorder:
         return rows
 
     def _value_after(self, episode: PlayedEpisode) -> float:
-        value = self._explored(episode.last, len(self._given)).value
+        value = self._explored(episode.last, len(self._given)).result().value
         assert value is not None
         return value
+
+
+def _cameras(observation: RobotObservation) -> tuple[str, ...]:
+    return tuple(sorted(observation.images))
+
+
+def _encoded(pixels: NDArray[np.uint8]) -> tuple[ImageRef, bytes]:
+    image = encode_png(Image.fromarray(pixels))
+    height, width, _ = pixels.shape
+    return ImageRef(image.sha256, image.media_type, width, height), image.data
 
 
 def episode_defect(rows: Sequence[Answer]) -> tuple[str, str] | None:

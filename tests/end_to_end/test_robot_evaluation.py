@@ -120,6 +120,7 @@ class Recorded:
 
     n_action_steps = 10
     action_dimensions = 7
+    rows_per_pass = 1
 
     def __init__(self, actions: Sequence[NDArray[np.float32]]) -> None:
         self._left = list(actions)

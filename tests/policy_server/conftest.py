@@ -115,7 +115,7 @@ def ask(connection: ClientConnection, fields: dict[str, Any]) -> dict[str, Any]:
 class GatedPolicy:
     """A policy whose answers say what was asked, once the gate is open: state, seed and how many rows there were."""
 
-    n_action_steps, action_dimensions = 2, 3
+    n_action_steps, action_dimensions, rows_per_pass = 2, 3, 1
 
     def __init__(self) -> None:
         self.gate, self.begun, self.calls = threading.Event(), 0, list[int]()

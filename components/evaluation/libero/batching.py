@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -35,24 +36,26 @@ class InferenceQueue(Generic[AnswerT]):
         """
         Args:
             predict: Of a `RobotPolicy`, or another method of one whose rows are independent.
-            rows: Most that are asked at once.
+            rows: Of a call. One with fewer takes as long, so it waits for more while others play, for at most half the
+                time that the call before it took.
         """
         self._predict, self._rows = predict, rows
         self._questions: SimpleQueue[_Question | Future[None]] = SimpleQueue()
+        self._playing, self._patience = 0, 0.0
         self._stopped = False
         self.calls, self.answers = 0, 0
 
-    def ask(self, observation: RobotObservation, seed: int) -> AnswerT:
-        """
+    def ask(self, observation: RobotObservation, seed: int) -> Future[AnswerT]:
+        """The answer, when it comes. Its `result()` raises EvaluationAborted when another thread ended with an error.
+
         Raises:
-            EvaluationAborted: the evaluation ends with an error of another thread.
+            EvaluationAborted: it has ended already.
         """
         question = _Question(observation, seed)
         self._questions.put(question)
         if self._stopped:
             raise EvaluationAborted
-        answer: AnswerT = question.answer.result()
-        return answer
+        return question.answer
 
     def serve(self, players: list[Callable[[], None]]) -> None:
         """Run each player in a thread and answer them until all have ended.
@@ -64,18 +67,16 @@ class InferenceQueue(Generic[AnswerT]):
             for player in players:
                 threads.submit(player).add_done_callback(self._questions.put)
             try:
-                playing = len(players)
-                while playing:
-                    playing -= self._serve_once()
+                self._playing = len(players)
+                while self._playing:
+                    self._serve_once()
             finally:
                 self._stopped = True
                 self._refuse()
 
-    def _serve_once(self) -> int:
-        """Answer those that wait. Returns how many players left."""
-        waiting = self._waiting()
-        left = [each for each in waiting if isinstance(each, Future)]
-        questions = [each for each in waiting if isinstance(each, _Question)]
+    def _serve_once(self) -> None:
+        """Answer those that wait, and count those that left."""
+        left, questions = self._waiting()
         try:
             for player in left:
                 player.result()
@@ -84,22 +85,30 @@ class InferenceQueue(Generic[AnswerT]):
             for question in questions:
                 if not question.answer.done():
                     question.answer.set_exception(EvaluationAborted())
-        return len(left)
 
-    def _waiting(self) -> list[_Question | Future[None]]:
-        """Those that wait now, one at least, and no more than the policy takes."""
-        waiting = [self._questions.get()]
-        while len(waiting) < self._rows:
+    def _waiting(self) -> tuple[list[Future[None]], list[_Question]]:
+        """Players that left, and questions for a call; one of them at least."""
+        left, questions = list[Future[None]](), list[_Question]()
+        latest = time.monotonic() + self._patience
+        while len(questions) < min(self._rows, self._playing):
+            others = bool(left or questions)
             try:
-                waiting.append(self._questions.get_nowait())
+                found = self._questions.get(timeout=max(0.0, latest - time.monotonic()) if others else None)
             except Empty:
                 break
-        return waiting
+            if isinstance(found, Future):
+                left.append(found)
+                self._playing -= 1
+            else:
+                questions.append(found)
+        return left, questions
 
     def _answer(self, questions: list[_Question]) -> None:
         if not questions:
             return
+        began = time.monotonic()
         answers = self._predict([each.observation for each in questions], [each.seed for each in questions])
+        self._patience = (time.monotonic() - began) / 2
         self.calls, self.answers = self.calls + 1, self.answers + len(questions)
         for question, answer in zip(questions, answers, strict=True):
             question.answer.set_result(answer)

@@ -17,7 +17,7 @@ class SimulatorCosts(Settings):
 
 
 class PolicyCosts(Settings):
-    """A call answers who waits, in as many forward passes as that takes; each is as long as a full one."""
+    """A call answers who waits in one forward pass, which is as long as a full one."""
 
     pass_seconds: NonNegativeFloat = Field(description="Seconds of a forward pass, with all of its denoising.")
     rows: PositiveInt = Field(description="Answers of a forward pass: rows_per_pass on a GPU, 1 on a CPU.")

@@ -35,18 +35,32 @@ class SimulatedArena(SerialResource):
 
 
 class SimulatedPolicy:
-    """Answers all that wait in one call, as `InferenceQueue` does. `busy`: seconds so far, `answers`: how many."""
+    """Answers those that wait, as `InferenceQueue` does. `busy`: seconds so far, `answers`: how many."""
 
     def __init__(self, costs: RobotCosts) -> None:
         self._costs = costs.policy
         self.busy, self.answers = 0.0, 0
 
-    async def serve(self, questions: asyncio.Queue[asyncio.Future[None]], most: int) -> None:
-        while True:
-            waiting = [await questions.get()]
-            while len(waiting) < most and not questions.empty():
-                waiting.append(questions.get_nowait())
-            seconds = ceil(len(waiting) / self._costs.rows) * self._costs.pass_seconds
+    async def serve(self, questions: asyncio.Queue[asyncio.Future[None] | None], players: int) -> None:
+        """Until all players have left, which they say by None."""
+        clock = asyncio.get_running_loop().time
+        patience = 0.0
+        while players:
+            waiting, latest, others = list[asyncio.Future[None]](), clock() + patience, False
+            while len(waiting) < min(self._costs.rows, players):
+                try:
+                    async with asyncio.timeout_at(latest if others else None):
+                        found = await questions.get()
+                except TimeoutError:
+                    break
+                others = True
+                if found is None:
+                    players -= 1
+                else:
+                    waiting.append(found)
+            if not waiting:
+                continue
+            seconds, patience = self._costs.pass_seconds, self._costs.pass_seconds / 2
             self.busy, self.answers = self.busy + seconds, self.answers + len(waiting)
             await asyncio.sleep(seconds)
             for answer in waiting:
@@ -80,15 +94,14 @@ class SimulatedPlay:
             kept: as `Collector` plays: answers are written to the store after each episode, and who has a simulator
                 begins with its task; else as `Evaluation` does.
         """
-        questions: asyncio.Queue[asyncio.Future[None]] = asyncio.Queue()
+        questions: asyncio.Queue[asyncio.Future[None] | None] = asyncio.Queue()
         count, held = min(batch, len(planned)), self._held if kept else {}
         slots = [(i % len(self.arenas), i // len(self.arenas)) for i in range(count)]
         before = [held[slot] for slot in slots if slot in held]
         schedule = StickyQueue(range(len(planned)), lambda number: task_of(planned[number]), before)
-        serving = asyncio.create_task(self.policy.serve(questions, batch))
 
         async def asked() -> None:
-            answer = asyncio.get_running_loop().create_future()
+            answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             questions.put_nowait(answer)
             await answer
 
@@ -104,6 +117,6 @@ class SimulatedPlay:
                 if bootstrap and not episode.solved:
                     await asked()
                 await asyncio.sleep(kept * answers * self._costs.flow.answer_seconds)
+            questions.put_nowait(None)
 
-        await asyncio.gather(*map(player, slots))
-        serving.cancel()
+        await asyncio.gather(self.policy.serve(questions, len(slots)), *map(player, slots))

@@ -104,6 +104,7 @@ class Homing:
 
     n_action_steps = 4
     action_dimensions = 7
+    rows_per_pass = 2
 
     def __init__(self, noise: float = 1.1) -> None:
         self._noise = noise

@@ -285,7 +285,7 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def joined_heads(layer: KeyValue) -> KeyValue:
-    """(B, heads, L, size) each to (B, L, heads x size); values, which a projection laid out so, are not copied."""
+    """(B, heads, L, size) each to (B, L, heads x size); what text layers give lies so, and is not copied."""
     keys, values = (part.transpose(1, 2).flatten(2) for part in layer)
     return keys, values
 

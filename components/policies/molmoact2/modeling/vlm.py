@@ -49,7 +49,7 @@ class TextAttention(Molmo2Attention):
     def forward(
         self, x: Tensor, angles: KeyValue, mask: Tensor, past: KeyValue | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        queries = rotate(self.q_norm(self._heads(self.q_proj(x))), *angles)
+        queries = rotate(self.q_norm(self._heads(self.q_proj(x))), *angles).transpose(1, 2)
         keys, values = self.keys_values(x, angles)
         if past is not None:
             keys, values = torch.cat([past[0], keys], dim=2), torch.cat([past[1], values], dim=2)
@@ -62,11 +62,12 @@ class TextAttention(Molmo2Attention):
         return self.o_proj(seen.transpose(1, 2).flatten(2)), keys, values
 
     def keys_values(self, x: Tensor, angles: KeyValue) -> KeyValue:
-        """Of the tokens given: (B, key-value heads, L, head size) each."""
-        return rotate(self.k_norm(self._heads(self.k_proj(x))), *angles), self._heads(self.v_proj(x))
+        """Of the tokens given: (B, key-value heads, L, head size) each, which a token's heads lie together in."""
+        keys = rotate(self.k_norm(self._heads(self.k_proj(x))), *angles)
+        return keys.transpose(1, 2), self._heads(self.v_proj(x)).transpose(1, 2)
 
     def _heads(self, flat: Tensor) -> Tensor:
-        return flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return flat.unflatten(-1, (-1, self.head_dim))
 
 
 class TextLayer(Molmo2DecoderLayer):
@@ -160,7 +161,7 @@ class TextModel(nn.Module):
             cache_only: the states are not wanted, so what the last layer makes of its keys and values is left out; they
                 are empty then.
         """
-        angles = rotary_angles(positions, self.head_dim, self.rope_theta)[:, None]
+        angles = rotary_angles(positions, self.head_dim, self.rope_theta)[:, :, None]
         rope = (angles.cos(), angles.sin())
         cache = []
         for index, layer in enumerate(self.layers):
