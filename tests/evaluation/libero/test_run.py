@@ -52,7 +52,7 @@ def test_results_depend_on_neither_batch_nor_processes(
     policy = Homing()
     outcomes = play(tmp_path, [Plane() for _ in range(arenas)], policy, batch=batch)
     assert ends(outcomes) == ends(alone)
-    assert max(policy.rows) <= batch
+    assert max(policy.rows) <= policy.rows_per_pass
     assert sum(policy.rows) == sum(-(-outcome.steps // 4) for outcome in alone.values())
 
 
