@@ -48,6 +48,7 @@ class Saboteur:
 
     def __init__(self, policy: MolmoAct2Policy, victim: SimulatorProcess) -> None:
         self.n_action_steps, self.action_dimensions = policy.n_action_steps, policy.action_dimensions
+        self.rows_per_pass = policy.rows_per_pass
         self._policy, self._victim, self._asked = policy, victim, 0
         self.facts = policy.facts
 
