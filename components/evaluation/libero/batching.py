@@ -43,7 +43,6 @@ class InferenceQueue(Generic[AnswerT]):
         self._questions: SimpleQueue[_Question | Future[None]] = SimpleQueue()
         self._playing, self._patience = 0, 0.0
         self._stopped = False
-        self.calls, self.answers = 0, 0
 
     def ask(self, observation: RobotObservation, seed: int) -> Future[AnswerT]:
         """The answer, when it comes. Its `result()` raises EvaluationAborted when another thread ended with an error.
@@ -109,7 +108,6 @@ class InferenceQueue(Generic[AnswerT]):
         began = time.monotonic()
         answers = self._predict([each.observation for each in questions], [each.seed for each in questions])
         self._patience = (time.monotonic() - began) / 2
-        self.calls, self.answers = self.calls + 1, self.answers + len(questions)
         for question, answer in zip(questions, answers, strict=True):
             question.answer.set_result(answer)
 
