@@ -51,6 +51,13 @@ class RobotPolicy(Protocol):
     def rows_per_pass(self) -> int:
         """Of one forward pass, which takes as long for fewer."""
 
+    def prepared(self, observation: RobotObservation) -> RobotObservation:
+        """The same, with all that the policy computes of it alone done already; any thread may call this.
+
+        Raises:
+            DataError: the policy cannot read the observation.
+        """
+
     def predict(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> NDArray[np.float32]:
         """Actions in the dataset's units: float32 (rows, n_action_steps, action_dimensions).
 

@@ -37,6 +37,8 @@ class ExploringPolicy(Protocol):
     @property
     def rows_per_pass(self) -> int: ...
 
+    def prepared(self, observation: RobotObservation) -> RobotObservation: ...
+
     def answer(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> list[PlainAnswer]: ...
 
     def explore(
@@ -111,7 +113,7 @@ class Collector:
         failed: dict[int, Failure] = {}
         most = int(self._settings.failed_fraction * len(planned)) if may_fail is None else may_fail
 
-        queue = InferenceQueue(self._answers, self._policy.rows_per_pass)
+        queue = InferenceQueue(self._answers, self._policy.rows_per_pass, self._policy.prepared)
         slots = simulator_slots(self.arenas, min(self._settings.batch, len(planned)))
         before = [self._held[slot] for slot in slots if slot in self._held]
         schedule = StickyQueue(range(len(planned)), lambda number: task_of(planned[number]), before)

@@ -6,9 +6,12 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
+from threading import Lock
 
 import numpy as np
 import torch
+from cachetools import LRUCache, cached
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
@@ -26,12 +29,16 @@ from components.vla.settings import PackingSettings
 from components.vla_rl.table import AnswerSample, Floats
 from components.vla_rl.tensors import AnswerBatch, CarriedActions, DrawnSteps, JudgedAnswers
 
+KEPT_BYTES = 4 * 2**30
+"""Of encoded answers: some 100,000 with images of 84 pixels, 5,000 with the 378 of the released policies."""
 Load = Callable[[Sequence[AnswerSample]], AnswerBatch]
 
 
 @dataclass(frozen=True)
 class AnswerLoader:
-    """mode: of the actions that answers give. packing: of the answers of a forward pass; None: one to a row.
+    """Answers that it loads again, as each epoch does, are not decoded and encoded again while `KEPT_BYTES` hold them.
+
+    mode: of the actions that answers give. packing: of the answers of a forward pass; None: one to a row.
     flow_samples: losses of each answer; None: one denoising step of it was drawn instead. imitated: the actions that
     were carried out are what is learned, whatever was drawn."""
 
@@ -47,7 +54,7 @@ class AnswerLoader:
         Raises:
             DataError: an image is not in the store, or the policy cannot read the observation.
         """
-        examples = in_threads(self._example, samples)
+        examples = in_threads(self._kept, samples)
         batch, order = arranged(examples, self.packing, "left", 1, self.processor.vocabulary.pad)
         samples, discrete = [samples[number] for number in order], self.mode == "discrete"
         return AnswerBatch(
@@ -120,6 +127,12 @@ class AnswerLoader:
         points = self.processor.horizon * self.processor.config.max_action_dim
         return points * (self.flow_samples or 1), points, sample.executed * self.processor.action_dimensions
 
+    @cached_property
+    def _kept(self) -> Callable[[AnswerSample], Example]:
+        return cached(LRUCache(KEPT_BYTES, _bytes), lambda sample: (sample.episode_id, sample.chunk), Lock())(
+            self._example
+        )
+
     def _example(self, sample: AnswerSample) -> Example:
         """The observation, and the answer after it where it is tokens."""
         seen = self.processor.encode(self._observation(sample), where=sample.episode_id)
@@ -181,6 +194,10 @@ def _answered(batch: PolicyBatch, samples: Sequence[AnswerSample]) -> Tensor:
     lengths = torch.bincount(batch.example_ids[seen])
     first = lengths - torch.tensor([len(each.tokens) for each in samples])
     return seen & (batch.position_ids >= first[batch.example_ids])
+
+
+def _bytes(example: Example) -> int:
+    return sum(value.nbytes for value in vars(example).values() if value is not None)
 
 
 def _within(tokens: NDArray[np.int32], vocabulary: int) -> bool:

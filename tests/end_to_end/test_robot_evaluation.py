@@ -50,7 +50,7 @@ class Saboteur:
         self.n_action_steps, self.action_dimensions = policy.n_action_steps, policy.action_dimensions
         self.rows_per_pass = policy.rows_per_pass
         self._policy, self._victim, self._asked = policy, victim, 0
-        self.facts = policy.facts
+        self.facts, self.prepared = policy.facts, policy.prepared
 
     def predict(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> NDArray[np.float32]:
         self._asked += 1
@@ -125,6 +125,9 @@ class Recorded:
 
     def __init__(self, actions: Sequence[NDArray[np.float32]]) -> None:
         self._left = list(actions)
+
+    def prepared(self, observation: RobotObservation) -> RobotObservation:
+        return observation
 
     def predict(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> NDArray[np.float32]:
         chunk, self._left = self._left[:10], self._left[10:]

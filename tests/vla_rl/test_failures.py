@@ -175,6 +175,9 @@ class Dizzy(ExploringPolicy):
     def __init__(self, start: Artifact, **changes: object) -> None:
         self._inner, self._changes = open_policy(start.path, "continuous", rows=1), changes
 
+    def prepared(self, observation: RobotObservation) -> RobotObservation:
+        return self._inner.prepared(observation)
+
     def explore(
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], noise_level: float
     ) -> list[ExploredAnswer]:

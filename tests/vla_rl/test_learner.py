@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -20,10 +21,11 @@ from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy
 from components.policies.molmoact2.policy import MolmoAct2Policy
 from components.policies.molmoact2.sampling import InferencePlan
 from components.vla.groups import prepare
+from components.vla_rl import loader
 from components.vla_rl.collect import Collector
 from components.vla_rl.learner import RobotRLLearner
 from components.vla_rl.likelihood import FlowLikelihood
-from components.vla_rl.loader import AnswerLoader, loaded_ahead
+from components.vla_rl.loader import AnswerLoader, _bytes, loaded_ahead
 from components.vla_rl.schedule import plan_step
 from components.vla_rl.settings import RobotRLTrainerSettings
 from components.vla_rl.table import Answer, AnswerSample, with_advantage, write_rollouts
@@ -169,6 +171,27 @@ def test_the_next_part_is_loaded_meanwhile_and_no_other(
             assert torch.equal(one.advantages, load(part).advantages)
         with pytest.raises(DataError, match="lost"):
             next(coming)
+
+
+def test_answers_that_are_loaded_again_are_not_decoded_again_while_there_is_room(
+    loaded: LoadedPolicy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = ImageStore(tmp_path / "images")
+    samples, processor = judged(play(loaded, images, [Kitchen()])), loaded.processor()
+    load, fresh = AnswerLoader(processor, images), AnswerLoader(processor, images)
+    first = [load([sample]) for sample in samples]
+    size = _bytes(load._example(samples[0]))
+    monkeypatch.setattr(loader, "KEPT_BYTES", 2 * size)
+    narrow = AnswerLoader(processor, images)
+    narrow(samples)
+    shutil.rmtree(images.root)
+    again = load(samples[::-1])  # in another order and batch
+    expected = torch.cat([part.batch.pixel_values for part in first[::-1]])
+    assert torch.equal(again.batch.pixel_values, expected)
+    with pytest.raises(DataError, match="not in the image store"):
+        fresh(samples[:1])
+    with pytest.raises(DataError, match="not in the image store"):
+        narrow(samples)  # two of them are left at most
 
 
 def test_an_answer_of_another_policy_is_refused(

@@ -26,20 +26,26 @@ class _Question:
 
 
 class InferenceQueue(Generic[AnswerT]):
-    """Players ask from their threads; the thread that runs `serve` computes, which torch and CUDA like best.
+    """Players prepare and ask from their threads; the thread of `serve` computes, which torch and CUDA like best.
 
     Who waits is whoever happens to be ready, so batches differ from run to run; answers do not, because a
     RobotPolicy's rows are independent.
     """
 
-    def __init__(self, predict: Callable[[list[RobotObservation], list[int]], Iterable[AnswerT]], rows: int) -> None:
+    def __init__(
+        self,
+        predict: Callable[[list[RobotObservation], list[int]], Iterable[AnswerT]],
+        rows: int,
+        prepare: Callable[[RobotObservation], RobotObservation],
+    ) -> None:
         """
         Args:
             predict: Of a `RobotPolicy`, or another method of one whose rows are independent.
+            prepare: `prepared` of the policy, which works while it computes answers to others.
             rows: Of a call. One with fewer takes as long, so it waits for more while others play, for at most half the
                 time that the call before it took.
         """
-        self._predict, self._rows = predict, rows
+        self._predict, self._rows, self._prepare = predict, rows, prepare
         self._questions: SimpleQueue[_Question | Future[None]] = SimpleQueue()
         self._playing, self._patience = 0, 0.0
         self._stopped = False
@@ -49,8 +55,9 @@ class InferenceQueue(Generic[AnswerT]):
 
         Raises:
             EvaluationAborted: it has ended already.
+            DataError: see `RobotPolicy.prepared`.
         """
-        question = _Question(observation, seed)
+        question = _Question(self._prepare(observation), seed)
         self._questions.put(question)
         if self._stopped:
             raise EvaluationAborted

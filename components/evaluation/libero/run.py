@@ -69,7 +69,7 @@ class Evaluation:
         known = self._journal.read().items()
         self.outcomes = {key: outcome for key, outcome in known if key in wanted and outcome.failure is None}
         left = [planned for planned in self._planned if planned.key not in self.outcomes]
-        queue = InferenceQueue(policy.predict, policy.rows_per_pass)
+        queue = InferenceQueue(policy.predict, policy.rows_per_pass, policy.prepared)
         schedule = StickyQueue(left, task_of)  # building a task's simulator takes 9 s
         count = min(self._settings.batch, len(left))
         queue.serve([self._player(simulator, schedule, queue) for simulator in simulator_slots(arenas, count)])

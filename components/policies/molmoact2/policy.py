@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,13 @@ from components.policies.settings import RobotPolicySettings
 InferenceMode = Literal["continuous", "discrete"]
 TOKENS_PER_ACTION = 16
 """Generated tokens at most, for each action of a chunk; LeRobot's bound."""
+
+
+@dataclass(frozen=True)
+class EncodedObservation(RobotObservation):
+    """With the `example` that the policy's processor makes of it."""
+
+    example: Example = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -133,8 +140,11 @@ class MolmoAct2Policy:
         """Of the states that observations must have."""
         return self._processor.state_dimensions
 
+    def prepared(self, observation: RobotObservation) -> EncodedObservation:
+        return EncodedObservation(**vars(observation), example=self._processor.encode(observation))
+
     def predict(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> Floats:
-        examples = in_threads(self._processor.encode, observations)
+        examples = in_threads(self._example, observations)
         if self._mode == "discrete":
             chunks = self._generated(examples)
         else:
@@ -150,7 +160,7 @@ class MolmoAct2Policy:
     ) -> list[ExploredAnswer]:
         """As `predict`, from the same noise, with one step of each answer drawn at random; see `Sampler.explore`."""
         sampler = self._sampler
-        examples = in_threads(self._processor.encode, observations)
+        examples = in_threads(self._example, observations)
         chunks = sampler.explore(examples, seeds, noise_level)
         sigmas = noise_scales(sampler.plan.steps, noise_level)
         logprobs = step_logprobs(chunks.before, chunks.after, chunks.velocity, chunks.step, sigmas)
@@ -161,7 +171,7 @@ class MolmoAct2Policy:
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], flow_samples: int
     ) -> list[ExploredAnswer]:
         """As `predict`, from the same noise, with each answer's flow-matching losses; see `Sampler.judge`."""
-        examples = in_threads(self._processor.encode, observations)
+        examples = in_threads(self._example, observations)
         chunks = self._sampler.judge(examples, seeds, flow_samples)
         steps = [None] * len(examples)
         return self._explored(chunks.actions, chunks.noise, chunks.actions, steps, chunks.logprobs, chunks.values)
@@ -170,7 +180,7 @@ class MolmoAct2Policy:
         self, observations: Sequence[RobotObservation], seeds: Sequence[int], temperature: float
     ) -> list[SpokenAnswer]:
         """As `predict` of action tokens, which are drawn: row i by seed i alone."""
-        examples = in_threads(self._processor.encode, observations)
+        examples = in_threads(self._example, observations)
         drawn = self._sampler.draw(examples, seeds, self._most_tokens, temperature)
         chunks, decoded = self._decoded([each.tokens for each in drawn])
         actions = self._processor.decode(chunks)[:, : self.n_action_steps]
@@ -225,6 +235,11 @@ class MolmoAct2Policy:
             "cameras": list(self.cameras),
             "undecoded_answers": self.undecoded,
         }
+
+    def _example(self, observation: RobotObservation) -> Example:
+        return (
+            observation.example if isinstance(observation, EncodedObservation) else self._processor.encode(observation)
+        )
 
     def _sampled(
         self, examples: Sequence[Example], seeds: Sequence[int], previous: Sequence[PreviousActions | None]

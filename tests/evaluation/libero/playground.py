@@ -110,6 +110,9 @@ class Homing:
         self._noise = noise
         self.rows: list[int] = []
 
+    def prepared(self, observation: RobotObservation) -> RobotObservation:
+        return observation
+
     def predict(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> NDArray[np.float32]:
         self.rows.append(len(seeds))
         return np.stack([self._row(*each) for each in zip(observations, seeds, strict=True)])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
+import pytest
 
+from components.contracts.errors import DataError
 from components.contracts.robots import RobotObservation
 from components.evaluation.libero.batching import InferenceQueue
 
@@ -21,7 +25,7 @@ def test_a_call_that_is_not_full_waits_for_players_that_play_and_for_no_others()
         time.sleep(0.4)
         return [seed * 10 for seed in seeds]
 
-    queue = InferenceQueue[int](predict, rows=2)
+    queue = InferenceQueue[int](predict, 2, lambda observation: observation)
     told: list[int] = []
 
     def player(number: int) -> Callable[[], None]:
@@ -37,3 +41,33 @@ def test_a_call_that_is_not_full_waits_for_players_that_play_and_for_no_others()
     together = [seeds for seeds in calls if len(seeds) == 2]
     assert len(together) >= 2, calls  # without waiting, the two take turns
     assert sum(map(len, calls)) == 6 and max(map(len, calls)) == 2
+
+
+def test_observations_are_prepared_by_those_who_ask_while_others_are_answered() -> None:
+    computing, prepared = threading.Event(), threading.Event()
+
+    def prepare(observation: RobotObservation) -> RobotObservation:
+        if observation.task == "later":
+            assert computing.wait(10)
+            prepared.set()
+        return replace(observation, task=f"{observation.task}, prepared")
+
+    def predict(observations: Sequence[RobotObservation], seeds: list[int]) -> list[str]:
+        computing.set()
+        assert prepared.wait(10)  # it would never be, if the thread that computes prepared
+        return [observation.task for observation in observations]
+
+    queue = InferenceQueue[str](predict, 1, prepare)
+    told: list[str] = []
+    tasks = ("now", "later")
+    queue.serve([lambda task=task: told.append(queue.ask(replace(SEEN, task=task), 0).result()) for task in tasks])
+    assert sorted(told) == ["later, prepared", "now, prepared"]
+
+
+def test_who_cannot_be_prepared_ends_it_for_all() -> None:
+    def prepare(observation: RobotObservation) -> RobotObservation:
+        raise DataError("the observation has no camera")
+
+    queue = InferenceQueue[int](lambda observations, seeds: seeds, 2, prepare)
+    with pytest.raises(DataError, match="no camera"):
+        queue.serve([lambda: queue.ask(SEEN, 0).result() and None] * 3)

@@ -61,6 +61,18 @@ def test_a_row_hangs_on_its_observation_and_seed_alone(policy: MolmoAct2Policy) 
     assert policy.predict(OBSERVATIONS[2:3], [SEEDS[0]])[0].tobytes() != together[0].tobytes()
 
 
+def test_prepared_observations_are_not_encoded_again_and_have_the_same_answers(policy: MolmoAct2Policy) -> None:
+    prepared = [policy.prepared(observation) for observation in OBSERVATIONS]
+    assert [each.images for each in prepared] == [each.images for each in OBSERVATIONS]
+    blind = [replace(each, images={}) for each in prepared]
+    mixed = [*blind[:2], *OBSERVATIONS[2:4], blind[4]]
+    expected = policy.explore(OBSERVATIONS, SEEDS, 0.5)
+    for found, wanted in zip(policy.explore(mixed, SEEDS, 0.5), expected, strict=True):
+        assert found.actions.tobytes() == wanted.actions.tobytes()
+        assert found.logprobs.tobytes() == wanted.logprobs.tobytes()
+    assert policy.predict(mixed, SEEDS).tobytes() == policy.predict(OBSERVATIONS, SEEDS).tobytes()
+
+
 def test_an_artifact_is_opened_with_what_was_saved_or_what_is_asked(loaded: LoadedPolicy, tmp_path: Path) -> None:
     save_policy(tmp_path / "checkpoint", loaded.parts, loaded.model.state_dict())
     own = open_policy(tmp_path, "continuous", rows=1)
