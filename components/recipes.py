@@ -35,6 +35,7 @@ from components.rollouts.settings import RolloutSettings
 from components.sft.settings import WarmStartSettings
 from components.vla.settings import TrainVLASettings, VLATrainerSettings
 from components.vla_rl.settings import (
+    RewardWeighted,
     RobotPreflightSettings,
     RobotRLTrainerSettings,
     RobotRolloutSettings,
@@ -234,12 +235,21 @@ class TrainVlaRl(Sections):
     def _imitation_makes_what_acts(self) -> Self:
         """Where the policy comes from somewhere else, its own settings say what it can do."""
         trained = self.policy.action_mode
-        if self.policy.num_inference_steps == 1 and self.rollouts.inference_action_mode == "continuous":
+        drawn = self.rollouts.inference_action_mode == "continuous" and self.rollouts.likelihood == "flow_sde"
+        if self.policy.num_inference_steps == 1 and drawn:
             raise ValueError(
                 "policy.num_inference_steps is 1, and Flow-SDE, which draws one denoising step at random, needs two at "
                 "least: set it to 4 or more"
             )
-        for name in ("rollouts", "evaluation") if self.training is not None and trained != "both" else ():
+        if self.training is None:
+            return self
+        chunk, carried = self.policy.chunk_size, self.policy.n_action_steps
+        if isinstance(self.trainer.objective, RewardWeighted) and carried != chunk:
+            raise ValueError(
+                f"policy.n_action_steps is {carried} and policy.chunk_size {chunk}, and trainer.objective "
+                "reward_weighted learns whole answers: set them alike"
+            )
+        for name in ("rollouts", "evaluation") if trained != "both" else ():
             if (asked := getattr(self, name).inference_action_mode) != trained:
                 raise ValueError(
                     f"{name}.inference_action_mode is {asked}, and policy.action_mode {trained} trains other actions: "

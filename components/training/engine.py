@@ -132,6 +132,10 @@ class TrainingEngine(Generic[Model]):
         self.skipped.note(number, norms if len(norms) > 1 else next(iter(norms.values())), finite)
         return AppliedUpdate(norms, finite)
 
+    def last_rates(self) -> dict[str, float]:
+        """The learning rate of each group in the last update that was made; before it, that of the first."""
+        return {group.name: own["lr"] for group, own in zip(self.groups, self.optimizer.param_groups, strict=True)}
+
     def _sum_gradients(self) -> None:
         if self.ranks.size == 1 or self.sharded:  # FSDP sums those of shards
             return

@@ -35,7 +35,7 @@ OF_ANSWERS, PADDING = ("value/loss", "value/clipped_fraction"), "padding_fractio
 class Update:
     """The `index`-th (from 0) of `count` updates of step `step`, of `samples`, on all ranks together.
 
-    solved: episodes of the step that solved their task.
+    solved: episodes of the step that solved their task. mean_advantage: of all answers of the step.
     """
 
     step: int
@@ -43,6 +43,7 @@ class Update:
     count: int
     samples: Sequence[AnswerSample]
     solved: frozenset[str]
+    mean_advantage: float
 
 
 class AnswerLearner(TrainingEngine[MolmoAct2]):
@@ -108,20 +109,22 @@ class AnswerLearner(TrainingEngine[MolmoAct2]):
         sums: dict[str, float] = defaultdict(float)
         norms, skipped, rows = [], 0, self._updates(len(samples), number)
         solved = frozenset(each.episode_id for each in samples if each.done and not each.truncated)
+        mean = sum(each.advantage for each in samples) / max(len(samples), 1)
         updates = [
-            Update(number, index, len(rows), [samples[row] for row in chosen], solved)
+            Update(number, index, len(rows), [samples[row] for row in chosen], solved, mean)
             for index, chosen in enumerate(rows)
         ]
         parts = [self._own(update.samples) for update in updates]
         with closing(loaded_ahead(self._load, [part for own in parts for part, _ in own])) as loaded:
             for update, own in zip(updates, parts, strict=True):
-                before = sums.get("kl", 0.0)
+                kl = 0.0
                 for part, real in own:
                     loss, found = self._losses(part, next(loaded).to(self.ranks.device), update)
                     self.backward(loss if real else 0.0 * loss)
                     for name, value in found.items() if real else ():
                         sums[name] += value
-                if self._too_far(sums.get("kl", 0.0) - before, update):
+                    kl += found.get("kl", 0.0) * real
+                if self._too_far(kl, update):
                     self.discard()
                     break
                 done = self._apply(update)
@@ -141,10 +144,10 @@ class AnswerLearner(TrainingEngine[MolmoAct2]):
             "updates": float(len(norms)),
             "updates_skipped": float(skipped),
             "updates_dropped": float(len(updates) - len(norms)),
-            "answers_per_second": len(samples) * self.settings.epochs / seconds,
+            "answers_per_second": sum(len(update.samples) for update in updates[:computed]) / seconds,
             "timing/train_s": seconds,
             "memory/peak_gib": max(self.ranks.gather(peak_memory_gib(self.ranks.device))),
-            **{f"learning_rate/{group.name}": group.rate(number) for group in self.groups},
+            **{f"learning_rate/{name}": rate for name, rate in self.last_rates().items()},
         }
 
     def _too_far(self, kl: float, update: Update) -> bool:

@@ -101,7 +101,7 @@ class Collector:
     ) -> CollectedEpisodes:
         """
         Args:
-            bootstrap: see `AnswerRecorder.rows`; it takes a policy with a value head.
+            bootstrap: episodes that fail are to go on; see `AnswerRecorder.value_after`.
             may_fail: how many episodes; None: `failed_fraction` of them.
 
         Raises:
@@ -113,7 +113,7 @@ class Collector:
         failed: dict[int, Failure] = {}
         most = int(self._settings.failed_fraction * len(planned)) if may_fail is None else may_fail
 
-        queue = InferenceQueue(self._answers, self._policy.rows_per_pass, self._policy.prepared)
+        queue = InferenceQueue(self._answers, self._policy.rows_per_pass, self._prepared)
         slots = simulator_slots(self.arenas, min(self._settings.batch, len(planned)))
         before = [self._held[slot] for slot in slots if slot in self._held]
         schedule = StickyQueue(range(len(planned)), lambda number: task_of(planned[number]), before)
@@ -148,6 +148,10 @@ class Collector:
                 where=f"step {step}, rollouts.failed_fraction",
                 remedy="see the simulators' logs; start again: steps that are made are kept",
             )
+
+    def _prepared(self, observation: RobotObservation) -> RobotObservation:
+        with self.times.measured("prepare"):
+            return self._policy.prepared(observation)
 
     def _answers(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> Sequence[PlayedAnswer]:
         settings = self._settings
@@ -188,8 +192,9 @@ class Collector:
                     self.lost += 1
             else:
                 reward = partial(chunk_rewards, self._settings.reward, gamma=self._gamma)
+                last_value = recorder.value_after(episode) if bootstrap and not episode.success else None
                 with self.times.measured("keep_answers"):
-                    rows = recorder.rows(planned, episode, step, version, self._images, bootstrap, reward)
+                    rows = recorder.rows(planned, episode, step, version, self._images, last_value, reward)
                 defect = episode_defect(rows)
                 return rows if defect is None else self._failure(planned, step, *defect)
         return self._failure(planned, step, FAILED, str(problems[-1]))

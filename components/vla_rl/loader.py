@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -129,9 +129,7 @@ class AnswerLoader:
 
     @cached_property
     def _kept(self) -> Callable[[AnswerSample], Example]:
-        return cached(LRUCache(KEPT_BYTES, _bytes), lambda sample: (sample.episode_id, sample.chunk), Lock())(
-            self._example
-        )
+        return cached(LRUCache(KEPT_BYTES, _bytes), _observed, Lock())(self._example)
 
     def _example(self, sample: AnswerSample) -> Example:
         """The observation, and the answer after it where it is tokens."""
@@ -194,6 +192,12 @@ def _answered(batch: PolicyBatch, samples: Sequence[AnswerSample]) -> Tensor:
     lengths = torch.bincount(batch.example_ids[seen])
     first = lengths - torch.tensor([len(each.tokens) for each in samples])
     return seen & (batch.position_ids >= first[batch.example_ids])
+
+
+def _observed(sample: AnswerSample) -> Hashable:
+    """All that its example is made of."""
+    seen = tuple(zip(sample.cameras, sample.images, strict=True))
+    return seen, sample.state.tobytes(), sample.language, sample.tokens.tobytes()
 
 
 def _bytes(example: Example) -> int:

@@ -46,18 +46,16 @@ class AnswerRecorder:
         step: int,
         version: int,
         images: ImageStore,
-        bootstrap: bool,
+        last_value: float | None,
         reward: Callable[..., list[float]],
     ) -> list[Answer]:
         """One for each answer, in order; the images are put into the store.
 
         Args:
-            bootstrap: tell the value of what a truncated episode ends with, for which the policy is asked once more.
+            last_value: `value_after` of an episode that is to go on; None: it ends here.
             reward: `chunk_rewards` of a reward and its discount.
         """
-        last_value = self._value_after(episode) if bootstrap and not episode.success else 0.0
-        goes_on = bootstrap and not episode.success
-        rewards = reward(len(self._given), episode.progress, episode.success, goes_on=goes_on)
+        rewards = reward(len(self._given), episode.progress, episode.success, goes_on=last_value is not None)
         group_id, episode_id = episode_ids(step, planned)
         rows, done = [], 0
         images.keep({ref: data for _, seen, _ in self._given for ref, data in seen})
@@ -85,12 +83,13 @@ class AnswerRecorder:
                     done=last,
                     truncated=last and not episode.success,
                     value=answer.value,
-                    last_value=last_value if last else 0.0,
+                    last_value=(last_value or 0.0) if last else 0.0,
                 )
             )
         return rows
 
-    def _value_after(self, episode: PlayedEpisode) -> float:
+    def value_after(self, episode: PlayedEpisode) -> float:
+        """Of what the episode ends with, for which a policy with a value head is asked once more."""
         value = self._explored(episode.last, len(self._given)).result().value
         assert value is not None
         return value

@@ -21,8 +21,9 @@ from components.vla_rl.tensors import AnswerBatch, CarriedActions
 
 
 class RewardWeightedLearner(AnswerLearner):
-    """An update minimizes sum_i w_i e_i / sum_i w_i over its answers: w is the advantage that the batch has, e the
-    flow-matching error of what was carried out, at times and noises that are drawn for each answer and update.
+    """An update minimizes the mean of w_i e_i / W over its answers: w is the advantage that the batch has, W the mean
+    advantage of the step's answers, e the flow-matching error of what was carried out, at times and noises that are
+    drawn for each answer and update.
 
     Args:
         plan: what the model sees.
@@ -54,7 +55,7 @@ class RewardWeightedLearner(AnswerLearner):
         both_ways, hides = plan.bidirectional_images, plan.hides_answers
         velocity, _ = self.model.velocities(part.batch, points, draws.times, both_ways, hides)[0]
         errors = flow_errors(velocity, target, part.counted.any(-1), used)
-        loss = (part.advantages * errors).sum() / sum(each.advantage for each in update.samples)
+        loss = (part.advantages * errors).sum() / (update.mean_advantage * len(update.samples))
         padding = (part.batch.example_ids < 0).sum()
         counts = {ANSWERS: len(errors), SLOTS: part.batch.example_ids.numel()}
         return loss, counts | {"loss": float(loss.detach()), PADDING: float(padding)}

@@ -149,11 +149,13 @@ class RobotRLRun:
         if not built.samples:
             solved = built.metrics["success"]
             why = f"the episodes of each group all earned the same, and {solved:.0%} of all were solved"
+            hard, advice = "too hard or too easy", "reward progress, or play larger groups"
             if isinstance(weighting, RewardWeighted):
-                why = "no episode was solved"
+                why, hard = "no episode was solved", "too hard"
+                advice = "play more episodes, or reward progress and set trainer.objective.beta"
             self.context.events.message(
-                f"warning: step {step} changes no weight: {why}. Where that stays so, the tasks are too hard or "
-                "too easy for the policy: imitate longer, reward progress, or play larger groups"
+                f"warning: step {step} changes no weight: {why}. Where that stays so, the tasks are {hard} for the "
+                f"policy: imitate longer, {advice}"
             )
         metrics = built.metrics | {f"drops/{reason}": float(count) for reason, count in built.drops.items()}
 

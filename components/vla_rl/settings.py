@@ -289,7 +289,7 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
     @model_validator(mode="after")
     def _nothing_is_dropped(self) -> Self:
         if self.lora is not None and self.lora.dropout:
-            raise ValueError("lora.dropout: with dropout no probability ratio would be 1, set it to 0")
+            raise ValueError("lora.dropout: answers are learned without dropout, with which no ratio is 1: set it to 0")
         return self
 
 
@@ -395,11 +395,17 @@ class TrainVLARLSettings(Settings):
 
     @model_validator(mode="after")
     def _shaping_matters(self) -> Self:
-        shaped = isinstance(self.rollouts.reward, PotentialShaping)
-        if shaped and not isinstance(self.trainer.advantage, GAE):
+        reward, trainer = self.rollouts.reward, self.trainer
+        imitates = isinstance(trainer.objective, RewardWeighted)
+        if isinstance(trainer.objective, RewardWeighted) and not trainer.objective.beta and reward.name != "success":
+            raise ValueError(
+                f"rollouts.reward {reward.name} changes nothing where trainer.objective imitates solved episodes "
+                "alone: set trainer.objective.beta, or take the reward success"
+            )
+        if isinstance(reward, PotentialShaping) and not isinstance(trainer.advantage, GAE):
             raise ValueError(
                 "rollouts.reward potential gives all episodes of a group the same in sum, so it changes no advantage "
-                "over the group's mean: take the reward progress, or trainer.advantage gae"
+                f"over the group's mean: take the reward progress{'' if imitates else ', or trainer.advantage gae'}"
             )
         return self
 

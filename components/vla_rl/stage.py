@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from components.contracts.numbers import write_json
@@ -120,11 +121,11 @@ DROPS = ("drops/", "failures/")
 
 
 def summary(history: History) -> dict[str, float]:
-    """Means over the last tenth of the steps."""
+    """Means over the last tenth of the steps, of what they have: a step that changes no weight has no ratio."""
     tail = history[-max(1, len(history) // 10) :]
     keys = ("reward", "importance_ratio", "kl", "groups/zero_advantage_fraction", "answers/per_episode", "value/loss")
-    known = [key for key in keys if any(key in row for row in history)]
-    return {key: sum(row.get(key, 0.0) for row in tail) / len(tail) for key in known}
+    found = {key: [row[key] for row in tail if key in row] for key in keys}
+    return {key: fmean(values) for key, values in found.items() if values}
 
 
 def write_pages(

@@ -57,7 +57,8 @@ def stored(tmp_path: Path) -> Callable[..., Path]:
             "timing/policy": slowdown * played * ANSWERS * PASS,
             "policy/passes": played * ANSWERS,
             "policy/rows_per_pass": 1,
-            "timing/keep_answers": slowdown * played * ANSWERS * KEEP,
+            "timing/prepare": slowdown * played * ANSWERS * 0.25 * KEEP,
+            "timing/keep_answers": slowdown * played * ANSWERS * 0.75 * KEEP,
             "machine/simulators": 1,
             "machine/ranks": 1,
         }

@@ -89,7 +89,7 @@ def test_the_gradient_is_that_of_flow_matching_weighed_by_advantages(
     """d/dθ -mean A exp(loss_old - loss) at the policy that played is mean A d loss, by plain operations."""
     samples = judged(answers)
     trainer = learner(loaded, images, width=100)
-    loss, _ = trainer._losses(samples, trainer._load(samples), Update(1, 0, 1, samples, frozenset()))
+    loss, _ = trainer._losses(samples, trainer._load(samples), Update(1, 0, 1, samples, frozenset(), 1.0))
     parameters = [each for each in trainer.model.action_expert.parameters() if each.requires_grad]
     found = torch.autograd.grad(loss, parameters)
     part = trainer._load(samples)

@@ -140,6 +140,9 @@ def test_a_step_ends_before_an_update_that_is_too_far_from_the_policy_that_playe
     assert [report["updates"] for report in reports] == [count, 1, count]
     assert [report["updates_dropped"] for report in reports] == [0, count - 1, 0]
     assert reports[1]["kl"] > 1e-9  # that of the answers that were looked at
+    computed = [report["answers_per_second"] * report["timing/train_s"] for report in reports]
+    first_two = sum(map(len, whole._updates(len(samples), 1)[:2]))
+    assert computed == pytest.approx([2 * len(samples), first_two, 2 * len(samples)])
     first = learner(loaded, images, **plan)
     first._updates = lambda count, number: whole._updates(count, number)[:1]
     first.step(samples)
@@ -188,6 +191,9 @@ def test_answers_that_are_loaded_again_are_not_decoded_again_while_there_is_room
     again = load(samples[::-1])  # in another order and batch
     expected = torch.cat([part.batch.pixel_values for part in first[::-1]])
     assert torch.equal(again.batch.pixel_values, expected)
+    for unknown in (replace(samples[0], language="Another task."), replace(samples[0], state=samples[0].state + 1)):
+        with pytest.raises(DataError, match="not in the image store"):  # whatever its episode is called
+            load([unknown])
     with pytest.raises(DataError, match="not in the image store"):
         fresh(samples[:1])
     with pytest.raises(DataError, match="not in the image store"):

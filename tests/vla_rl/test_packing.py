@@ -104,7 +104,7 @@ def gradients(trainer: RobotRLLearner, samples: Sequence[AnswerSample]) -> tuple
     """Of the loss of an update in two micro-batches, all in one vector."""
     total, solved = 0.0, frozenset(each.episode_id for each in samples if each.done and not each.truncated)
     for part in (samples[:5], samples[5:]):
-        loss, _ = trainer._losses(part, trainer._load(part), Update(1, 0, 1, samples, solved))
+        loss, _ = trainer._losses(part, trainer._load(part), Update(1, 0, 1, samples, solved, 1.0))
         trainer.backward(loss)
         total += float(loss.detach())
     grown = [p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]

@@ -24,6 +24,7 @@ from components.policies.molmoact2.modeling.losses import LossPlan
 from components.policies.molmoact2.policy import MolmoAct2Policy
 from components.policies.molmoact2.processing.batch import collate
 from components.policies.molmoact2.sampling import InferencePlan
+from components.training.engine import AppliedUpdate
 from components.vla.groups import prepare
 from components.vla_rl.answer_learner import Update
 from components.vla_rl.batch import build_batch
@@ -109,7 +110,7 @@ def test_the_gradient_is_that_of_plain_imitation_with_the_same_weights(
 ) -> None:
     """The model's own training loss of each answer alone, from actions in the dataset's units."""
     samples, trainer = weighed(answers), learner(loaded, images)
-    update = Update(2, 5, 9, samples, frozenset())
+    update = Update(2, 5, 9, samples, frozenset(), mean_advantage=0.3)  # other updates have other weights
     parameters = [each for each in trainer.model.action_expert.parameters() if each.requires_grad]
     found = [torch.zeros_like(each) for each in parameters]
     for first in range(0, len(samples), 3):  # in micro-batches, which add up
@@ -144,7 +145,7 @@ def test_the_gradient_is_that_of_plain_imitation_with_the_same_weights(
             wrong = (velocity - (batch.actions[0] - noise))[:, : each.executed, used].square()
             error = wrong.sum() / (FLOW_TIMESTEPS * processor.chunk * used.sum())
         total = total + each.advantage * error
-    total = total / sum(each.advantage for each in samples)
+    total = total / (0.3 * len(samples))
     for one, other in zip(found, torch.autograd.grad(total, parameters), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
 
@@ -157,10 +158,11 @@ def test_learning_rates_rise_in_each_step_and_fall_over_the_run(
     samples, seen = weighed(answers), list[float]()
     step = trainer.optimizer.step
     trainer.optimizer.step = lambda: (seen.append(trainer.optimizer.param_groups[0]["lr"]), step())[1]  # type: ignore[method-assign]
-    fixed = Update(9, 0, 1, samples, frozenset())
+    fixed = Update(9, 0, 1, samples, frozenset(), 1.0)
     losses = [float(trainer._losses(samples, trainer._load(samples), fixed)[0])]
     for _ in range(2):
-        trainer.step(samples)
+        report = trainer.step(samples)
+        assert report["learning_rate/action_expert"] == seen[-1]
     losses.append(float(trainer._losses(samples, trainer._load(samples), fixed)[0]))
     n = len(seen) // 2
     expected = []
@@ -221,7 +223,8 @@ def test_answers_that_are_carried_out_in_part_are_refused(tmp_path: Path) -> Non
         ({"rollouts": {"noise_level": 0.7}}, "with likelihood none none is"),
         ({"preflight": {"max_ratio_error": 1.0}}, "no probability ratios to be checked"),
         ({"trainer": {"objective": {"name": "ppo"}}}, "ppo needs log-probs"),
-        ({"rollouts": {"reward": {"name": "potential"}}}, "changes no advantage"),
+        ({"rollouts": {"reward": {"name": "potential"}}}, "potential changes nothing where"),
+        ({"rollouts": {"reward": {"name": "progress"}}}, "set trainer.objective.beta, or take the reward success"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(overrides: dict[str, dict[str, Any]], said: str) -> None:
@@ -230,6 +233,31 @@ def test_settings_that_mean_nothing_are_refused(overrides: dict[str, dict[str, A
         values[section] = values[section] | changes
     with pytest.raises(ValueError, match=said):
         TrainVLARLSettings.model_validate(values)
+
+
+def test_a_recipe_whose_policy_carries_out_parts_of_chunks_is_refused_before_anything_is_made() -> None:
+    with pytest.raises(ConfigurationError, match="reward_weighted learns whole answers"):
+        load_recipe("train-vla-rl/spatial-successes", ["policy.n_action_steps=4"])
+    load_recipe("train-vla-rl/spatial-successes", ["policy.num_inference_steps=1"])  # no step is drawn
+
+
+def test_updates_of_answers_that_weigh_little_stay_small(
+    loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+) -> None:
+    """One good answer among many bad ones: updates without it have gradients as small as their weights."""
+    samples = [with_advantage(each, 1e-6 if number else 1.0) for number, each in enumerate(answers)]
+    trainer, norms = learner(loaded, images, samples_per_update=2, max_grad_norm=1e9), list[tuple[bool, float]]()
+    apply = trainer._apply
+
+    def noted(update: Update) -> AppliedUpdate:
+        done = apply(update)
+        norms.append((samples[0] in update.samples, done.norms["action_expert"]))
+        return done
+
+    trainer._apply = noted  # type: ignore[method-assign]
+    trainer.step(samples)
+    (good,) = (norm for has_it, norm in norms if has_it)
+    assert len(norms) > 2 and all(norm < 1e-4 * good for has_it, norm in norms if not has_it), norms
 
 
 def test_the_recipe_plays_evaluations_answers_and_needs_no_pair() -> None:

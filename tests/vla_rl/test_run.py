@@ -193,3 +193,8 @@ def test_groups_are_played_until_enough_of_them_differ(tmp_path: Path, start: Ar
         trained = {each.group_id for each in read_batch(run.batch(step, run.rollouts(step)).path)}
         assert trained == {name for name, each in zip(earned, differs, strict=True) if each and name in trained}
         assert len(trained) == min(2, sum(differs))
+
+
+def test_steps_that_change_no_weight_have_no_part_in_the_means_of_a_run() -> None:
+    history = [{"step": step, "reward": 0.5, "kl": 0.25} for step in range(1, 20)] + [{"step": 20, "reward": 0.0}]
+    assert summary(history) == {"reward": 0.25, "kl": 0.25}

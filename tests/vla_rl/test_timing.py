@@ -28,7 +28,7 @@ def test_a_step_says_what_its_rollouts_took(tmp_path: Path) -> None:
     assert found["simulator/builds"] == tasks and found["simulator/resets"] == 8 - tasks
     assert found["simulator/actions"] == sum(answer.executed for answer in answers)
     assert found["policy/passes"] == len(answers)
-    spent = {"simulator_build", "simulator_reset", "simulator_step", "policy", "keep_answers"}
+    spent = {"simulator_build", "simulator_reset", "simulator_step", "policy", "prepare", "keep_answers"}
     assert {name for name in found if name.startswith("timing/")} == {f"timing/{part}" for part in spent}
     assert collector.times.since() == {}
 

@@ -37,9 +37,14 @@ class Cameras:
         self._moved = mujoco.MjvPerturb()
         self._moved.active, self._moved.select, self._moved.skinselect = 0, 0, -1
         self._drawn: mujoco.MjrContext | None = None
+        self._looks: mujoco.MjModel | None = None
 
-    def show(self, model: mujoco.MjModel) -> None:
+    def show(self, model: mujoco.MjModel, looks: mujoco.MjModel | None = None) -> None:
         """Draw this model from now on.
+
+        Args:
+            looks: one with the same meshes and textures, which are not loaded again if those that are drawn with have
+                been of this one; None: they are this model's own.
 
         Raises:
             ConfigurationError: it has no camera of a name.
@@ -56,9 +61,12 @@ class Cameras:
         model.vis.quality.offsamples = self._samples
         model.vis.global_.offwidth = max(self._side, model.vis.global_.offwidth)
         model.vis.global_.offheight = max(self._side, model.vis.global_.offheight)
-        self._free()
         self._model = model
         self._numbers = {name: cameras.index(name) for name in self._names}
+        if looks is not None and looks is self._looks:
+            return
+        self._free()
+        self._looks = looks
         self._scene = mujoco.MjvScene(model, MOST_GEOMETRIES)
         self._scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = self._reflections
         self._drawn = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)

@@ -37,23 +37,26 @@ class LiberoSimulator:
         from libero.libero.envs.env_wrapper import ControlEnv
 
         from components.environments.libero.cameras import Cameras
+        from components.environments.libero.kept_models import kept_models
 
         self.task, self._settings = task, settings
         self._assets = assets_folder(settings.assets == "compact")
         use_assets(self._assets)
         self._states = load_initial_states(task, settings.trusted_initial_states)
-        self._control = ControlEnv(
-            bddl_file_name=str(task.bddl_file),
-            control_freq=settings.control_freq,
-            use_camera_obs=False,
-            has_offscreen_renderer=False,
-            ignore_done=True,
-        )
+        with kept_models():
+            self._control = ControlEnv(
+                bddl_file_name=str(task.bddl_file),
+                control_freq=settings.control_freq,
+                use_camera_obs=False,
+                has_offscreen_renderer=False,
+                ignore_done=True,
+            )
         self._environment = self._control.env
         self._cameras = Cameras(
             list(settings.camera_name_mapping), settings.resolution, settings.reflections, settings.offscreen_samples
         )
         self._shown: Any = None
+        self._looks: Any = None
         self._moment: Any = None
         self._words = task.language
         self.observed: dict[str, Any] = {}
@@ -69,6 +72,7 @@ class LiberoSimulator:
         from robosuite.utils.errors import RandomizationError
 
         from components.environments.libero.control import quicken, restore
+        from components.environments.libero.kept_models import kept_models
         from components.environments.libero.perturbations.apply import Perturber
 
         environment, perturber = self._environment, Perturber(perturbation, self.task, seed)
@@ -78,12 +82,13 @@ class LiberoSimulator:
         while True:  # LIBERO's wrapper tries again whatever is raised, also where no try can succeed
             environment.object_property_initializers.clear()
             try:
-                environment.reset()
+                with kept_models() as compiled:
+                    environment.reset()
                 break
             except RandomizationError:
                 continue
         quicken(environment)
-        perturber.change_sight(environment)
+        self._looks = None if perturber.change_sight(environment) else compiled.model
         self._words = perturber.words(self.task.language)
         self.observed = self._control.set_init_state(self._states[initial_state % len(self._states)])
         self._wait()
@@ -99,7 +104,7 @@ class LiberoSimulator:
         """Two cameras at 256 pixels take a second of one core: ask for what is needed."""
         model = self._environment.sim.model._model
         if self._shown is not model:
-            self._cameras.show(model)
+            self._cameras.show(model, self._looks)
             self._shown = model
         drawn = self._cameras.draw(self._moment)
         names = self._settings.camera_name_mapping

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from components.environments.libero.compiled import compile_once
+from components.environments.libero.package import import_libero
 from components.environments.libero.perturbations.settings import Perturbation
 from components.environments.libero.settings import SimulatorSettings
 from components.environments.libero.tasks import suite_tasks
@@ -80,6 +83,7 @@ class SimulatorWorker:
             if current is not None:
                 del self._simulators[slot]
                 current.close()
+            _overlook_modules()
             current = self._simulators[slot] = LiberoSimulator(task, self._settings)
             compile_once(partial(current.reset, 0, 0))
         return current
@@ -87,6 +91,15 @@ class SimulatorWorker:
     def close(self) -> None:
         for simulator in self._simulators.values():
             simulator.close()
+
+
+def _overlook_modules() -> None:
+    """Robosuite collects garbage at each reset, for which the collector would look through all modules."""
+    import_libero()
+    import_module("libero.libero.envs.env_wrapper")
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
 
 
 if __name__ == "__main__":

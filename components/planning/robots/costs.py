@@ -37,7 +37,7 @@ class RobotFlowCosts(Settings):
     """The process of the run."""
 
     answer_seconds: NonNegativeFloat = Field(
-        0.0, description="Seconds that a player needs to keep an answer, and what was seen, after its episode."
+        0.0, description="Seconds that a player needs for an answer: to encode what is seen, and to keep both."
     )
     batch_answer_seconds: NonNegativeFloat = Field(0.0, description="Seconds for an answer in the batch of a step.")
     batch_seconds: NonNegativeFloat = Field(0.0, description="Seconds of a batch, however few answers it has.")

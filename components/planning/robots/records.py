@@ -150,6 +150,10 @@ def _refuse(records: RobotRunRecords, first: RobotRunRecords) -> None:
         )
 
 
+OF_PLAYERS = ("timing/prepare", "timing/keep_answers")
+"""What the threads of players compute, for each answer."""
+
+
 def _costs(runs: Sequence[tuple[RobotRunRecords, float]]) -> tuple[RobotCosts, list[str]]:
     """Sums of seconds over sums of counts; lines through the steps for what has a fixed part."""
 
@@ -176,7 +180,7 @@ def _costs(runs: Sequence[tuple[RobotRunRecords, float]]) -> tuple[RobotCosts, l
         ),
         trainer=RobotTrainerCosts(answer_seconds=answer, update_seconds=update),
         flow=RobotFlowCosts(
-            answer_seconds=sum(scale * step["timing/keep_answers"] for one, scale in runs for step in one.steps)
+            answer_seconds=sum(scale * step[name] for one, scale in runs for step in one.steps for name in OF_PLAYERS)
             / sum(size for size, _ in sizes),
             batch_answer_seconds=batch_answer,
             batch_seconds=batch,

@@ -12,7 +12,9 @@ from scipy.spatial.transform import Rotation
 
 from components.contracts.errors import ConfigurationError, DataError
 from components.environments.libero.initial_states import load_initial_states
+from components.environments.libero.kept_models import _compiled
 from components.environments.libero.package import assets_folder, use_assets
+from components.environments.libero.perturbations.settings import Perturbation
 from components.environments.libero.simulator import LiberoSimulator, robot_state
 from components.environments.libero.tasks import suite_tasks
 
@@ -73,6 +75,27 @@ def test_a_reset_hangs_on_its_arguments_alone(drawer: LiberoSimulator) -> None:
     drawer.reset(51, 5)  # of 50 states
     assert np.array_equal(physics(drawer), first)
     assert np.array_equal(drawer.site("wooden_cabinet_1_top_side"), placed)
+
+
+def test_what_is_compiled_and_loaded_once_shows_what_a_fresh_simulator_shows(drawer: LiberoSimulator) -> None:
+    def shown(made: LiberoSimulator, state: int, perturbation: Perturbation | None = None) -> bytes:
+        made.reset(state, 7, perturbation)
+        made.step(np.full(7, 0.3))
+        return physics(made).tobytes() + b"".join(image.tobytes() for image in made.observe().images.values())
+
+    fresh = LiberoSimulator(drawer.task, simulator(reflections=True, offscreen_samples=4))
+    _compiled.cache_clear()
+    plain = [shown(drawer, state) for state in (0, 1)]
+    assert _compiled.cache_info().misses == 1
+    changes = [Perturbation(name=name, strength=1.0) for name in ("texture", "camera", "layout", "light")]
+    changed = [shown(drawer, 0, change) for change in changes]
+    assert len({plain[0], *changed}) == 5
+    assert [shown(drawer, state) for state in (0, 1)] == plain  # nothing of them is left
+    assert shown(drawer, 0, changes[0]) == changed[0]
+    assert [shown(fresh, 1), shown(fresh, 0), shown(fresh, 0, changes[0])] == [plain[1], plain[0], changed[0]]
+    assert _compiled.cache_info().misses == 1
+    fresh.close()
+    assert [shown(drawer, state) for state in (0, 1)] == plain
 
 
 @pytest.mark.slow

@@ -37,10 +37,12 @@ class Perturber:
         parts = [self._name, task.suite, task.index, seed]
         self._rng = np.random.default_rng(int.from_bytes(sha256(json.dumps(parts).encode()).digest()))
 
-    def change_sight(self, environment: Any) -> None:
-        """Of a model that was just compiled, before its state is set."""
-        if self._name in SEEN:
-            SEEN[self._name](PerturbedScene.of(environment), self._strength, self._rng)
+    def change_sight(self, environment: Any) -> bool:
+        """Of a model that was just compiled, before its state is set; whether anything was to be changed."""
+        if self._name not in SEEN:
+            return False
+        SEEN[self._name](PerturbedScene.of(environment), self._strength, self._rng)
+        return True
 
     def change_places(self, environment: Any) -> bool:
         """Of objects that are at rest; whether something was to be moved, and has to come to rest again."""

@@ -1,4 +1,4 @@
-"""What is seen, changed: cameras, lights, textures. A reset compiles the model again, so nothing has to be undone."""
+"""What is seen, changed: cameras, lights, textures. A reset has a new model, so nothing has to be undone."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ bits, norms and rotary positions are computed in float32, text layers have resid
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -99,9 +98,6 @@ class VisionTower(Molmo2VisionModel):
         super().__init__(config)
         self.features = features
         self.gradient_checkpointing = False
-        if config.hidden_act == "gelu_pytorch_tanh":
-            for layer in self.layers:
-                layer.mlp.forward = partial(_gelu_mlp, layer.mlp)
 
     def forward(self, pixels: Tensor) -> Tensor:
         x = self.patch_embedding(pixels.to(self.positional_embedding.dtype)) + self.positional_embedding
@@ -242,19 +238,6 @@ def _with_images(x: Tensor, is_patch: Tensor, features: Tensor) -> Tensor:
     order = is_patch.flatten().cumsum(0).sub(1).clamp(min=0)
     added = features.to(x.dtype).index_select(0, order).view_as(x)
     return x + added.masked_fill(~is_patch[..., None], 0.0)
-
-
-def _gelu_mlp(mlp: Any, x: Tensor) -> Tensor:
-    """fc2(gelu(fc1(x))). In bfloat16 and without gradients the bias and GELU are the first product's epilogue: on a GPU
-    neither passes through memory, and what GELU is given is not rounded."""
-    first = mlp.fc1
-    if torch.is_grad_enabled() or type(first) is not nn.Linear or first.weight.dtype is not torch.bfloat16:
-        inner = mlp.activation_fn(first(x))
-    else:
-        rows = x.flatten(0, -2).to(torch.bfloat16)
-        inner = torch._addmm_activation(first.bias, rows, first.weight.t(), use_gelu=True).unflatten(0, x.shape[:-1])
-    y: Tensor = mlp.fc2(inner)
-    return y
 
 
 def normalized(levels: Tensor) -> Tensor:
