@@ -1,4 +1,4 @@
-"""What robosuite compiles anew at every reset, compiled once, with the same bits."""
+"""What robosuite compiles again at every reset, compiled once, with the same bits."""
 
 from __future__ import annotations
 
