@@ -36,11 +36,12 @@ Load = Callable[[Sequence[AnswerSample]], AnswerBatch]
 
 @dataclass(frozen=True)
 class AnswerLoader:
-    """Answers that it loads again, as each epoch does, are not decoded and encoded again while `KEPT_BYTES` hold them.
+    """Turns answers into tensors.
 
     mode: of the actions that answers give. packing: of the answers of a forward pass; None: one to a row.
     flow_samples: losses of each answer; None: one denoising step of it was drawn instead. imitated: the actions that
-    were carried out are what is learned, whatever was drawn."""
+    were carried out are what is learned, whatever was drawn. kept_bytes: of encoded answers that stay in memory, the
+    last ones: they are neither decoded nor encoded again."""
 
     processor: Processor
     images: ImageStore
@@ -48,6 +49,7 @@ class AnswerLoader:
     packing: PackingSettings | None = None
     flow_samples: int | None = None
     imitated: bool = False
+    kept_bytes: int = KEPT_BYTES
 
     def __call__(self, samples: Sequence[AnswerSample]) -> AnswerBatch:
         """
@@ -129,7 +131,7 @@ class AnswerLoader:
 
     @cached_property
     def _kept(self) -> Callable[[AnswerSample], Example]:
-        return cached(LRUCache(KEPT_BYTES, _bytes), _observed, Lock())(self._example)
+        return cached(LRUCache(self.kept_bytes, _bytes), _observed, Lock())(self._example)
 
     def _example(self, sample: AnswerSample) -> Example:
         """The observation, and the answer after it where it is tokens."""

@@ -191,8 +191,8 @@ class RewardWeighted(Settings):
     name: Literal["reward_weighted"] = Field(description="Which objective: reward_weighted.")
     beta: NonNegativeFloat = Field(
         0.0,
-        description="An answer weighs exp((R - best) / beta), where R is what its episode earned, and best what the "
-        "best of the step did; 0: answers of solved episodes weigh 1, others are left out.",
+        description="An answer is weighted by exp((R - best) / beta), where R is what its episode earned, and best the "
+        "most that one earned; 0: answers of solved episodes have weight 1, others are left out.",
     )
     earlier_steps: NonNegativeInt = Field(
         0, description="So many steps before this one are trained on again, with their rollouts as they were."
@@ -261,6 +261,11 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
     def weighting(self) -> EpisodeGroupMean | GAE | RewardWeighted:
         """What says how much an answer counts."""
         return self.objective if isinstance(self.objective, RewardWeighted) else self.advantage
+
+    @property
+    def loads_again(self) -> bool:
+        """Whether an answer is trained on more than once."""
+        return self.epochs > 1 or (isinstance(self.objective, RewardWeighted) and self.objective.earlier_steps > 0)
 
     @model_validator(mode="after")
     def _ratios_are_known(self) -> Self:

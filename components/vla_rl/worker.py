@@ -20,7 +20,7 @@ from components.vla_rl.answer_learner import AnswerLearner
 from components.vla_rl.client import RobotRLTraining
 from components.vla_rl.learner import RobotRLLearner
 from components.vla_rl.likelihood import likelihood_of
-from components.vla_rl.loader import AnswerLoader
+from components.vla_rl.loader import KEPT_BYTES, AnswerLoader
 from components.vla_rl.reward_weighted import RewardWeightedLearner
 from components.vla_rl.settings import GAE, RewardWeighted
 from components.vla_rl.table import AnswerSample, read_batch
@@ -69,6 +69,7 @@ class RobotRLWorker(ServiceWorker):
             trainer.packing,
             rollouts.flow_samples if rollouts.likelihood == "fpo" else None,
             imitates,
+            KEPT_BYTES if trainer.loads_again else 0,
         )
         given = self._load, ranks, opened.shard
         self.learner: AnswerLearner

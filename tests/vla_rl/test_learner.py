@@ -21,7 +21,6 @@ from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy
 from components.policies.molmoact2.policy import MolmoAct2Policy
 from components.policies.molmoact2.sampling import InferencePlan
 from components.vla.groups import prepare
-from components.vla_rl import loader
 from components.vla_rl.collect import Collector
 from components.vla_rl.learner import RobotRLLearner
 from components.vla_rl.likelihood import FlowLikelihood
@@ -177,16 +176,17 @@ def test_the_next_part_is_loaded_meanwhile_and_no_other(
 
 
 def test_answers_that_are_loaded_again_are_not_decoded_again_while_there_is_room(
-    loaded: LoadedPolicy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedPolicy, tmp_path: Path
 ) -> None:
     images = ImageStore(tmp_path / "images")
     samples, processor = judged(play(loaded, images, [Kitchen()])), loaded.processor()
     load, fresh = AnswerLoader(processor, images), AnswerLoader(processor, images)
     first = [load([sample]) for sample in samples]
-    size = _bytes(load._example(samples[0]))
-    monkeypatch.setattr(loader, "KEPT_BYTES", 2 * size)
-    narrow = AnswerLoader(processor, images)
-    narrow(samples)
+    narrow, none = (
+        AnswerLoader(processor, images, kept_bytes=count * _bytes(load._example(samples[0]))) for count in (2, 0)
+    )
+    for each in (narrow, none):
+        each(samples)
     shutil.rmtree(images.root)
     again = load(samples[::-1])  # in another order and batch
     expected = torch.cat([part.batch.pixel_values for part in first[::-1]])
@@ -197,7 +197,9 @@ def test_answers_that_are_loaded_again_are_not_decoded_again_while_there_is_room
     with pytest.raises(DataError, match="not in the image store"):
         fresh(samples[:1])
     with pytest.raises(DataError, match="not in the image store"):
-        narrow(samples)  # two of them are left at most
+        narrow(samples[-3:])
+    with pytest.raises(DataError, match="not in the image store"):
+        none(samples[-1:])
 
 
 def test_an_answer_of_another_policy_is_refused(
