@@ -1,4 +1,4 @@
-"""LIBERO's simulator: steps and images against its own environment, and what drawing costs."""
+"""LIBERO's simulator: steps, resets and images against its own environment, and what drawing costs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.table import Row, alternate
+from components.environments.libero.initial_states import load_initial_states
 from components.environments.libero.processes import SimulatorProcess
 from components.environments.libero.settings import SimulatorSettings
 from components.environments.libero.simulator import LiberoSimulator
 from components.environments.libero.tasks import suite_tasks
 
-CHUNK, ROUNDS, DRAWN, STEPPED = 10, 3, 4, 60
+CHUNK, ROUNDS, DRAWN, STEPPED, RESETS = 10, 3, 4, 60, 4
 SIDES = (64, 128, 256)
 
 
@@ -36,7 +37,7 @@ def settings(**changes: Any) -> SimulatorSettings:
 
 def measure() -> list[Row]:
     scene = "LIBERO's meshes" if settings().assets is None else "compact assets"
-    return [_chunks(scene), *(_drawing(side, scene) for side in SIDES), _processes()]
+    return [_chunks(scene), _resets(scene), *(_drawing(side, scene) for side in SIDES), _processes()]
 
 
 def _chunks(scene: str) -> Row:
@@ -72,6 +73,42 @@ def _chunks(scene: str) -> Row:
         "LIBERO's environment",
         "/s of a core",
         "higher",
+        note,
+        spent.spread,
+    )
+
+
+def _resets(scene: str) -> Row:
+    """To a stored state, with the first images."""
+    task = suite_tasks("libero_spatial")[0]
+    ours, states = LiberoSimulator(task, settings()), load_initial_states(task)
+    from libero.libero.envs.env_wrapper import OffScreenRenderEnv
+
+    theirs = OffScreenRenderEnv(bddl_file_name=str(task.bddl_file), camera_heights=128, camera_widths=128)
+
+    def our_resets() -> None:
+        for state in range(RESETS):
+            ours.reset(state, 0)
+            ours.observe()
+
+    def their_resets() -> None:
+        for state in range(RESETS):
+            theirs.sim._render_context_offscreen.gl_ctx.make_current()
+            theirs.seed(0)
+            theirs.reset()
+            theirs.set_init_state(states[state])
+
+    spent = alternate(ROUNDS, lambda: 1e3 * _core(our_resets) / RESETS, lambda: 1e3 * _core(their_resets) / RESETS)
+    ours.close()
+    theirs.close()
+    note = f"two cameras of 128 pixels, {scene}"
+    return Row(
+        "a reset with its images",
+        spent.ours,
+        spent.baseline,
+        "LIBERO's environment",
+        "ms of a core",
+        "lower",
         note,
         spent.spread,
     )

@@ -100,8 +100,8 @@ BENCHMARKS = {
     "libero": Benchmark(
         "libero",
         "LIBERO",
-        "How fast does the simulator step and draw against LIBERO's own environment, with the same images, and what "
-        "do two processes gain over one?",
+        "How fast does the simulator step, reset and draw against LIBERO's own environment, with the same images, and "
+        "what do two processes gain over one?",
     ),
     "in_flight": Benchmark(
         "in_flight",
