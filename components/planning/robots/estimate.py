@@ -41,12 +41,20 @@ class RobotAssumptions(Settings):
         0.47 / 36,
         description="measured: 0.47 s of a micro-batch besides its 8 to 32 examples on an H200, by layer, " + POLICIES,
     )
-    action_seconds: NonNegativeFloat = Field(0.034, description="measured: of a core for an action, " + TRYING)
-    waiting_seconds: NonNegativeFloat = Field(
-        0.015, description="assumed: of a core for a step of waiting after a reset, which is not drawn"
+    action_seconds: NonNegativeFloat = Field(
+        0.015, description="measured: 0.013 to 0.017 s of a core for an action, all 16 being busy, " + TRYING
     )
-    reset_seconds: NonNegativeFloat = Field(1.0, description="assumed: of a core for a reset, without its waiting")
-    build_seconds: NonNegativeFloat = Field(9.0, description="measured: 9 s to build a task's simulator")
+    waiting_seconds: NonNegativeFloat = Field(
+        0.01, description="assumed: of a core for a step of waiting after a reset, which is not drawn"
+    )
+    reset_seconds: NonNegativeFloat = Field(
+        0.2,
+        description="assumed: of a core for a reset, without its waiting: with it half of the 0.6 s that were "
+        "measured when a reset compiled its task, " + TRYING,
+    )
+    build_seconds: NonNegativeFloat = Field(
+        2.5, description="measured: 2.1 to 2.8 s of a core to build a task's simulator, all 16 being busy, " + TRYING
+    )
     keep_seconds: NonNegativeFloat = Field(0.01, description="assumed: to encode and store the images of an answer")
     batch_answer_seconds: NonNegativeFloat = Field(1e-4, description="assumed: for an answer in the batch of a step")
     network_share: PositiveFloat = Field(0.7, description="assumed: of NVLink and network, in collectives")
