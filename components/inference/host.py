@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import socket
 from collections.abc import Mapping, Sequence
@@ -118,24 +119,42 @@ class LocalHost:
         return self._program.family() if self._program else []
 
 
+_CONNECTIONS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST, _TRIED = 20_000, 20
 _SETUP = "make it: armature setup"
+
+
+def _outside_connections() -> list[int]:
+    """Some ports at random that the system gives to no connection."""
+    try:
+        first = int(_CONNECTIONS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return []  # not Linux
+    ports = range(_LOWEST, first)
+    return random.SystemRandom().sample(ports, min(_TRIED, len(ports)))
 
 
 def free_port(wanted: int | None, address: str) -> int:
     """`wanted`, or any port that nobody listens on there.
 
+    A server imports for 15 s before it listens, in which the system may give a port of its own range to a connection:
+    one below that range is chosen where there is any.
+
     Raises:
         ServerError: it is taken.
     """
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, wanted or 0))
-        except OSError as error:
-            owner = listener(wanted or 0)
-            raise ServerError(
-                f"port {wanted} is in use{f' by {owner}' if owner else ''} ({error.strerror})",
-                where="machine.server_arguments.port",
-                remedy="end that program, choose another port, or leave the port out to get a free one",
-            ) from error
-        return int(probe.getsockname()[1])
+    for port in [*_outside_connections(), 0] if wanted is None else [wanted]:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((address, port))
+            except OSError as error:
+                failure = error
+            else:
+                return int(probe.getsockname()[1])
+    owner = listener(wanted or 0)
+    raise ServerError(
+        f"port {wanted} is in use{f' by {owner}' if owner else ''} ({failure.strerror})",
+        where="machine.server_arguments.port",
+        remedy="end that program, choose another port, or leave the port out to get a free one",
+    ) from failure

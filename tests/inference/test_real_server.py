@@ -228,7 +228,7 @@ def test_a_killed_server_comes_back_with_the_current_weights_and_no_request_is_l
     results = running.call(work)
     assert len(results) == count
     assert pool.statistics.completions == before + count
-    assert pool.statistics.restarts > restarts  # once, or twice if another program has taken the port meanwhile
+    assert pool.statistics.restarts == restarts + 1
     assert not pool.statistics.failures
     assert {result.policy_version for result in results} == {version}
     after = running.complete(image)

@@ -16,7 +16,9 @@ import pytest
 
 from components.contracts.errors import ConfigurationError, ServerError
 from components.contracts.machine import Machine
+from components.inference import host
 from components.inference.command import server_command, server_environment
+from components.inference.host import free_port
 from components.inference.server import VllmServer
 from components.inference.settings import ServerSettings
 
@@ -211,3 +213,23 @@ def test_the_key_of_a_local_server_goes_to_no_proxy(
         asyncio.run(server.stop())
         with pytest.raises(BlockingIOError):
             proxy.accept()
+
+
+def test_a_free_port_is_one_that_the_system_gives_to_no_connection(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A server takes it 15 s after it was chosen, in which other programs connect."""
+    connections = tmp_path / "ip_local_port_range"
+    monkeypatch.setattr(host, "_CONNECTIONS", connections)
+    connections.write_text("32768\t60999\n")
+    assert all(20_000 <= free_port(None, "127.0.0.1") < 32_768 for _ in range(50))
+    connections.write_text("20001\t60999\n")  # one is left
+    assert free_port(None, "127.0.0.1") == 20_000
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 20_000))
+        taken.listen()
+        assert free_port(None, "127.0.0.1") > 20_000
+    connections.write_text("1024\t65535\n")
+    assert free_port(None, "127.0.0.1") > 0
+    connections.unlink()
+    assert free_port(None, "127.0.0.1") > 0
