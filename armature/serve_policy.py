@@ -57,6 +57,7 @@ def serve_policy(
         n_action_steps=settings.n_action_steps,
         num_inference_steps=settings.num_inference_steps,
         torch_compile=settings.torch_compile,
+        quantization=settings.quantization,
         refuse_undecoded=True,  # the middle of the range is no action for a real robot
     )
     most = policy.most_previous_actions

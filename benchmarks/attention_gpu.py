@@ -135,7 +135,7 @@ def family_row(family: str, ways: tuple[str, ...], small: bool) -> dict[str, Any
         batch = adapter.collator.collate(samples_of(processor, store, allowed, side, small), store.open)
     inputs = {name: value.to(DEVICE) for name, value in model_inputs(batch).items()}
     mask = batch.loss_mask.to(DEVICE)
-    policy = Policy(model, logprobs="torch", temperature=1.0, forbidden_token_ids=forbidden)
+    policy = Policy(model, logprobs="torch", temperature=1.0, forbidden_token_ids=forbidden).to(DEVICE)
 
     def chosen(way: str) -> None:
         model.set_attn_implementation("sdpa" if way == AUTO else way)

@@ -1,9 +1,9 @@
 """Reinforcement learning of a MolmoAct2 of the released sizes, with random weights, on one GPU and its CPU cores.
 
-`python -m benchmarks.vla_rl_gpu` takes about five minutes: answers at several batch sizes, episodes of libero_spatial
-that the policy plays in simulators, and updates of the action expert on what it did. A policy of random weights solves
-nothing, so every episode has as many actions as one that is solved has on average. Rollouts and updates are those of
-one step of πRL (arXiv 2510.25889): 512 episodes and one epoch.
+`python -m benchmarks.vla_rl_gpu [--fp8]` takes about seven minutes: answers at several batch sizes, episodes of
+libero_spatial that the policy plays in simulators, and updates of the action expert on what it did. A policy of random
+weights solves nothing, so every episode has as many actions as one that is solved has on average. Rollouts and updates
+are those of one step of πRL (arXiv 2510.25889): 512 episodes and one epoch.
 """
 
 from __future__ import annotations
@@ -139,12 +139,14 @@ def play(loaded: LoadedPolicy, folder: Path, small: bool) -> tuple[dict[str, Any
         arenas = [opened.enter_context(SimulatorProcess(simulator, 300.0)) for _ in range(min(slots, processes))]
         collector = Collector(settings, policy, arenas, store, lambda done, total: None)
         collector.collect(plan_step(settings, tasks, 1)[:slots], 1, 0, bootstrap=False)
+        collector.times.since()
         began = time.perf_counter()
         found = collector.collect(plan_step(settings, tasks, 2), 2, 1, bootstrap=False).answers
         seconds = time.perf_counter() - began
     rates = {"episodes_per_minute": 60 * settings.groups_per_step / seconds, "answers_per_second": len(found) / seconds}
     shape = {"simulators": len(arenas), "slots": slots, "episodes": settings.groups_per_step, "seconds": seconds}
-    return shape | rates, [with_advantage(each, (-1.0) ** row) for row, each in enumerate(found)]
+    samples = [with_advantage(each, (-1.0) ** row) for row, each in enumerate(found)]
+    return shape | rates | collector.times.since(), samples
 
 
 def observed(images: ImageStore, sample: AnswerSample) -> RobotObservation:
@@ -153,7 +155,7 @@ def observed(images: ImageStore, sample: AnswerSample) -> RobotObservation:
 
 
 def train(
-    loaded: LoadedPolicy, samples: list[AnswerSample], folder: Path, device: torch.device, compiled: bool
+    loaded: LoadedPolicy, samples: list[AnswerSample], folder: Path, device: torch.device, compiled: bool, fp8: bool
 ) -> dict[str, Any]:
     """One epoch over the answers, expert alone, after one that is not counted."""
     micro = min(MICRO_BATCH, len(samples))
@@ -161,6 +163,8 @@ def train(
         max_steps=10, micro_batch_size=micro, samples_per_update=SAMPLES, torch_compile=compiled
     )
     prepare(loaded.model, settings, loaded.settings.semantics)
+    if fp8:
+        loaded.model.quantize_text("--fp8")
     likelihood = FlowLikelihood(InferencePlan.of(loaded.settings, loaded.config), NOISE)
     load = AnswerLoader(loaded.processor(), ImageStore(folder))
     learner = RobotRLLearner(loaded.model, settings, likelihood, load, Ranks(device=device))
@@ -179,6 +183,7 @@ def train(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="a tiny policy, to see that it runs")
+    parser.add_argument("--fp8", action="store_true", help="text layers of players and trainer compute in 8 bits")
     parser.add_argument("--eager", action="store_true", help="layers are not compiled")
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -193,11 +198,14 @@ def main() -> None:
         device=torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         cpus=available_cpus(),
         torch=torch.__version__,
+        quantization="fp8" if given.fp8 else None,
     )
     with tempfile.TemporaryDirectory() as scratch:
         folder, images = Path(scratch), Path(scratch) / "images"
         loaded = released(folder / "policy", given.small, device)
         loaded.model.cast_for_inference()
+        if given.fp8:
+            loaded.model.quantize_text("--fp8")
         compiled = not (given.eager or given.small)
         if compiled:
             loaded.model.compile_layers(dynamic=False)
@@ -211,7 +219,7 @@ def main() -> None:
         if device.type == "cuda":
             torch.cuda.empty_cache()
         fresh = released(folder / "policy", given.small, device)
-        say(what="updates", **train(fresh, samples, images, device, compiled))
+        say(what="updates", **train(fresh, samples, images, device, compiled, given.fp8))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from components.contracts.settings import Settings
 
 ActionMode = Literal["continuous", "discrete", "both"]
 Semantics = Literal["head", "0.6.1", "seed"]
+Quantization = Literal["fp8"]
 Normalization = Literal["quantiles", "mean_std", "identity"]
 
 

@@ -9,6 +9,7 @@ from pydantic import Field, PositiveInt
 
 from components.contracts.machine import ADDRESS
 from components.contracts.settings import Settings
+from components.policies.settings import Quantization
 
 
 class PolicyServerSettings(Settings):
@@ -26,6 +27,7 @@ class PolicyServerSettings(Settings):
     n_action_steps: PositiveInt | None = Field(None, description="Actions of an answer; none: the policy's own.")
     num_inference_steps: PositiveInt | None = Field(None, description="Euler steps; none: the policy's own.")
     torch_compile: bool = Field(False, description="Compile the policy's layers at its first answer.")
+    quantization: Quantization | None = Field(None, description="fp8: products of the text layers in 8 bits.")
     batch: PositiveInt = Field(
         8, description="Requests that are answered at once. On a GPU each pass is as large: for one robot 1 is fastest."
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.training.ranks import Ranks
 from components.vla_rl.answer_learner import ANSWERS, OF_ANSWERS, PADDING, RATIOS, SLOTS, AnswerLearner, Update
-from components.vla_rl.likelihood import ActionLikelihood, Prediction
+from components.vla_rl.likelihood import ActionLikelihood
 from components.vla_rl.loader import Load, loaded_ahead
 from components.vla_rl.settings import GAE, RobotRLTrainerSettings
 from components.vla_rl.table import AnswerSample
@@ -43,15 +43,16 @@ class RobotRLLearner(AnswerLearner):
         expert = self.model.action_expert  # as it is before a checkpoint is loaded
         self._start = [copy.deepcopy(expert).requires_grad_(False)] if settings.kl_coefficient else []
 
-    @torch.no_grad()
     def score(self, samples: Sequence[AnswerSample]) -> list[float]:
-        """Of each answer the log-prob of all that counts; every rank calls it with the same, and each computes all."""
+        """Of each answer the log-prob of all that counts, computed as in training; every rank calls it with the same,
+        and each computes all."""
         width = self.settings.micro_batch_size
         scores: list[float] = []
         parts = [samples[start : start + width] for start in range(0, len(samples), width)]
         for loaded in loaded_ahead(self._load, parts):
             part = loaded.to(self.ranks.device)
-            found = _row_sums(self.likelihood.logprobs(self._predictions(part)[0], part), part)
+            (prediction,) = self.likelihood.predict(self.model, part, ())
+            found = _row_sums(self.likelihood.logprobs(prediction, part), part).detach()
             scores += found[part.order.argsort()].tolist()
         return scores
 
@@ -59,7 +60,7 @@ class RobotRLLearner(AnswerLearner):
         self, samples: Sequence[AnswerSample], part: AnswerBatch, update: Update
     ) -> tuple[Tensor, dict[str, float]]:
         ratios = self._ratios(update)
-        prediction, *start = self._predictions(part)
+        prediction, *start = self.likelihood.predict(self.model, part, self._start)
         logprobs = self._per_ratio(self.likelihood.logprobs(prediction, part), part)
         behavior = self._per_ratio(part.logprobs, part)
         rows = torch.arange(len(part.advantages), device=behavior.device) if self._chunks else part.rows
@@ -100,10 +101,6 @@ class RobotRLLearner(AnswerLearner):
     def _per_ratio(self, values: Tensor, part: AnswerBatch) -> Tensor:
         """Of each probability ratio, from those of the counted numbers (N,): (E,) sums, or as they are."""
         return _row_sums(values, part) if self._chunks else values
-
-    def _predictions(self, part: AnswerBatch) -> list[Prediction]:
-        """Of the model, and in training of the first one where there is a KL term."""
-        return self.likelihood.predict(self.model, part, self._start if torch.is_grad_enabled() else ())
 
     def _value_losses(self, states: Tensor, part: AnswerBatch, settings: GAE) -> dict[str, Tensor]:
         """(E,) each."""

@@ -57,7 +57,11 @@ def train_vla_rl(
     if settings.evaluation is not None:
         refuse_episodes(settings.evaluation, settings.simulator)
     policy = open_policy(
-        inputs["policy"].path, plan.inference_action_mode, rows=plan.rows_per_pass, torch_compile=plan.torch_compile
+        inputs["policy"].path,
+        plan.inference_action_mode,
+        rows=plan.rows_per_pass,
+        torch_compile=plan.torch_compile,
+        quantization=plan.quantization,
     )
     refuse_cameras(policy.cameras, settings.simulator)
     training = RobotRLTraining(

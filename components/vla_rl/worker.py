@@ -51,11 +51,20 @@ class RobotRLWorker(ServiceWorker):
                 where="trainer.objective, policy.n_action_steps",
                 remedy="train a policy with n_action_steps = chunk_size, or take the objective ppo",
             )
+        quantization = training.rollouts.quantization if trainer.mode == "expert" else None
+        if settings.processes.sharding and quantization is not None:
+            raise ConfigurationError(
+                "of a policy that is split over ranks no layer computes in 8 bits",
+                where="rollouts.quantization, machine.trainer_sharding",
+                remedy="train on one GPU, or leave rollouts.quantization out",
+            )
         plan = InferencePlan.of(policy, self._parts.config)
         of_tokens = training.rollouts.inference_action_mode == "discrete"
 
         def begun(model: MolmoAct2) -> None:
             prepare(model, trainer, policy.semantics)
+            if quantization is not None:
+                model.quantize_text("rollouts.quantization")
             if isinstance(trainer.advantage, GAE):
                 model.add_value_head(trainer.seed, of_tokens)
 

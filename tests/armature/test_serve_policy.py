@@ -108,6 +108,7 @@ def test_a_robot_is_served_until_it_is_interrupted(checkpoint: Path, tmp_path: P
     [
         (["--host", "0.0.0.0", "--no-key"], "without a key", None),
         (["--batch", "0"], "batch", None),
+        (["--quantization", "int8"], "quantization", None),
         (["--metrics", "9464"], "metrics", None),
         ([], "neither a folder, nor an alias, nor the digest of an artifact", None),
         (["."], "the key is not 16 or more", "short"),

@@ -17,7 +17,7 @@ import torch
 
 from components.artifacts.images import ImageStore
 from components.contracts.errors import DataError
-from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy
+from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy
 from components.policies.molmoact2.policy import MolmoAct2Policy
 from components.policies.molmoact2.sampling import InferencePlan
 from components.vla.groups import prepare
@@ -31,7 +31,7 @@ from components.vla_rl.table import Answer, AnswerSample, with_advantage, write_
 from components.vla_rl.tensors import AnswerBatch
 from components.workers.errors import WorkerError
 from tests.evaluation.libero.playground import TASKS
-from tests.vla_rl.kitchen import Kitchen, rollout_settings
+from tests.vla_rl.kitchen import Kitchen, calm_policy, rollout_settings
 
 
 def play(
@@ -113,6 +113,19 @@ def test_ratios_are_one_before_the_first_update_and_then_follow_the_advantages(
     assert report["loss"] == pytest.approx(-float(weights @ advantages / weights.sum()), abs=1e-5)
     change = np.array(trainer.score(samples)) - before
     assert float(advantages @ change) > 0
+
+
+def test_ratios_are_one_where_both_sides_compute_in_8_bits_and_only_there(tmp_path: Path, images: ImageStore) -> None:
+    calm_policy(tmp_path, dtype="bfloat16")
+    plain, fp8 = (load_policy(tmp_path / "checkpoint") for _ in range(2))
+    fp8.model.quantize_text("here")
+    samples = judged(play(fp8, images, [Kitchen()]))
+    sampled = np.array([each.logprobs.sum() for each in samples])
+    differences = [
+        np.abs(np.array(learner(one, images, mode="expert", micro_batch_size=1).score(samples)) - sampled).max()
+        for one in (fp8, plain)
+    ]
+    assert differences[0] < 1e-12 and differences[1] > 1e-3
 
 
 def test_micro_batches_and_epochs_are_sums_of_the_same_answers(

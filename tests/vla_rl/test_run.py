@@ -16,6 +16,7 @@ from components.contracts.machine import Machine
 from components.contracts.stages import Artifact, StageContext, not_sent
 from components.environments.libero.settings import SimulatorSettings
 from components.evaluation.libero.settings import TrainLiberoEvaluationSettings
+from components.policies.molmoact2.checkpoints.checkpoint import load_policy
 from components.policies.molmoact2.policy import open_policy
 from components.stages import TerminalEvents, ThreadUnits, open_store
 from components.training.ranks import Ranks
@@ -99,7 +100,7 @@ def train(folder: Path, start: Artifact, arenas: Sequence[Kitchen], settings: Tr
         trainer=settings.trainer, rollouts=settings.rollouts, policy=start.path, images=store.images, fingerprint="f"
     )
     mode = settings.rollouts.inference_action_mode
-    policy = open_policy(start.path, mode, rows=1)
+    policy = open_policy(start.path, mode, rows=1, quantization=settings.rollouts.quantization)
     collector = Collector(settings.rollouts, policy, arenas, ImageStore(store.images), lambda done, total: None)
     trainer = InProcessTrainer(training, machine, context.workspace / "trainer")
     evaluations = None
@@ -149,6 +150,20 @@ def test_a_run_that_was_stopped_is_one_that_was_not(plan: TrainVLARLSettings, tm
     if plan is PPO:
         heads = [load_file(tmp_path / name / "checkpoint/value_head.safetensors") for name in ("whole", "stopped")]
         assert all(torch.equal(value, heads[1][name]) and value.any() for name, value in heads[0].items())
+
+
+def test_an_expert_is_trained_on_text_layers_in_8_bits_and_published_without_them(tmp_path: Path) -> None:
+    calm_policy(tmp_path / "start", dtype="bfloat16")
+    start = Artifact(kind="policy", path=tmp_path / "start/checkpoint", digest="0")
+    rollouts = rollout_settings(batch=4, max_steps=6, noise_level=1.0, quantization="fp8")
+    plan = settings(mode="expert", micro_batch_size=1).model_copy(update={"rollouts": rollouts})
+    run = train(tmp_path / "run", start, [Kitchen()], plan)  # its pre-flight refuses ratios that are not 1
+    assert all(row["importance_ratio"] == pytest.approx(1.0, abs=0.5) for row in run.history.read())
+    found = load_policy(tmp_path / "run/checkpoint").model.state_dict()
+    before = load_policy(start.path).model.state_dict()
+    assert found.keys() == before.keys()
+    moved = {name for name, value in found.items() if not torch.equal(value, before[name])}
+    assert moved and all(name.startswith("action_expert.") for name in moved)
 
 
 def test_what_costs_nothing_or_changes_nothing_is_said(

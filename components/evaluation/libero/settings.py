@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, model_valid
 from components.contracts.settings import Settings
 from components.environments.libero.perturbations.settings import PerturbationSettings
 from components.environments.libero.settings import SimulatorSettings, Suite
+from components.policies.settings import Quantization
 
 REST = 10
 """Steps in which the objects of a stored state have fallen on what they stand on."""
@@ -66,6 +67,12 @@ class LiberoEvaluationSettings(Settings):
         False,
         description="Compile the policy's layers at its first answer, which takes half a minute on a GPU; it moves the "
         "last bits.",
+    )
+    quantization: Quantization | None = Field(
+        None,
+        exclude_if=operator.not_,  # what was made before there was this setting keeps its fingerprint
+        description="fp8: products of the text layers in 8 bits, for a policy in bfloat16 on an H100 or newer; actions "
+        "move a little.",
     )
     attempts: PositiveInt = Field(3, description="How often an episode is begun whose simulator dies on the way.")
     failed_episodes: NonNegativeInt = Field(

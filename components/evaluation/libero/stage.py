@@ -54,6 +54,7 @@ def evaluate_libero(
         mode=plan.inference_action_mode,
         rows=plan.rows_per_pass,
         torch_compile=plan.torch_compile,
+        quantization=plan.quantization,
         n_action_steps=plan.n_action_steps,
         num_inference_steps=plan.num_inference_steps,
         image_attention=plan.image_attention_at_inference,

@@ -22,7 +22,7 @@ from components.policies.molmoact2.processing.batch import Example, Floats
 from components.policies.molmoact2.processing.processor import Processor
 from components.policies.molmoact2.processing.threads import in_threads
 from components.policies.molmoact2.sampling import InferencePlan, Sampler
-from components.policies.settings import RobotPolicySettings
+from components.policies.settings import Quantization, RobotPolicySettings
 
 InferenceMode = Literal["continuous", "discrete"]
 TOKENS_PER_ACTION = 16
@@ -324,13 +324,14 @@ def open_policy(
     num_inference_steps: int | None = None,
     image_attention: Literal["bidirectional", "as_trained"] | None = None,
     torch_compile: bool = False,
+    quantization: Quantization | None = None,
     refuse_undecoded: bool = False,
 ) -> MolmoAct2Policy:
     """The policy of an artifact or a checkpoint, on the GPU where there is one.
 
     Args:
         n_action_steps, num_inference_steps, image_attention: instead of the policy's own, where given.
-        torch_compile: see `MolmoAct2.compile_layers`.
+        torch_compile: see `MolmoAct2.compile_layers`. quantization: see `MolmoAct2.quantize_text`.
         refuse_undecoded: see `MolmoAct2Policy`.
 
     Raises:
@@ -339,6 +340,8 @@ def open_policy(
     """
     loaded = load_policy(source, device="cuda" if torch.cuda.is_available() else "cpu")
     loaded.model.cast_for_inference()
+    if quantization is not None:
+        loaded.model.quantize_text("quantization")
     if torch_compile:
         loaded.model.compile_layers(dynamic=False)
     settings = _changed(loaded.settings, n_action_steps, num_inference_steps, image_attention)

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 from transformers import Molmo2ForConditionalGeneration
 
 from components.contracts.errors import DataError
 from components.policies.molmoact2.modeling.flow import FlowSamples
 from components.policies.molmoact2.modeling.losses import LossDenominators, LossPlan
 from components.policies.molmoact2.modeling.model import MolmoAct2, Precision
-from components.policies.molmoact2.modeling.vlm import normalized
+from components.policies.molmoact2.modeling.vlm import VisionMLP, normalized
 from components.policies.molmoact2.processing.batch import PolicyBatch
 from tests.policies.molmoact2 import reference
 from tests.policies.molmoact2.examples import CONFIG, as_batch, make_draws, make_examples, make_model, make_plan
@@ -304,6 +305,27 @@ def test_compiled_layers_on_a_gpu_are_as_near_to_fp32_as_plain_ones(dtype: Preci
         assert abs(losses[2] - losses[0]) <= 3 * abs(losses[1] - losses[0]) + 1e-3 * losses[0]
         truth, theirs, ours = (_gradients(model, batch, draws, plan) for model in models)
         assert truth.keys() == ours.keys()
+        least = 1e-6 * max(1.0, *(float(value.norm()) for value in truth.values()))
         for name, value in truth.items():
             rounding = float((theirs[name].float() - value).norm())
-            assert float((ours[name].float() - value).norm()) <= 3 * rounding + 1e-2 * float(value.norm()) + 1e-6, name
+            assert float((ours[name].float() - value).norm()) <= 3 * rounding + 1e-2 * float(value.norm()) + least, name
+
+
+@pytest.mark.gpu
+def test_bias_and_gelu_of_one_kernel_are_those_of_the_formula_and_adapters_count() -> None:
+    torch.manual_seed(0)
+    mlp = VisionMLP(CONFIG.molmo2().vision_config).to("cuda", torch.bfloat16)
+    x = torch.randn(3, 9, 16, device="cuda", dtype=torch.bfloat16)
+    first, second = (layer.weight.double() for layer in (mlp.fc1, mlp.fc2))
+    inner = functional.gelu(x.double() @ first.t() + mlp.fc1.bias.double(), approximate="tanh")
+    expected = inner @ second.t() + mlp.fc2.bias.double()
+    plain = mlp(x)
+    with torch.no_grad():
+        fused = mlp(x)
+        assert not torch.equal(fused, plain)
+        adapted = nn.Linear(16, 24, device="cuda", dtype=torch.bfloat16)
+        mlp.fc1 = nn.Sequential(mlp.fc1, nn.Identity())
+        mlp.fc1.weight, mlp.fc1.bias = adapted.weight, adapted.bias  # as a layer with an adapter has them
+        torch.testing.assert_close(mlp(x), plain, rtol=0, atol=0)
+    for found in (plain, fused):
+        assert float((found.double() - expected).norm() / expected.norm()) < 5e-3

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from components.artifacts.disk import replaced_folder
 from components.artifacts.tensors import saving
+from components.models.fp8 import FP8Linear
 from components.models.mapped import hollow
 from components.models.source import locate
 from components.policies.molmoact2.checkpoints.lerobot_export import write_processors
@@ -129,6 +130,9 @@ def fill_model(model: MolmoAct2, folder: Path) -> None:
     with TensorFiles(folder) as files:
         tensors = LeRobotTensors(files, folder) if is_lerobot(folder) else files
         load_weights(model, tensors, model.config.molmo2(), str(folder))
+    for module in model.modules():
+        if isinstance(module, FP8Linear):
+            module.quantize()
     if model.value_head is not None:
         with TensorFiles(folder, VALUE_HEAD_FILE) as files:
             load_value_head(model.value_head, files, str(folder / VALUE_HEAD_FILE))

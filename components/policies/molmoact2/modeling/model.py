@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from components.contracts.errors import DataError
 from components.models.compiled import check_compiler
+from components.models.fp8 import quantize_layers
 from components.policies.molmoact2.configuration import MolmoAct2Config
 from components.policies.molmoact2.modeling.expert import ActionExpert
 from components.policies.molmoact2.modeling.flow import FlowSamples, flow_errors, noisy_actions
@@ -91,6 +92,19 @@ class MolmoAct2(nn.Module):
             expert = self.action_expert
             for part in (expert.blocks, expert.context_k_proj, expert.context_v_proj):
                 part.to(torch.bfloat16)
+
+    def quantize_text(self, where: str) -> None:
+        """Compute the products of the text layers in FP8 from now on, without gradients; see `FP8Linear`.
+
+        Call it once the weights are there, before `compile_layers`.
+
+        Args:
+            where: the setting that asks for it.
+
+        Raises:
+            ConfigurationError: the VLM is not in bfloat16, or the GPU cannot.
+        """
+        quantize_layers(self.vlm.model.language_model.layers, where)
 
     def compile_layers(self, *, dynamic: bool) -> None:
         """Compile vision, text and expert layers at their first call: elementwise work becomes few kernels.

@@ -18,6 +18,7 @@ from transformers.models.molmo2.modeling_molmo2 import (
     Molmo2Adapter,
     Molmo2Attention,
     Molmo2DecoderLayer,
+    Molmo2VisionMLP,
     Molmo2VisionModel,
 )
 
@@ -25,6 +26,8 @@ from components.contracts.errors import DataError
 from components.policies.molmoact2.modeling.layers import RMSNorm, rotary_angles, rotate
 
 KeyValue = tuple[Tensor, Tensor]
+CUBLAS_GELU = "gelu_pytorch_tanh"
+"""The activation that `torch._addmm_activation` has on a GPU; on a CPU it is another."""
 
 
 class BackboneOutput(NamedTuple):
@@ -53,12 +56,7 @@ class TextAttention(Molmo2Attention):
         keys, values = self.keys_values(x, angles)
         if past is not None:
             keys, values = torch.cat([past[0], keys], dim=2), torch.cat([past[1], values], dim=2)
-        seen = functional.scaled_dot_product_attention(
-            queries,
-            keys.repeat_interleave(self.num_key_value_groups, dim=1),
-            values.repeat_interleave(self.num_key_value_groups, dim=1),
-            attn_mask=mask,
-        )
+        seen = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
         return self.o_proj(seen.transpose(1, 2).flatten(2)), keys, values
 
     def keys_values(self, x: Tensor, angles: KeyValue) -> KeyValue:
@@ -91,11 +89,28 @@ class TextLayer(Molmo2DecoderLayer):
         return x + self.dropout(self.mlp(self.post_attention_layernorm(x))), keys, values
 
 
+class VisionMLP(Molmo2VisionMLP):
+    """In bfloat16 on a GPU, without gradients, bias and GELU are part of the first product, and it is rounded once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.fc1.weight
+        fused = x.is_cuda and weight.dtype == torch.bfloat16 and not torch.is_grad_enabled()
+        if fused and type(self.fc1) is nn.Linear and self.config.hidden_act == CUBLAS_GELU:
+            rows = x.to(weight.dtype).flatten(0, -2)
+            inner = torch._addmm_activation(self.fc1.bias, rows, weight.t(), use_gelu=True).unflatten(0, x.shape[:-1])
+        else:
+            inner = self.activation_fn(self.fc1(x))
+        y: Tensor = self.fc2(inner)
+        return y
+
+
 class VisionTower(Molmo2VisionModel):
     """Patches (C, patches, pixels) to the outputs of the chosen layers, side by side: (C, patches, hidden x layers)."""
 
     def __init__(self, config: Any, features: list[int]) -> None:
         super().__init__(config)
+        for layer in self.layers:
+            layer.mlp = VisionMLP(config)
         self.features = features
         self.gradient_checkpointing = False
 
