@@ -33,6 +33,7 @@ from components.policies.settings import RobotPolicySettings
 from components.rl.settings import PreflightSettings, TrainVLMSettings
 from components.rollouts.settings import RolloutSettings
 from components.sft.settings import WarmStartSettings
+from components.training.processes import TrainerProcesses
 from components.vla.settings import TrainVLASettings, VLATrainerSettings
 from components.vla_rl.settings import (
     RewardWeighted,
@@ -185,6 +186,7 @@ class TrainVla(Sections):
             )
         if self.comparison is not None and self.evaluation is None:
             raise ValueError("comparison is of two evaluations: add the section evaluation, or leave comparison out")
+        _refuse_quantization("evaluation", self.evaluation, "policy", self.policy)
         if self.evaluation is None and self.training.heldout is None:
             raise ValueError(
                 "nothing measures the result: add training.heldout = { fraction = 0.1 }, or, for LIBERO's robot, the "
@@ -229,6 +231,18 @@ class TrainVlaRl(Sections):
         if len({section is None for section in first.values()}) > 1:
             missing = ", ".join(name for name, section in first.items() if section is None)
             raise ValueError(f"training on demonstrations needs {', '.join(first)}: add {missing}, or leave all out")
+        return self
+
+    @model_validator(mode="after")
+    def _quantized_products_are_there(self) -> Self:
+        for name in ("rollouts", "evaluation"):
+            _refuse_quantization(name, getattr(self, name), "policy", self.policy)
+        split = TrainerProcesses.of(self.machine).sharding is not None
+        if self.rollouts.quantization is not None and self.trainer.mode == "expert" and split:
+            raise ValueError(
+                "rollouts.quantization: the trainer's GPUs share one policy, and no layer of it computes in 8 bits "
+                "then: train on one GPU, or leave rollouts.quantization out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -311,6 +325,25 @@ class EvaluateLibero(Sections):
     against: RobotPolicySettings | None = Field(
         None, description="Another policy, which plays the same episodes; leave it out for none."
     )
+
+    @model_validator(mode="after")
+    def _quantized_products_are_there(self) -> Self:
+        for name in ("policy", "against"):
+            _refuse_quantization("evaluation", self.evaluation, name, getattr(self, name))
+        return self
+
+
+def _refuse_quantization(
+    section: str,
+    played: LiberoEvaluationSettings | RobotRolloutSettings | None,
+    name: str,
+    policy: RobotPolicySettings | None,
+) -> None:
+    if played is not None and played.quantization is not None and policy is not None and policy.dtype != "bfloat16":
+        raise ValueError(
+            f"{section}.quantization: 8-bit products take the place of those in bfloat16, and {name}.dtype is "
+            f"{policy.dtype}: set it to bfloat16, or leave {section}.quantization out"
+        )
 
 
 RECIPES: dict[str, type[Sections]] = {

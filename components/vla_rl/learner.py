@@ -50,11 +50,14 @@ class RobotRLLearner(AnswerLearner):
         scores: list[float] = []
         parts = [samples[start : start + width] for start in range(0, len(samples), width)]
         for loaded in loaded_ahead(self._load, parts):
-            part = loaded.to(self.ranks.device)
-            (prediction,) = self.likelihood.predict(self.model, part, ())
-            found = _row_sums(self.likelihood.logprobs(prediction, part), part).detach()
-            scores += found[part.order.argsort()].tolist()
+            scores += self._scores(loaded.to(self.ranks.device))
         return scores
+
+    def _scores(self, part: AnswerBatch) -> list[float]:
+        """In the samples' order. No graph is left when it returns, before the next part is computed."""
+        (prediction,) = self.likelihood.predict(self.model, part)
+        found = _row_sums(self.likelihood.logprobs(prediction, part), part)
+        return found.detach()[part.order.argsort()].tolist()
 
     def _losses(
         self, samples: Sequence[AnswerSample], part: AnswerBatch, update: Update

@@ -123,8 +123,8 @@ class RobotRolloutSettings(Settings):
     quantization: Quantization | None = Field(
         None,
         exclude_if=operator.not_,  # what was made before there was this setting keeps its fingerprint
-        description="fp8: products of the text layers in 8 bits, for a policy in bfloat16 on an H100 or newer. A "
-        "trainer of the expert alone computes them in the same way.",
+        description="fp8: products of the text layers in 8 bits, for a policy in bfloat16 on an H100 or newer; slower "
+        "on a CPU. A trainer of the expert alone computes them in the same way; evaluations have their own setting.",
     )
     attempts: PositiveInt = Field(3, description="How often an episode is begun whose simulator dies on the way.")
     failed_fraction: float = Field(
@@ -345,9 +345,10 @@ class TrainVLARLSettings(Settings):
     def _both_sides_compute_alike(self) -> Self:
         ratios = not isinstance(self.trainer.objective, RewardWeighted)
         if self.rollouts.quantization is not None and ratios and self.trainer.mode != "expert":
+            spoken = self.rollouts.inference_action_mode == "discrete"
             raise ValueError(
                 f"rollouts.quantization: trainer.mode {self.trainer.mode} trains the VLM, in 16 bits, so that no ratio "
-                "is 1: set trainer.mode to expert, or leave it out"
+                "is 1: leave rollouts.quantization out" + ("" if spoken else ", or set trainer.mode to expert")
             )
         return self
 

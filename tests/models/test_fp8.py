@@ -84,6 +84,25 @@ def test_weights_in_fp32_are_refused() -> None:
         quantize_layers(nn.Sequential(nn.Linear(4, 4)), "policy.quantization")
 
 
+def test_there_is_no_gradient_to_be_wrong() -> None:
+    with pytest.raises(RuntimeError, match="has no gradient"):
+        FP8Linear(layer())(torch.randn(2, 48, requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    ("capability", "size", "said"),
+    [((8, 9), 32, "has no products of 8-bit floats"), ((9, 0), 24, "weight of 0 is 24 x 32")],
+)
+def test_what_a_gpu_cannot_multiply_is_refused(
+    capability: tuple[int, int], size: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
+    with pytest.raises(ConfigurationError, match=said):
+        quantize_layers(nn.Sequential(nn.Linear(32, size).to(torch.bfloat16)), "rollouts.quantization")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_gpu_multiplies_the_same_numbers(bias: bool) -> None:

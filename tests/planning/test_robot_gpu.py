@@ -34,10 +34,10 @@ def released() -> PolicyGeometry:
     return policy_geometry(policy_config_of("allenai/MolmoAct2-LIBERO"), settings, 2)
 
 
-def costs(gpu: str, rows: int, mode: str = "expert") -> RobotCosts:
+def costs(gpu: str, rows: int, mode: str = "expert", quantization: str | None = None) -> RobotCosts:
     settings = load_recipe("train-vla-rl/molmoact2-spatial").settings_for(TrainVLARLSettings)
     assert isinstance(settings, TrainVLARLSettings)
-    rollouts = settings.rollouts.model_copy(update={"rows_per_pass": rows})
+    rollouts = settings.rollouts.model_copy(update={"rows_per_pass": rows, "quantization": quantization})
     trainer = settings.trainer.model_copy(update={"mode": mode})
     simulator = settings.simulator.model_copy(update={"num_steps_wait": 10})
     return estimated_robot_costs(released(), GPUS[gpu], RobotAssumptions(), rollouts, trainer, simulator, ranks=1)
@@ -101,3 +101,12 @@ def test_what_gpus_took_is_predicted_within_a_fifth(
     assert as_said in (DOCS / "benchmarks.md").read_text()
     row = f"| {gpu} | {what} | {predicted:.2f} s | {measured:.2f} s | {predicted / measured - 1:+.0%} |"
     assert row.replace("%", " %") in (DOCS / "planning.md").read_text(), row
+
+
+def test_products_in_8_bits_take_the_share_that_was_measured_of_what_grows_with_rows() -> None:
+    plain, fp8 = ([costs("h200", rows, quantization=one) for rows in (1, 32)] for one in (None, "fp8"))
+    growth = [many.policy.pass_seconds - single.policy.pass_seconds for single, many in (plain, fp8)]
+    assert growth[1] == pytest.approx(0.8 * growth[0])
+    assert fp8[0].trainer.answer_seconds == pytest.approx(0.8 * plain[0].trainer.answer_seconds)
+    assert costs("h200", 1, "full", "fp8").trainer == costs("h200", 1, "full").trainer
+    assert "fp8_time" in fp8[0].sources["policy.pass_seconds"] and "fp8" not in plain[0].sources["policy.pass_seconds"]

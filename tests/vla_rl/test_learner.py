@@ -128,6 +128,32 @@ def test_ratios_are_one_where_both_sides_compute_in_8_bits_and_only_there(tmp_pa
     assert differences[0] < 1e-12 and differences[1] > 1e-3
 
 
+def test_scores_keep_the_graph_of_one_micro_batch(
+    loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
+) -> None:
+    sizes: list[int] = []
+
+    class Kept:
+        alive = 0
+
+        def __init__(self, value: torch.Tensor) -> None:
+            self.value, Kept.alive = value.detach(), Kept.alive + value.nbytes
+            sizes.append(Kept.alive)
+
+        def __del__(self) -> None:
+            Kept.alive -= self.value.nbytes
+
+    trainer, samples = learner(loaded, images, micro_batch_size=2), judged(answers)[:6]
+    peaks = []
+    for scored in (samples[:2], samples):
+        with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.value):
+            trainer.score(scored)
+        peaks.append(max(sizes))
+        sizes.clear()
+        assert Kept.alive == 0
+    assert 0 < peaks[1] <= peaks[0] * 1.01
+
+
 def test_micro_batches_and_epochs_are_sums_of_the_same_answers(
     loaded: LoadedPolicy, images: ImageStore, answers: list[Answer]
 ) -> None:

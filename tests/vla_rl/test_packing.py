@@ -93,7 +93,7 @@ def logprobs_and_values(trainer: RobotRLLearner, samples: Sequence[AnswerSample]
     """Of all numbers that count, answer by answer; and (E,)."""
     with torch.no_grad():
         part = trainer._load(samples)
-        (prediction,) = trainer._predictions(part)
+        (prediction,) = trainer.likelihood.predict(trainer.model, part)
         order = part.order[part.rows].argsort(stable=True)
         logprobs = trainer.likelihood.logprobs(prediction, part)[order]
         head = trainer.model.value_head

@@ -68,7 +68,7 @@ def values_of(trainer: RobotRLLearner, samples: Sequence[AnswerSample]) -> np.nd
     """Of each answer alone, as rows are sampled on a CPU."""
     assert trainer.model.value_head is not None
     with torch.no_grad():
-        states = [trainer._predictions(trainer._load([each]))[0].states for each in samples]
+        states = [trainer.likelihood.predict(trainer.model, trainer._load([each]))[0].states for each in samples]
         return np.array([float(trainer.model.value_head(each)) for each in states])
 
 
@@ -152,7 +152,10 @@ def test_a_step_of_ppo_is_that_of_a_hand_computation(
     assert first["importance_ratio"] == pytest.approx(1.0, abs=1e-5) and first["value/clipped_fraction"] == 0.0
     with torch.no_grad():
         loaded_each = [trainer._load([each]) for each in samples]
-        parts = [trainer.likelihood.logprobs(trainer._predictions(one)[0], one).numpy() for one in loaded_each]
+        parts = [
+            trainer.likelihood.logprobs(trainer.likelihood.predict(trainer.model, one)[0], one).numpy()
+            for one in loaded_each
+        ]
     now, then = values_of(trainer, samples), np.array([each.value for each in samples])
     policy, targets = [], np.array([each.value_target for each in samples])
     for each, logprobs in zip(samples, parts, strict=True):
@@ -245,7 +248,7 @@ def test_the_kl_term_is_that_of_torch_and_holds_the_policy_near_its_start(
     for each in samples:
         part = held._load([each])
         with torch.no_grad():
-            velocities = [one._predictions(part)[0].values.double() for one in (now, start)]
+            velocities = [one.likelihood.predict(one.model, part)[0].values.double() for one in (now, start)]
         k, steps = each.flow_step, held.likelihood.plan.steps
         t, x, own = k / steps, part.drawn.before.double(), held._load.processor.action_dimensions
         sigma = 0.5 * np.sqrt((1 - max(k, 1) / steps) / (max(k, 1) / steps))

@@ -164,3 +164,7 @@ def test_what_a_split_policy_cannot_keep_is_refused(batches: Path, tmp_path: Pat
     several = machine(trainer_processes=2, trainer_sharding="full")
     with pytest.raises(ConfigurationError, match="no copy of its start"):
         RobotRLWorker(service_settings(job, several, tmp_path), Ranks())
+    job = training(batches, settings(mode="expert", learning_rates={"action_expert": 1e-3}))
+    job = job.model_copy(update={"rollouts": job.rollouts.model_copy(update={"quantization": "fp8"})})
+    with pytest.raises(ConfigurationError, match="no layer computes in 8 bits"):
+        RobotRLWorker(service_settings(job, several, tmp_path), Ranks())

@@ -272,7 +272,7 @@ def test_values_are_the_prompts_and_those_that_the_trainer_computes(loaded: Load
     samples = build_batch(played, GAE(name="gae")).samples
     with torch.no_grad():
         part = trainer._load(samples)
-        found = trainer.model.value_head(trainer._predictions(part)[0].states)
+        found = trainer.model.value_head(trainer.likelihood.predict(trainer.model, part)[0].states)
     assert found.tolist() == pytest.approx(values, abs=1e-5)
     report = trainer.step(samples)
     expected = np.mean([0.5 * (each.value - each.value_target) ** 2 for each in samples])  # type: ignore[operator]

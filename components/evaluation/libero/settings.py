@@ -72,7 +72,7 @@ class LiberoEvaluationSettings(Settings):
         None,
         exclude_if=operator.not_,  # what was made before there was this setting keeps its fingerprint
         description="fp8: products of the text layers in 8 bits, for a policy in bfloat16 on an H100 or newer; actions "
-        "move a little.",
+        "move a little. Slower on a CPU.",
     )
     attempts: PositiveInt = Field(3, description="How often an episode is begun whose simulator dies on the way.")
     failed_episodes: NonNegativeInt = Field(

@@ -37,6 +37,10 @@ class RobotAssumptions(Settings):
         description="measured: 0.17 of LoRA and 0.195 of all weights on an H200, with what is computed again, "
         + POLICIES,
     )
+    fp8_time: PositiveFloat = Field(
+        0.8,
+        description="measured: of the time of a further row, 7.6 ms in fp8 and 9.7 ms in bf16 on an H200, " + TRYING,
+    )
     micro_batch_seconds: NonNegativeFloat = Field(
         0.47 / 36,
         description="measured: 0.47 s of a micro-batch besides its 8 to 32 examples on an H200, by layer, " + POLICIES,
@@ -73,16 +77,19 @@ def estimated_robot_costs(
     simulator: SimulatorSettings,
     ranks: int,
 ) -> RobotCosts:
-    """Costs of a policy of `sizes` on `gpu`: a row takes 2 operations for each weight and token of its prompt.
+    """Costs of a policy of `sizes` on `gpu`: a row takes 2 operations for each weight and token of its prompt,
+    in 8 bits less time.
 
     With `trainer.mode` expert an answer takes that once; else backward and what is computed again as well, 8 in all. A
     trainer of several ranks gathers all weights twice and scatters the gradients of those that are trained.
     """
     expert, row = trainer.mode == "expert", 2 * sizes.met * sizes.tokens
+    fp8 = rollouts.quantization is not None
+    played = row * (said.fp8_time if fp8 else 1.0)
     trained = sizes.expert if expert else sizes.parameters
     held = sizes.vlm * sizes.width + 4 * sizes.expert
     link = gpu.collective(ranks) * said.network_share
-    answer = row / (gpu.flops * said.expert_mfu) if expert else 4 * row / (gpu.flops * said.full_mfu)
+    answer = played / (gpu.flops * said.expert_mfu) if expert else 4 * row / (gpu.flops * said.full_mfu)
     micro = said.micro_batch_seconds * sizes.layers
     costs = RobotCosts(
         simulators=SimulatorCosts(
@@ -92,7 +99,7 @@ def estimated_robot_costs(
         ),
         policy=PolicyCosts(
             pass_seconds=said.layer_seconds * sizes.layers * sizes.denoising
-            + rollouts.rows_per_pass * row / (gpu.flops * said.policy_mfu),
+            + rollouts.rows_per_pass * played / (gpu.flops * said.policy_mfu),
             rows=rollouts.rows_per_pass,
         ),
         trainer=RobotTrainerCosts(
@@ -103,23 +110,23 @@ def estimated_robot_costs(
         flow=RobotFlowCosts(answer_seconds=said.keep_seconds, batch_answer_seconds=said.batch_answer_seconds),
         sync_seconds=2 * held / said.write_bandwidth,
     )
-    return costs.model_copy(update={"sources": _sources(gpu, said, expert)})
+    return costs.model_copy(update={"sources": _sources(gpu, said, expert, fp8)})
 
 
-def _sources(gpu: Gpu, said: RobotAssumptions, expert: bool) -> dict[str, str]:
+def _sources(gpu: Gpu, said: RobotAssumptions, expert: bool, fp8: bool) -> dict[str, str]:
     fields = type(said).model_fields
 
     def of(*names: str) -> str:
         return "; ".join(f"{name} = {getattr(said, name):.3g}, {fields[name].description}" for name in names)
 
-    sheet = f"computed: sizes of the policy, {gpu.source}"
+    sheet, eight = f"computed: sizes of the policy, {gpu.source}", ["fp8_time"] if fp8 else []
     return {
         "simulators.build_seconds": of("build_seconds", "waiting_seconds"),
         "simulators.reset_seconds": of("reset_seconds", "waiting_seconds"),
         "simulators.action_seconds": of("action_seconds"),
-        "policy.pass_seconds": f"{sheet}; {of('policy_mfu', 'layer_seconds')}",
+        "policy.pass_seconds": f"{sheet}; {of('policy_mfu', 'layer_seconds', *eight)}",
         "policy.rows": "rollouts.rows_per_pass",
-        "trainer.answer_seconds": f"{sheet}; {of('expert_mfu' if expert else 'full_mfu')}",
+        "trainer.answer_seconds": f"{sheet}; {of('expert_mfu', *eight) if expert else of('full_mfu')}",
         "trainer.gather_seconds": f"{sheet}; {of('network_share', 'micro_batch_seconds')}",
         "trainer.update_seconds": f"{sheet}; {of('memory_share')}",
         "flow.answer_seconds": of("keep_seconds"),

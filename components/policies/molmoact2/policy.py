@@ -230,6 +230,7 @@ class MolmoAct2Policy:
         told = ("semantics", "action_mode", "chunk_size", "setup_type", "control_mode", "norm_tag", "dtype")
         return {
             **{name: getattr(self._settings, name) for name in told},
+            "quantization": self._sampler.model.quantization,
             "inference_action_mode": self._mode,
             "n_action_steps": self.n_action_steps,
             "cameras": list(self.cameras),

@@ -11,6 +11,7 @@ import torch
 
 from components.contracts.errors import ConfigurationError, ServerError
 from components.contracts.robots import RobotObservation
+from components.models.fp8 import FP8Linear, rounded
 from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy, save_policy
 from components.policies.molmoact2.policy import MolmoAct2Policy, open_policy
 from components.policies.molmoact2.processing.action_tokens import ActionTokens
@@ -87,6 +88,28 @@ def test_an_artifact_is_opened_with_what_was_saved_or_what_is_asked(loaded: Load
     assert open_policy(tmp_path, "continuous", rows=1, num_inference_steps=10).predict(*two).tobytes() == (
         own.predict(*two).tobytes()
     )
+
+
+def test_text_layers_compute_in_8_bits_where_it_is_asked_with_the_weights_that_came_last(
+    loaded: LoadedPolicy, tmp_path: Path
+) -> None:
+    settings = loaded.settings.model_copy(update={"dtype": "bfloat16"})
+    weights = loaded.model.state_dict()
+    moved = {name: value + 0.01 if "language_model" in name else value for name, value in weights.items()}
+    for folder, each in (("first", weights), ("moved", moved)):
+        save_policy(tmp_path / folder / "checkpoint", replace(loaded.parts, settings=settings), each)
+    policy = open_policy(tmp_path / "first", "continuous", rows=1, quantization="fp8")
+    layers = [layer for layer in policy._sampler.model.modules() if isinstance(layer, FP8Linear)]
+    assert len(layers) == 7 * loaded.config.text_config.num_hidden_layers and policy.facts()["quantization"] == "fp8"
+    before = policy.predict(OBSERVATIONS[:1], SEEDS[:1])
+    plain = open_policy(tmp_path / "first", "continuous", rows=1)
+    assert plain.predict(OBSERVATIONS[:1], SEEDS[:1]).tobytes() != before.tobytes()
+    policy.load_weights(tmp_path / "moved/checkpoint")
+    for layer in layers:
+        assert torch.equal(layer.codes.float(), rounded(layer.weight)[0].float())
+    fresh = open_policy(tmp_path / "moved", "continuous", rows=1, quantization="fp8")
+    after = policy.predict(OBSERVATIONS[:1], SEEDS[:1])
+    assert after.tobytes() == fresh.predict(OBSERVATIONS[:1], SEEDS[:1]).tobytes() != before.tobytes()
 
 
 def test_a_policy_acts_only_as_it_was_trained_to(loaded: LoadedPolicy, tmp_path: Path) -> None:

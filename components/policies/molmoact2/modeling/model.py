@@ -29,6 +29,7 @@ from components.policies.molmoact2.modeling.masks import attention_mask, context
 from components.policies.molmoact2.modeling.value import ValueHead
 from components.policies.molmoact2.modeling.vlm import BackboneOutput, KeyValue, Molmo2Backbone
 from components.policies.molmoact2.processing.batch import PolicyBatch
+from components.policies.settings import Quantization
 
 Precision = Literal["float32", "bfloat16"]
 SHAPES = 64
@@ -38,9 +39,10 @@ SHAPES = 64
 class MolmoAct2(nn.Module):
     """`vlm` has native Molmo2's names, `action_expert` those of the released checkpoint.
 
-    There is no buffer: a model that was built on the meta device is complete when its parameters are loaded.
+    There is no buffer before `quantize_text`: a model that was built on the meta device is complete when its parameters
+    are loaded.
 
-    value_head: of reinforcement learning; no part of a released checkpoint.
+    value_head: of reinforcement learning; no part of a released checkpoint. quantization: of the text layers' products.
     """
 
     def __init__(self, config: MolmoAct2Config, dtype: Precision = "float32", residual_dropout: float = 0.0) -> None:
@@ -56,6 +58,7 @@ class MolmoAct2(nn.Module):
         self.vlm = Molmo2Backbone(config.molmo2(), residual_dropout)
         self.action_expert = ActionExpert(config)
         self.value_head: ValueHead | None = None
+        self.quantization: Quantization | None = None
         self._frozen: dict[bool, GraphedFunction[list[KeyValue]]] = {}
         if dtype == "bfloat16":
             self.vlm.to(torch.bfloat16)
@@ -105,6 +108,7 @@ class MolmoAct2(nn.Module):
             ConfigurationError: the VLM is not in bfloat16, or the GPU cannot.
         """
         quantize_layers(self.vlm.model.language_model.layers, where)
+        self.quantization = "fp8"
 
     def compile_layers(self, *, dynamic: bool) -> None:
         """Compile vision, text and expert layers at their first call: elementwise work becomes few kernels.

@@ -28,6 +28,8 @@ from components.policies.molmoact2.modeling.layers import RMSNorm, rotary_angles
 KeyValue = tuple[Tensor, Tensor]
 CUBLAS_GELU = "gelu_pytorch_tanh"
 """The activation that `torch._addmm_activation` has on a GPU; on a CPU it is another."""
+CUDNN_FIRST = (9, 10)
+"""Major compute capabilities."""
 
 
 class BackboneOutput(NamedTuple):
@@ -50,19 +52,24 @@ class TextAttention(Molmo2Attention):
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def forward(
-        self, x: Tensor, angles: KeyValue, mask: Tensor, past: KeyValue | None
+        self, x: Tensor, angles: KeyValue, mask: Tensor, past: KeyValue | None, grouped: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """grouped: there is a kernel that reads the keys and values of a group of heads once for all of them."""
         queries = rotate(self.q_norm(self._heads(self.q_proj(x))), *angles).transpose(1, 2)
         keys, values = self.keys_values(x, angles)
         if past is not None:
             keys, values = torch.cat([past[0], keys], dim=2), torch.cat([past[1], values], dim=2)
-        seen = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+        own = (keys, values) if grouped else (self._repeated(keys), self._repeated(values))
+        seen = functional.scaled_dot_product_attention(queries, own[0], own[1], attn_mask=mask, enable_gqa=grouped)
         return self.o_proj(seen.transpose(1, 2).flatten(2)), keys, values
 
     def keys_values(self, x: Tensor, angles: KeyValue) -> KeyValue:
         """Of the tokens given: (B, key-value heads, L, head size) each, which a token's heads lie together in."""
         keys = rotate(self.k_norm(self._heads(self.k_proj(x))), *angles)
         return keys.transpose(1, 2), self._heads(self.v_proj(x)).transpose(1, 2)
+
+    def _repeated(self, heads: Tensor) -> Tensor:
+        return heads.repeat_interleave(self.num_key_value_groups, dim=1)
 
     def _heads(self, flat: Tensor) -> Tensor:
         return flat.unflatten(-1, (-1, self.head_dim))
@@ -77,14 +84,20 @@ class TextLayer(Molmo2DecoderLayer):
         self.dropout = nn.Dropout(dropout)
 
     def forward(
-        self, x: Tensor, angles: KeyValue, mask: Tensor, past: KeyValue | None = None, cache_only: bool = False
+        self,
+        x: Tensor,
+        angles: KeyValue,
+        mask: Tensor,
+        past: KeyValue | None = None,
+        cache_only: bool = False,
+        grouped: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The layer's output, and keys and values of all tokens that it looked at; `cache_only`: in place of the output
         its input, and keys and values of the tokens given."""
         normed = self.input_layernorm(x)
         if cache_only:
             return x, *self.self_attn.keys_values(normed, angles)
-        attended, keys, values = self.self_attn(normed, angles, mask, past)
+        attended, keys, values = self.self_attn(normed, angles, mask, past, grouped)
         x = x + self.dropout(attended)
         return x + self.dropout(self.mlp(self.post_attention_layernorm(x))), keys, values
 
@@ -178,12 +191,12 @@ class TextModel(nn.Module):
         """
         angles = rotary_angles(positions, self.head_dim, self.rope_theta)[:, :, None]
         rope = (angles.cos(), angles.sin())
-        cache = []
+        cache, grouped = [], groups_heads(x)
         for index, layer in enumerate(self.layers):
             before = None if past is None else past[index]
             ends = cache_only and index + 1 == len(self.layers)
             active = self.gradient_checkpointing and self.training
-            x, keys, values = checkpointed(layer, active, x, rope, mask, before, ends)
+            x, keys, values = checkpointed(layer, active, x, rope, mask, before, ends, grouped)
             cache.append((keys, values))
         return BackboneOutput(x.new_empty(0) if cache_only else self.norm(x), cache)
 
@@ -253,6 +266,13 @@ def _with_images(x: Tensor, is_patch: Tensor, features: Tensor) -> Tensor:
     order = is_patch.flatten().cumsum(0).sub(1).clamp(min=0)
     added = features.to(x.dtype).index_select(0, order).view_as(x)
     return x + added.masked_fill(~is_patch[..., None], 0.0)
+
+
+def groups_heads(x: Tensor) -> bool:
+    """Whether attention with a mask has a kernel for grouped heads where `x` is: cuDNN's, which PyTorch asks first on
+    these GPUs, in bfloat16. Elsewhere PyTorch would compute it by plain operations, in float32.
+    """
+    return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in CUDNN_FIRST
 
 
 def normalized(levels: Tensor) -> Tensor:
