@@ -211,12 +211,15 @@ def test_a_killed_server_comes_back_with_the_current_weights_and_no_request_is_l
     version = pool.weights.version + 1
     checkpoint = running.checkpoints[2 if victim == "front" else 1]
     running.sync(checkpoint, version)
-    image, sampling = random_image(5), sampling_factory(max_tokens=64)
+    image = random_image(5)
     count, before, restarts = 24, pool.statistics.completions, pool.statistics.restarts
 
     async def work() -> list[Completion]:
-        # Seeds that do not follow one another: each is a request of its own.
-        jobs = [asyncio.create_task(pool.complete(ask(random_image(9 + i)), sampling, 3 * i)) for i in range(count)]
+        # Seeds that do not follow one another: each is a request of its own. They end one after the other.
+        jobs = [
+            asyncio.create_task(pool.complete(ask(random_image(9 + i)), sampling_factory(max_tokens=8 + 5 * i), 3 * i))
+            for i in range(count)
+        ]
         while pool.statistics.completions == before:  # the first are done, the others are in flight
             await asyncio.sleep(0.01)
         assert pool.replicas[0].server is not None
