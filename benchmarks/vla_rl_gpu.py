@@ -155,7 +155,7 @@ def observed(images: ImageStore, sample: AnswerSample) -> RobotObservation:
 
 
 def train(
-    loaded: LoadedPolicy, samples: list[AnswerSample], folder: Path, device: torch.device, compiled: bool, fp8: bool
+    loaded: LoadedPolicy, samples: list[AnswerSample], folder: Path, device: torch.device, compiled: bool
 ) -> dict[str, Any]:
     """One epoch over the answers, expert alone, after one that is not counted."""
     micro = min(MICRO_BATCH, len(samples))
@@ -163,8 +163,6 @@ def train(
         max_steps=10, micro_batch_size=micro, samples_per_update=SAMPLES, torch_compile=compiled
     )
     prepare(loaded.model, settings, loaded.settings.semantics)
-    if fp8:
-        loaded.model.quantize_text("--fp8")
     likelihood = FlowLikelihood(InferencePlan.of(loaded.settings, loaded.config), NOISE)
     load = AnswerLoader(loaded.processor(), ImageStore(folder))
     learner = RobotRLLearner(loaded.model, settings, likelihood, load, Ranks(device=device))
@@ -219,7 +217,9 @@ def main() -> None:
         if device.type == "cuda":
             torch.cuda.empty_cache()
         fresh = released(folder / "policy", given.small, device)
-        say(what="updates", **train(fresh, samples, images, device, compiled, given.fp8))
+        if given.fp8:
+            fresh.model.quantize_text("--fp8")
+        say(what="updates", **train(fresh, samples, images, device, compiled))
 
 
 if __name__ == "__main__":

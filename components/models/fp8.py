@@ -32,13 +32,13 @@ class FP8Linear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight, self.bias = layer.weight, layer.bias
-        codes, scales = rounded(layer.weight.detach())
+        codes, scales = quantize_rows(layer.weight.detach())
         self.register_buffer("codes", codes, persistent=False)
         self.register_buffer("scales", scales.t().contiguous(), persistent=False)
 
     @torch.no_grad()
     def quantize(self) -> None:
-        codes, scales = rounded(self.weight)
+        codes, scales = quantize_rows(self.weight)
         self.codes.copy_(codes)
         self.scales.copy_(scales.t())
 
@@ -49,7 +49,7 @@ class FP8Linear(nn.Linear):
         """
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a layer that computes in 8 bits has no gradient")
-        codes, scales = rounded(x.flatten(0, -2))
+        codes, scales = quantize_rows(x.flatten(0, -2))
         if x.is_cuda:
             y = torch._scaled_mm(
                 codes,
@@ -67,7 +67,7 @@ class FP8Linear(nn.Linear):
         return y.unflatten(0, x.shape[:-1])
 
 
-def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """(N, D) as codes, and (N, 1) float32 scales: codes times scales are about the rows."""
     scales = rows.abs().amax(-1, keepdim=True).float().div(LARGEST).clamp(min=TINY)
     return (rows.float() / scales).to(torch.float8_e4m3fn), scales

@@ -345,10 +345,10 @@ class TrainVLARLSettings(Settings):
     def _both_sides_compute_alike(self) -> Self:
         ratios = not isinstance(self.trainer.objective, RewardWeighted)
         if self.rollouts.quantization is not None and ratios and self.trainer.mode != "expert":
-            spoken = self.rollouts.inference_action_mode == "discrete"
+            discrete = self.rollouts.inference_action_mode == "discrete"
             raise ValueError(
                 f"rollouts.quantization: trainer.mode {self.trainer.mode} trains the VLM, in 16 bits, so that no ratio "
-                "is 1: leave rollouts.quantization out" + ("" if spoken else ", or set trainer.mode to expert")
+                "is 1: leave rollouts.quantization out" + ("" if discrete else ", or set trainer.mode to expert")
             )
         return self
 

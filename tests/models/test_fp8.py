@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from components.contracts.errors import ConfigurationError
-from components.models.fp8 import FP8Linear, quantize_layers, rounded
+from components.models.fp8 import FP8Linear, quantize_layers, quantize_rows
 
 
 def by_hand(value: float) -> float:
@@ -41,12 +41,12 @@ def layer(bias: bool = True) -> nn.Linear:
 def test_rows_are_rounded_as_by_hand(dtype: torch.dtype) -> None:
     rows = torch.randn(7, 33).to(dtype) * torch.logspace(-20, 20, 7)[:, None].to(dtype)
     rows[:, ::5] *= 1e-4  # subnormal codes
-    codes, scales = rounded(rows)
+    codes, scales = quantize_rows(rows)
     torch.testing.assert_close(codes.double() * scales.double(), exact(rows), rtol=1e-6, atol=0)
 
 
 def test_a_row_of_zeros_stays_zero() -> None:
-    codes, scales = rounded(torch.zeros(2, 5))
+    codes, scales = quantize_rows(torch.zeros(2, 5))
     assert not codes.float().any() and scales.isfinite().all() and (scales > 0).all()
 
 
@@ -75,7 +75,7 @@ def test_the_weight_is_shared_and_codes_follow_it_in_place() -> None:
     with torch.no_grad():
         quantized.weight.neg_()
     quantized.quantize()
-    torch.testing.assert_close(quantized.codes.float(), -rounded(before["0.weight"])[0].float())
+    torch.testing.assert_close(quantized.codes.float(), -quantize_rows(before["0.weight"])[0].float())
     assert quantized.codes.data_ptr() == address
 
 

@@ -119,14 +119,14 @@ def _sources(gpu: Gpu, said: RobotAssumptions, expert: bool, fp8: bool) -> dict[
     def of(*names: str) -> str:
         return "; ".join(f"{name} = {getattr(said, name):.3g}, {fields[name].description}" for name in names)
 
-    sheet, eight = f"computed: sizes of the policy, {gpu.source}", ["fp8_time"] if fp8 else []
+    sheet, of_fp8 = f"computed: sizes of the policy, {gpu.source}", ["fp8_time"] if fp8 else []
     return {
         "simulators.build_seconds": of("build_seconds", "waiting_seconds"),
         "simulators.reset_seconds": of("reset_seconds", "waiting_seconds"),
         "simulators.action_seconds": of("action_seconds"),
-        "policy.pass_seconds": f"{sheet}; {of('policy_mfu', 'layer_seconds', *eight)}",
+        "policy.pass_seconds": f"{sheet}; {of('policy_mfu', 'layer_seconds', *of_fp8)}",
         "policy.rows": "rollouts.rows_per_pass",
-        "trainer.answer_seconds": f"{sheet}; {of('expert_mfu', *eight) if expert else of('full_mfu')}",
+        "trainer.answer_seconds": f"{sheet}; {of('expert_mfu', *of_fp8) if expert else of('full_mfu')}",
         "trainer.gather_seconds": f"{sheet}; {of('network_share', 'micro_batch_seconds')}",
         "trainer.update_seconds": f"{sheet}; {of('memory_share')}",
         "flow.answer_seconds": of("keep_seconds"),

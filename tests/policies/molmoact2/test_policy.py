@@ -11,7 +11,7 @@ import torch
 
 from components.contracts.errors import ConfigurationError, ServerError
 from components.contracts.robots import RobotObservation
-from components.models.fp8 import FP8Linear, rounded
+from components.models.fp8 import FP8Linear, quantize_rows
 from components.policies.molmoact2.checkpoints.checkpoint import LoadedPolicy, load_policy, save_policy
 from components.policies.molmoact2.policy import MolmoAct2Policy, open_policy
 from components.policies.molmoact2.processing.action_tokens import ActionTokens
@@ -106,7 +106,7 @@ def test_text_layers_compute_in_8_bits_where_it_is_asked_with_the_weights_that_c
     assert plain.predict(OBSERVATIONS[:1], SEEDS[:1]).tobytes() != before.tobytes()
     policy.load_weights(tmp_path / "moved/checkpoint")
     for layer in layers:
-        assert torch.equal(layer.codes.float(), rounded(layer.weight)[0].float())
+        assert torch.equal(layer.codes.float(), quantize_rows(layer.weight)[0].float())
     fresh = open_policy(tmp_path / "moved", "continuous", rows=1, quantization="fp8")
     after = policy.predict(OBSERVATIONS[:1], SEEDS[:1])
     assert after.tobytes() == fresh.predict(OBSERVATIONS[:1], SEEDS[:1]).tobytes() != before.tobytes()

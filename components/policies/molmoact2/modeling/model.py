@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from components.contracts.errors import DataError
 from components.models.compiled import check_compiler
-from components.models.fp8 import quantize_layers
+from components.models.fp8 import FP8Linear, quantize_layers
 from components.policies.molmoact2.configuration import MolmoAct2Config
 from components.policies.molmoact2.modeling.expert import ActionExpert
 from components.policies.molmoact2.modeling.flow import FlowSamples, flow_errors, noisy_actions
@@ -42,7 +42,7 @@ class MolmoAct2(nn.Module):
     There is no buffer before `quantize_text`: a model that was built on the meta device is complete when its parameters
     are loaded.
 
-    value_head: of reinforcement learning; no part of a released checkpoint. quantization: of the text layers' products.
+    value_head: of reinforcement learning; no part of a released checkpoint.
     """
 
     def __init__(self, config: MolmoAct2Config, dtype: Precision = "float32", residual_dropout: float = 0.0) -> None:
@@ -58,7 +58,6 @@ class MolmoAct2(nn.Module):
         self.vlm = Molmo2Backbone(config.molmo2(), residual_dropout)
         self.action_expert = ActionExpert(config)
         self.value_head: ValueHead | None = None
-        self.quantization: Quantization | None = None
         self._frozen: dict[bool, GraphedFunction[list[KeyValue]]] = {}
         if dtype == "bfloat16":
             self.vlm.to(torch.bfloat16)
@@ -108,7 +107,11 @@ class MolmoAct2(nn.Module):
             ConfigurationError: the VLM is not in bfloat16, or the GPU cannot.
         """
         quantize_layers(self.vlm.model.language_model.layers, where)
-        self.quantization = "fp8"
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """What the text layers compute their products in, where it is not the model's dtype."""
+        return "fp8" if any(isinstance(module, FP8Linear) for module in self.vlm.modules()) else None
 
     def compile_layers(self, *, dynamic: bool) -> None:
         """Compile vision, text and expert layers at their first call: elementwise work becomes few kernels.

@@ -52,15 +52,15 @@ class TextAttention(Molmo2Attention):
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def forward(
-        self, x: Tensor, angles: KeyValue, mask: Tensor, past: KeyValue | None, grouped: bool
+        self, x: Tensor, angles: KeyValue, mask: Tensor, past: KeyValue | None, gqa: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """grouped: there is a kernel that reads the keys and values of a group of heads once for all of them."""
+        """gqa: there is a kernel that reads the keys and values of a group of heads once for all of them."""
         queries = rotate(self.q_norm(self._heads(self.q_proj(x))), *angles).transpose(1, 2)
         keys, values = self.keys_values(x, angles)
         if past is not None:
             keys, values = torch.cat([past[0], keys], dim=2), torch.cat([past[1], values], dim=2)
-        own = (keys, values) if grouped else (self._repeated(keys), self._repeated(values))
-        seen = functional.scaled_dot_product_attention(queries, own[0], own[1], attn_mask=mask, enable_gqa=grouped)
+        own = (keys, values) if gqa else (self._repeated(keys), self._repeated(values))
+        seen = functional.scaled_dot_product_attention(queries, own[0], own[1], attn_mask=mask, enable_gqa=gqa)
         return self.o_proj(seen.transpose(1, 2).flatten(2)), keys, values
 
     def keys_values(self, x: Tensor, angles: KeyValue) -> KeyValue:
@@ -90,14 +90,14 @@ class TextLayer(Molmo2DecoderLayer):
         mask: Tensor,
         past: KeyValue | None = None,
         cache_only: bool = False,
-        grouped: bool = False,
+        gqa: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The layer's output, and keys and values of all tokens that it looked at; `cache_only`: in place of the output
         its input, and keys and values of the tokens given."""
         normed = self.input_layernorm(x)
         if cache_only:
             return x, *self.self_attn.keys_values(normed, angles)
-        attended, keys, values = self.self_attn(normed, angles, mask, past, grouped)
+        attended, keys, values = self.self_attn(normed, angles, mask, past, gqa)
         x = x + self.dropout(attended)
         return x + self.dropout(self.mlp(self.post_attention_layernorm(x))), keys, values
 
@@ -191,12 +191,12 @@ class TextModel(nn.Module):
         """
         angles = rotary_angles(positions, self.head_dim, self.rope_theta)[:, :, None]
         rope = (angles.cos(), angles.sin())
-        cache, grouped = [], groups_heads(x)
+        cache, gqa = [], has_gqa_kernel(x)
         for index, layer in enumerate(self.layers):
             before = None if past is None else past[index]
             ends = cache_only and index + 1 == len(self.layers)
             active = self.gradient_checkpointing and self.training
-            x, keys, values = checkpointed(layer, active, x, rope, mask, before, ends, grouped)
+            x, keys, values = checkpointed(layer, active, x, rope, mask, before, ends, gqa)
             cache.append((keys, values))
         return BackboneOutput(x.new_empty(0) if cache_only else self.norm(x), cache)
 
@@ -268,7 +268,7 @@ def _with_images(x: Tensor, is_patch: Tensor, features: Tensor) -> Tensor:
     return x + added.masked_fill(~is_patch[..., None], 0.0)
 
 
-def groups_heads(x: Tensor) -> bool:
+def has_gqa_kernel(x: Tensor) -> bool:
     """Whether attention with a mask has a kernel for grouped heads where `x` is: cuDNN's, which PyTorch asks first on
     these GPUs, in bfloat16. Elsewhere PyTorch would compute it by plain operations, in float32.
     """
