@@ -1,6 +1,4 @@
-"""A model whose layers are compiled: norms, activations and rotations become few kernels, and widths that tensor cores
-dislike are padded.
-"""
+"""A model whose layers are compiled: norms, activations and rotations become few kernels."""
 
 from __future__ import annotations
 
@@ -15,6 +13,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from components.contracts.errors import ConfigurationError
 
+VARIANTS = 64
+"""How many variants of a layer's code are kept: with and without gradients, of the first layer and others, of few and
+many tokens. torch keeps 8 if it is not told, and goes on with plain layers, which are slower and round otherwise.
+"""
 _WHERE = "trainer.torch_compile"
 
 
@@ -27,6 +29,7 @@ def compile_layers(model: PreTrainedModel) -> None:
         ConfigurationError: the model has no layers as transformers makes them, or there is no compiler for C++.
     """
     check_compiler(_WHERE)
+    torch._dynamo.config.recompile_limit = VARIANTS
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigurationError(

@@ -25,6 +25,7 @@ class Family:
     image attend in both directions unless the configuration's `is_mm_prefix_lm` is False. `served_adapters` are
     the components whose adapters vLLM (0.32) applies as they are trained. `whole_tower` is True where a model uses the
     output of its vision tower and no hidden states of the layers: of a tower that FSDP wraps transformers records none.
+    `embeds_features` is True where the features of images are no more than the embeddings of their tokens.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Family:
     image_attention: bool = False
     served_adapters: tuple[Component, ...] = ("language",)
     whole_tower: bool = False
+    embeds_features: bool = True
 
     def component_of(self, parameter: str) -> Component:
         """The component that the parameter or module called `parameter` belongs to.
@@ -64,7 +66,13 @@ QWEN_IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|
 LANGUAGE = ("model.language_model", "lm_head")
 
 
-def _qwen(name: str, model_type: str, projector: tuple[str, ...], wrap_classes: tuple[str, ...]) -> Family:
+def _qwen(
+    name: str,
+    model_type: str,
+    projector: tuple[str, ...],
+    wrap_classes: tuple[str, ...],
+    embeds_features: bool = True,
+) -> Family:
     return Family(
         name=name,
         model_type=model_type,
@@ -76,6 +84,7 @@ def _qwen(name: str, model_type: str, projector: tuple[str, ...], wrap_classes: 
         wrap_classes=wrap_classes,
         served_adapters=COMPONENTS,
         whole_tower=True,
+        embeds_features=embeds_features,
     )
 
 
@@ -90,6 +99,7 @@ def _tower(
     image_attention: bool = False,
     served_adapters: tuple[Component, ...] = ("language",),
     whole_tower: bool = False,
+    embeds_features: bool = True,
 ) -> Family:
     return Family(
         name=name,
@@ -104,6 +114,7 @@ def _tower(
         image_attention=image_attention,
         served_adapters=served_adapters,
         whole_tower=whole_tower,
+        embeds_features=embeds_features,
     )
 
 
@@ -125,6 +136,7 @@ _FAMILIES = (
         "qwen3_vl",
         ("model.visual.merger", "model.visual.deepstack_merger_list"),
         ("Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"),
+        embeds_features=False,
     ),
     _tower("llava", "llava", ("<image>",), ("LlamaDecoderLayer", "CLIPEncoderLayer")),
     _tower(
@@ -161,6 +173,7 @@ _FAMILIES = (
         ("Gemma3DecoderLayer", "SiglipEncoderLayer"),
         image_attention=True,
         whole_tower=True,
+        embeds_features=False,
     ),
     _tower(
         "molmo2",
@@ -170,6 +183,7 @@ _FAMILIES = (
         placeholder="image_patch_id",
         image_attention=True,
         served_adapters=(),
+        embeds_features=False,
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _FAMILIES}

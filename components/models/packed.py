@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from inspect import signature
 from typing import Any, TypeVar
 
@@ -16,10 +16,11 @@ from components.models.attention import CAUSAL_LAYERS, blocks_of
 from components.models.context_parallel import ContextParallel, FeatureExchange, encoded_by, feature_exchange
 from components.models.families import family_of
 from components.models.packed_attention import PACKED, REMEDY, Segments
-from components.models.vision import encoded_images
+from components.models.transfer import to_device
+from components.models.vision import GRID, encoded_images, tower_inputs
 
 Holder = TypeVar("Holder", "Packing", FeatureExchange)
-GRIDS = ("image_grid_thw", "image_grids")
+GRIDS = (GRID, "image_grids")
 """Inputs that positions and blocks depend on."""
 
 
@@ -38,6 +39,8 @@ class Packing:
         positions: (1, T), or (3, 1, T) where the family has positions in three dimensions; from `laid_out`.
         blocks: see `Segments`; from `laid_out`.
         exchange: how features reach the ranks that share the sequence; from `laid_out`.
+        image_places: (I,) int64: which packed tokens, of this rank's, stand for images; from `laid_out`.
+        tower: see `components.models.vision.tower_inputs`; from `laid_out`.
     """
 
     rows: Tensor
@@ -52,15 +55,23 @@ class Packing:
     positions: Tensor | None = None
     blocks: Tensor | None = None
     exchange: FeatureExchange | None = None
+    image_places: Tensor | None = None
+    tower: Mapping[str, Tensor | int] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> Packing:
-        moved = _tensors_on(self, device)
-        return moved if self.exchange is None else replace(moved, exchange=_tensors_on(self.exchange, device))
+        """On `device`; grids stay where they are, because a host asks for their numbers."""
+        tower = {
+            name: to_device(value, device) if isinstance(value, Tensor) and name != GRID else value
+            for name, value in self.tower.items()
+        }
+        exchange = None if self.exchange is None else _tensors_on(self.exchange, device)
+        return replace(_tensors_on(self, device), exchange=exchange, tower=tower)
 
 
 def _tensors_on(value: Holder, device: torch.device) -> Holder:
-    tensors: dict[str, Any] = {f.name: own for f in fields(value) if isinstance(own := getattr(value, f.name), Tensor)}
-    return replace(value, **{name: own.to(device, non_blocking=True) for name, own in tensors.items()})
+    tensors = {f.name: own for f in fields(value) if isinstance(own := getattr(value, f.name), Tensor)}
+    moved: dict[str, Any] = {name: to_device(own, device) for name, own in tensors.items()}
+    return replace(value, **moved)
 
 
 def attend_in_segments(model: PreTrainedModel, context: ContextParallel | None = None) -> None:
@@ -103,12 +114,18 @@ def _refusal(model: PreTrainedModel, reason: str) -> ConfigurationError:
 
 
 def laid_out(
-    model: PreTrainedModel, rows: Mapping[str, Tensor], packing: Packing, context: ContextParallel | None = None
+    model: PreTrainedModel,
+    inputs: Mapping[str, Tensor],
+    grids: Mapping[str, Tensor],
+    packing: Packing,
+    context: ContextParallel | None = None,
 ) -> Packing:
-    """`packing` with the positions and blocks that its tokens have in rows of their own.
+    """`packing` with what its tokens have in rows of their own, such as positions. It is work for a CPU.
 
-    `rows` are the model's inputs for B rows, by name, with the grids of the images that they show. It is work for a
-    CPU.
+    Args:
+        inputs: the model's for B rows, by name, with those of the distinct images; with `context` of those that this
+            rank encodes.
+        grids: of the images that the rows show, row after row.
 
     Raises:
         DataError: rows that begin alike part within tokens that attend to one another, or there are fewer tokens than
@@ -122,20 +139,26 @@ def laid_out(
         )
     at = packing.rows, packing.columns
     body: Any = model.model
+    rows = {**inputs, **grids}
     positions = packing.columns[None]
     if "image_grid_thw" in rows and hasattr(body, "get_rope_index"):
         positions = _rope_index(body, rows)[:, *at][:, None]
     blocks = blocks_of(model.config, rows)
     if blocks is not None:
         _check_blocks(blocks, packing)
-    exchange = None
-    if context is not None and packing.images:
+    blocks = None if blocks is None else blocks[at]
+    exchange = places = None
+    if packing.images:
         ids = rows["input_ids"][at]
         places = (ids == getattr(model.config, family_of(model.config).placeholder)).nonzero()[:, 0]
+    if context is not None and places is not None:
         exchange = feature_exchange(
             context, packing.images, packing.image_tokens, packing.encoders, places, len(packing.rows)
         )
-    return replace(packing, positions=positions, blocks=None if blocks is None else blocks[at], exchange=exchange)
+        own = context.slice(len(packing.rows))
+        places = places[(places >= own.start) & (places < own.stop)] - own.start
+    tower = tower_inputs(body, inputs.get(GRID))
+    return replace(packing, positions=positions, blocks=blocks, exchange=exchange, image_places=places, tower=tower)
 
 
 def _rope_index(body: Any, rows: Mapping[str, Tensor]) -> Tensor:
@@ -182,12 +205,17 @@ def packed_states(
         own = context.slice(len(packing.rows))
         encoded = tuple(encoded[image] for image in encoded_by(context.rank, packing.encoders, encoded))
     ids = inputs["input_ids"][packing.rows[own], packing.columns[own]][None]
-    images = {}
+    images, embeddings = {}, None
     if packing.images:
-        images["image"] = encoded_images(body, inputs, encoded, packing.images, packing.exchange)
+        found = encoded_images(body, inputs, encoded, packing.images, packing.exchange, packing.tower)
+        if family_of(model.config).embeds_features:
+            embeddings = _embedded(body, ids, found.pooler_output, packing.image_places)
+        else:
+            images["image"] = found
     segments = Segments(packing.lengths, packing.keys, packing.key_lengths, packing.blocks, context)
     states: Tensor = body(
-        input_ids=ids,
+        input_ids=ids if embeddings is None else None,
+        inputs_embeds=embeddings,
         # Four dimensions: transformers takes the mask as it is, and makes none of T x T.
         attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device),
         position_ids=packing.positions[..., own],
@@ -199,3 +227,14 @@ def packed_states(
     if segments.layers != layers:
         raise _refusal(model, f"{segments.layers} of its {layers} layers attend")
     return states[0]
+
+
+def _embedded(body: Any, ids: Tensor, features: Tensor | Sequence[Tensor], places: Tensor | None) -> Tensor:
+    """(1, T, D): the features of images at their `places`, and embeddings elsewhere.
+
+    transformers finds the places by a mask, and a host waits for a GPU to count them, forward and backward.
+    """
+    (flat,) = (features,) if isinstance(features, Tensor) else features
+    embeddings: Tensor = body.get_input_embeddings()(ids)
+    assert places is not None
+    return embeddings.index_copy(1, places, flat[None].to(embeddings.dtype))

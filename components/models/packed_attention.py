@@ -25,6 +25,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 
 from components.contracts.errors import ConfigurationError
 from components.models.context_parallel import ContextParallel
+from components.models.transfer import to_device
 from components.models.varlen import has_kernel, under_autocast
 
 PACKED = "packed"
@@ -62,7 +63,7 @@ class Segments:
     def ends(self) -> tuple[Tensor, Tensor]:
         """(S + 1,) int32 each: where the segments' queries and keys end."""
         queries, keys = (torch.tensor([0, *accumulate(each)]) for each in (self.lengths, self.key_lengths))
-        return queries.int().to(self.keys.device), keys.int().to(self.keys.device)
+        return to_device(queries.int(), self.keys.device), to_device(keys.int(), self.keys.device)
 
     @cached_property
     def alike(self) -> list[tuple[Tensor, Tensor]]:

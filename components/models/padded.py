@@ -6,7 +6,6 @@ of the speed. Only products have the zeros: parameters and their gradients keep 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,22 +27,24 @@ def pad_widths(model: nn.Module) -> None:
         if any(type(layer) is not nn.Linear for layer in layers):
             continue
         *widened, narrowed = layers
-        if not (width := narrowed.in_features) % _ALIGNED:
+        if narrowed.in_features % _ALIGNED == 0:
             continue
-        more = -width % _TILE
         for layer in widened:
-            layer.forward = partial(_widened, layer, more)
-        narrowed.forward = partial(_narrowed, narrowed, more)
+            layer.__class__ = _Widened
+        narrowed.__class__ = _Narrowed
 
 
-def _widened(layer: nn.Linear, more: int, x: Tensor) -> Tensor:
-    """(..., out + more), 0 in the last `more`."""
-    (weight,) = under_autocast(layer.weight)
-    bias = None if layer.bias is None else pad(layer.bias, (0, more))
-    return linear(x, pad(weight, (0, 0, 0, more)), bias)
+class _Widened(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., out + more), 0 in the last `more`."""
+        more = -self.out_features % _TILE
+        (weight,) = under_autocast(self.weight)
+        bias = None if self.bias is None else pad(self.bias, (0, more))
+        return linear(x, pad(weight, (0, 0, 0, more)), bias)
 
 
-def _narrowed(layer: nn.Linear, more: int, x: Tensor) -> Tensor:
-    """Of x (..., in + more), whose last `more` count for nothing."""
-    (weight,) = under_autocast(layer.weight)
-    return linear(x, pad(weight, (0, more)), layer.bias)
+class _Narrowed(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        """Of x (..., in + more), whose last `more` count for nothing."""
+        (weight,) = under_autocast(self.weight)
+        return linear(x, pad(weight, (0, -self.in_features % _TILE)), self.bias)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, PreTrainedModel
 
 from components.models.remote import is_remote
@@ -45,13 +44,14 @@ def attend_in_windows(
     attention_mask: Tensor | None,
     *,
     cu_seq_lens_q: Tensor,
+    max_length_q: int,
     scaling: float,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Attention in both directions within each image or window: (1, H, T, D) to (1, T, H, D)."""
     q, k, v = (tensor[0].transpose(0, 1) for tensor in under_autocast(query, key, value))
     if has_kernel(q):
-        out = _flash(q, k, v, cu_seq_lens_q, _longest(cu_seq_lens_q), scaling)
+        out = _flash(q, k, v, cu_seq_lens_q, max_length_q, scaling)
     else:
         out = _by_length(q, k, v, cu_seq_lens_q.diff().tolist(), scaling)
     return out[None], None
@@ -70,16 +70,6 @@ def has_kernel(q: Tensor) -> bool:
         return False
     fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     return fits and torch.cuda.get_device_capability(q.device) >= (8, 0)
-
-
-_LENGTHS = WeakTensorKeyDictionary()
-
-
-def _longest(ends: Tensor) -> int:
-    """The tokens of the longest window; asks a GPU once for all blocks that have the same windows."""
-    if ends not in _LENGTHS:
-        _LENGTHS[ends] = int(ends.diff().max())
-    return int(_LENGTHS[ends])
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -25,11 +25,12 @@ from components.models.families import family_of
 from components.models.lora import base_model
 from components.models.packed import laid_out
 from components.models.padded import pad_widths
+from components.models.transfer import to_device
 from components.training.engine import ALL, ParameterGroup, TrainingEngine
 from components.training.memory import peak_memory_gib
 from components.training.ranks import Ranks
 from components.training.schedule import learning_rate
-from components.vlm.logprobs import Policy, check_head
+from components.vlm.logprobs import Policy, check_head, predicting
 from components.vlm.metrics import Meter, batch_report
 from components.vlm.objectives import Tokens, loss_of, normalizer
 from components.vlm.offloading import offloaded_activations
@@ -101,10 +102,10 @@ class Learner(TrainingEngine[Any]):
         check_head(self.policy)
         in_bf16 = settings.weights == "bfloat16" or settings.autocast == "bf16"
         for policy in filter(None, (self.policy, self.reference)):
-            if settings.torch_compile:
-                compile_layers(base_model(policy.model))  # the compiler pads widths itself
-            elif in_bf16 and ranks.device.type == "cuda":
+            if in_bf16 and ranks.device.type == "cuda":
                 pad_widths(policy)
+            if settings.torch_compile:
+                compile_layers(base_model(policy.model))
         self.log_ratios: dict[int, npt.NDArray[np.float32]] = {}
         super().__init__(
             self.policy.model,
@@ -179,13 +180,14 @@ class Learner(TrainingEngine[Any]):
         scale = 1 / normalizer(self.settings, n_tokens, n_sequences)
         for micro, batch in batches:
             batch = self._ready(batch)
-            given = _given(batch)
+            at = predicting(batch.loss_mask, self.ranks.device)
+            given = self._given(batch, at[0])
             with offloaded_activations() if self.settings.activation_offloading else nullcontext():
-                logprobs, entropy = _run(self.policy, batch)
+                logprobs, entropy = _run(self.policy, batch, at)
             at_start = _at_start(micro, logprobs, start)
             corrected = self.settings.correction.mode != "none"
             tokens = Tokens(logprobs, at_start if corrected else given["behavior"], **given)
-            loss = loss_of(tokens, entropy, self._reference_logprobs(batch), at_start, self.settings)
+            loss = loss_of(tokens, entropy, self._reference_logprobs(batch, at), at_start, self.settings)
             self.backward(loss.total * scale)
             meter.add(micro, tokens, loss, scale)
             if isinstance(batch, PackedBatch):
@@ -212,14 +214,14 @@ class Learner(TrainingEngine[Any]):
         scored: dict[int, Tensor] = {}
         for micro, batch in load(self.plan(samples, range(len(samples)))):
             batch = self._ready(batch)
-            logprobs, _ = _run(self.policy, batch)
+            logprobs, _ = _run(self.policy, batch, predicting(batch.loss_mask, self.ranks.device))
             lengths = batch.loss_mask[:, 1:].sum(1).tolist()
             parts = logprobs.cpu().split(lengths)
             scored |= {row: part for row, part in zip(micro.rows, parts, strict=True) if row >= 0}
         return {row: values for part in self.ranks.gather(scored) for row, values in part.items()}
 
     @torch.no_grad()
-    def _reference_logprobs(self, batch: MultimodalBatch) -> Tensor | None:
+    def _reference_logprobs(self, batch: MultimodalBatch, at: tuple[Tensor, Tensor]) -> Tensor | None:
         """(N,) log-probs under the initial model: its frozen copy, or the policy without its adapters."""
         if self.settings.kl_coefficient == 0:
             return None
@@ -229,30 +231,42 @@ class Learner(TrainingEngine[Any]):
         logprobs: Tensor
         with without:
             policy = self.policy if self.reference is None else self.reference
-            logprobs, _ = _run(policy, batch)
+            logprobs, _ = _run(policy, batch, at)
         return logprobs
 
     def _ready(self, batch: MultimodalBatch) -> MultimodalBatch:
-        """The batch on the device of this rank; positions of packed rows are made before."""
+        """The batch, with what the model takes on the device of this rank; positions of packed rows are made before.
+
+        What says which tokens are trained, and how, stays on the CPU: to ask a GPU is to wait for what it does.
+        """
         if isinstance(batch, PackedBatch):
-            rows = model_inputs(batch) | batch.grids
-            packing = laid_out(base_model(self.model), rows, batch.packing, self.ranks.context)
-            batch = replace(batch, packing=packing)
-        return _to(batch, self.ranks.device)
+            model, context = base_model(self.model), self.ranks.context
+            packing = laid_out(model, model_inputs(batch), batch.grids, batch.packing, context)
+            batch = replace(batch, packing=packing.to(self.ranks.device))
+        move = partial(to_device, device=self.ranks.device)
+        return replace(
+            batch,
+            input_ids=move(batch.input_ids),
+            attention_mask=move(batch.attention_mask),
+            pixel_values=None if batch.pixel_values is None else move(batch.pixel_values),
+            extra_model_kwargs={name: move(value) for name, value in batch.extra_model_kwargs.items()},
+        )
+
+    def _given(self, batch: MultimodalBatch, rows: Tensor) -> dict[str, Any]:
+        """What `Tokens` has from the batch, of which `rows` are those of the trained tokens."""
+        assert batch.advantages is not None
+        trained = batch.loss_mask[:, 1:]
+        behavior, advantages = (
+            to_device(values[:, 1:][trained].float(), self.ranks.device)
+            for values in (batch.behavior_logprobs, batch.advantages)
+        )
+        return {"behavior": behavior, "advantages": advantages, "rows": rows, "n_rows": len(trained)}
 
 
-def _run(policy: Policy, batch: MultimodalBatch) -> tuple[Tensor, Tensor]:
+def _run(policy: Policy, batch: MultimodalBatch, at: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     packing = batch.packing if isinstance(batch, PackedBatch) else None
-    logprobs, entropy = policy(model_inputs(batch), batch.loss_mask, packing)
+    logprobs, entropy = policy(model_inputs(batch), at, packing)
     return logprobs, entropy
-
-
-def _given(batch: MultimodalBatch) -> dict[str, Any]:
-    """What `Tokens` has from the batch. A GPU is waited for, so it is made before the model runs."""
-    at = rows, _ = batch.loss_mask[:, 1:].nonzero(as_tuple=True)
-    assert batch.advantages is not None
-    behavior, advantages = (values[:, 1:][at].float() for values in (batch.behavior_logprobs, batch.advantages))
-    return {"behavior": behavior, "advantages": advantages, "rows": rows, "n_rows": len(batch.loss_mask)}
 
 
 def _at_start(micro: MicroBatch, logprobs: Tensor, start: dict[int, Tensor] | None) -> Tensor:
@@ -261,15 +275,6 @@ def _at_start(micro: MicroBatch, logprobs: Tensor, start: dict[int, Tensor] | No
         return logprobs.detach()
     found = [start[row] for row in micro.rows if row >= 0]
     return torch.cat(found).to(logprobs.device) if found else logprobs.detach()
-
-
-def _to(batch: MultimodalBatch, device: torch.device) -> MultimodalBatch:
-    moved: dict[str, Any] = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in moved.items()}
-    moved["extra_model_kwargs"] = {k: v.to(device, non_blocking=True) for k, v in batch.extra_model_kwargs.items()}
-    if isinstance(batch, PackedBatch):
-        moved["packing"] = batch.packing.to(device)
-    return type(batch)(**moved)
 
 
 def _learning_rates(settings: TrainerSettings) -> Callable[[float], float]:

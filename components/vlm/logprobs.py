@@ -16,6 +16,7 @@ from components.models.attention import needs_no_mask
 from components.models.context_parallel import ContextParallel
 from components.models.lora import base_model
 from components.models.packed import Packing, attend_in_segments, packed_states
+from components.models.transfer import to_device
 from components.vlm.heads import HEADS, Backend, HeadSettings
 
 
@@ -76,18 +77,16 @@ class Policy(nn.Module):
         self.backend: Backend = HEADS[logprobs](settings, head, device or head.weight.device)
 
     def forward(
-        self, inputs: dict[str, Tensor], loss_mask: Tensor, packing: Packing | None = None
+        self, inputs: dict[str, Tensor], at: tuple[Tensor, Tensor], packing: Packing | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(N,) log-probs and (N,) entropies of the N tokens where `loss_mask` (B, L) is True, columns 1 on.
+        """(N,) log-probs and (N,) entropies of the N tokens behind the positions `at`; see `predicting`.
 
         With `packing` the model computes what rows begin with once, and no padding; the result is the same. Ranks that
         share the rows all get the whole of it, and each the gradients of its part of the tokens.
         Without any token they are empty, and still depend on the head: under FSDP every rank has to use it, or its
         gradients are missing from a collective of the others.
         """
-        mask = loss_mask[:, 1:].bool()
-        with self.cast(loss_mask.device):
-            at = mask.nonzero(as_tuple=True)  # a GPU is waited for, so not after the model
+        with self.cast(inputs["input_ids"].device):
             targets = inputs["input_ids"][:, 1:][at]
             if packing is None:
                 return self._applied(self._hidden(inputs)[:, :-1][at], targets)
@@ -135,6 +134,16 @@ class Policy(nn.Module):
         return model.model(**inputs, use_cache=False).last_hidden_state
 
 
+def predicting(loss_mask: Tensor, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """(N,) rows and (N,) columns of the positions before the N tokens where `loss_mask` (B, L) is True, columns 1 on.
+
+    A mask on a GPU is waited for, one on the CPU is not; they are on `device`, None: where the mask is.
+    """
+    rows, columns = loss_mask[:, 1:].bool().nonzero(as_tuple=True)
+    device = device or loss_mask.device
+    return to_device(rows, device), to_device(columns, device)
+
+
 def text_inputs(policy: Policy, ids: Tensor) -> dict[str, Tensor]:
     """The model's inputs for rows (B, L) of text of one length."""
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -154,7 +163,7 @@ def check_head(policy: Policy) -> None:
     mask = torch.ones_like(ids, dtype=torch.bool)
     inputs = text_inputs(policy, ids)
     with torch.no_grad():
-        ours, _ = policy(inputs, mask)
+        ours, _ = policy(inputs, predicting(mask))
         with policy.cast(device):
             logits = policy.own_logits(inputs)[:, :-1]
         tolerance = 1e-2 + 2 * torch.finfo(logits.dtype).eps * logits.abs().max().item()

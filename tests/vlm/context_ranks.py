@@ -22,7 +22,7 @@ from components.training.launch import joined
 from components.training.processes import TrainerProcesses
 from components.training.ranks import Ranks
 from components.vlm.loader import FeatureCache
-from components.vlm.logprobs import Policy
+from components.vlm.logprobs import Policy, predicting
 from components.vlm.packing import packed_batch
 from tests.training.forked import serve
 from tests.vlm.conftest import Tiny, open_tiny
@@ -59,8 +59,8 @@ def packed(case: Case, tiny: Tiny, policy: Policy, ranks: Ranks) -> tuple[Any, A
     with TemporaryDirectory() as folder:
         features = FeatureCache(tiny.collator, tiny.images, Path(folder))
         batch = packed_batch(tiny.collator, case.samples, features, *ranks.part)
-    rows = model_inputs(batch) | batch.grids
-    return batch, laid_out(base_model(policy.model), rows, batch.packing, ranks.context)
+    inputs = model_inputs(batch)
+    return batch, laid_out(base_model(policy.model), inputs, batch.grids, batch.packing, ranks.context)
 
 
 def results(
@@ -71,7 +71,7 @@ def results(
     found, most = [], 0
     for batch, packing in batches:
         with kept(policy) as sizes:
-            logprobs, entropy = policy(model_inputs(batch), batch.loss_mask, packing)
+            logprobs, entropy = policy(model_inputs(batch), predicting(batch.loss_mask), packing)
         weight = batch.advantages[:, 1:][batch.loss_mask[:, 1:]]
         (weight * logprobs + 0.1 * entropy).sum().backward()
         found += [logprobs.detach(), entropy.detach()]

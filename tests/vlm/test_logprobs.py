@@ -17,7 +17,7 @@ from components.adapters import model_inputs
 from components.contracts.errors import ConfigurationError
 from components.models.attention import needs_no_mask
 from components.models.families import FAMILIES
-from components.vlm.logprobs import Policy, check_head
+from components.vlm.logprobs import Policy, check_head, predicting
 
 from .conftest import LORA, Tiny
 
@@ -49,7 +49,7 @@ def test_backends_equal_naive_with_gradients(
     weights = torch.linspace(-1, 1, int(batch.loss_mask[:, 1:].sum()), dtype=torch.float64)
     results = []
     for compute in (
-        lambda: policy(model_inputs(batch), batch.loss_mask),
+        lambda: policy(model_inputs(batch), predicting(batch.loss_mask)),
         lambda: naive(model, batch, 0.7, FORBIDDEN),
     ):
         model.zero_grad()
@@ -72,7 +72,7 @@ def test_forbidden_tokens_get_no_probability_and_entropy_is_finite(tiny: Tiny) -
     batch.loss_mask[0, -1] = True
     policy = Policy(tiny.model(), logprobs="torch", temperature=1.0, chunk_tokens=4, forbidden_token_ids=FORBIDDEN)
     with torch.no_grad():
-        logprobs, entropy = policy(model_inputs(batch), batch.loss_mask)
+        logprobs, entropy = policy(model_inputs(batch), predicting(batch.loss_mask))
     assert logprobs.isinf().sum() == 1
     assert entropy.isfinite().all()
 
@@ -82,7 +82,7 @@ def test_temperature_raises_entropy(tiny: Tiny) -> None:
     model = tiny.model()
     with torch.no_grad():
         policies = [Policy(model, logprobs="torch", temperature=t, chunk_tokens=64) for t in (0.5, 1.0, 2.0)]
-        entropies = [policy(model_inputs(batch), batch.loss_mask)[1].mean().item() for policy in policies]
+        entropies = [policy(model_inputs(batch), predicting(batch.loss_mask))[1].mean().item() for policy in policies]
     assert 0 < entropies[0] < entropies[1] < entropies[2] <= np.log(400)
 
 
@@ -107,7 +107,7 @@ def bare(logits: torch.Tensor, temperature: float = 1.0) -> tuple[torch.Tensor, 
     model = Bare(logits)
     ids = torch.zeros(logits.shape[:2], dtype=torch.int64)
     policy = Policy(model, logprobs="torch", temperature=temperature, chunk_tokens=2)
-    return *policy({"input_ids": ids, "attention_mask": ids + 1}, torch.ones_like(ids).bool()), model
+    return *policy({"input_ids": ids, "attention_mask": ids + 1}, predicting(torch.ones_like(ids))), model
 
 
 def test_basic_shapes_and_values() -> None:
@@ -149,7 +149,7 @@ def test_gradient_checkpointing_works_without_training_mode(tiny: Tiny) -> None:
         layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) and m.training]
         assert bool(layers) is checkpointing
         assert not any(m.training for m in model.modules() if isinstance(m, nn.Dropout))
-        policy(model_inputs(batch), batch.loss_mask)[0].sum().backward()
+        policy(model_inputs(batch), predicting(batch.loss_mask))[0].sum().backward()
         grads.append({name: p.grad for name, p in model.named_parameters()})
     for name, grad in grads[0].items():
         assert torch.equal(grad, grads[1][name]), name
@@ -188,7 +188,7 @@ def test_memory_is_a_fraction_of_the_naive_form() -> None:
     mask = (torch.arange(length) >= length // 2).expand(rows, length)
     with Live() as chunked:
         policy = Policy(model, logprobs="torch", temperature=1.0, chunk_tokens=32)
-        policy({"input_ids": ids, "attention_mask": ids}, mask)[0].sum().backward()
+        policy({"input_ids": ids, "attention_mask": ids}, predicting(mask))[0].sum().backward()
     with Live() as everything:
         logprobs = model.head(model.logits)[:, :-1].float().log_softmax(-1)
         _entropy = -(logprobs.exp() * logprobs).sum(-1).detach()
@@ -213,7 +213,7 @@ def test_rows_padded_at_their_ends_need_no_mask_where_all_is_causal(
             logits = policy.own_logits(inputs)[:, :-1][mask]
             logprobs = logits.log_softmax(-1).gather(-1, batch.input_ids[:, 1:][mask][:, None])[:, 0]
         else:
-            logprobs, _ = policy(inputs, batch.loss_mask)
+            logprobs, _ = policy(inputs, predicting(batch.loss_mask))
         (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
         found.append((logprobs.detach(), gradient))

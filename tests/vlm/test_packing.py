@@ -25,7 +25,7 @@ from components.models.settings import LoraSettings
 from components.training.ranks import Ranks
 from components.vlm.learner import Learner
 from components.vlm.loader import FeatureCache, MicroBatchLoader
-from components.vlm.logprobs import Policy
+from components.vlm.logprobs import Policy, predicting
 from components.vlm.packing import packed_batch, packing_of
 from components.vlm.plan import micro_batches, packed_micro_batches
 
@@ -196,7 +196,7 @@ def results(policy: Policy, batches: Sequence[tuple[Any, Any]]) -> tuple[list[to
     policy.zero_grad()
     found = []
     for batch, packing in batches:
-        logprobs, entropy = policy(model_inputs(batch), batch.loss_mask, packing)
+        logprobs, entropy = policy(model_inputs(batch), predicting(batch.loss_mask), packing)
         weight = batch.advantages[:, 1:][batch.loss_mask[:, 1:]]
         (weight * logprobs + 0.1 * entropy).sum().backward()
         found += [logprobs.detach(), entropy.detach()]
@@ -210,7 +210,7 @@ def assert_rows_are_separate(tiny: Tiny, model: Any, samples: list[Sample], tmp_
     features = FeatureCache(tiny.collator, tiny.images, tmp_path)
     batch = packed_batch(tiny.collator, samples, features)
     assert len(batch.packing.rows) < 0.7 * sum(len(sample.input_ids) for sample in samples)
-    packing = laid_out(policy.model, model_inputs(batch) | batch.grids, batch.packing)
+    packing = laid_out(policy.model, model_inputs(batch), batch.grids, batch.packing)
     ours, our_gradient = results(policy, [(batch, packing)])
     rows = [(tiny.collator.collate_features([sample], features), None) for sample in samples]
     alone, gradient = results(policy, rows)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from components.contracts.errors import DataError
-from components.models.compiled import check_compiler
+from components.models.compiled import VARIANTS, check_compiler
 from components.models.fp8 import FP8Linear, quantize_layers
 from components.policies.molmoact2.configuration import MolmoAct2Config
 from components.policies.molmoact2.modeling.expert import ActionExpert
@@ -32,8 +32,6 @@ from components.policies.molmoact2.processing.batch import PolicyBatch
 from components.policies.settings import Quantization
 
 Precision = Literal["float32", "bfloat16"]
-SHAPES = 64
-"""Versions of a layer's code, of which a width and number of rows has three; beyond them torch runs plain layers."""
 
 
 class MolmoAct2(nn.Module):
@@ -126,7 +124,7 @@ class MolmoAct2(nn.Module):
             ConfigurationError: there is no compiler for C++.
         """
         check_compiler("torch_compile")
-        torch._dynamo.config.recompile_limit = SHAPES
+        torch._dynamo.config.recompile_limit = VARIANTS
         options = {"emulate_precision_casts": True}  # rounds where plain layers do
         body = self.vlm.model
         for layer in (*body.vision_tower.layers, *body.language_model.layers, *self.action_expert.blocks):
