@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
 from components.contracts.errors import ConfigurationError
+from components.training.gradient_sums import sum_in_fp32
 from components.training.moments import OptimizerStates
 from components.training.optimizer import CompensatedAdamW
 from components.training.ranks import Ranks, total_norm
@@ -82,6 +83,8 @@ class TrainingEngine(Generic[Model]):
                 where="trainer.optimizer_states, machine.trainer_sharding",
                 remedy='set trainer.optimizer_states = "cpu", or leave it out: each rank has its part of the states',
             )
+        # FSDP keeps its shards, and their gradients, in fp32.
+        self._sums = sum_in_fp32(model) if masters and not sharded else None
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._clipped = {g.name: g.parameters for g in self.groups} if clip_groups else {ALL: self.trained}
         self.optimizer = CompensatedAdamW(
@@ -100,6 +103,8 @@ class TrainingEngine(Generic[Model]):
 
     def discard(self) -> None:
         """Forget the gradients since the last update."""
+        if self._sums is not None:
+            self._sums.discard()
         self.optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
@@ -115,6 +120,8 @@ class TrainingEngine(Generic[Model]):
         Raises:
             DivergedError: too many updates in a row were skipped.
         """
+        if self._sums is not None:
+            self._sums.give()
         self._sum_gradients()
         norms = {}
         for name, parameters in self._clipped.items():

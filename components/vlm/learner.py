@@ -95,7 +95,7 @@ class Learner(TrainingEngine[Any]):
         )
         needs_copy = settings.kl_coefficient > 0 and not isinstance(model, PeftModel)
         self.reference = self._make_policy(deepcopy(model).requires_grad_(False)) if needs_copy else None
-        self.policy = self._make_policy(prepare_weights(model, settings, sharded=shard is not None))
+        self.policy = self._make_policy(prepare_weights(model, settings))
         for policy in (self.policy, self.reference):
             if policy is not None:
                 (shard or partial(Policy.to, device=ranks.device))(policy)

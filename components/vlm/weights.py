@@ -12,8 +12,8 @@ from components.contracts.errors import ConfigurationError
 from components.vlm.settings import TrainerSettings
 
 
-def prepare_weights(model: nn.Module, settings: TrainerSettings, *, sharded: bool) -> nn.Module:
-    """`model`, of which what is trained is in fp32, or in bf16 with gradients in fp32.
+def prepare_weights(model: nn.Module, settings: TrainerSettings) -> nn.Module:
+    """`model`, of which what is trained is in fp32, or in bf16.
 
     An update of 1e-6 is lost in the 8 bits of a bf16 weight: of those the optimizer keeps the masters.
 
@@ -30,9 +30,6 @@ def prepare_weights(model: nn.Module, settings: TrainerSettings, *, sharded: boo
                 where="trainer.weights",
                 remedy="set model.dtype = 'bfloat16', or leave trainer.weights out",
             )
-        if not sharded:  # FSDP keeps its shards, and their gradients, in fp32
-            for parameter in trained:
-                parameter.grad_dtype = torch.float32
         return model
     _set_dtype(trained, torch.float32)
     if len(dtypes := _dtypes(model)) > 1 and settings.autocast == "none":

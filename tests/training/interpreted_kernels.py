@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from components.training.adamw_kernel import update
+from components.training.gradient_kernel import add
 from components.training.master_weights import joined, split
 
 from .update_cases import both_after
@@ -40,3 +41,15 @@ def test_the_kernel_updates_masters_as_fp32_weights() -> None:
         stock.step()
     torch.testing.assert_close(joined(weight, low), reference.detach(), rtol=1e-6, atol=1e-9)
     assert all(torch.equal(a, b) for a, b in zip(split(joined(weight, low)), (weight, low), strict=True))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (37, 55), (0, 3)])
+def test_a_gradient_is_added_as_torch_adds_it(shape: tuple[int, int]) -> None:
+    random = torch.Generator().manual_seed(0)
+    total = torch.full(shape, torch.nan)
+    gradients = [torch.randn(shape[::-1], generator=random).half().T for _ in range(3)]
+    expected = torch.zeros(shape)
+    for number, gradient in enumerate(gradients):
+        add(total, gradient, number > 0)
+        expected += gradient
+    assert torch.equal(total, expected)

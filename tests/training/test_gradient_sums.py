@@ -1,0 +1,83 @@
+"""Gradients of bf16 weights in one pass, against autograd's own sums in fp32."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from components.training.gradient_sums import GradientSums, sum_in_fp32
+
+
+class Tied(nn.Module):
+    """An embedding that is the head too, a layer, and one that the last row alone uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.layer, self.late = nn.Embedding(11, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.bfloat16()
+
+    def forward(self, ids: Tensor, late: bool) -> Tensor:
+        hidden = self.layer(self.embedding(ids)).tanh()
+        return self.head(self.late(hidden) if late else hidden)
+
+
+def summed(model: Tied, sums: GradientSums | None, device: str = "cpu") -> dict[str, Tensor]:
+    """Gradients of three micro-batches, of which the first two miss a layer."""
+    random = torch.Generator().manual_seed(1)
+    for late in (False, False, True):
+        ids = torch.randint(11, (5, 7), generator=random).to(device)
+        model(ids, late).float().log_softmax(-1).square().mean().backward()
+    if sums is not None:
+        assert model.layer.weight.grad is None
+        sums.give()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def plain_add(total: Tensor, gradient: Tensor, more: bool) -> None:
+    total.copy_(total + gradient if more else gradient)
+
+
+def assert_the_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys() and "late.weight" in ours
+    for name, value in theirs.items():
+        assert ours[name].dtype == value.dtype == torch.float32
+        assert torch.equal(ours[name], value), name
+
+
+def test_sums_are_those_of_autograd_to_the_bit() -> None:
+    other, model = Tied(), Tied()
+    assert sum_in_fp32(other) is None  # on a CPU autograd makes them
+    assert sum_in_fp32(model) is None
+    sums = GradientSums([*model.layer.parameters(), *model.late.parameters()], plain_add)
+    assert_the_same(summed(model, sums), summed(other, None))
+
+
+def test_discarded_sums_are_not_given() -> None:
+    model = Tied()
+    sums = GradientSums([model.layer.weight], plain_add)
+    ids = torch.zeros(1, 3, dtype=torch.long)
+    model(ids, False).sum().backward()
+    sums.discard()
+    sums.give()
+    assert model.layer.weight.grad is None
+    model(ids, False).sum().backward()
+    sums.give()
+    assert model.layer.weight.grad is not None
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_kernel_makes_them() -> None:
+    model = Tied().cuda()
+    other = deepcopy(model)
+    for parameter in other.parameters():
+        parameter.grad_dtype = torch.float32
+    sums = sum_in_fp32(model)
+    assert sums is not None
+    assert_the_same(summed(model, sums, "cuda"), summed(other, None, "cuda"))
+    assert model.embedding.weight.grad_dtype == torch.float32
