@@ -31,6 +31,8 @@ from components.models.varlen import has_kernel, under_autocast
 PACKED = "packed"
 """Its name in transformers. Without segments it is `sdpa`."""
 REMEDY = "leave trainer.packing out: padded rows train the same"
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+"""Older versions know grouped heads without being told."""
 _KNOWN_OPTIONS = {"position_ids", "use_cache", "is_causal", "output_attentions", "output_hidden_states", "return_dict"}
 
 
@@ -154,8 +156,6 @@ def attend_packed(
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None, window: int | None) -> Tensor:
-    # Older versions know groups without being told.
-    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
     k, v = (tensor.index_select(0, segments.keys) for tensor in (k, v))
     out = varlen_attn(
         q.contiguous(),
@@ -166,7 +166,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | N
         max(segments.key_lengths),
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        **grouped,
+        **_GROUPED,
     )
     assert isinstance(out, Tensor)
     return out

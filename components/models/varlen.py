@@ -35,7 +35,6 @@ def choose_kernels(model: PreTrainedModel) -> None:
         vision._attn_implementation = WINDOWS
 
 
-@torch.compiler.disable
 def attend_in_windows(
     module: nn.Module,
     query: Tensor,
@@ -65,8 +64,11 @@ def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors
 
 
+_HAS_WINDOWS = "window_size" in signature(varlen_attn).parameters
+
+
 def has_kernel(q: Tensor) -> bool:
-    if not q.is_cuda or "window_size" not in signature(varlen_attn).parameters:
+    if not q.is_cuda or not _HAS_WINDOWS:
         return False
     fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     return fits and torch.cuda.get_device_capability(q.device) >= (8, 0)
@@ -81,6 +83,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: f
     return out
 
 
+@torch.compiler.disable
 def _by_length(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
     """As `_flash`; windows of one length are one batch."""
     begins: dict[int, list[int]] = defaultdict(list)

@@ -15,12 +15,12 @@ BLOCK = 1024
 
 @triton.jit
 def _update(
-    weight, gradient, first, second, rest, count, keep, rate, share1, beta2, share2, eps, correction2,
+    weight, gradient, first, second, rest, count, clip, keep, rate, share1, beta2, share2, eps, correction2,
     BLOCK: tl.constexpr, MASTER: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
-    g = tl.load(gradient + place, inside).to(tl.float32)
+    g = tl.load(gradient + place, inside).to(tl.float32) * clip
     m = tl.load(first + place, inside).to(tl.float32)
     v = tl.load(second + place, inside).to(tl.float32)
     w, r = tl.load(weight + place, inside), tl.load(rest + place, inside)
@@ -57,14 +57,14 @@ def update(
     betas: tuple[float, float],
     eps: float,
     step: int,
+    clip: float = 1.0,
 ) -> None:
     """As `components.training.optimizer.rounded_update`; all tensors but the gradient are contiguous.
-
     `rest` is the residual, or in int16 what `components.training.master_weights.split` takes from the weight.
     """
     count, (beta1, beta2) = weight.numel(), betas
     tensors = (weight, gradient.contiguous(), first, second, rest)
     # What is near 1 is subtracted from it here, in double precision.
-    numbers = (1 - rate * decay, rate / (1 - beta1**step), 1 - beta1, beta2, 1 - beta2, eps, 1 - beta2**step)
+    numbers = (clip, 1 - rate * decay, rate / (1 - beta1**step), 1 - beta1, beta2, 1 - beta2, eps, 1 - beta2**step)
     grid, master = (triton.cdiv(count, BLOCK),), rest.dtype == torch.int16
     _update[grid](*tensors, count, *numbers, BLOCK=BLOCK, MASTER=master)

@@ -19,6 +19,8 @@ from components.training.ranks import Ranks, total_norm
 from components.training.skipped import SkippedUpdates
 
 Model = TypeVar("Model", bound=nn.Module)
+_NOT_0 = 1e-6
+"""torch's, which is added to a norm before something is divided by it."""
 ALL = "all"
 """The name of the gradients of all groups together."""
 
@@ -129,12 +131,16 @@ class TrainingEngine(Generic[Model]):
             norms[name] = total_norm(gradients)
         finite = all(map(isfinite, norms.values()))
         if finite:
+            clip = 1.0
             for name, parameters in self._clipped.items():
-                norm = torch.tensor(norms[name], dtype=torch.float64)
-                clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
+                if self.optimizer.masters:  # it multiplies as it reads
+                    clip = min(1.0, self.max_grad_norm / (norms[name] + _NOT_0))
+                else:
+                    norm = torch.tensor(norms[name], dtype=torch.float64)
+                    clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
             for group, own in zip(self.groups, self.optimizer.param_groups, strict=True):
                 own["lr"] = scale * group.rate(number if position is None else position)
-            self.optimizer.step()
+            self.optimizer.step(clip=clip)
         self.discard()
         self.skipped.note(number, norms if len(norms) > 1 else next(iter(norms.values())), finite)
         return AppliedUpdate(norms, finite)

@@ -53,18 +53,24 @@ class CompensatedAdamW(torch.optim.Optimizer):
         super().__init__([dict(g) for g in groups], {"betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+    def step(self, closure: None = None, *, clip: float = 1.0) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient, which is multiplied by `clip` before.
+
+        Args:
+            clip: other than 1 with masters alone.
+        """
+        assert clip == 1 or self.masters
         for group in self.param_groups:
-            trained = [p for p in group["params"] if p.grad is not None]
+            # The largest first: a GPU is busy with them while a host launches the kernels of the small ones.
+            trained = sorted((p for p in group["params"] if p.grad is not None), key=nn.Parameter.numel, reverse=True)
             for parameter in trained:
                 self._prepare(parameter)
             for parameters, states in self._storage.at_work(trained, [self.state[p] for p in trained]):
                 pairs = list(zip(parameters, states, strict=True))
-                self._step_fp32([pair for pair in pairs if pair[0].dtype == torch.float32], group)
+                self._step_fp32([pair for pair in pairs if pair[0].dtype == torch.float32], group, clip)
                 for parameter, state in pairs:
                     if parameter.dtype != torch.float32:
-                        self._step_rounded(parameter, state, group)
+                        self._step_rounded(parameter, state, group, clip)
             if self._average is not None and trained:
                 averages = [self.state[p][EMA] for p in trained]
                 self._average(averages, [self._exact(p) for p in trained], torch.tensor(1))
@@ -118,7 +124,9 @@ class CompensatedAdamW(torch.optim.Optimizer):
             return joined(parameter.detach(), state[LOW])
         return parameter.float() + state[RESIDUAL].float() if RESIDUAL in state else parameter.detach()
 
-    def _step_fp32(self, pairs: Sequence[tuple[nn.Parameter, State]], group: Mapping[str, Any]) -> None:
+    def _step_fp32(self, pairs: Sequence[tuple[nn.Parameter, State]], group: Mapping[str, Any], clip: float) -> None:
+        if pairs and clip != 1:
+            torch._foreach_mul_([_local(p.grad) for p, _ in pairs if p.grad is not None], clip)
         self._update(pairs, [_local(p).detach() for p, _ in pairs], group)
 
     def _update(
@@ -154,12 +162,13 @@ class CompensatedAdamW(torch.optim.Optimizer):
             for state in states:
                 state[STEP] += 1
 
-    def _step_rounded(self, parameter: nn.Parameter, state: State, group: Mapping[str, Any]) -> None:
+    def _step_rounded(self, parameter: nn.Parameter, state: State, group: Mapping[str, Any], clip: float) -> None:
         assert parameter.grad is not None
         rest = state[LOW] if self.masters else state[RESIDUAL]
         weight, *others = map(_local, (parameter.detach(), parameter.grad, state[FIRST], state[SECOND], rest))
         fused = _fused_update() if weight.is_cuda and weight.is_contiguous() else None
         if self.masters and fused is None:
+            others[0].mul_(clip)
             master = joined(weight, others[-1])
             self._update([(parameter, state)], [master], group)
             for own, half in zip((weight, others[-1]), split(master), strict=True):
@@ -174,6 +183,7 @@ class CompensatedAdamW(torch.optim.Optimizer):
             betas=group["betas"],
             eps=group["eps"],
             step=int(state[STEP].item()),
+            clip=clip,
         )
 
 
@@ -189,14 +199,15 @@ def rounded_update(
     betas: tuple[float, float],
     eps: float,
     step: int,
+    clip: float = 1.0,
 ) -> None:
     """AdamW of weight + residual in fp32; all tensors but the gradient are changed.
 
     Args:
-        decay: of the weights, decoupled. step: of this update, from 1.
+        decay: of the weights, decoupled. step: of this update, from 1. clip: the gradient is multiplied by it.
     """
     beta1, beta2 = betas
-    gradient = gradient.float()
+    gradient = gradient.float() * clip
     m = first.float().lerp_(gradient, 1 - beta1)
     v = second.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     exact = (weight.float() + residual.float()).mul_(1 - rate * decay)

@@ -121,6 +121,9 @@ class TrainerProcesses(BaseModel):
             RENDEZVOUS: str(rendezvous / "store"),
             "GLOO_SOCKET_IFNAME": own,
             "NCCL_SOCKET_IFNAME": f"={name}",
+            # A host may be some 4,000 kernels ahead in place of 1,000: those of a vision tower are short, and end
+            # before it has launched as many.
+            "CUDA_SCALE_LAUNCH_QUEUES": os.environ.get("CUDA_SCALE_LAUNCH_QUEUES", "4x"),
         }
         if self.processes > 1:
             ours["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")

@@ -35,7 +35,9 @@ def test_of_two_values_that_are_equally_near_it_is_the_larger() -> None:
     assert torch.all(weight.float().abs() > tie.abs())
 
 
-def optimized(device: str = "cpu", lr: float = 1e-6, steps: int = 50) -> tuple[torch.Tensor, torch.Tensor]:
+def optimized(
+    device: str = "cpu", lr: float = 1e-6, steps: int = 50, clip: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights after some steps: of the optimizer with masters, and of torch's AdamW in fp32."""
     start = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.float())
@@ -44,24 +46,37 @@ def optimized(device: str = "cpu", lr: float = 1e-6, steps: int = 50) -> tuple[t
     optimizer = CompensatedAdamW([{"params": [ours], **settings}], masters=True, **HYPER)
     stock = torch.optim.AdamW([theirs], **settings, **HYPER)
     for gradient in gradients(steps, (7, 5)):
-        ours.grad, theirs.grad = gradient.to(device), gradient.to(device)
-        optimizer.step()
+        ours.grad, theirs.grad = gradient.to(device), gradient.to(device) * clip
+        optimizer.step(clip=clip)
         stock.step()
     state = optimizer.state[ours]
     assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
     return joined(ours.detach(), state["low"]), theirs.detach()
 
 
-def test_bf16_weights_are_updated_as_fp32_ones_to_the_bit() -> None:
+@pytest.mark.parametrize("clip", [1.0, 0.3])
+def test_bf16_weights_are_updated_as_fp32_ones_to_the_bit(clip: float) -> None:
     """A step is a thousandth of the last bit of most of the weights."""
-    ours, theirs = optimized()
+    ours, theirs = optimized(clip=clip)
+    assert torch.equal(ours, theirs)
+
+
+def test_shards_in_fp32_are_clipped_as_well() -> None:
+    """FSDP has them where the model computes in bf16."""
+    ours, theirs = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = CompensatedAdamW([{"params": [ours], "lr": 0.1}], masters=True, betas=(0.9, 0.99), eps=1.0)
+    stock = torch.optim.AdamW([theirs], lr=0.1, betas=(0.9, 0.99), eps=1.0, weight_decay=0.0)
+    ours.grad, theirs.grad = torch.full((3,), 4.0), torch.full((3,), 4.0) * 0.3
+    optimizer.step(clip=0.3)
+    stock.step()
     assert torch.equal(ours, theirs)
 
 
 @pytest.mark.gpu
-def test_kernels_of_a_gpu_make_the_same_updates() -> None:
+@pytest.mark.parametrize("clip", [1.0, 0.3])
+def test_kernels_of_a_gpu_make_the_same_updates(clip: float) -> None:
     """Each rounds a number of fp32 a few times in its own order, and the weights move by some 0.05."""
-    ours, theirs = optimized("cuda", lr=1e-3)
+    ours, theirs = optimized("cuda", lr=1e-3, clip=clip)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 

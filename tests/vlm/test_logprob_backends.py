@@ -19,7 +19,7 @@ from components.adapters import model_inputs
 from components.contracts.errors import ConfigurationError
 from components.models.settings import LoraSettings
 from components.vlm.heads import HEADS, HeadSettings, fused
-from components.vlm.logprobs import Policy
+from components.vlm.logprobs import Policy, predicting
 from components.vlm.settings import Logprobs
 
 from .conftest import Tiny
@@ -97,7 +97,7 @@ def test_ids_beyond_the_heads_rows_are_scored_as_one_by_one(backend: str, make_t
     forbidden = tuple(tiny.collator.forbidden_token_ids)
     policy = Policy(model, logprobs=backend, temperature=0.7, chunk_tokens=5, forbidden_token_ids=forbidden)
     with torch.no_grad():
-        logprobs, entropy = policy(model_inputs(batch), batch.loss_mask)
+        logprobs, entropy = policy(model_inputs(batch), predicting(batch.loss_mask))
         known = tuple(token for token in forbidden if token < rows)
         expected, expected_entropy = _one_by_one(tiny, model, known)
     torch.testing.assert_close(logprobs, expected, atol=1e-10, rtol=0)
@@ -132,10 +132,10 @@ def test_adapters_on_the_head_count_and_can_be_switched_off(tiny: Tiny) -> None:
     results = []
     for policy in policies:
         model.zero_grad()
-        logprobs, _ = policy(model_inputs(batch), batch.loss_mask)
+        logprobs, _ = policy(model_inputs(batch), predicting(batch.loss_mask))
         logprobs.sum().backward()
         with torch.no_grad(), model.disable_adapter():
-            without, _ = policy(model_inputs(batch), batch.loss_mask)
+            without, _ = policy(model_inputs(batch), predicting(batch.loss_mask))
         assert (without - logprobs).abs().max() > 1e-2
         results.append((logprobs, without, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
     assert any("lm_head" in name for name in results[0][2])
