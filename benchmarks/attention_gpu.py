@@ -36,7 +36,7 @@ from components.models.tiny.build import SMALL
 from components.models.tiny.tokenizer import train_tokenizer
 from components.models.tiny_families import TINY_FAMILIES
 from components.models.varlen import choose_kernels
-from components.vlm.logprobs import Policy
+from components.vlm.logprobs import Policy, predicting
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -134,7 +134,7 @@ def family_row(family: str, ways: tuple[str, ...], small: bool) -> dict[str, Any
         side = SMALL.image_side if small else GEOMETRIES[family].side
         batch = adapter.collator.collate(samples_of(processor, store, allowed, side, small), store.open)
     inputs = {name: value.to(DEVICE) for name, value in model_inputs(batch).items()}
-    mask = batch.loss_mask.to(DEVICE)
+    at = predicting(batch.loss_mask, inputs["input_ids"].device)
     policy = Policy(model, logprobs="torch", temperature=1.0, forbidden_token_ids=forbidden).to(DEVICE)
 
     def chosen(way: str) -> None:
@@ -144,7 +144,7 @@ def family_row(family: str, ways: tuple[str, ...], small: bool) -> dict[str, Any
 
     def passes() -> torch.Tensor:
         policy.zero_grad()
-        logprobs, _ = policy(inputs, mask)
+        logprobs, _ = policy(inputs, at)
         logprobs.mean().backward()
         return logprobs.detach()
 

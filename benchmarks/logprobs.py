@@ -19,7 +19,7 @@ import torch
 from benchmarks.logprobs import CHUNK, batch_of
 from benchmarks.rollouts import model_settings
 from components.models.load import load_model
-from components.vlm.logprobs import Policy
+from components.vlm.logprobs import Policy, predicting
 from pathlib import Path
 
 folder, kind = Path(sys.argv[1]), sys.argv[2]
@@ -36,7 +36,7 @@ def resident():
 def run(rows):
     part = {name: value[:rows] for name, value in inputs.items()}
     if kind != "everywhere":
-        logprobs, _ = Policy(model, logprobs=kind, temperature=1.0, chunk_tokens=CHUNK)(part, mask[:rows])
+        logprobs, _ = Policy(model, logprobs=kind, temperature=1.0, chunk_tokens=CHUNK)(part, predicting(mask[:rows]))
     else:
         logits = model(**part).logits[:, :-1].float()
         chosen = mask[:rows, 1:]

@@ -15,7 +15,7 @@ from components.contracts.errors import ConfigurationError
 
 VARIANTS = 64
 """How many variants of a layer's code are kept: with and without gradients, of the first layer and others, of few and
-many tokens. torch keeps 8 if it is not told, and goes on with plain layers, which are slower and round otherwise.
+many tokens. torch keeps 8 by default, and goes on with plain layers, which are slower and round differently.
 """
 _WHERE = "trainer.torch_compile"
 

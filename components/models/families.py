@@ -25,7 +25,8 @@ class Family:
     image attend in both directions unless the configuration's `is_mm_prefix_lm` is False. `served_adapters` are
     the components whose adapters vLLM (0.32) applies as they are trained. `whole_tower` is True where a model uses the
     output of its vision tower and no hidden states of the layers: of a tower that FSDP wraps transformers records none.
-    `embeds_features` is True where the features of images are no more than the embeddings of their tokens.
+    `embeds_features` is True where the features of images only replace the embeddings of their tokens, and False where
+    later layers or masks need them, or the ids, as well.
     """
 
     name: str

@@ -23,8 +23,8 @@ GRID = "image_grid_thw"
 def tower_inputs(body: Any, grids: Tensor | None) -> dict[str, Tensor | int]:
     """What the vision tower of a Qwen2-VL or Qwen2.5-VL would derive from `grids` (n, 3), by the name of its argument.
 
-    To derive it from grids on a GPU, a host waits a dozen times for all that the GPU has been given to do. Others
-    derive it themselves.
+    To derive it from grids on a GPU, a host waits a dozen times for all that the GPU has been given to do; other towers
+    still do.
     """
     tower: Any = getattr(body, "visual", None)
     windows = isinstance(tower, Qwen2_5_VisionTransformerPretrainedModel)

@@ -60,6 +60,7 @@ def update(
     clip: float = 1.0,
 ) -> None:
     """As `components.training.optimizer.rounded_update`; all tensors but the gradient are contiguous.
+
     `rest` is the residual, or in int16 what `components.training.master_weights.split` takes from the weight.
     """
     count, (beta1, beta2) = weight.numel(), betas

@@ -19,8 +19,8 @@ from components.training.ranks import Ranks, total_norm
 from components.training.skipped import SkippedUpdates
 
 Model = TypeVar("Model", bound=nn.Module)
-_NOT_0 = 1e-6
-"""torch's, which is added to a norm before something is divided by it."""
+_EPSILON = 1e-6
+"""What torch's clipping adds to a norm before it divides by it."""
 ALL = "all"
 """The name of the gradients of all groups together."""
 
@@ -85,6 +85,7 @@ class TrainingEngine(Generic[Model]):
                 where="trainer.optimizer_states, machine.trainer_sharding",
                 remedy='set trainer.optimizer_states = "cpu", or leave it out: each rank has its part of the states',
             )
+        assert not (masters and clip_groups)  # the step takes one coefficient for all
         # FSDP keeps its shards, and their gradients, in fp32.
         self._sums = sum_in_fp32(model) if masters and not sharded else None
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -134,7 +135,7 @@ class TrainingEngine(Generic[Model]):
             clip = 1.0
             for name, parameters in self._clipped.items():
                 if self.optimizer.masters:  # it multiplies as it reads
-                    clip = min(1.0, self.max_grad_norm / (norms[name] + _NOT_0))
+                    clip = min(1.0, self.max_grad_norm / (norms[name] + _EPSILON))
                 else:
                     norm = torch.tensor(norms[name], dtype=torch.float64)
                     clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
@@ -154,4 +155,5 @@ class TrainingEngine(Generic[Model]):
             return
         reached = [i for i, parameter in enumerate(self.trained) if parameter.grad is not None]
         everywhere: set[Any] = set().union(*self.ranks.gather(reached))
-        self.ranks.sum_gradients([self.trained[i] for i in sorted(everywhere)])
+        dtype = torch.float32 if self.optimizer.masters else None
+        self.ranks.sum_gradients([self.trained[i] for i in sorted(everywhere)], dtype)

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 def sum_in_fp32(model: nn.Module) -> GradientSums | None:
     """Sum the gradients of what `model` trains in fp32, whatever dtype its weights have.
 
-    autograd can do so by itself, in two passes over memory. On a GPU with Triton it is one, of weights that are used
-    in one place; those that are tied have several gradients, whose sum autograd makes first. Without such weights
-    there is nothing to keep: None.
+    autograd can do so by itself, in two passes over memory. On a GPU with Triton one pass does, for matrices that one
+    layer has: of tied ones, and of vectors that are used several times, autograd adds up several gradients first, in
+    the dtype of the weights unless it makes the sums. Returns None if autograd makes all of them.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     uses = Counter(id(own) for module in model.modules() for own in module._parameters.values())
-    fast = [p for p in trained if p.is_cuda and p.dtype == torch.bfloat16 and uses[id(p)] == 1]
+    fast = [p for p in trained if p.is_cuda and p.dtype == torch.bfloat16 and p.ndim >= 2 and uses[id(p)] == 1]
     fast = fast if find_spec("triton") is not None else []
     for parameter in trained:
         parameter.grad_dtype = torch.float32
@@ -44,7 +44,7 @@ class GradientSums:
     def __init__(self, parameters: list[nn.Parameter], add: Callable[[Tensor, Tensor, bool], None]) -> None:
         self._add, self._sums = add, dict[nn.Parameter, Tensor]()
         for parameter in parameters:
-            parameter.grad_dtype = None  # of either: those that come, and their sum
+            parameter.grad_dtype = None  # allows both the bf16 gradients and their fp32 sum
             parameter.register_post_accumulate_grad_hook(self._take)
 
     def _take(self, parameter: Tensor) -> None:
@@ -56,7 +56,7 @@ class GradientSums:
         self._add(self._sums[parameter], gradient, not first)
 
     def give(self) -> None:
-        """Let the sums be the gradients."""
+        """Make the sums the parameters' gradients."""
         for parameter, total in self._sums.items():
             parameter.grad = total
         self._sums.clear()

@@ -48,6 +48,8 @@ class CompensatedAdamW(torch.optim.Optimizer):
         ema_decay: float | None = None,
     ) -> None:
         assert ema_decay is None or states == "device"
+        # A GPU is busy with them while a host launches the kernels of the small ones.
+        self._largest_first = states == "device"
         self.masters, self.ema_decay, self._storage = masters, ema_decay, STORAGES[states]()
         self._average = get_ema_multi_avg_fn(ema_decay) if ema_decay is not None else None
         super().__init__([dict(g) for g in groups], {"betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -57,12 +59,13 @@ class CompensatedAdamW(torch.optim.Optimizer):
         """One update of every parameter that has a gradient, which is multiplied by `clip` before.
 
         Args:
-            clip: other than 1 with masters alone.
+            clip: must be 1 without masters.
         """
         assert clip == 1 or self.masters
         for group in self.param_groups:
-            # The largest first: a GPU is busy with them while a host launches the kernels of the small ones.
-            trained = sorted((p for p in group["params"] if p.grad is not None), key=nn.Parameter.numel, reverse=True)
+            trained = [p for p in group["params"] if p.grad is not None]
+            if self._largest_first:
+                trained.sort(key=nn.Parameter.numel, reverse=True)
             for parameter in trained:
                 self._prepare(parameter)
             for parameters, states in self._storage.at_work(trained, [self.state[p] for p in trained]):

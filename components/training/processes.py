@@ -121,8 +121,8 @@ class TrainerProcesses(BaseModel):
             RENDEZVOUS: str(rendezvous / "store"),
             "GLOO_SOCKET_IFNAME": own,
             "NCCL_SOCKET_IFNAME": f"={name}",
-            # A host may be some 4,000 kernels ahead in place of 1,000: those of a vision tower are short, and end
-            # before it has launched as many.
+            # A host may be some 4,000 kernels ahead instead of 1,000: a GPU is done with the short ones of a vision
+            # tower before the host has launched as many.
             "CUDA_SCALE_LAUNCH_QUEUES": os.environ.get("CUDA_SCALE_LAUNCH_QUEUES", "4x"),
         }
         if self.processes > 1:

@@ -24,6 +24,8 @@ from components.models.context_parallel import ContextParallel
 TIMEOUT = timedelta(minutes=30)
 BUCKET_ELEMENTS = 16 * 2**20
 """Gradients are summed over ranks in pieces of this size: few messages, little extra memory."""
+ALONE_ELEMENTS = 2**22
+"""A gradient that is as large is a piece by itself, and not copied."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +73,23 @@ class Ranks:
             _set_pg_timeout(self.timeout, group)
         return mesh
 
-    def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Add up the gradients of whole (not sharded) parameters over the ranks; a missing one counts as zero."""
+    def sum_gradients(self, parameters: Iterable[torch.nn.Parameter], dtype: torch.dtype | None = None) -> None:
+        """Add up the gradients of whole (not sharded) parameters over the ranks; a missing one counts as zero.
+
+        Args:
+            dtype: of the gradients; None: that of their parameter.
+        """
         if self.size == 1:
             return
         whole = [p for p in parameters if p.requires_grad and not isinstance(p, DTensor)]
         for parameter in whole:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=dtype)
         for bucket in _buckets([p.grad for p in whole if p.grad is not None]):
+            if len(bucket) == 1 and bucket[0].is_contiguous():
+                with self._awaited():
+                    dist.all_reduce(bucket[0])
+                continue
             flat = torch.cat([gradient.flatten() for gradient in bucket])
             with self._awaited():
                 dist.all_reduce(flat)
@@ -183,8 +193,12 @@ def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
     for same in by_dtype.values():
         bucket: list[Tensor] = []
         for tensor in same:
+            if tensor.numel() >= ALONE_ELEMENTS:
+                yield [tensor]
+                continue
             if bucket and sum(t.numel() for t in bucket) + tensor.numel() > BUCKET_ELEMENTS:
                 yield bucket
                 bucket = []
             bucket.append(tensor)
-        yield bucket
+        if bucket:
+            yield bucket

@@ -189,6 +189,8 @@ class Learner(TrainingEngine[Any]):
             tokens = Tokens(logprobs, at_start if corrected else given["behavior"], **given)
             loss = loss_of(tokens, entropy, self._reference_logprobs(batch, at), at_start, self.settings)
             self.backward(loss.total * scale)
+            if self.settings.activation_offloading and self.ranks.device.type == "cuda":
+                torch.cuda.current_stream(self.ranks.device).synchronize()  # or copies of two would be kept at once
             meter.add(micro, tokens, loss, scale)
             if isinstance(batch, PackedBatch):
                 meter.add_packed(len(batch.packing.rows))

@@ -12,7 +12,7 @@ from PIL import Image
 from components.adapters import get_adapter, model_inputs, validate_batch
 from components.contracts.errors import ConfigurationError
 from components.models.families import FAMILIES
-from components.vlm.logprobs import Policy
+from components.vlm.logprobs import Policy, predicting
 
 MODES = ("bidirectional", "causal")
 SIZES = ((100, 80), (64, 150), (230, 230))
@@ -42,7 +42,7 @@ def _policy(molmo2: Any, backend: str = "normal") -> Policy:
 
 def _logprobs(policy: Policy, batch: Any) -> list[torch.Tensor]:
     """Of every row."""
-    values, _ = policy(model_inputs(batch), batch.loss_mask)
+    values, _ = policy(model_inputs(batch), predicting(batch.loss_mask))
     return list(values.split(batch.loss_mask.sum(1).tolist()))
 
 

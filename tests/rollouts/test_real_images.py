@@ -19,7 +19,7 @@ from components.inference.settings import ServerSettings
 from components.models.load import load_model, load_processor
 from components.rl.agreement import compare
 from components.rollouts.collect import collect
-from components.vlm.logprobs import Policy
+from components.vlm.logprobs import Policy, predicting
 from tests.conftest import SharedServer
 from tests.images import every_image
 from tests.vlm.conftest import model_settings
@@ -108,7 +108,7 @@ def test_trainer_and_server_see_the_same_images(
     for sample in samples:
         batch = adapter.collator.collate([sample], store.open)
         with torch.no_grad():
-            trained, _ = policy(model_inputs(batch), batch.loss_mask)
+            trained, _ = policy(model_inputs(batch), predicting(batch.loss_mask))
         scores.append(batch.behavior_logprobs[0].masked_scatter(batch.loss_mask[0].bool(), trained).numpy())
     agreement = compare(samples, scores)
     assert len(shown) > 50 and agreement.tokens > 10 * len(samples)

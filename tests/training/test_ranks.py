@@ -28,6 +28,15 @@ with joined(TrainerProcesses(threads=1, ready_timeout=60), seed=0) as ranks:
         assert told["rank"] == rank and len(told["text"]) == 1 + 1000 * rank
         assert told["rows"][3].tolist() == [2.5] * rank
     assert ranks.broadcast(["of", None, 0.5] if ranks.first else "not this") == ["of", None, 0.5]
+    several, one = (torch.nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in (3000, 7))
+    large = torch.nn.Parameter(torch.zeros(5, 2**20))
+    for parameter in (several, one, large):
+        parameter.grad_dtype = None
+        if ranks.first or parameter is not one:
+            parameter.grad = torch.full(parameter.shape, 1.5 + ranks.rank)
+    ranks.sum_gradients([several, one, large], torch.float32)
+    for parameter, total in ((several, 4.0), (one, 1.5), (large, 4.0)):
+        assert parameter.grad.dtype == torch.float32 and parameter.grad.eq(total).all()
     try:
         ranks.gather(Stranger() if ranks.first else None)
     except Exception as error:
