@@ -2,7 +2,7 @@
 
 Usage: python -m benchmarks.scaling_gpu [small] [plain] [reshard] [one] [full] [copies] [A] [B] [C]: the sides and the
 cases, by default `one`, `full` and all cases. `full` splits the model over the ranks, as several GPUs do by default;
-`copies` has all of it on each. `plain`: layers are not compiled. `reshard`: `full` gathers weights for the backward
+`copies` has all of it on each (`machine.trainer_sharding = "none"`). `plain`: layers are not compiled. `reshard`: `full` gathers weights for the backward
 pass again. Rows of a case with equal norms did the same work. The rows go to $OUT/scaling.json as well. `small` runs
 two ranks on a CPU.
 """
@@ -26,7 +26,7 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from benchmarks.step_case import Case, clean, make_model, model_config, peak_gib, sync
+from benchmarks.step_case import Case, clean, make_model, model_config, sync
 from benchmarks.step_ours import samples_of, settings_of
 from components.adapters import get_adapter
 from components.artifacts.images import ImageStore
@@ -111,6 +111,7 @@ def measured(
 
     clean()
     first, report = timed()
+    later = [timed() for _ in range(STEPS)]
     found: dict[str, Any] = {
         "case": case.name,
         "norm": report["grad_norm"],
@@ -119,8 +120,8 @@ def measured(
         "tokens": ranks.gather(sum(len(batch.packing.rows) for _, batch in whole)),
         "images": ranks.gather(sum(len(batch.packing.image_tokens) for _, batch in whole)),
         "micro_batches": len(whole),
-        "seconds": [timed()[0] for _ in range(STEPS)],
-        "peak_gib": ranks.gather(peak_gib()),
+        "seconds": [seconds for seconds, _ in later],
+        "peak_gib": ranks.gather(later[-1][1]["memory/peak_gib"]),
     }
     return found | ({"gpu_ms": ranks.gather(on_gpu(step))} if CUDA else {})
 

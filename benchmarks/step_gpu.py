@@ -33,7 +33,7 @@ OURS = (
     "C,40000,packing,bf16,compile",
     "A,24000,packing,bf16,compile,keep",
     "B,18000,packing,bf16,compile,keep",
-    "C,14000,packing,bf16,compile,keep",
+    "C,20000,packing,bf16,compile,keep",
 )
 """For the 141 GB of an H200."""
 TRL = ("bf16,1,1,A,16", "bf16,1,1,B,8", "bf16,1,1,C,8")
@@ -72,6 +72,7 @@ def sides(ours: Sequence[str], trl: Sequence[str], steps: int, *, small: bool = 
         shared = [str(folder), str(out), str(steps), "1" if small else "0"]
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "OMP_NUM_THREADS": "8"}
         environment |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TOKENIZERS_PARALLELISM": "false"}
+        environment |= {"CUDA_SCALE_LAUNCH_QUEUES": "4x"}  # as our trainer sets it
         if trl:
             python = os.environ.get("ARMATURE_TRL_PYTHON", str(HERE.parent / ".venv-trl/bin/python"))
             paths = (

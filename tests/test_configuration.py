@@ -163,6 +163,15 @@ def test_several_nodes_need_a_place_to_meet():
         load_recipe("train-vla/tiny", ["machine.trainer_sharding=full"])
 
 
+def test_how_ranks_split_a_model():
+    gpus = ["machine.trainer_processes=2", "machine.trainer_gpus=[0,1]"]
+    for words, copies in ((gpus, 1), ([*gpus, "machine.trainer_sharding=none"], 2)):
+        machine = load_recipe("train-vla/molmoact2", words).sections["machine"]
+        assert isinstance(machine, Machine)
+        processes = TrainerProcesses.of(machine)
+        assert (processes.copies, processes.shards, processes.sharding is None) == (copies, 2 // copies, copies == 2)
+
+
 def test_the_nodes_of_a_trainer_on_a_cluster():
     place = 'machine.cluster={address="auto", trainer={num_cpus=8, num_gpus=4}}'
     here, there = ["machine.trainer_gpus=[]", place], ["machine.trainer_processes=4", "machine.trainer_nodes=2"]

@@ -81,10 +81,11 @@ class Machine(Settings):
         description="Nodes that train: this one first, and others that run `armature join`; with cluster.trainer, "
         "nodes of the cluster.",
     )
-    trainer_sharding: Literal["full", "hybrid"] | None = Field(
+    trainer_sharding: Literal["full", "hybrid", "none"] | None = Field(
         None,
         description="How the trainer's ranks split the model with FSDP2: full, over all of them; hybrid (HSDP), over "
-        "those of a node, with a copy on each node. None: full on several GPUs; on CPU each rank has the whole model.",
+        "those of a node, with a copy on each node; none: each rank has the whole model. None: full on several GPUs, "
+        "none on CPU.",
     )
     trainer_context_parallel: PositiveInt = Field(
         1,

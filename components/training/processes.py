@@ -62,15 +62,16 @@ class TrainerProcesses(BaseModel):
 
     @classmethod
     def of(cls, machine: Machine) -> TrainerProcesses:
-        """Those of `machine`: several GPUs share one model, several CPU processes have one each."""
+        """Those of `machine`: by default several GPUs share one model, several CPU processes have one each."""
         several = machine.trainer_nodes * machine.trainer_processes > 1
         gpus, bundle = machine.gpus_of_trainer, machine.trainer_bundle
+        sharding = machine.trainer_sharding or ("full" if several and gpus else "none")
         return cls(
             processes=machine.trainer_processes,
             nodes=machine.trainer_nodes,
             interface=machine.trainer_interface,
             gpus=gpus,
-            sharding=machine.trainer_sharding or ("full" if several and gpus else None),
+            sharding=None if sharding == "none" else sharding,
             context_parallel=machine.trainer_context_parallel,
             server_share=_server_share(machine),
             threads=machine.threads or (max(1, bundle.num_cpus // machine.trainer_processes) if bundle else 0),
