@@ -2,9 +2,9 @@
 
 Usage: python -m benchmarks.scaling_gpu [small] [plain] [reshard] [one] [full] [copies] [A] [B] [C]: the sides and the
 cases, by default `one`, `full` and all cases. `full` splits the model over the ranks, as several GPUs do by default;
-`copies` has all of it on each (`machine.trainer_sharding = "none"`). `plain`: layers are not compiled. `reshard`: `full` gathers weights for the backward
-pass again. Rows of a case with equal norms did the same work. The rows go to $OUT/scaling.json as well. `small` runs
-two ranks on a CPU.
+`copies` has all of it on each (`machine.trainer_sharding = "none"`). `plain`: layers are not compiled. `reshard`:
+`full` gathers weights for the backward pass again. Rows of a case with equal norms did the same work. The rows go to
+$OUT/scaling.json as well. `small` runs two ranks on a CPU.
 """
 
 from __future__ import annotations
