@@ -141,7 +141,7 @@ def laid_out(
     body: Any = model.model
     rows = {**inputs, **grids}
     positions = packing.columns[None]
-    if "image_grid_thw" in rows and hasattr(body, "get_rope_index"):
+    if GRID in rows and hasattr(body, "get_rope_index"):
         positions = _rope_index(body, rows)[:, *at][:, None]
     blocks = blocks_of(model.config, rows)
     if blocks is not None:

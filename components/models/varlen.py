@@ -7,7 +7,6 @@ are computed together by `scaled_dot_product_attention`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from inspect import signature
 from itertools import accumulate
 from typing import Any
@@ -52,7 +51,7 @@ def attend_in_windows(
     if has_kernel(q):
         out = _flash(q, k, v, cu_seq_lens_q, max_length_q, scaling)
     else:
-        out = _by_length(q, k, v, cu_seq_lens_q.diff().tolist(), scaling)
+        out = _by_length(q, k, v, cu_seq_lens_q, scaling)
     return out[None], None
 
 
@@ -84,8 +83,9 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: f
 
 
 @torch.compiler.disable
-def _by_length(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
+def _by_length(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scale: float) -> Tensor:
     """As `_flash`; windows of one length are one batch."""
+    lengths: list[int] = ends.diff().tolist()
     begins: dict[int, list[int]] = defaultdict(list)
     for length, end in zip(lengths, accumulate(lengths), strict=True):
         begins[length].append(end - length)
