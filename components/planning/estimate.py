@@ -33,7 +33,7 @@ class Assumptions(Settings):
     )
     packed_mfu: PositiveFloat = Field(0.4, description="fitted: packed, not compiled, one case on an H200, " + STEP)
     compiled_mfu: PositiveFloat = Field(
-        0.49, description="fitted: packed and compiled, three cases on an H200 and one on an H100, " + STEP
+        0.49, description="fitted: packed and compiled, three cases on an H200, " + STEP
     )
     kept_mfu: PositiveFloat = Field(
         0.64, description="fitted: packed and compiled, activations kept, three cases on an H200, " + STEP
@@ -44,17 +44,18 @@ class Assumptions(Settings):
         "0.79 s more, " + STEP,
     )
     compiled_layer_seconds: NonNegativeFloat = Field(
-        0.24 / 68 / 3,
+        0.115 / 68 / 3,
         description="measured: the same, compiled: what a line through three cases of one micro-batch leaves at no "
         "tokens, " + STEP,
     )
     sharded_loss: NonNegativeFloat = Field(
-        1864 / 1669 - 1, description="measured: more computing beside NCCL, 1,864 ms for 1,669 on two H100s, " + TWO
+        2 * 1775 / 3225 - 1,
+        description="measured: more computing beside NCCL, 1,775 ms for half of 3,225 on two H200s, " + TWO,
     )
     collective_seconds: NonNegativeFloat = Field(
-        (0.140 + 0.320 - 0.268) / 207,
-        description="measured: of a collective that nothing hides, on two H100s: 140 ms of NCCL and 320 ms of nothing, "
-        "less the 268 ms of nothing on one, in 207, " + TWO,
+        (0.117 - 0.042) / 207,
+        description="measured: of a collective that nothing hides, on two H200s: 117 ms besides computing, less the 42 "
+        "ms of one, in 207, " + TWO,
     )
     prefill_mfu: PositiveFloat = Field(0.4, description="assumed: of the bf16 FLOPs for prompts and decoded tokens")
     memory_share: PositiveFloat = Field(0.7, description="assumed: of the memory bandwidth, when weights are read")

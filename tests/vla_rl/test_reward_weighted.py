@@ -157,7 +157,7 @@ def test_learning_rates_rise_in_each_step_and_fall_over_the_run(
     trainer = learner(loaded, images, learning_rates=rates, samples_per_update=4, epochs=2, final_lr_fraction=0.2)
     samples, seen = weighed(answers), list[float]()
     step = trainer.optimizer.step
-    trainer.optimizer.step = lambda: (seen.append(trainer.optimizer.param_groups[0]["lr"]), step())[1]  # type: ignore[method-assign]
+    trainer.optimizer.step = lambda **how: (seen.append(trainer.optimizer.param_groups[0]["lr"]), step(**how))[1]  # type: ignore[method-assign]
     fixed = Update(9, 0, 1, samples, frozenset(), 1.0)
     losses = [float(trainer._losses(samples, trainer._load(samples), fixed)[0])]
     for _ in range(2):
