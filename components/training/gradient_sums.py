@@ -14,9 +14,12 @@ from torch import Tensor, nn
 def sum_in_fp32(model: nn.Module) -> GradientSums | None:
     """Sum the gradients of what `model` trains in fp32, whatever dtype its weights have.
 
-    autograd can do so by itself, in two passes over memory. On a GPU with Triton one pass does, for matrices that one
-    layer has: of tied ones, and of vectors that are used several times, autograd adds up several gradients first, in
-    the dtype of the weights unless it makes the sums. Returns None if autograd makes all of them.
+    autograd does so by itself, in two passes over memory. On a GPU with Triton one pass is enough for matrices that
+    belong to one layer. Tied matrices and vectors are left to autograd: it may add up several gradients of theirs in
+    one backward pass, and would do that in bf16 if it did not make the fp32 sums.
+
+    Returns:
+        What keeps the sums of those matrices; None if all are left to autograd.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     uses = Counter(id(own) for module in model.modules() for own in module._parameters.values())

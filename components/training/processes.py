@@ -122,10 +122,11 @@ class TrainerProcesses(BaseModel):
             RENDEZVOUS: str(rendezvous / "store"),
             "GLOO_SOCKET_IFNAME": own,
             "NCCL_SOCKET_IFNAME": f"={name}",
+        }
+        if self.gpus:
             # A host may be some 4,000 kernels ahead instead of 1,000: a GPU is done with the short ones of a vision
             # tower before the host has launched as many.
-            "CUDA_SCALE_LAUNCH_QUEUES": os.environ.get("CUDA_SCALE_LAUNCH_QUEUES", "4x"),
-        }
+            ours["CUDA_SCALE_LAUNCH_QUEUES"] = os.environ.get("CUDA_SCALE_LAUNCH_QUEUES", "4x")
         if self.processes > 1:
             ours["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
             first = str(node * self.processes)

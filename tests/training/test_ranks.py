@@ -156,3 +156,35 @@ def test_the_norm_of_shards_is_that_of_whole_tensors(tmp_path: Path) -> None:
         assert program.wait(120) == 0, program.tail(40)
     finally:
         program.stop()
+
+
+ALONG = "import os; print('queues', os.environ.get('CUDA_SCALE_LAUNCH_QUEUES'))"
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "gpus", "found"),
+    [
+        (None, {}, (0,), "4x"),
+        ("2x", {}, (0,), "2x"),
+        ("2x", {"CUDA_SCALE_LAUNCH_QUEUES": "1x"}, (0,), "1x"),
+        (None, {}, (), "None"),
+    ],
+)
+def test_launch_queues_of_gpus_are_longer_unless_the_user_says_how_long(
+    own: str | None,
+    given: dict[str, str],
+    gpus: tuple[int, ...],
+    found: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_SCALE_LAUNCH_QUEUES", raising=False)
+    if own is not None:
+        monkeypatch.setenv("CUDA_SCALE_LAUNCH_QUEUES", own)
+    processes = TrainerProcesses(gpus=gpus, environment=given)
+    program = processes.start(["-c", ALONG], rendezvous=tmp_path, log=tmp_path / "log")
+    try:
+        assert program.wait(60) == 0
+        assert f"queues {found}" in program.tail(5)
+    finally:
+        program.stop()
