@@ -9,7 +9,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
 
 from components.contracts.errors import ConfigurationError
 from components.training.gradient_sums import sum_in_fp32
@@ -85,7 +84,6 @@ class TrainingEngine(Generic[Model]):
                 where="trainer.optimizer_states, machine.trainer_sharding",
                 remedy='set trainer.optimizer_states = "cpu", or leave it out: each rank has its part of the states',
             )
-        assert not (masters and clip_groups)  # the step takes one coefficient for all
         # FSDP keeps its shards, and their gradients, in fp32.
         self._sums = sum_in_fp32(model) if masters and not sharded else None
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -132,16 +130,10 @@ class TrainingEngine(Generic[Model]):
             norms[name] = total_norm(gradients)
         finite = all(map(isfinite, norms.values()))
         if finite:
-            clip = 1.0
-            for name, parameters in self._clipped.items():
-                if self.optimizer.masters:  # it multiplies as it reads
-                    clip = min(1.0, self.max_grad_norm / (norms[name] + _EPSILON))
-                else:
-                    norm = torch.tensor(norms[name], dtype=torch.float64)
-                    clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
             for group, own in zip(self.groups, self.optimizer.param_groups, strict=True):
                 own["lr"] = scale * group.rate(number if position is None else position)
-            self.optimizer.step(clip=clip)
+            clips = {name: min(1.0, self.max_grad_norm / (norm + _EPSILON)) for name, norm in norms.items()}
+            self.optimizer.step(clips=[clips[group.name if group.name in clips else ALL] for group in self.groups])
         self.discard()
         self.skipped.note(number, norms if len(norms) > 1 else next(iter(norms.values())), finite)
         return AppliedUpdate(norms, finite)

@@ -55,14 +55,13 @@ class CompensatedAdamW(torch.optim.Optimizer):
         super().__init__([dict(g) for g in groups], {"betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None, *, clip: float = 1.0) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient, which is multiplied by `clip` before.
+    def step(self, closure: None = None, *, clips: Sequence[float] | None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient.
 
         Args:
-            clip: must be 1 without masters.
+            clips: what the gradients of each group are multiplied by before; None: nothing.
         """
-        assert clip == 1 or self.masters
-        for group in self.param_groups:
+        for group, clip in zip(self.param_groups, clips or [1.0] * len(self.param_groups), strict=True):
             trained = [p for p in group["params"] if p.grad is not None]
             if self._largest_first:
                 trained.sort(key=nn.Parameter.numel, reverse=True)

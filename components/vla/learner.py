@@ -8,6 +8,7 @@ from time import perf_counter
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from components.policies.molmoact2.modeling.losses import LossDenominators, LossPlan, PolicyLosses
 from components.policies.molmoact2.modeling.model import MolmoAct2
@@ -44,7 +45,7 @@ class PolicyLearner(TrainingEngine[MolmoAct2]):
         self.settings, self.plan = settings, plan
         model.checkpoint_gradients(settings.gradient_checkpointing)
         if settings.torch_compile:
-            model.compile_layers(dynamic=True)
+            model.compile_layers(dynamic=True, split=shard is not None)
         if shard is not None:
             shard(model)
         else:
@@ -78,15 +79,16 @@ class PolicyLearner(TrainingEngine[MolmoAct2]):
         if self.settings.mode == "expert":
             self.model.vlm.eval()
         ready = [micro.to(self.ranks.device) for micro in micro_batches]
-        denominators = self._denominators(ready)
-        sums = dict.fromkeys(LOSSES, 0.0)
+        denominators = self._denominators(micro_batches)
+        found: list[dict[str, Tensor]] = []
         for index, micro in enumerate(ready):
             torch.manual_seed(self._seed(number, index))
             losses: PolicyLosses = self.model(micro.batch, micro.draws, self.plan, denominators)
             self.backward(losses.total)
-            for name, attribute in LOSSES.items():
-                sums[name] += float(getattr(losses, attribute).detach())
-        report = self.ranks.sum(sums) | self._gradients(self.update(number), number)
+            found.append({name: getattr(losses, attribute).detach() for name, attribute in LOSSES.items()})
+        done = self.update(number)
+        sums = {name: sum(float(each[name]) for each in found) for name in LOSSES}
+        report = self.ranks.sum(sums) | self._gradients(done, number)
         self.steps_done = number
         return report | self._counts(micro_batches, perf_counter() - began)
 

@@ -66,7 +66,7 @@ class AnswerLearner(TrainingEngine[MolmoAct2]):
         ranks = ranks or Ranks()
         self.settings, self._load = settings, load
         if settings.torch_compile:
-            model.compile_layers(dynamic=True)
+            model.compile_layers(dynamic=True, split=shard is not None)
         if shard is not None:
             shard(model)
         else:

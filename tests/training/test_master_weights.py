@@ -47,7 +47,7 @@ def optimized(
     stock = torch.optim.AdamW([theirs], **settings, **HYPER)
     for gradient in gradients(steps, (7, 5)):
         ours.grad, theirs.grad = gradient.to(device), gradient.to(device) * clip
-        optimizer.step(clip=clip)
+        optimizer.step(clips=[clip])
         stock.step()
     state = optimizer.state[ours]
     assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
@@ -67,7 +67,7 @@ def test_shards_in_fp32_are_clipped_as_well() -> None:
     optimizer = CompensatedAdamW([{"params": [ours], "lr": 0.1}], masters=True, betas=(0.9, 0.99), eps=1.0)
     stock = torch.optim.AdamW([theirs], lr=0.1, betas=(0.9, 0.99), eps=1.0, weight_decay=0.0)
     ours.grad, theirs.grad = torch.full((3,), 4.0), torch.full((3,), 4.0) * 0.3
-    optimizer.step(clip=0.3)
+    optimizer.step(clips=[0.3])
     stock.step()
     assert torch.equal(ours, theirs)
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +15,8 @@ import torch
 
 from components.contracts.errors import DataError
 from components.policies.molmoact2.configuration import MolmoAct2Config
-from components.policies.molmoact2.modeling.expert import ActionExpert
+from components.policies.molmoact2.modeling.expert import ROPE_BASE, ActionExpert, ExpertBlock, has_kernel
+from components.policies.molmoact2.modeling.layers import rotary_angles
 from components.policies.molmoact2.modeling.masks import ContextIndex
 from components.policies.molmoact2.modeling.model import MolmoAct2
 from tests.policies.molmoact2 import reference
@@ -152,3 +158,46 @@ def test_an_old_configuration_is_refused() -> None:
     raw = {name: value for name, value in RAW.items() if name != "max_action_horizon"} | {"action_horizon": 5}
     with pytest.raises(DataError, match="max_action_horizon"):
         MolmoAct2Config.from_dict(raw)
+
+
+def test_interpreted_kernels() -> None:
+    """In a process of its own: Triton decides when it is imported whether kernels are compiled or interpreted."""
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed: pip install triton")
+    tests = Path(__file__).with_name("interpreted_kernels.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", str(tests)],
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_kernels_of_an_answer_are_as_near_to_fp64_as_the_plain_operations(compiled: bool) -> None:
+    """Blocks of released widths; plain operations are those of a block that is asked for gradients."""
+    torch.manual_seed(0)
+    hidden, heads, rows, steps, length = 768, 8, 3, 10, 300
+    block = ExpertBlock(hidden, heads, 2048).cuda()
+    x, modulation = torch.randn(rows, steps, hidden), 0.3 * torch.randn(1, 9, 1, hidden)
+    keys, values = (torch.randn(rows, length, heads, hidden // heads).transpose(1, 2) for _ in range(2))
+    mask = torch.rand(rows, 1, 1, length) < 0.7
+    angles = rotary_angles(torch.arange(steps), hidden // heads, ROPE_BASE)
+
+    def read(dtype: torch.dtype) -> torch.Tensor:
+        given = (each.cuda().to(dtype) for each in (x, modulation, angles.cos(), angles.sin(), keys, values))
+        own, shifts, cos, sin, *context = given
+        return block.to(dtype)(own, shifts, (cos.float(), sin.float()), *context, mask.cuda(), None)
+
+    weights = {name: value.bfloat16().double() for name, value in block.state_dict().items()}
+    block.load_state_dict(weights)
+    exact, plain = read(torch.float64), read(torch.bfloat16)
+    if compiled:
+        block.compile(dynamic=False)
+    with torch.no_grad():
+        assert has_kernel(x.cuda().bfloat16(), steps)
+        found = read(torch.bfloat16)
+    far, near = (float((each.double() - exact).norm() / exact.norm()) for each in (plain, found))
+    assert near < 1.2 * far

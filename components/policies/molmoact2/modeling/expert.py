@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,12 @@ from torch.nn import functional
 from components.policies.molmoact2.configuration import MolmoAct2Config
 from components.policies.molmoact2.modeling.layers import rms, rotary_angles, rotate
 from components.policies.molmoact2.modeling.masks import ContextIndex
-from components.policies.molmoact2.modeling.vlm import KeyValue, checkpointed
+from components.policies.molmoact2.modeling.vlm import KeyValue, call, checkpointed
+
+if find_spec("triton") is not None:
+    from components.policies.molmoact2.modeling import attention_kernels
+else:
+    attention_kernels = None  # type: ignore[assignment]
 
 ROPE_BASE = 10_000.0
 
@@ -59,7 +65,10 @@ class SelfAttention(nn.Module):
         self.out_proj = nn.Linear(hidden, hidden)
 
     def forward(self, x: Tensor, rope: KeyValue, mask: Tensor | None) -> Tensor:
-        queries, keys, values = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
+        joined = self.qkv(x)
+        if mask is None and has_kernel(joined, x.shape[1]):
+            return self.out_proj(attention_kernels.self_attention(joined, *rope, self.heads))
+        queries, keys, values = (split_heads(part, self.heads) for part in joined.chunk(3, dim=-1))
         queries, keys = rotate(rms(queries), *rope), rotate(rms(keys), *rope)
         seen = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
         return self.out_proj(seen.transpose(1, 2).flatten(2))
@@ -76,7 +85,10 @@ class CrossAttention(nn.Module):
 
     def forward(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         # The draws of one context are so many more queries: no key or value is repeated.
-        queries = rms(split_heads(self.q_proj(x).view(len(keys), -1, x.shape[-1]), self.heads))
+        flat = self.q_proj(x).view(len(keys), -1, x.shape[-1])
+        if has_kernel(flat, flat.shape[1]):
+            return self.out_proj(attention_kernels.cross_attention(flat, keys, values, mask).view_as(x))
+        queries = rms(split_heads(flat, self.heads))
         seen = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
         return self.out_proj(seen.transpose(1, 2).flatten(2).view_as(x))
 
@@ -135,6 +147,18 @@ class FinalLayer(nn.Module):
         return y
 
 
+class ReadingBlocks(NamedTuple):
+    """What blocks are given besides their input and a text layer.
+
+    condition: (N, hidden) of the times, rope: cosines and sines of the steps, valid: (N, T) bool or None: all.
+    """
+
+    condition: Tensor
+    rope: KeyValue
+    context: ContextIndex
+    valid: Tensor | None
+
+
 class ActionExpert(nn.Module):
     def __init__(self, config: MolmoAct2Config) -> None:
         super().__init__()
@@ -155,7 +179,7 @@ class ActionExpert(nn.Module):
             ExpertBlock(hidden, sizes.num_heads, sizes.inner_size) for _ in range(sizes.num_layers)
         )
         self.final_layer = FinalLayer(hidden, config.max_action_dim)
-        self.gradient_checkpointing = False
+        self.gradient_checkpointing, self.call = False, call
         self._read_context = read_context
 
     def compile_context(self, *, dynamic: bool, options: dict[str, Any]) -> None:
@@ -191,14 +215,30 @@ class ActionExpert(nn.Module):
             valid: (E, T), False on padded steps; None: all steps are valid.
         """
         active = self.gradient_checkpointing and self.training
-        examples, draws = times.shape
-        steps = None if valid is None else valid.repeat_interleave(draws, dim=0)
+        x, given = self.begin(actions, times, context, valid)
+        for block, layer in zip(self.blocks, cache, strict=True):
+            x = checkpointed(self.call, active, self.read, block, x, layer, given)
+        return self.end(x, given).unflatten(0, times.shape), x.unflatten(0, times.shape)
+
+    def begin(
+        self, actions: Tensor, times: Tensor, context: ContextIndex, valid: Tensor | None
+    ) -> tuple[Tensor, ReadingBlocks]:
+        """The first block's input (E x F, T, hidden), and what all blocks are given; see `velocity_and_states`."""
+        steps = None if valid is None else valid.repeat_interleave(times.shape[1], dim=0)
         condition = self._condition(times.flatten())
         x, rope = self._embed(actions.flatten(0, 1), steps)
-        for block, layer in zip(self.blocks, cache, strict=True):
-            x = checkpointed(self._read, active, block, x, condition, rope, layer, context, steps)
-        velocity = zero_padded(self.final_layer(x, self.final_layer.modulation(condition)), steps)
-        return velocity.unflatten(0, (examples, draws)), x.unflatten(0, (examples, draws))
+        return x, ReadingBlocks(condition, rope, context, steps)
+
+    def read(self, block: ExpertBlock, x: Tensor, layer: KeyValue, given: ReadingBlocks) -> Tensor:
+        """The output of a block that reads the keys and values of a text layer."""
+        keys, values = self._context(*joined_heads(layer), given.context)
+        mask = given.context.valid[:, None, None, :]
+        y: Tensor = block(x, block.modulation(given.condition), given.rope, keys, values, mask, given.valid)
+        return y
+
+    def end(self, x: Tensor, given: ReadingBlocks) -> Tensor:
+        """The velocity (E x F, T, dimensions) of the last block's output."""
+        return zero_padded(self.final_layer(x, self.final_layer.modulation(given.condition)), given.valid)
 
     def velocity(
         self, actions: Tensor, modulations: Sequence[Tensor], contexts: Sequence[KeyValue], mask: Tensor
@@ -211,7 +251,7 @@ class ActionExpert(nn.Module):
         x, rope = self._embed(actions, None)
         *of_blocks, last = modulations
         for block, modulation, (keys, values) in zip(self.blocks, of_blocks, contexts, strict=True):
-            x = block(x, modulation, rope, keys, values, mask, None)
+            x = self.call(block, x, modulation, rope, keys, values, mask, None)
         return self.final_layer(x, last), x
 
     def modulations(self, times: Tensor) -> list[Tensor]:
@@ -237,21 +277,6 @@ class ActionExpert(nn.Module):
         angles = rotary_angles(torch.arange(x.shape[1], device=x.device), x.shape[2] // self.heads, ROPE_BASE)
         return x, (angles.cos(), angles.sin())
 
-    def _read(
-        self,
-        block: ExpertBlock,
-        x: Tensor,
-        condition: Tensor,
-        rope: KeyValue,
-        layer: KeyValue,
-        context: ContextIndex,
-        valid: Tensor | None,
-    ) -> Tensor:
-        keys, values = self._context(*joined_heads(layer), context)
-        mask = context.valid[:, None, None, :]
-        y: Tensor = block(x, block.modulation(condition), rope, keys, values, mask, valid)
-        return y
-
     def initialize(self, generator: torch.Generator) -> None:
         """Xavier uniform; projections into the residual stream shrunk by sqrt(2 L); what modulates, and the output, 0.
 
@@ -271,6 +296,13 @@ class ActionExpert(nn.Module):
                         module.weight.mul_((2 * len(self.blocks)) ** -0.5)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+
+
+def has_kernel(x: Tensor, queries: int) -> bool:
+    """Whether so many queries attend in a kernel of `attention_kernels`: few of them, without gradients, on a GPU."""
+    if attention_kernels is None or torch.is_grad_enabled():
+        return False
+    return x.is_cuda and x.dtype == torch.bfloat16 and queries <= attention_kernels.QUERIES
 
 
 def read_context(keys: Tensor, values: Tensor, context: ContextIndex, heads: int) -> KeyValue:

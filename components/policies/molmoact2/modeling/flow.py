@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from components.models.transfer import to_device
 from components.policies.molmoact2.configuration import MolmoAct2Config
 
 
@@ -37,7 +38,8 @@ class FlowSamples:
         return cls(torch.cat([one.times for one in each]), torch.cat([one.noise for one in each]))
 
     def to(self, device: torch.device | str) -> FlowSamples:
-        return FlowSamples(self.times.to(device), self.noise.to(device))
+        device = torch.device(device)
+        return FlowSamples(to_device(self.times, device), to_device(self.noise, device))
 
 
 def flow_times(shape: tuple[int, ...], config: MolmoAct2Config, generator: torch.Generator) -> Tensor:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from components.contracts.errors import DataError
 from components.models.compiled import VARIANTS, check_compiler
 from components.models.fp8 import FP8Linear, quantize_layers
 from components.policies.molmoact2.configuration import MolmoAct2Config
-from components.policies.molmoact2.modeling.expert import ActionExpert
+from components.policies.molmoact2.modeling.expert import ActionExpert, ExpertBlock, ReadingBlocks
 from components.policies.molmoact2.modeling.flow import FlowSamples, flow_errors, noisy_actions
 from components.policies.molmoact2.modeling.graphs import GraphedFunction
 from components.policies.molmoact2.modeling.layers import RMSNorm
@@ -25,9 +26,17 @@ from components.policies.molmoact2.modeling.losses import (
     PolicyLosses,
     discrete_loss,
 )
-from components.policies.molmoact2.modeling.masks import attention_mask, context_index, context_mask
+from components.policies.molmoact2.modeling.masks import ContextIndex, attention_mask, context_index, context_mask
 from components.policies.molmoact2.modeling.value import ValueHead
-from components.policies.molmoact2.modeling.vlm import BackboneOutput, KeyValue, Molmo2Backbone
+from components.policies.molmoact2.modeling.vlm import (
+    BackboneOutput,
+    KeyValue,
+    Molmo2Backbone,
+    TextLayer,
+    call,
+    checkpointed,
+    has_gqa_kernel,
+)
 from components.policies.molmoact2.processing.batch import PolicyBatch
 from components.policies.settings import Quantization
 
@@ -111,7 +120,7 @@ class MolmoAct2(nn.Module):
         """What the text layers compute their products in, where it is not the model's dtype."""
         return "fp8" if any(isinstance(module, FP8Linear) for module in self.vlm.modules()) else None
 
-    def compile_layers(self, *, dynamic: bool) -> None:
+    def compile_layers(self, *, dynamic: bool, split: bool = False) -> None:
         """Compile vision, text and expert layers at their first call: elementwise work becomes few kernels.
 
         Layers of a kind share their code. Results differ in rounding from those of layers that are not compiled.
@@ -119,17 +128,22 @@ class MolmoAct2(nn.Module):
         Args:
             dynamic: True: for batches of all shapes. False: for each shape by itself, so that the code that a shape
                 runs, and its rounding, does not depend on the shapes before it.
+            split: the model will be split over ranks: what gathers weights between layers is not compiled.
 
         Raises:
             ConfigurationError: there is no compiler for C++.
         """
         check_compiler("torch_compile")
         torch._dynamo.config.recompile_limit = VARIANTS
-        options = {"emulate_precision_casts": True}  # rounds where plain layers do
-        body = self.vlm.model
-        for layer in (*body.vision_tower.layers, *body.language_model.layers, *self.action_expert.blocks):
-            layer.compile(dynamic=dynamic, options=options)
-        self.action_expert.compile_context(dynamic=dynamic, options=options)
+        options: dict[str, Any] = {"emulate_precision_casts": True}  # rounds where plain layers do
+        body, expert = self.vlm.model, self.action_expert
+        expert.compile_context(dynamic=dynamic, options=options)
+        if split:
+            for layer in (*body.vision_tower.layers, *body.language_model.layers, *expert.blocks):
+                layer.compile(dynamic=dynamic, options=options)
+        else:
+            for part in (body.vision_tower, body.language_model, expert):
+                part.call = torch.compile(call, dynamic=dynamic, options=options)
 
     def autocast(self, device: torch.device) -> torch.autocast:
         """The precision that all of the model computes in."""
@@ -153,9 +167,14 @@ class MolmoAct2(nn.Module):
         """
         self._check(batch, draws, plan)
         with self.autocast(batch.input_ids.device):
-            hidden = self._hidden(batch, plan.bidirectional_images)
-            errors = self._flow(batch, hidden, draws, plan) if draws is not None and plan.continuous else None
-            discrete = self._discrete(batch, hidden, plan, denominators) if plan.discrete else None
+            # First what asks a GPU for sizes, before it has work to be waited for.
+            target = _Flow.of(batch, draws, plan, self.config) if draws is not None and plan.continuous else None
+            tokens = LabeledTokens.of(batch, plan) if plan.discrete else None
+            if target is None or not self._joins:
+                states, errors = self._apart(batch, target, plan)
+            else:
+                states, errors = self._joined(batch, target, plan)
+            discrete = None if tokens is None else self._discrete(batch, states, tokens, plan, denominators)
         nothing = torch.zeros((), device=batch.input_ids.device)
         none_each = nothing.expand(batch.examples)
         examples = batch.examples if denominators is None else denominators.examples
@@ -230,23 +249,48 @@ class MolmoAct2(nn.Module):
         with self.autocast(batch.input_ids.device):
             return self.encode(batch, bidirectional_images, cache_only=True).cache
 
-    def _flow(self, batch: PolicyBatch, hidden: BackboneOutput, draws: FlowSamples, plan: LossPlan) -> Tensor:
-        assert batch.actions is not None
-        used = ~batch.dimension_padding if plan.mask_dimensions else None
-        valid = None if batch.horizon_padding is None else ~batch.horizon_padding
-        context = context_index(batch, context_mask(batch, plan.hides_answers, self.config))
+    @property
+    def _joins(self) -> bool:
+        """Whether a text layer and the block that reads it are recomputed together, and its keys and values not kept.
+
+        A model that is split gathers the weights of layers as it runs them, and those of the expert at once.
+        """
+        recomputes = self.training and self.action_expert.gradient_checkpointing
+        return recomputes and not self._frozen and not isinstance(self, FSDPModule)
+
+    def _apart(self, batch: PolicyBatch, flow: _Flow | None, plan: LossPlan) -> tuple[Tensor, Tensor | None]:
+        """The VLM's last states, and the errors of the flow, (E,): all text layers, then all blocks."""
+        hidden = self._hidden(batch, plan.bidirectional_images)
+        if flow is None:
+            return hidden.states, None
         cache = hidden.cache
         if plan.knowledge_insulation:
             cache = [(keys.detach(), values.detach()) for keys, values in cache]
-        points, target = noisy_actions(batch.actions, draws, used)
-        velocity = self.action_expert(points, draws.times, cache, context, valid)
-        return flow_errors(velocity, target, valid, used)
+        return hidden.states, flow.errors(self.action_expert(flow.points, flow.times, cache, flow.context, flow.valid))
+
+    def _joined(self, batch: PolicyBatch, flow: _Flow, plan: LossPlan) -> tuple[Tensor, Tensor]:
+        """As `_apart`, layer by layer with its block."""
+        body, expert = self.vlm.model, self.action_expert
+        text = body.language_model
+        x = body.embedded(batch.input_ids, batch.pixel_values, batch.pooling)
+        y, given = expert.begin(flow.points, flow.times, flow.context, flow.valid)
+        mask, rope = attention_mask(batch, plan.bidirectional_images), text.rope(batch.position_ids)
+        gqa = has_gqa_kernel(x)
+        for layer, block in zip(text.layers, expert.blocks, strict=True):
+            x, y = checkpointed(
+                text.call, True, _pair, layer, expert, block, x, y, rope, mask, gqa, given, plan.knowledge_insulation
+            )
+        return text.norm(x), flow.errors(expert.end(y, given).unflatten(0, flow.times.shape))
 
     def _discrete(
-        self, batch: PolicyBatch, hidden: BackboneOutput, plan: LossPlan, denominators: LossDenominators | None
+        self,
+        batch: PolicyBatch,
+        states: Tensor,
+        tokens: LabeledTokens,
+        plan: LossPlan,
+        denominators: LossDenominators | None,
     ) -> DiscreteLoss:
-        tokens = LabeledTokens.of(batch, plan)
-        logits = self.vlm.lm_head(tokens.hidden(hidden.states))
+        logits = self.vlm.lm_head(tokens.hidden(states))
         weight = float(tokens.weights.sum()) if denominators is None else denominators.token_weight
         return discrete_loss(logits, tokens, plan.z_scale, batch.examples, weight)
 
@@ -266,3 +310,43 @@ class MolmoAct2(nn.Module):
                 where="a batch of the policy",
                 remedy="encode examples with actions for the same action_mode",
             )
+
+
+class _Flow(NamedTuple):
+    """What a flow-matching loss needs besides velocities: see `noisy_actions`, `ActionExpert` and `flow_errors`."""
+
+    times: Tensor
+    points: Tensor
+    target: Tensor
+    context: ContextIndex
+    valid: Tensor | None
+    used: Tensor | None
+
+    @classmethod
+    def of(cls, batch: PolicyBatch, draws: FlowSamples, plan: LossPlan, config: MolmoAct2Config) -> _Flow:
+        assert batch.actions is not None
+        used = ~batch.dimension_padding if plan.mask_dimensions else None
+        valid = None if batch.horizon_padding is None else ~batch.horizon_padding
+        context = context_index(batch, context_mask(batch, plan.hides_answers, config))
+        return cls(draws.times, *noisy_actions(batch.actions, draws, used), context, valid, used)
+
+    def errors(self, velocity: Tensor) -> Tensor:
+        return flow_errors(velocity, self.target, self.valid, self.used)
+
+
+def _pair(
+    layer: TextLayer,
+    expert: ActionExpert,
+    block: ExpertBlock,
+    x: Tensor,
+    y: Tensor,
+    rope: KeyValue,
+    mask: Tensor,
+    gqa: bool,
+    given: ReadingBlocks,
+    insulated: bool,
+) -> tuple[Tensor, Tensor]:
+    """The outputs of a text layer and of the block that reads its keys and values."""
+    x, keys, values = layer(x, rope, mask, None, False, gqa)
+    read = (keys.detach(), values.detach()) if insulated else (keys, values)
+    return x, expert.read(block, y, read, given)

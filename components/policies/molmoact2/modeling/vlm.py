@@ -125,13 +125,13 @@ class VisionTower(Molmo2VisionModel):
         for layer in self.layers:
             layer.mlp = VisionMLP(config)
         self.features = features
-        self.gradient_checkpointing = False
+        self.gradient_checkpointing, self.call = False, call
 
     def forward(self, pixels: Tensor) -> Tensor:
         x = self.patch_embedding(pixels.to(self.positional_embedding.dtype)) + self.positional_embedding
         outputs = []
         for layer in self.layers:
-            x = checkpointed(layer, self.gradient_checkpointing and self.training, x, None)
+            x = checkpointed(self.call, self.gradient_checkpointing and self.training, layer, x, None)
             outputs.append(x)
         return torch.cat([outputs[layer] for layer in self.features], dim=-1)
 
@@ -174,7 +174,7 @@ class TextModel(nn.Module):
         self.embed_tokens = TokenEmbedding(config.vocab_size, config.additional_vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(TextLayer(config, layer, dropout) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.gradient_checkpointing = False
+        self.gradient_checkpointing, self.call = False, call
 
     def forward(
         self,
@@ -189,16 +189,20 @@ class TextModel(nn.Module):
             cache_only: the states are not wanted, so what the last layer makes of its keys and values is left out; they
                 are empty then.
         """
-        angles = rotary_angles(positions, self.head_dim, self.rope_theta)[:, :, None]
-        rope = (angles.cos(), angles.sin())
+        rope = self.rope(positions)
         cache, gqa = [], has_gqa_kernel(x)
         for index, layer in enumerate(self.layers):
             before = None if past is None else past[index]
             ends = cache_only and index + 1 == len(self.layers)
             active = self.gradient_checkpointing and self.training
-            x, keys, values = checkpointed(layer, active, x, rope, mask, before, ends, gqa)
+            x, keys, values = checkpointed(self.call, active, layer, x, rope, mask, before, ends, gqa)
             cache.append((keys, values))
         return BackboneOutput(x.new_empty(0) if cache_only else self.norm(x), cache)
+
+    def rope(self, positions: Tensor) -> KeyValue:
+        """Cosines and sines of the layers' angles at (B, L): (B, L, 1, head size / 2)."""
+        angles = rotary_angles(positions, self.head_dim, self.rope_theta)[:, :, None]
+        return angles.cos(), angles.sin()
 
 
 class Molmo2Body(nn.Module):
@@ -221,22 +225,34 @@ class Molmo2Body(nn.Module):
         """Run a batch.
 
         Args:
-            ids, positions: (B, L) int64. mask: (B, 1, L, L) bool, True where a query (third) sees a key (last).
-            pixels: (C, patches, pixels of a patch) uint8. pooling: (P, 4) indices of patches over all crops, -1
-                for none; the P image tokens are those of `ids`, row by row.
+            ids, pixels, pooling: see `embedded`. positions: (B, L) int64. mask: (B, 1, L, L) bool, True where a query
+                (third) sees a key (last).
             cache_only: see `TextModel`.
 
         Raises:
             DataError: see `check_images`, which whoever captures this as a CUDA graph calls before.
         """
+        x = self.embedded(ids, pixels, pooling)
+        hidden: BackboneOutput = self.language_model(x, positions, mask, cache_only=cache_only)
+        return hidden
+
+    def embedded(self, ids: Tensor, pixels: Tensor, pooling: Tensor) -> Tensor:
+        """What text layers are given, (B, L, hidden).
+
+        Args:
+            ids: (B, L) int64. pixels: (C, patches, pixels of a patch) uint8. pooling: (P, 4) indices of patches over
+                all crops, -1 for none; the P image tokens are those of `ids`, row by row.
+
+        Raises:
+            DataError: see `check_images`.
+        """
         if not (ids.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.check_images(ids, pooling)
-        x = self.language_model.embed_tokens(ids)
+        x: Tensor = self.language_model.embed_tokens(ids)
         if len(pixels):
             features = self.multi_modal_projector(self.vision_tower(normalized(pixels)), pooling)
             x = _with_images(x, ids == self.image_patch_id, features)
-        hidden: BackboneOutput = self.language_model(x, positions, mask, cache_only=cache_only)
-        return hidden
+        return x
 
     def check_images(self, ids: Tensor, pooling: Tensor) -> None:
         """
@@ -278,6 +294,11 @@ def has_gqa_kernel(x: Tensor) -> bool:
 def normalized(levels: Tensor) -> Tensor:
     """uint8 levels as float32 in [-1, 1]."""
     return levels.float() / 255.0 * 2.0 - 1.0
+
+
+def call(module: Callable[..., Any], *inputs: Any) -> Any:
+    """What layers are called by, which `MolmoAct2.compile_layers` compiles."""
+    return module(*inputs)
 
 
 def checkpointed(module: Callable[..., Any], active: bool, *inputs: Any) -> Any:

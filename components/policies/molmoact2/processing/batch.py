@@ -9,9 +9,10 @@ from typing import Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, device
+from torch import Tensor
 
 from components.contracts.errors import DataError
+from components.models.transfer import to_device
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -95,8 +96,9 @@ class PolicyBatch:
         given = dict(zip(_OBSERVED, tensors, strict=True))
         return cls(**given, labels=None, actions=None, horizon_padding=None)
 
-    def to(self, device: device | str) -> PolicyBatch:
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+    def to(self, device: torch.device | str) -> PolicyBatch:
+        device = torch.device(device)
+        moved = {name: to_device(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **moved)
 
 
