@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.policy_case import ACTIONS, CHUNK, DRAWS, IMAGES, PAD, RELEASED, examples, patches_of
 from components.policies.molmoact2.configuration import MolmoAct2Config
 from components.policies.molmoact2.modeling.flow import FlowSamples
 from components.policies.molmoact2.modeling.losses import LossPlan
@@ -36,75 +37,9 @@ from components.vla.learner import PolicyLearner
 from components.vla.micro_batch import PolicyMicroBatch
 from components.vla.settings import Mode, PolicyLoraSettings, VLATrainerSettings
 
-ACTIONS, CHUNK, DRAWS = 7, 10, 8
-IMAGES, PROMPT = 2, 90
-EOS, PAD, IM_START, IM_END, IM_PATCH, ACTION_START, ACTION_END, FIRST_ACTION = (
-    151_645,
-    151_643,
-    *(154_624, 154_625, 154_626),
-    *(151_932, 151_933, 151_934),
-)
 UPDATES = 3  # the first one makes the optimizer's state
 MODES: tuple[tuple[Mode, ActionMode], ...] = (("expert", "continuous"), ("lora", "both"), ("full", "both"))
 BATCHES = (8, 16, 32)
-RELEASED: dict[str, Any] = {
-    "model_type": "molmoact2",
-    "vit_config": {
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "num_hidden_layers": 27,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "head_dim": 72,
-        "image_default_input_size": [378, 378],
-        "image_num_pos": 729,
-    },
-    "adapter_config": {
-        "vit_layers": [-3, -9],
-        "pooling_attention_mask": True,
-        "hidden_size": 1152,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "head_dim": 72,
-        "intermediate_size": 9728,
-        "text_hidden_size": 2560,
-    },
-    "text_config": {
-        "hidden_size": 2560,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 154_624,
-        "additional_vocab_size": 128,
-        "qkv_bias": False,
-        "num_hidden_layers": 36,
-        "intermediate_size": 9728,
-        "max_position_embeddings": 16_384,
-        "rope_theta": 5e6,
-        "use_qk_norm": True,
-        "qk_norm_type": "qwen3",
-    },
-    "action_expert_config": {
-        "hidden_size": 768,
-        "num_layers": 36,
-        "num_heads": 8,
-        "mlp_ratio": 4.0,
-        "ffn_multiple_of": 256,
-        "timestep_embed_dim": 256,
-    },
-    "image_start_token_id": IM_START,
-    "image_end_token_id": IM_END,
-    "image_patch_id": IM_PATCH,
-    "action_start_token_id": ACTION_START,
-    "action_end_token_id": ACTION_END,
-    "action_token_start_id": FIRST_ACTION,
-    "num_action_tokens": 2048,
-    "eos_token_id": EOS,
-    "bos_token_id": EOS,
-    "pad_token_id": PAD,
-    "max_action_dim": 32,
-    "max_action_horizon": CHUNK,
-}
 
 
 @dataclass(frozen=True)
@@ -187,9 +122,9 @@ def _training(
     _clean(device)
     try:
         model = _model(config, device)
-        settings = _settings(mode, batch).model_copy(update={"torch_compile": compiled})
+        settings = trainer_settings(mode, batch).model_copy(update={"torch_compile": compiled})
         prepare(model, settings, "head")
-        plan = _plan(action_mode)
+        plan = loss_plan(action_mode)
         learner = PolicyLearner(model, settings, plan, Ranks(device=device))
         micro = _micro_batch(config, batch, action_mode, packed).to(device)
         reports = [learner.step([micro]) for _ in range(UPDATES)]
@@ -210,11 +145,11 @@ def _answers(config: MolmoAct2Config, device: torch.device, rows: int, graph: bo
     sampler = Sampler(model, plan, CHUNK, rows, 640, PAD)
     if not graph:
         sampler._euler_steps = sampler._euler
-    examples = _examples(config, rows, "continuous", trained=False)
+    given = examples_of(config.model_dump(), rows, answers=False, trained=False)
     times = []
     for seed in range(12):
         began = time.perf_counter()
-        sampler.sample(examples, range(seed, seed + rows))
+        sampler.sample(given, range(seed, seed + rows))
         times.append(time.perf_counter() - began)
     return Answers(rows, graph, compiled, 1e3 * statistics.median(times[2:]), peak_memory_gib(device))
 
@@ -229,11 +164,11 @@ def _model(config: MolmoAct2Config, device: torch.device) -> MolmoAct2:
     return model
 
 
-def _plan(action_mode: ActionMode) -> LossPlan:
+def loss_plan(action_mode: ActionMode) -> LossPlan:
     return LossPlan(action_mode, False, action_mode == "both", False, True, 1e-4, "root_subsegments_root_tokens")
 
 
-def _settings(mode: Mode, batch: int) -> VLATrainerSettings:
+def trainer_settings(mode: Mode, batch: int) -> VLATrainerSettings:
     return VLATrainerSettings(
         mode=mode,
         lora=PolicyLoraSettings() if mode == "lora" else None,
@@ -245,44 +180,31 @@ def _settings(mode: Mode, batch: int) -> VLATrainerSettings:
 
 
 def _micro_batch(config: MolmoAct2Config, batch: int, action_mode: ActionMode, packed: bool) -> PolicyMicroBatch:
-    examples = _examples(config, batch, action_mode, trained=True)
+    chosen = examples_of(config.model_dump(), batch, answers=action_mode != "continuous", trained=True)
     rows = [list(range(start, min(start + 4, batch))) for start in range(0, batch, 4)]
-    made = pack(examples, rows, 8, PAD) if packed else collate(examples, "left", 8, PAD)
+    made = pack(chosen, rows, 8, PAD) if packed else collate(chosen, "left", 8, PAD)
     draws = FlowSamples.per_example(range(batch), DRAWS, CHUNK, config)
-    return PolicyMicroBatch(made, draws, sum(one.length for one in examples))
+    return PolicyMicroBatch(made, draws, sum(one.length for one in chosen))
 
 
-def _examples(config: MolmoAct2Config, count: int, action_mode: ActionMode, trained: bool) -> list[Example]:
-    """Two images and words, of lengths that differ as LIBERO's tasks do, and the answer where tokens are trained."""
-    random = np.random.default_rng(0)
-    side = config.vit_config.image_default_input_size[0] // 14
-    pooled = -(-side // 2)
-    grid = np.full((2 * pooled, 2 * pooled), -1)
-    grid[:side, :side] = np.arange(side * side).reshape(side, side)
-    windows = grid.reshape(pooled, 2, pooled, 2).transpose(0, 2, 1, 3).reshape(-1, 4)
-    image = [IM_START, *[IM_PATCH] * pooled**2, IM_END]
-    found = []
-    for _ in range(count):
-        words = random.integers(0, 150_000, int(random.integers(PROMPT - 12, PROMPT + 12))).tolist()
-        prompt = [EOS, *image * IMAGES, *words]
-        bins = (FIRST_ACTION + random.integers(0, 1024, 40)).tolist()
-        answer = [ACTION_START, *bins, ACTION_END, EOS] if trained and action_mode != "continuous" else []
-        ids = np.array(prompt + answer)
-        actions = np.zeros((CHUNK, config.max_action_dim), np.float32)
-        actions[:, :ACTIONS] = random.uniform(-1, 1, (CHUNK, ACTIONS))
-        found.append(
-            Example(
-                input_ids=ids,
-                image_tokens=np.isin(ids, (IM_START, IM_END, IM_PATCH)),
-                pixel_values=random.integers(0, 256, (IMAGES, side * side, 588), dtype=np.uint8),
-                pooling=np.concatenate([np.where(windows < 0, -1, windows + n * side**2) for n in range(IMAGES)]),
-                labels=np.array([-100] * len(prompt) + answer) if answer else None,
-                actions=actions if trained else None,
-                horizon_padding=np.zeros(CHUNK, bool) if trained else None,
-                dimension_padding=np.arange(config.max_action_dim) >= ACTIONS,
-            )
+def examples_of(raw: dict[str, Any], count: int, *, answers: bool, trained: bool) -> list[Example]:
+    """Those of `benchmarks.policy_case`, with action tokens where there are `answers`, and actions if `trained`."""
+    side = patches_of(raw)
+    return [
+        Example(
+            input_ids=one["ids"],
+            image_tokens=one["image_tokens"],
+            pixel_values=one["pixels"],
+            pooling=np.concatenate(
+                [np.where(one["windows"] < 0, -1, one["windows"] + n * side**2) for n in range(IMAGES)]
+            ),
+            labels=one["labels"],
+            actions=one["actions"] if trained else None,
+            horizon_padding=np.zeros(CHUNK, bool) if trained else None,
+            dimension_padding=np.arange(raw["max_action_dim"]) >= ACTIONS,
         )
-    return found
+        for one in examples(raw, count, answers=answers)
+    ]
 
 
 def _clean(device: torch.device) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.policies import RELEASED
+from benchmarks.policy_case import RELEASED
 from components.artifacts.images import ImageStore
 from components.contracts.robots import RobotObservation
 from components.cpus import available_cpus

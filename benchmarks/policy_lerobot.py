@@ -1,0 +1,178 @@
+"""LeRobot's half of the GPU benchmark of robot policies, in a Python that has LeRobot; see `benchmarks.lerobot_gpu`.
+
+Usage: policy_lerobot.py [compiled] [small]. Its own code does all but read a checkpoint, whose weights are drawn from
+their names, and wrap the model for several processes.
+"""
+
+import sys
+
+import numpy as np
+import torch
+from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.policies.molmoact2 import modeling_molmoact2 as port
+from lerobot.policies.molmoact2.configuration_molmoact2 import MolmoAct2Config
+from policy_case import (
+    ACTIONS,
+    CHUNK,
+    COMPARED,
+    IMAGES,
+    PAD,
+    clean,
+    examples,
+    fill,
+    flow_samples,
+    norm_of,
+    patches_of,
+    serve,
+    sizes,
+    timed,
+)
+
+MODES = {"full": "fft", "lora": "lora", "expert": "freeze"}
+
+
+class LeRobot:
+    def __init__(self, small: bool, compiled: bool) -> None:
+        self.raw, self.compiled = sizes(small), compiled
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.work = None
+        self._draw_weights()
+
+    def _draw_weights(self) -> None:
+        raw, device = self.raw, self.device
+
+        def read_config(cls, *_, **__):
+            made = {name: value for name, value in raw.items() if name != "model_type"}
+            for part in ("vit_config", "adapter_config", "text_config"):  # as the released checkpoints have it
+                made[part] = made[part] | {"attn_implementation": "sdpa"}
+            return cls(**made)
+
+        def build(cls, *_, config, dtype, **__):
+            with torch.device(device):
+                return cls._from_config(config, dtype=dtype)
+
+        def weights(model, *_):
+            for name, tensor in model.state_dict().items():
+                fill(name, tensor)
+
+        port.HFMolmoAct2Config.from_pretrained = classmethod(read_config)
+        port.MolmoAct2ForConditionalGeneration.from_pretrained = classmethod(build)
+        port._strict_load_safetensors_weights = weights
+
+    def open(self, case):
+        mode, count = case.split()
+        found = self._open_answer(int(count)) if mode == "answer" else self._open_training(mode, int(count))
+        timed(self.work, 3)
+        return found
+
+    def measure(self, count):
+        return timed(self.work, count)
+
+    def close(self):
+        self.work = None
+        clean()
+        return {}
+
+    def _policy(self, mode):
+        side = self.raw["vit_config"]["image_default_input_size"][0]
+        cameras = {f"observation.images.{n}": PolicyFeature(FeatureType.VISUAL, (3, side, side)) for n in (1, 2)}
+        config = MolmoAct2Config(
+            checkpoint_path=".",
+            chunk_size=CHUNK,
+            n_action_steps=CHUNK,
+            action_mode="continuous" if mode == "expert" else "both",
+            inference_action_mode="continuous",
+            gradient_checkpointing=mode != "answer",
+            compile_model=self.compiled,
+            train_mode_vlm=MODES.get(mode, "fft"),
+            device=self.device.type,
+            input_features=cameras,
+            output_features={"action": PolicyFeature(FeatureType.ACTION, (ACTIONS,))},
+        )
+        return port.MolmoAct2Policy(config).to(self.device)
+
+    def _open_answer(self, rows):
+        policy = self._policy("answer").eval()
+        policy.config.enable_inference_cuda_graph = True
+        inputs = self._batch(rows, answers=False, trained=False)
+
+        def work():
+            given = {name: value.to(self.device) for name, value in inputs.items()}
+            policy.predict_action_chunk(given, num_steps=10).cpu()
+
+        self.work = work
+        return {"tokens": int(inputs["attention_mask"].sum())}
+
+    def _open_training(self, mode, count):
+        policy = self._policy(mode)
+        inputs = self._batch(count, answers=mode != "expert", trained=True)
+        inputs = {name: value.to(self.device) for name, value in inputs.items()}
+        preset = policy.config.get_optimizer_preset()
+        optimizer = preset.build(policy.get_optim_params())
+        schedule = policy.config.get_scheduler_preset().build(optimizer, 1000)
+        few = self._batch(COMPARED, answers=mode != "expert", trained=True)
+        found = self._first(
+            policy.eval(), {name: value.to(self.device) for name, value in few.items()}, mode != "expert"
+        )
+
+        def work():
+            policy.train()
+            loss, _ = policy(inputs)
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), preset.grad_clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            return loss.item(), norm.item()
+
+        self.work = work
+        trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+        return found | {"tokens": int(inputs["attention_mask"].sum()), "trained": trained}
+
+    def _first(self, policy, inputs, tokens):
+        """Loss of these and norm of the expert's gradient, with given flow times and noise, without dropout."""
+        times, noise = (part.to(self.device) for part in flow_samples(self.raw))
+        with policy._autocast_context():
+            loss, states = policy._compute_flow_matching_loss_joint_per_layer(
+                batch=inputs, model_inputs=policy._model_inputs(inputs), timesteps=times, noise=noise
+            )
+            if tokens:
+                outputs = type("Outputs", (), {"last_hidden_state": states})
+                loss = loss + sum(policy._discrete_loss_from_backbone_outputs(inputs, outputs))
+        loss.backward()
+        norm = norm_of(policy._backbone().action_expert.parameters())
+        policy.zero_grad(set_to_none=True)
+        return {"loss": loss.item(), "norm": norm}
+
+    def _batch(self, count, *, answers, trained):
+        given = list(examples(self.raw, count, answers=answers))
+        longest = max(len(one["ids"]) for one in given)
+        width = 1 + -(-(longest - 1) // 8) * 8 if trained else longest
+        ids, mask = np.full((count, width), PAD, np.int64), np.zeros((count, width), np.int64)
+        kinds, labels = np.zeros((count, width), np.int64), np.full((count, width), -100, np.int64)
+        for row, one in enumerate(given):
+            place = (row, slice(width - len(one["ids"]), width))
+            ids[place], mask[place], kinds[place] = one["ids"], 1, one["image_tokens"]
+            if answers:
+                labels[place] = one["labels"]
+        pooled = -(-patches_of(self.raw) // 2)
+        made = {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "token_type_ids": kinds,
+            "pixel_values": np.concatenate([one["pixels"] for one in given]).astype(np.float32) / 127.5 - 1.0,
+            "image_token_pooling": np.concatenate([one["windows"] for one in given for _ in range(IMAGES)]),
+            "image_grids": np.tile(np.array([[pooled, pooled, 0, 0]]), (IMAGES * count, 1)),
+            "image_num_crops": np.ones(IMAGES * count, np.int64),
+            "action_dim_is_pad": np.tile(np.arange(self.raw["max_action_dim"]) >= ACTIONS, (count, 1)),
+        }
+        if trained:
+            made["action"] = np.stack([one["actions"] for one in given])
+            made["action_horizon_is_pad"] = np.zeros((count, CHUNK), bool)
+        if answers:
+            made["labels"] = labels
+        return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in made.items()}
+
+
+if __name__ == "__main__":
+    serve(LeRobot("small" in sys.argv, "compiled" in sys.argv))

@@ -1,0 +1,127 @@
+"""Our half of the GPU benchmark of robot policies; see `benchmarks.lerobot_gpu`. Usage: policy_ours [small]."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.policies import examples_of, loss_plan, trainer_settings
+from benchmarks.policy_case import CHUNK, COMPARED, DRAWS, PAD, clean, fill, flow_samples, norm_of, serve, sizes, timed
+from components.policies.molmoact2.checkpoints.weights import FREQUENCIES, frequencies, load_weights, to_released
+from components.policies.molmoact2.configuration import MolmoAct2Config
+from components.policies.molmoact2.modeling.flow import FlowSamples
+from components.policies.molmoact2.modeling.model import MolmoAct2, Precision
+from components.policies.molmoact2.processing.batch import Example, collate
+from components.policies.molmoact2.sampling import InferencePlan, Sampler
+from components.training.ranks import Ranks
+from components.vla.groups import prepare
+from components.vla.learner import PolicyLearner
+from components.vla.micro_batch import PolicyMicroBatch
+
+
+class Drawn:
+    """A checkpoint whose weights are drawn from their names."""
+
+    def __init__(self, model: MolmoAct2, config: MolmoAct2Config, device: torch.device) -> None:
+        state = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in to_released(state, config.molmo2()).items()}
+        self._shapes[FREQUENCIES] = tuple(frequencies(config.molmo2()).shape)
+        self._device = device
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = torch.empty(self._shapes[name], device="cpu" if name == FREQUENCIES else self._device)
+        fill(name, tensor)
+        return tensor
+
+
+class Ours:
+    def __init__(self, small: bool) -> None:
+        self.raw, self.small = sizes(small), small
+        self.config = MolmoAct2Config.from_dict(self.raw)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.work: Any = None
+        self.reports: list[dict[str, float]] = []
+
+    def open(self, case: str) -> dict[str, Any]:
+        """The loss of the first examples with given flow times and noise, without dropout, and its gradient's norm."""
+        mode, count = case.split()
+        found = self._open_answer(int(count)) if mode == "answer" else self._open_training(mode, int(count))
+        timed(self.work, 3)
+        return found
+
+    def measure(self, count: int) -> dict[str, Any]:
+        found, peaks = timed(self.work, count), [report["memory/peak_gib"] for report in self.reports[-count:]]
+        return found | {"peak_gib": max([found["peak_gib"], *peaks])}  # the learner begins a new peak when it reports
+
+    def close(self) -> dict[str, Any]:
+        self.work = None
+        self.reports.clear()
+        clean()
+        return {}
+
+    def _model(self, dtype: Precision, dropout: float) -> MolmoAct2:
+        with torch.device("meta"):
+            model = MolmoAct2(self.config, dtype, residual_dropout=dropout)
+        model.to_empty(device=self.device)
+        load_weights(model, Drawn(model, self.config, self.device), self.config.molmo2(), "drawn")
+        return model
+
+    def _open_answer(self, rows: int) -> dict[str, Any]:
+        """With the distance of the first row's actions from those in fp32, plainly computed and as they are measured,
+        relative to their norm."""
+        given = examples_of(self.raw, rows, answers=False, trained=False)
+        exact, plain = (self._plain_actions(dtype, given[:1]) for dtype in ("float32", "bfloat16"))
+        model = self._model("bfloat16", 0.0)
+        model.cast_for_inference()
+        model.compile_layers(dynamic=False)
+        sampler = self._sampler(model, rows)
+        self.work = lambda: sampler.sample(given, range(rows))
+        far = [float((each - exact).norm() / exact.norm()) for each in (plain, self.work()[:1])]
+        return {"tokens": sum(one.length for one in given), "distances": far}
+
+    def _plain_actions(self, dtype: Precision, given: list[Example]) -> torch.Tensor:
+        sampler = self._sampler(self._model(dtype, 0.0), 1)
+        sampler._euler_steps = sampler._euler
+        return sampler.sample(given, [0])
+
+    def _sampler(self, model: MolmoAct2, rows: int) -> Sampler:
+        plan = InferencePlan(bidirectional_images=True, hides_answers=True, mask_dimensions=True, steps=10)
+        return Sampler(model, plan, CHUNK, rows, 640, PAD)
+
+    def _open_training(self, mode: Any, batch: int) -> dict[str, Any]:
+        model = self._model("bfloat16", 0.1)
+        settings = trainer_settings(mode, batch).model_copy(update={"torch_compile": not self.small, "max_steps": 1000})
+        prepare(model, settings, "head")
+        plan = loss_plan("continuous" if mode == "expert" else "both")
+        chosen = examples_of(self.raw, batch, answers=mode != "expert", trained=True)
+        made, tokens = collate(chosen, "left", 8, PAD), sum(one.length for one in chosen)
+        learner = PolicyLearner(model, settings, plan, Ranks(device=self.device))
+        few = collate(chosen[:COMPARED], "left", 8, PAD).to(self.device)
+        losses = model.eval()(few, FlowSamples(*flow_samples(self.raw)).to(self.device), plan)
+        losses.total.backward()
+        found = {"loss": losses.total.item(), "norm": norm_of(model.action_expert.parameters())}
+        model.zero_grad(set_to_none=True)
+        draws = self._draws(batch)
+        self.work = lambda: self.reports.append(learner.step([PolicyMicroBatch(made, next(draws), tokens)]))
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        return found | {"tokens": tokens, "trained": trained}
+
+    def _draws(self, batch: int) -> Iterator[FlowSamples]:
+        seed = 0
+        while True:
+            yield FlowSamples.per_example(range(seed, seed + batch), DRAWS, CHUNK, self.config)
+            seed += batch
+
+
+if __name__ == "__main__":
+    serve(Ours("small" in sys.argv))
