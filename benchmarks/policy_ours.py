@@ -4,22 +4,41 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 
-from benchmarks.policies import examples_of, loss_plan, trainer_settings
-from benchmarks.policy_case import CHUNK, COMPARED, DRAWS, PAD, clean, fill, flow_samples, norm_of, serve, sizes, timed
+from benchmarks.policy_case import (
+    ACTIONS,
+    CHUNK,
+    COMPARED,
+    DRAWS,
+    IMAGES,
+    PAD,
+    clean,
+    examples,
+    fill,
+    flow_samples,
+    norm_of,
+    patches_of,
+    serve,
+    sizes,
+    timed,
+)
 from components.policies.molmoact2.checkpoints.weights import FREQUENCIES, frequencies, load_weights, to_released
 from components.policies.molmoact2.configuration import MolmoAct2Config
 from components.policies.molmoact2.modeling.flow import FlowSamples
+from components.policies.molmoact2.modeling.losses import LossPlan
 from components.policies.molmoact2.modeling.model import MolmoAct2, Precision
 from components.policies.molmoact2.processing.batch import Example, collate
 from components.policies.molmoact2.sampling import InferencePlan, Sampler
+from components.policies.settings import ActionMode
 from components.training.ranks import Ranks
 from components.vla.groups import prepare
 from components.vla.learner import PolicyLearner
 from components.vla.micro_batch import PolicyMicroBatch
+from components.vla.settings import Mode, PolicyLoraSettings, VLATrainerSettings
 
 
 class Drawn:
@@ -55,7 +74,7 @@ class Ours:
     def open(self, case: str) -> dict[str, Any]:
         """The loss of the first examples with given flow times and noise, without dropout, and its gradient's norm."""
         mode, count = case.split()
-        found = self._open_answer(int(count)) if mode == "answer" else self._open_training(mode, int(count))
+        found = self._open_answer(int(count)) if mode == "answer" else self._open_training(cast(Mode, mode), int(count))
         timed(self.work, 3)
         return found
 
@@ -98,9 +117,9 @@ class Ours:
         plan = InferencePlan(bidirectional_images=True, hides_answers=True, mask_dimensions=True, steps=10)
         return Sampler(model, plan, CHUNK, rows, 640, PAD)
 
-    def _open_training(self, mode: Any, batch: int) -> dict[str, Any]:
+    def _open_training(self, mode: Mode, batch: int) -> dict[str, Any]:
         model = self._model("bfloat16", 0.1)
-        settings = trainer_settings(mode, batch).model_copy(update={"torch_compile": not self.small, "max_steps": 1000})
+        settings = trainer_settings(mode, batch, compiled=not self.small)
         prepare(model, settings, "head")
         plan = loss_plan("continuous" if mode == "expert" else "both")
         chosen = examples_of(self.raw, batch, answers=mode != "expert", trained=True)
@@ -121,6 +140,42 @@ class Ours:
         while True:
             yield FlowSamples.per_example(range(seed, seed + batch), DRAWS, CHUNK, self.config)
             seed += batch
+
+
+def loss_plan(action_mode: ActionMode) -> LossPlan:
+    return LossPlan(action_mode, False, action_mode == "both", False, True, 1e-4, "root_subsegments_root_tokens")
+
+
+def trainer_settings(mode: Mode, batch: int, *, compiled: bool) -> VLATrainerSettings:
+    return VLATrainerSettings(
+        mode=mode,
+        lora=PolicyLoraSettings() if mode == "lora" else None,
+        gradient_checkpointing=True,
+        torch_compile=compiled,
+        max_steps=1000,
+        batch_size=batch,
+        micro_batch_size=batch,
+    )
+
+
+def examples_of(raw: dict[str, Any], count: int, *, answers: bool, trained: bool) -> list[Example]:
+    """Those of `benchmarks.policy_case`, with action tokens where there are `answers`, and actions if `trained`."""
+    side = patches_of(raw)
+    return [
+        Example(
+            input_ids=one["ids"],
+            image_tokens=one["image_tokens"],
+            pixel_values=one["pixels"],
+            pooling=np.concatenate(
+                [np.where(one["windows"] < 0, -1, one["windows"] + n * side**2) for n in range(IMAGES)]
+            ),
+            labels=one["labels"],
+            actions=one["actions"] if trained else None,
+            horizon_padding=np.zeros(CHUNK, bool) if trained else None,
+            dimension_padding=np.arange(raw["max_action_dim"]) >= ACTIONS,
+        )
+        for one in examples(raw, count, answers=answers)
+    ]
 
 
 if __name__ == "__main__":

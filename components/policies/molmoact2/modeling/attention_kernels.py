@@ -33,8 +33,9 @@ def _rotated(place, inside, cos, sin, SIZE: tl.constexpr):
 
 @triton.jit
 def _self_attention(
-    qkv, cos, sin, out, count, scale,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
+    qkv, cos, sin, out, count,
+    SCALE: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64) // HEADS, tl.program_id(0) % HEADS
     steps, halves, columns = tl.arange(0, QUERIES), tl.arange(0, HALF), tl.arange(0, WIDTH)
@@ -48,7 +49,7 @@ def _self_attention(
     k1, k2 = _rotated(qkv + start + HEADS * SIZE + halves[None, :], half, c, s, SIZE)
     v = tl.load(qkv + start + 2 * HEADS * SIZE + columns[None, :], whole, 0.0)
     scores = tl.dot(q1, tl.trans(k1), input_precision="ieee") + tl.dot(q2, tl.trans(k2), input_precision="ieee")
-    scores = tl.where(inside[None, :], scores * scale, -float("inf"))
+    scores = tl.where(inside[None, :], scores * SCALE, -float("inf"))
     weights = tl.exp(scores - tl.max(scores, 1)[:, None])
     seen = tl.dot(weights.to(v.dtype), v, input_precision="ieee") / tl.sum(weights, 1)[:, None]
     place = (row * count + steps)[:, None] * (HEADS * SIZE) + head * SIZE + columns[None, :]
@@ -57,10 +58,10 @@ def _self_attention(
 
 @triton.jit
 def _cross_attention(
-    queries, keys, values, mask, out, count, scale,
+    queries, keys, values, mask, out, count,
     key_row, key_head, key_token, value_row, value_head, value_token,
-    LENGTH: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr,
-    KEYS: tl.constexpr,
+    SCALE: tl.constexpr, LENGTH: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr,
+    WIDTH: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64) // HEADS, tl.program_id(0) % HEADS
     steps, columns, tokens = tl.arange(0, QUERIES), tl.arange(0, WIDTH), tl.arange(0, KEYS)
@@ -80,7 +81,7 @@ def _cross_attention(
         k = tl.load(keys + token[:, None] * key_token + columns[None, :], read, 0.0)
         v = tl.load(values + token[:, None] * value_token + columns[None, :], read, 0.0)
         shown = tl.load(mask + row * LENGTH + token, inside, 0).to(tl.int1)
-        scores = tl.where(shown[None, :], tl.dot(q, tl.trans(k), input_precision="ieee") * scale, -float("inf"))
+        scores = tl.where(shown[None, :], tl.dot(q, tl.trans(k), input_precision="ieee") * SCALE, -float("inf"))
         largest = tl.maximum(best, tl.max(scores, 1))
         weights = tl.exp(scores - largest[:, None])
         shrunk = tl.exp(best - largest)
@@ -100,8 +101,8 @@ def self_attention(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     size = joined // (3 * heads)
     out = qkv.new_empty(rows, count, heads * size)
     _self_attention[(rows * heads,)](
-        qkv.contiguous(), cos, sin, out, count, size**-0.5,
-        HEADS=heads, SIZE=size, QUERIES=_padded(count), HALF=_padded(size // 2), WIDTH=_padded(size),
+        qkv.contiguous(), cos, sin, out, count,
+        SCALE=size**-0.5, HEADS=heads, SIZE=size, QUERIES=_padded(count), HALF=_padded(size // 2), WIDTH=_padded(size),
     )  # fmt: skip
     return out
 
@@ -118,9 +119,9 @@ def cross_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor)
     assert keys.stride(3) == values.stride(3) == 1
     out = queries.new_empty(rows, count, hidden)
     _cross_attention[(rows * heads,)](
-        queries.contiguous(), keys, values, mask.contiguous(), out, count, size**-0.5,
+        queries.contiguous(), keys, values, mask.contiguous(), out, count,
         *keys.stride()[:3], *values.stride()[:3],
-        LENGTH=length, HEADS=heads, SIZE=size, QUERIES=_padded(count), WIDTH=_padded(size), KEYS=KEYS,
+        SCALE=size**-0.5, LENGTH=length, HEADS=heads, SIZE=size, QUERIES=_padded(count), WIDTH=_padded(size), KEYS=KEYS,
     )  # fmt: skip
     return out
 
