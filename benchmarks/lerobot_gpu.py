@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,9 @@ class Side:
 
     def ask(self, **request: Any) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # `answer` says so
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -50,7 +52,8 @@ class Side:
 
     def stop(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.wait()
 
 

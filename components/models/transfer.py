@@ -13,4 +13,4 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    return tensor.to(device, non_blocking=device.type == "cuda")

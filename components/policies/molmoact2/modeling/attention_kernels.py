@@ -58,9 +58,9 @@ def _self_attention(
 
 @triton.jit
 def _cross_attention(
-    queries, keys, values, mask, out, count,
+    queries, keys, values, mask, out, count, length,
     key_row, key_head, key_token, value_row, value_head, value_token,
-    SCALE: tl.constexpr, LENGTH: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr,
+    SCALE: tl.constexpr, BLOCKS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr,
     WIDTH: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64) // HEADS, tl.program_id(0) % HEADS
@@ -74,13 +74,13 @@ def _cross_attention(
     seen = tl.zeros([QUERIES, WIDTH], tl.float32)
     keys += row * key_row + head * key_head
     values += row * value_row + head * value_head
-    for start in range(0, LENGTH, KEYS):
-        token = start + tokens
-        inside = token < LENGTH
+    for block in range(BLOCKS):
+        token = block * KEYS + tokens
+        inside = token < length
         read = inside[:, None] & (columns < SIZE)[None, :]
         k = tl.load(keys + token[:, None] * key_token + columns[None, :], read, 0.0)
         v = tl.load(values + token[:, None] * value_token + columns[None, :], read, 0.0)
-        shown = tl.load(mask + row * LENGTH + token, inside, 0).to(tl.int1)
+        shown = tl.load(mask + row * length + token, inside, 0).to(tl.int1)
         scores = tl.where(shown[None, :], tl.dot(q, tl.trans(k), input_precision="ieee") * SCALE, -float("inf"))
         largest = tl.maximum(best, tl.max(scores, 1))
         weights = tl.exp(scores - largest[:, None])
@@ -119,9 +119,10 @@ def cross_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor)
     assert keys.stride(3) == values.stride(3) == 1
     out = queries.new_empty(rows, count, hidden)
     _cross_attention[(rows * heads,)](
-        queries.contiguous(), keys, values, mask.contiguous(), out, count,
+        queries.contiguous(), keys, values, mask.contiguous(), out, count, length,
         *keys.stride()[:3], *values.stride()[:3],
-        SCALE=size**-0.5, LENGTH=length, HEADS=heads, SIZE=size, QUERIES=_padded(count), WIDTH=_padded(size), KEYS=KEYS,
+        SCALE=size**-0.5, BLOCKS=-(-length // KEYS), HEADS=heads, SIZE=size, QUERIES=_padded(count),
+        WIDTH=_padded(size), KEYS=KEYS,
     )  # fmt: skip
     return out
 

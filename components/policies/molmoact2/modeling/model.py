@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from components.contracts.errors import DataError
-from components.models.compiled import VARIANTS, check_compiler
+from components.models.compiled import VARIANTS, check_compiler, own_code
 from components.models.fp8 import FP8Linear, quantize_layers
 from components.policies.molmoact2.configuration import MolmoAct2Config
 from components.policies.molmoact2.modeling.expert import ActionExpert, ExpertBlock, ReadingBlocks
@@ -65,6 +65,7 @@ class MolmoAct2(nn.Module):
         self.vlm = Molmo2Backbone(config.molmo2(), residual_dropout)
         self.action_expert = ActionExpert(config)
         self.value_head: ValueHead | None = None
+        self.call = call
         self._frozen: dict[bool, GraphedFunction[list[KeyValue]]] = {}
         if dtype == "bfloat16":
             self.vlm.to(torch.bfloat16)
@@ -142,8 +143,8 @@ class MolmoAct2(nn.Module):
             for layer in (*body.vision_tower.layers, *body.language_model.layers, *expert.blocks):
                 layer.compile(dynamic=dynamic, options=options)
         else:
-            for part in (body.vision_tower, body.language_model, expert):
-                part.call = torch.compile(call, dynamic=dynamic, options=options)
+            for part in (body.vision_tower, body.language_model, expert, self):
+                part.call = torch.compile(own_code(call), dynamic=dynamic, options=options)
 
     def autocast(self, device: torch.device) -> torch.autocast:
         """The precision that all of the model computes in."""
@@ -167,7 +168,7 @@ class MolmoAct2(nn.Module):
         """
         self._check(batch, draws, plan)
         with self.autocast(batch.input_ids.device):
-            # First what asks a GPU for sizes, before it has work to be waited for.
+            # First what asks a GPU for sizes, while it has little work to be waited for.
             target = _Flow.of(batch, draws, plan, self.config) if draws is not None and plan.continuous else None
             tokens = LabeledTokens.of(batch, plan) if plan.discrete else None
             if target is None or not self._joins:
@@ -253,7 +254,8 @@ class MolmoAct2(nn.Module):
     def _joins(self) -> bool:
         """Whether a text layer and the block that reads it are recomputed together, and its keys and values not kept.
 
-        A model that is split gathers the weights of layers as it runs them, and those of the expert at once.
+        A model that is split gathers the weights of layers as it runs them, and those of the expert at once. Where both
+        have dropout, their random draws then come in another order than where all text layers are first.
         """
         recomputes = self.training and self.action_expert.gradient_checkpointing
         return recomputes and not self._frozen and not isinstance(self, FSDPModule)
@@ -278,7 +280,7 @@ class MolmoAct2(nn.Module):
         gqa = has_gqa_kernel(x)
         for layer, block in zip(text.layers, expert.blocks, strict=True):
             x, y = checkpointed(
-                text.call, True, _pair, layer, expert, block, x, y, rope, mask, gqa, given, plan.knowledge_insulation
+                self.call, True, _pair, layer, expert, block, x, y, rope, mask, gqa, given, plan.knowledge_insulation
             )
         return text.norm(x), flow.errors(expert.end(y, given).unflatten(0, flow.times.shape))
 

@@ -1,0 +1,25 @@
+"""How many variants of compiled code torch keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit
+
+from components.models.compiled import own_code
+
+
+def _double(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def test_variants_of_a_copy_are_counted_by_themselves() -> None:
+    limits = torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True)
+    with limits:
+        for size in (2, 3):
+            x = torch.ones(size)
+            assert torch.equal(torch.compile(own_code(_double), backend="eager", dynamic=False)(x), 2 * x)
+        torch.compile(_double, backend="eager", dynamic=False)(torch.ones(2))
+        with pytest.raises(FailOnRecompileLimitHit):
+            torch.compile(_double, backend="eager", dynamic=False)(torch.ones(3))
