@@ -79,12 +79,12 @@ def played() -> float:
 
 
 CASES = [
-    ("H200", "one answer of a MolmoAct2 of 5.44 B", lambda: answers(1), 0.0451, "45.1"),
-    ("H200", "8 answers", lambda: answers(8), 0.144, "144"),
-    ("H200", "32 answers", lambda: answers(32), 0.485, "485"),
-    ("H200", "an update of 32 examples, the expert alone", lambda: update("expert"), 32 / 36.9, "36.9"),
-    ("H200", "of 32 examples, all weights", lambda: update("full"), 32 / 12, "| 12 |"),
-    ("H200", "of 32 examples, LoRA", lambda: update("lora"), 32 / 10.5, "10.5"),
+    ("H200", "one answer of a MolmoAct2 of 5.44 B", lambda: answers(1), 0.033, "| 33 ms |"),
+    ("H200", "8 answers", lambda: answers(8), 0.1005, "| 101 ms |"),
+    ("H200", "32 answers", lambda: answers(32), 0.338, "| 338 ms |"),
+    ("H200", "an update of 32 examples, the expert alone", lambda: update("expert"), 0.5745, "| 575 ms |"),
+    ("H200", "of 32 examples, all weights", lambda: update("full"), 1.592, "| 1,592 ms |"),
+    ("H200", "of 32 examples, LoRA", lambda: update("lora"), 1.758, "| 1,758 ms |"),
     pytest.param(
         "H100", "192 episodes of 120 actions, 64 at once in 16 processes", played, 105.0, "105 s", marks=needs_libero
     ),

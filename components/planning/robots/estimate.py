@@ -22,19 +22,18 @@ class RobotAssumptions(Settings):
     """What is not on a data sheet. The descriptions say where each is from."""
 
     policy_mfu: PositiveFloat = Field(
-        0.285, description="measured: of the FLOPs, 14.2 ms more for each row of an answer on an H200, " + POLICIES
+        0.412, description="measured: of the FLOPs, 9.84 ms more for each row of an answer on an H200, " + POLICIES
     )
     layer_seconds: NonNegativeFloat = Field(
-        0.031 / 360, description="measured: 45.1 ms for a row, less its FLOPs, by layer and denoising step, " + POLICIES
+        0.0231 / 360, description="measured: 33 ms for a row, less its FLOPs, by layer and denoising step, " + POLICIES
     )
     expert_mfu: PositiveFloat = Field(
-        0.15,
-        description="measured: 36.9 examples/s of the expert alone on an H200, not compiled, by the VLM's FLOPs, "
-        + POLICIES,
+        0.228,
+        description="measured: 575 ms for 32 examples of the expert alone on an H200, by the VLM's FLOPs, " + POLICIES,
     )
     full_mfu: PositiveFloat = Field(
-        0.18,
-        description="measured: 0.17 of LoRA and 0.195 of all weights on an H200, with what is computed again, "
+        0.32,
+        description="measured: 0.304 of LoRA and 0.337 of all weights on an H200, with what is computed again, "
         + POLICIES,
     )
     fp8_time: PositiveFloat = Field(
@@ -42,8 +41,8 @@ class RobotAssumptions(Settings):
         description="measured: of the time of a further row, 7.6 ms in fp8 and 9.7 ms in bf16 on an H200, " + TRYING,
     )
     micro_batch_seconds: NonNegativeFloat = Field(
-        0.47 / 36,
-        description="measured: 0.47 s of a micro-batch besides its 8 to 32 examples on an H200, by layer, " + POLICIES,
+        0.31 / 36,
+        description="measured: 0.31 s of a micro-batch, however few its examples, on an H200, by layer, " + POLICIES,
     )
     action_seconds: NonNegativeFloat = Field(
         0.015, description="measured: 0.013 to 0.017 s of a core for an action, all 16 being busy, " + TRYING

@@ -305,9 +305,13 @@ def test_compiled_layers_on_a_gpu_are_as_near_to_fp32_as_plain_ones(dtype: Preci
         assert abs(losses[2] - losses[0]) <= 3 * abs(losses[1] - losses[0]) + 1e-3 * losses[0]
         truth, theirs, ours = (_gradients(model, batch, draws, plan) for model in models)
         assert truth.keys() == ours.keys()
+        whole = float(torch.stack([value.norm() for value in truth.values()]).norm())
         for name, value in truth.items():
             rounding = float((theirs[name].float() - value).norm())
-            assert float((ours[name].float() - value).norm()) <= 3 * rounding + 1e-2 * float(value.norm()) + 1e-6, name
+            # What all scores of a softmax have in common changes nothing: that gradient is 0 and rounding, of the sums
+            # that cancel in it.
+            least = 1e-6 * whole if name.endswith("k_proj.bias") else 1e-6
+            assert float((ours[name].float() - value).norm()) <= 3 * rounding + 1e-2 * float(value.norm()) + least, name
 
 
 @pytest.mark.gpu
