@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -203,7 +204,39 @@ def timed(work: Callable[[], object], count: int) -> dict[str, Any]:
     return {"seconds": taken, "median": statistics.median(taken), "peak_gib": peak}
 
 
-def serve(side: Any) -> None:
+class Side(ABC):
+    """What a driver asks a side to do. `open_training` and `open_answer` set `work`, one update or one call."""
+
+    def __init__(self, small: bool) -> None:
+        self.raw, self.small = sizes(small), small
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.work: Any = None
+
+    def open(self, case: str) -> dict[str, Any]:
+        """What the side says of a case before it is measured; `work` is warm then."""
+        mode, count = case.split()
+        found = self.open_answer(int(count)) if mode == "answer" else self.open_training(mode, int(count))
+        timed(self.work, 3)
+        return found
+
+    @abstractmethod
+    def open_training(self, mode: Any, batch: int) -> dict[str, Any]:
+        """The loss of the first examples with given flow times and noise, without dropout, and its gradient's norm."""
+
+    @abstractmethod
+    def open_answer(self, rows: int) -> dict[str, Any]:
+        """What is to be known of so many answers at once."""
+
+    def measure(self, count: int) -> dict[str, Any]:
+        return timed(self.work, count)
+
+    def close(self) -> dict[str, Any]:
+        self.work = None
+        clean()
+        return {}
+
+
+def serve(side: Side) -> None:
     """Answer requests, a line of JSON on standard input each, by the methods of `side`; all else goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

@@ -17,25 +17,22 @@ from policy_case import (
     COMPARED,
     IMAGES,
     PAD,
-    clean,
+    Side,
     examples,
     fill,
     flow_samples,
     norm_of,
     patches_of,
     serve,
-    sizes,
-    timed,
 )
 
 MODES = {"full": "fft", "lora": "lora", "expert": "freeze"}
 
 
-class LeRobot:
+class LeRobot(Side):
     def __init__(self, small: bool, compiled: bool) -> None:
-        self.raw, self.compiled = sizes(small), compiled
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.work = None
+        super().__init__(small)
+        self.compiled = compiled
         self._draw_weights()
 
     def _draw_weights(self) -> None:
@@ -59,20 +56,6 @@ class LeRobot:
         port.MolmoAct2ForConditionalGeneration.from_pretrained = classmethod(build)
         port._strict_load_safetensors_weights = weights
 
-    def open(self, case):
-        mode, count = case.split()
-        found = self._open_answer(int(count)) if mode == "answer" else self._open_training(mode, int(count))
-        timed(self.work, 3)
-        return found
-
-    def measure(self, count):
-        return timed(self.work, count)
-
-    def close(self):
-        self.work = None
-        clean()
-        return {}
-
     def _policy(self, mode):
         side = self.raw["vit_config"]["image_default_input_size"][0]
         cameras = {f"observation.images.{n}": PolicyFeature(FeatureType.VISUAL, (3, side, side)) for n in (1, 2)}
@@ -91,7 +74,7 @@ class LeRobot:
         )
         return port.MolmoAct2Policy(config).to(self.device)
 
-    def _open_answer(self, rows):
+    def open_answer(self, rows):
         policy = self._policy("answer").eval()
         policy.config.enable_inference_cuda_graph = True
         inputs = self._batch(rows, answers=False, trained=False)
@@ -103,7 +86,7 @@ class LeRobot:
         self.work = work
         return {"tokens": int(inputs["attention_mask"].sum())}
 
-    def _open_training(self, mode, count):
+    def open_training(self, mode, count):
         policy = self._policy(mode)
         inputs = self._batch(count, answers=mode != "expert", trained=True)
         inputs = {name: value.to(self.device) for name, value in inputs.items()}

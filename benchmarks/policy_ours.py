@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,15 +16,13 @@ from benchmarks.policy_case import (
     DRAWS,
     IMAGES,
     PAD,
-    clean,
+    Side,
     examples,
     fill,
     flow_samples,
     norm_of,
     patches_of,
     serve,
-    sizes,
-    timed,
 )
 from components.policies.molmoact2.checkpoints.weights import FREQUENCIES, frequencies, load_weights, to_released
 from components.policies.molmoact2.configuration import MolmoAct2Config
@@ -63,30 +61,19 @@ class Drawn:
         return tensor
 
 
-class Ours:
+class Ours(Side):
     def __init__(self, small: bool) -> None:
-        self.raw, self.small = sizes(small), small
+        super().__init__(small)
         self.config = MolmoAct2Config.from_dict(self.raw)
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.work: Any = None
         self.reports: list[dict[str, float]] = []
 
-    def open(self, case: str) -> dict[str, Any]:
-        """The loss of the first examples with given flow times and noise, without dropout, and its gradient's norm."""
-        mode, count = case.split()
-        found = self._open_answer(int(count)) if mode == "answer" else self._open_training(cast(Mode, mode), int(count))
-        timed(self.work, 3)
-        return found
-
     def measure(self, count: int) -> dict[str, Any]:
-        found, peaks = timed(self.work, count), [report["memory/peak_gib"] for report in self.reports[-count:]]
+        found, peaks = super().measure(count), [report["memory/peak_gib"] for report in self.reports[-count:]]
         return found | {"peak_gib": max([found["peak_gib"], *peaks])}  # the learner begins a new peak when it reports
 
     def close(self) -> dict[str, Any]:
-        self.work = None
         self.reports.clear()
-        clean()
-        return {}
+        return super().close()
 
     def _model(self, dtype: Precision, dropout: float) -> MolmoAct2:
         with torch.device("meta"):
@@ -95,7 +82,7 @@ class Ours:
         load_weights(model, Drawn(model, self.config, self.device), self.config.molmo2(), "drawn")
         return model
 
-    def _open_answer(self, rows: int) -> dict[str, Any]:
+    def open_answer(self, rows: int) -> dict[str, Any]:
         """With the distance of the first row's actions from those in fp32, plainly computed and as they are measured,
         relative to their norm."""
         given = examples_of(self.raw, rows, answers=False, trained=False)
@@ -117,7 +104,7 @@ class Ours:
         plan = InferencePlan(bidirectional_images=True, hides_answers=True, mask_dimensions=True, steps=10)
         return Sampler(model, plan, CHUNK, rows, 640, PAD)
 
-    def _open_training(self, mode: Mode, batch: int) -> dict[str, Any]:
+    def open_training(self, mode: Mode, batch: int) -> dict[str, Any]:
         model = self._model("bfloat16", 0.1)
         settings = trainer_settings(mode, batch, compiled=not self.small)
         prepare(model, settings, "head")

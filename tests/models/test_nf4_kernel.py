@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,6 +9,7 @@ import torch
 from torch import Tensor
 
 from components.models.blockwise import NF4
+from tests.interpreted import run_interpreted
 
 
 def both(shape: tuple[int, int], dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
@@ -27,15 +24,8 @@ def both(shape: tuple[int, int], dtype: torch.dtype, device: str) -> tuple[Tenso
     return dequantize(packed, scales, dtype), NF4.dequantize(indices, scales, dtype)
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 def test_interpreted_kernel() -> None:
-    """In a process of its own: Triton decides when it is imported whether kernels are compiled or interpreted."""
-    tests = Path(__file__).with_name("interpreted_nf4.py")
-    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", str(tests)]
-    done = subprocess.run(
-        command, env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
+    run_interpreted(Path(__file__).with_name("interpreted_nf4.py"))
 
 
 @pytest.mark.gpu

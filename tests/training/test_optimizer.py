@@ -1,11 +1,7 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from components.training.optimizer import CompensatedAdamW
+from tests.interpreted import run_interpreted
 
 HYPER: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 
@@ -88,17 +85,7 @@ def test_the_average_is_that_of_the_weights_and_goes_again() -> None:
 
 
 def test_interpreted_kernel() -> None:
-    """In a process of its own: Triton decides when it is imported whether kernels are compiled or interpreted."""
-    if find_spec("triton") is None:
-        pytest.skip("triton is not installed: pip install triton")
-    tests = Path(__file__).with_name("interpreted_kernels.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", str(tests)],
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(Path(__file__).with_name("interpreted_kernels.py"))
 
 
 @contextmanager

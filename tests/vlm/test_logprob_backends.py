@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,6 +17,7 @@ from components.models.settings import LoraSettings
 from components.vlm.heads import HEADS, HeadSettings, fused
 from components.vlm.logprobs import Policy, predicting
 from components.vlm.settings import Logprobs
+from tests.interpreted import run_interpreted
 
 from .conftest import Tiny
 from .logprob_cases import CASES, CPU, GPU, ODD, Case, check_unused, compare
@@ -46,17 +43,7 @@ def test_an_unused_entropy_or_logprob_has_no_part_in_the_gradient(backend: str) 
 
 
 def test_interpreted_kernels() -> None:
-    """In a process of its own: Triton decides when it is imported whether kernels are compiled or interpreted."""
-    if find_spec("triton") is None:
-        pytest.skip("triton is not installed: pip install triton")
-    tests = Path(__file__).with_name("interpreted_kernels.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", str(tests)],
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(Path(__file__).with_name("interpreted_kernels.py"))
 
 
 def test_each_name_of_the_setting_stands_for_a_backend_that_imports() -> None:

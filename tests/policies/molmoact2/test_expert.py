@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +15,7 @@ from components.policies.molmoact2.modeling.expert import ROPE_BASE, ActionExper
 from components.policies.molmoact2.modeling.layers import rotary_angles
 from components.policies.molmoact2.modeling.masks import ContextIndex
 from components.policies.molmoact2.modeling.model import MolmoAct2
+from tests.interpreted import run_interpreted
 from tests.policies.molmoact2 import reference
 from tests.policies.molmoact2.examples import CONFIG, DIMENSIONS, HORIZON, RAW, make_model
 
@@ -161,17 +158,7 @@ def test_an_old_configuration_is_refused() -> None:
 
 
 def test_interpreted_kernels() -> None:
-    """In a process of its own: Triton decides when it is imported whether kernels are compiled or interpreted."""
-    if find_spec("triton") is None:
-        pytest.skip("triton is not installed: pip install triton")
-    tests = Path(__file__).with_name("interpreted_kernels.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", str(tests)],
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(Path(__file__).with_name("interpreted_kernels.py"))
 
 
 @pytest.mark.gpu

@@ -1,0 +1,24 @@
+"""Triton kernels on a CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+
+def run_interpreted(tests: Path) -> None:
+    """Run a file of tests in a process of its own: Triton decides when it is imported whether it interprets kernels."""
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed: pip install triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", str(tests)],
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
