@@ -1,0 +1,41 @@
+"""What both sides of the benchmark of whole RL steps play: pictures, a question about each, and a reward.
+
+Knows nothing of this project: TRL's half imports it too.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+TEMPERATURE, LEARNING_RATE, MODEL_LENGTH, SERVER_SHARE = 1.0, 1e-6, 2048, 0.3
+"""The last one is the part of the GPU that the sampler has, on both sides."""
+
+
+def picture(side: int, number: int) -> Image.Image:
+    """Picture `number`, `side` pixels wide and high."""
+    coarse = np.random.default_rng([7, number]).integers(0, 255, (side // 14, side // 14, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC)
+
+
+def reward(answer: str) -> float:
+    """0 or 1, as good as random: what is learned does not matter here, but answers of a group have to differ."""
+    return float(zlib.crc32(answer.encode()) & 1)
+
+
+def fill_vocabulary(folder: Path, size: int) -> None:
+    """Give the tokenizer in `folder` one word for each id below `size` that it has no token for.
+
+    The model has as many outputs, all of which random weights sample, and to decode them is work.
+    """
+    file = folder / "tokenizer.json"
+    document: dict[str, Any] = json.loads(file.read_text())
+    vocabulary = document["model"]["vocab"]
+    taken = set(vocabulary.values()) | {token["id"] for token in document["added_tokens"]}
+    vocabulary |= {f"word{number}": number for number in range(size) if number not in taken}
+    file.write_text(json.dumps(document))

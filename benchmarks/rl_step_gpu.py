@@ -1,0 +1,333 @@
+"""A whole RL step of a vision-language model of 3.75 B weights on one GPU: rollouts, update, weights to the sampler.
+
+Ours is the stage `train-vlm` as a recipe would run it, with a vLLM server on the same GPU; TRL has vLLM in its process.
+Each has the same checkpoint, pictures, question, reward and share of the GPU for its sampler, and TRL its best settings
+(see `benchmarks.step_gpu`). One side after the other, in processes of their own.
+
+Usage: python -m benchmarks.rl_step_gpu [WAY...], of `OURS` and `TRL`; of a small model on a CPU. What it finds goes to
+$OUT/rl-step.json as well. ARMATURE_TEST_VLLM_PYTHON names the Python that has vLLM, ARMATURE_TRL_PYTHON the one that
+has TRL and vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoProcessor
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+from benchmarks.rl_step_case import (
+    LEARNING_RATE,
+    MODEL_LENGTH,
+    SERVER_SHARE,
+    TEMPERATURE,
+    fill_vocabulary,
+    picture,
+    reward,
+)
+from benchmarks.step_case import GROUP_SIZE, GROUPS, Case, clean, make_model
+from components.artifacts.images import encode_png
+from components.configuration import build_recipe
+from components.contracts.episodes import Observation, Outcome, Task
+from components.contracts.images import EncodedImage
+from components.contracts.machine import Machine
+from components.contracts.settings import Settings
+from components.contracts.stages import Artifact
+from components.environments.generated import GeneratedEnvironment
+from components.models.load import save_checkpoint
+from components.models.tiny.build import SMALL, make_tiny_checkpoint
+from components.stages import STAGES, TerminalEvents, run_stage
+
+CUDA = torch.cuda.is_available()
+HERE = Path(__file__).parent
+STEPS, ROUNDS = 8, 3
+LAPS = {"ours": ("timing/wait_for_rollouts", "timing/sync"), "trl": ("generate", "sync_weights")}
+LONG, EVERY = 6.0, 8
+"""Where episodes are uneven, the answers to one task in `EVERY` are judged for `LONG` seconds, as by a simulator."""
+TRL = ("16,1,0", "16,1,1")
+"""Fastest first: without its correction TRL need not score what was sampled."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How far rollouts run ahead, and how long it takes to judge the answers to one task in `EVERY`."""
+
+    max_staleness: int = 0
+    in_flight_updates: bool = False
+    seconds: float = 0.0
+
+
+OURS = {
+    "in turn": Way(),
+    "one step ahead": Way(1),
+    "uneven, in turn": Way(seconds=LONG),
+    "uneven, in flight": Way(4, True, LONG),
+}
+
+
+class GivenSettings(Settings):
+    """What is asked about pictures `side` pixels wide, and `Way.seconds`."""
+
+    question: str
+    side: int
+    seconds: float
+
+
+class Given(GeneratedEnvironment[GivenSettings]):
+    """One picture, one question, one answer."""
+
+    name = "given"
+    Settings = GivenSettings
+    max_turns = 1
+
+    def __init__(self, settings: GivenSettings, **counts: int) -> None:
+        super().__init__(settings, **counts)
+        self.reward_weights = {"given": 1.0}
+        self._encoded = cache(lambda number: encode_png(picture(settings.side, number)))  # as a dataset has them
+
+    def payload(self, seed: int, index: int) -> dict[str, Any]:
+        return {"picture": index}
+
+    def episode(self, task: Task) -> GivenEpisode:
+        number = task.payload["picture"]
+        seconds = 0.0 if number % EVERY else self.settings.seconds
+        return GivenEpisode(self._encoded(number), self.settings.question, seconds)
+
+
+@dataclass
+class GivenEpisode:
+    image: EncodedImage
+    question: str
+    seconds: float
+
+    async def reset(self) -> Observation:
+        return Observation((self.image, self.question))
+
+    async def step(self, action: str) -> Outcome:
+        await asyncio.sleep(self.seconds)
+        return Outcome(None, {"given": reward(action)})
+
+    async def close(self) -> None:
+        pass
+
+
+class Enough(Exception):
+    """All steps that were asked for are made."""
+
+
+class Noted(TerminalEvents):
+    """Keeps the metrics of steps, and ends the run after `steps`; no bars."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps, self.rows = steps, list[Mapping[str, float]]()
+
+    def progress(self, name: str, done: int, total: int, **postfix: float) -> None:
+        pass
+
+    def metrics(self, values: Mapping[str, float], step: int) -> None:
+        self.rows.append(dict(values))
+        if step == self.steps:
+            raise Enough
+
+
+def checkpoint(folder: Path) -> str:
+    """Write random weights of the 3B's sizes, or of a small model, to `folder`; the question for its pictures."""
+    settings = SMALL.model_copy(update={"image_side": 448 if CUDA else 112, "max_positions": 32_768})
+    make_tiny_checkpoint("qwen2.5-vl", folder, 0, settings)
+    model = make_model(folder, "sdpa", "cuda" if CUDA else "cpu", not CUDA)
+    fill_vocabulary(folder, model.config.get_text_config().vocab_size)
+    processor = AutoProcessor.from_pretrained(folder)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
+    save_checkpoint(model.to(torch.bfloat16 if CUDA else torch.float32), processor, folder)
+    question = Case(folder, "A", not CUDA).question(processor)
+    del model
+    clean()
+    return question
+
+
+def ours(folder: Path, question: str, name: str, store: Path) -> dict[str, Any]:
+    way, dtype = OURS[name], "bfloat16" if CUDA else "float32"
+    values: dict[str, Any] = {
+        "model": {"source": str(folder), "dtype": dtype, "gradient_checkpointing": "auto"},
+        "environment": {
+            "name": "benchmarks.rl_step_gpu:Given",
+            "args": {"question": question, "side": side(), "seconds": way.seconds},
+            "train_tasks": GROUPS * (STEPS + 1),
+            "heldout_tasks": 1,
+        },
+        "inference": {"max_model_len": MODEL_LENGTH, "dtype": dtype},
+        "rollouts": {
+            "groups_per_step": GROUPS,
+            "group_size": GROUP_SIZE,
+            "sampling": {"max_tokens": sampled(), "temperature": TEMPERATURE},
+            "max_staleness": way.max_staleness,
+            "in_flight_updates": way.in_flight_updates,
+        },
+        "batches": {
+            "advantage": {"name": "group_mean", "scale": "none"},
+            "penalty": {"format": 0.0, "inadmissible": 0.0},
+            "skip_zero_advantage": False,
+            "max_sequence_tokens": MODEL_LENGTH,
+        },
+        "trainer": {
+            "objective": {"name": "ppo"},
+            "learning_rate": LEARNING_RATE,
+            "max_steps": 1000,
+            "save_every": 1000,
+            "max_tokens_per_micro_batch": 24_000 if CUDA else 2000,
+            "packing": True,
+            "logprobs": {"name": "triton" if CUDA else "torch", "chunk_tokens": 2048},
+            "weights": dtype,
+            "torch_compile": CUDA,
+        },
+        "preflight": {"groups": 1, "max_mismatch_kl": 0.05},
+        "evaluation": {"sampling": {"max_tokens": sampled()}},
+        "machine": {"store": str(store), "loader_workers": 4}
+        | (
+            {
+                "server_python": os.environ["ARMATURE_TEST_VLLM_PYTHON"],
+                "server_gpus": [[0]],
+                "trainer_gpus": [0],
+                "weight_transfer": "ipc",
+                "server_arguments": {"gpu_memory_utilization": SERVER_SHARE},
+            }
+            if CUDA
+            else {"threads": 1}
+        ),
+    }
+    recipe = build_recipe("train-vlm/given", values, __file__)
+    machine = recipe.sections["machine"]
+    assert isinstance(machine, Machine)
+    events, made = Noted(STEPS + 1), dict[str, Artifact]()
+    try:
+        for kind in ("tasks", "model", "train-vlm"):
+            stage = STAGES[kind]
+            inputs = {key: made[key] for key in stage.inputs}
+            made[kind] = run_stage(kind, recipe.settings_for(stage.settings), inputs, machine, events)
+    except Enough:
+        pass
+    rows = events.rows[1:]
+    laps = (*LAPS["ours"], "timing/batch", "timing/train")
+    return {
+        "side": "ours",
+        "way": name,
+        "seconds": [row["timing/step"] for row in rows],
+        "sampled": [row["tokens/completion"] * GROUPS * GROUP_SIZE for row in rows],
+        "norms": [row["grad_norm"] for row in events.rows],
+        "kl": [row["mismatch_kl"] for row in rows],
+        "laps": {lap: [row[lap] for row in rows] for lap in laps},
+        "peak_gib": rows[-1].get("memory/peak_gib", 0.0),
+    }
+
+
+def side() -> int:
+    """Of a picture, in pixels."""
+    return 448 if CUDA else 112
+
+
+def sampled() -> int:
+    """Most tokens of an answer."""
+    return 256 if CUDA else 16
+
+
+def trl(folder: Path, question: str, way: str, out: Path) -> dict[str, Any]:
+    python = os.environ.get("ARMATURE_TRL_PYTHON", str(HERE.parent / ".venv-trl/bin/python"))
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "OMP_NUM_THREADS": "8"}
+    environment |= {"TOKENIZERS_PARALLELISM": "false", "CUDA_SCALE_LAUNCH_QUEUES": "4x"}
+    if CUDA:
+        environment["PYTHONPATH"] = os.pathsep.join([str(HERE / "flash_attention"), os.environ.get("PYTHONPATH", "")])
+    sizes = [str(n) for n in (STEPS, GROUPS, GROUP_SIZE, side(), sampled())]
+    command = [python, str(HERE / "rl_step_trl.py"), str(folder), str(out), *sizes, question, way]
+    subprocess.run(command, env=environment, check=True)
+    found: dict[str, Any] = json.loads(out.read_text().splitlines()[-1])
+    return found
+
+
+def measure(ways: Sequence[str]) -> list[dict[str, Any]]:
+    """
+    Raises:
+        SystemExit: a way of TRL's failed.
+    """
+    taken = []
+    with tempfile.TemporaryDirectory() as name:
+        folder, scratch = Path(name) / "model", Path(name)
+        question = checkpoint(folder)
+        for number, way in enumerate(ways):
+            if way in OURS:
+                taken.append(ours(folder, question, way, scratch / f"store-{number}"))
+            else:
+                taken.append(trl(folder, question, way, scratch / "trl"))
+            if "failed" in taken[-1]:
+                raise SystemExit(f"TRL {way}: {taken[-1]['failed']}")
+            print(line_of(taken[-1]), flush=True)
+    return taken
+
+
+def record() -> None:
+    """Measure, and put it on the page."""
+    from benchmarks.table import write
+
+    taken = [one for _ in range(ROUNDS) for one in measure([*OURS, *TRL])]
+    device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    write("rl-step-gpu", device | {"rows": rows_of(taken), "steps": STEPS, "rounds": ROUNDS})
+
+
+def rows_of(taken: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Our ways with even episodes, and TRL's faster one: the mean seconds of a step in each run, and of its parts."""
+    runs: dict[str, list[Mapping[str, Any]]] = {}
+    for one in taken:
+        runs.setdefault(one["way"], []).append(one)
+    seconds = {way: [statistics.mean(one["seconds"]) for one in found] for way, found in runs.items()}
+    fastest = min(TRL, key=lambda way: statistics.mean(seconds[way]))
+    baseline = seconds[fastest]
+    rows = []
+    for way in (*(way for way in OURS if not OURS[way].seconds), fastest):
+        own, mean = seconds[way], statistics.mean(seconds[way])
+        tokens = statistics.mean(n for one in runs[way] for n in one["sampled"])
+        rollouts, sync = (lap(runs[way], name) for name in LAPS[runs[way][0]["side"]])
+        row = {"side": runs[way][0]["side"], "what": "TRL" if way == fastest else way, "runs": len(own)}
+        row |= {"seconds": mean, "shortest": min(own), "longest": max(own), "tokens_per_s": tokens / mean}
+        row |= {"rollouts_s": rollouts, "sync_s": sync, "update_s": mean - rollouts - sync}
+        if way != fastest:
+            row |= {"ratio": statistics.mean(baseline) / mean}
+            row |= {"spread": [min(baseline) / max(own), max(baseline) / min(own)]}
+        rows.append(row)
+    return rows
+
+
+def lap(runs: Sequence[Mapping[str, Any]], name: str) -> float:
+    return statistics.mean(n for one in runs for n in one["laps"][name])
+
+
+def line_of(one: Mapping[str, Any]) -> str:
+    laps = ", ".join(f"{name} {statistics.median(values):.2f}" for name, values in one["laps"].items())
+    seconds = statistics.mean(one["seconds"])
+    rate = statistics.mean(one["sampled"]) / seconds
+    return f"{one['side']} {one['way']}: {seconds:.2f} s a step, {rate:,.0f} sampled tokens/s ({laps})"
+
+
+def main() -> None:
+    ways = sys.argv[1:] or [*OURS, *TRL]
+    if unknown := [way for way in ways if way not in (*OURS, *TRL)]:
+        raise SystemExit(f"{unknown[0]!r} is none of {', '.join([*OURS, *TRL])}")
+    taken = measure(ways)
+    (Path(os.environ.get("OUT", ".")) / "rl-step.json").write_text(json.dumps(taken, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
