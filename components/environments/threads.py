@@ -45,6 +45,7 @@ class LoopThread:
         """
         here = asyncio.get_running_loop()
         answer: asyncio.Future[ResultT] = here.create_future()
+        answer.add_done_callback(asyncio.Future.exception)  # or asyncio says that nobody read it, after a cancellation
         tasks: list[asyncio.Task[None]] = []
 
         async def work() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Iterator
 
@@ -161,3 +162,29 @@ def test_a_cancelled_close_closes() -> None:
         assert blocking.closed.is_set()
 
     asyncio.run(play())
+
+
+def test_of_a_cancelled_step_nothing_is_said_later() -> None:
+    """asyncio reports the exception of a future that nobody read when it is collected."""
+    reported: list[dict[str, object]] = []
+
+    async def play() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+        thread, began = LoopThread("waits"), asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        async def waits() -> None:
+            loop.call_soon_threadsafe(began.set)
+            await asyncio.sleep(60)
+
+        call = asyncio.ensure_future(thread.call(waits))
+        await began.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        thread.end()
+        del call
+        gc.collect()
+
+    asyncio.run(play())
+    assert not reported
