@@ -188,8 +188,8 @@ def test_what_is_sharded_at_once_gives_tensors_that_fsdp_finds(make: Make) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
-def test_compiled_layers_train_as_plain_ones_do(make: Make, sharded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    trace_only(monkeypatch)
+@trace_only()
+def test_compiled_layers_train_as_plain_ones_do(make: Make, sharded: bool) -> None:
     both = {"action_mode": "both"}
     common = {"batch_size": 6, "micro_batch_size": 3, "gradient_checkpointing": True, "adam_epsilon": 1e-2}
     plain, updates = make(both, **common)

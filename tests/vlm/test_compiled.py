@@ -24,9 +24,9 @@ from .test_packing import conversations, learner_of, step
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", [False, True])
-def test_a_compiled_step_is_the_step(packing: bool, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+@trace_only()
+def test_a_compiled_step_is_the_step(packing: bool, tiny: Tiny) -> None:
     """Padded rows of a model with adapters, and packed rows, whose layers are recomputed."""
-    trace_only(monkeypatch)
     _compiled.cache_clear()
     samples, done = conversations(tiny), []
     for compiled in (False, True):
