@@ -21,7 +21,7 @@ SERVERS: dict[str, dict[str, Any]] = {
     "default": {"invariant": False, "mode": "compiled"},  # as it comes, for the speed
     "eager": {"invariant": False, "mode": "eager"},
     "invariant": {"invariant": True, "mode": "eager"},  # VLLM_BATCH_INVARIANT as 0.26 has it
-    "patched": {"invariant": True, "mode": "eager", "patched": True},  # and what that forgets; see `patch_server`
+    "patched": {"invariant": True, "mode": "eager", "patched": True},  # see `patch_server`
     "graphs": {"invariant": True, "mode": "graphs", "patched": True},  # the same kernels, CUDA graphs when decoding
 }
 PAGE, EXTRA = 16, 20
@@ -29,10 +29,10 @@ PAGE, EXTRA = 16, 20
 
 
 def patch_server() -> None:
-    """What VLLM_BATCH_INVARIANT forgets in vLLM 0.26, before the engine is made.
+    """What VLLM_BATCH_INVARIANT may leave to the batch in vLLM 0.26, by its sources, before the engine is made.
 
-    The norm after a sum: its kernel has 1024 threads for a row below 256 rows, else 256. The vision tower's patches:
-    cuBLAS, and its attention: FlashAttention may split a sequence as suits the batch.
+    The norm after a sum, whose kernel is another than that of a norm alone; the vision tower's patches, a product of
+    cuBLAS; and its attention: FlashAttention may split a sequence as suits the batch.
     """
     from vllm.model_executor.layers import conv, layernorm
     from vllm.model_executor.layers.batch_invariant import linear_batch_invariant

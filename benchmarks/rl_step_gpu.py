@@ -4,9 +4,9 @@ Ours is the stage `train-vlm` as a recipe would run it, with a vLLM server on th
 Each has the same checkpoint, pictures, question, reward and share of the GPU for its sampler, and TRL its best settings
 (see `benchmarks.step_gpu`). One side after the other, in processes of their own.
 
-Usage: python -m benchmarks.rl_step_gpu [WAY...], of `OURS` and `TRL`; of a small model on a CPU. What it finds goes to
-$OUT/rl-step.json as well. ARMATURE_TEST_VLLM_PYTHON names the Python that has vLLM, ARMATURE_TRL_PYTHON the one that
-has TRL and vLLM.
+Usage: python -m benchmarks.rl_step_gpu [WAY...], of `OURS` and `TRL`; of a small model on a CPU. All ways on a GPU go
+to the page, some to $OUT/rl-step.json. ARMATURE_TEST_VLLM_PYTHON names the Python that has vLLM, ARMATURE_TRL_PYTHON
+the one that has TRL and vLLM.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -279,49 +280,43 @@ def measure(ways: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def record() -> None:
-    """Measure, and put it on the page."""
+    """Measure all ways in `ROUNDS` rounds, and put it on the page."""
     from benchmarks.table import write
 
-    taken = [one for _ in range(ROUNDS) for one in measure([*OURS, *TRL])]
+    began = time.perf_counter()
+    rows = [row for number in range(ROUNDS) for row in rows_of(measure([*OURS, *TRL]), number + 1)]
     device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    write("rl-step-gpu", device | {"rows": rows_of(taken), "steps": STEPS, "rounds": ROUNDS})
+    note = f"All rounds took {(time.perf_counter() - began) / 60:.0f} minutes."
+    write("rl-step-gpu", device | {"rows": rows, "steps": STEPS, "note": note})
 
 
-def rows_of(taken: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Our ways with even episodes, and TRL's faster one: the mean seconds of a step in each run, and of its parts."""
-    runs: dict[str, list[Mapping[str, Any]]] = {}
-    for one in taken:
-        runs.setdefault(one["way"], []).append(one)
-    seconds = {way: [statistics.mean(one["seconds"]) for one in found] for way, found in runs.items()}
-    fastest = min(TRL, key=lambda way: statistics.mean(seconds[way]))
-    baseline = seconds[fastest]
+def rows_of(taken: Sequence[Mapping[str, Any]], number: int) -> list[dict[str, Any]]:
+    """Each way of one round: mean seconds of a step and of its parts, and how many times as fast as TRL, or, where
+    episodes are uneven, as ours in turn.
+    """
+    seconds = {one["way"]: statistics.mean(one["seconds"]) for one in taken}
+    fastest = min(seconds[way] for way in TRL)
     rows = []
-    for way in (*(way for way in OURS if not OURS[way].seconds), fastest):
-        own, mean = seconds[way], statistics.mean(seconds[way])
-        tokens = statistics.mean(n for one in runs[way] for n in one["sampled"])
-        rollouts, sync = (lap(runs[way], name) for name in LAPS[runs[way][0]["side"]])
-        row = {"side": runs[way][0]["side"], "what": "TRL" if way == fastest else way, "runs": len(own)}
-        row |= {"seconds": mean, "shortest": min(own), "longest": max(own), "tokens_per_s": tokens / mean}
-        row |= {"rollouts_s": rollouts, "sync_s": sync, "update_s": mean - rollouts - sync}
-        if way != fastest:
-            row |= {"ratio": statistics.mean(baseline) / mean}
-            row |= {"spread": [min(baseline) / max(own), max(baseline) / min(own)]}
-        rows.append(row)
+    for one in taken:
+        own, uneven = seconds[one["way"]], one["way"].startswith("uneven")
+        rollouts, sync = (statistics.mean(one["laps"][name]) for name in LAPS[one["side"]])
+        row = {"round": number, "side": one["side"], "way": one["way"], "seconds": own}
+        row |= {"tokens_per_s": statistics.mean(one["sampled"]) / own, "rollouts_s": rollouts, "sync_s": sync}
+        rows.append(row | {"ratio": (seconds["uneven, in turn"] if uneven else fastest) / own})
     return rows
 
 
-def lap(runs: Sequence[Mapping[str, Any]], name: str) -> float:
-    return statistics.mean(n for one in runs for n in one["laps"][name])
-
-
 def line_of(one: Mapping[str, Any]) -> str:
-    laps = ", ".join(f"{name} {statistics.median(values):.2f}" for name, values in one["laps"].items())
+    laps = ", ".join(f"{name} {statistics.mean(values):.2f}" for name, values in one["laps"].items())
     seconds = statistics.mean(one["seconds"])
     rate = statistics.mean(one["sampled"]) / seconds
     return f"{one['side']} {one['way']}: {seconds:.2f} s a step, {rate:,.0f} sampled tokens/s ({laps})"
 
 
 def main() -> None:
+    if CUDA and not sys.argv[1:]:
+        record()
+        return
     ways = sys.argv[1:] or [*OURS, *TRL]
     if unknown := [way for way in ways if way not in (*OURS, *TRL)]:
         raise SystemExit(f"{unknown[0]!r} is none of {', '.join([*OURS, *TRL])}")

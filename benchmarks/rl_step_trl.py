@@ -118,11 +118,7 @@ def measure(folder, processor, dataset, steps, groups, group_size, sampled, way)
         generate, synced = sampler.generate, sampler.sync_weights
 
         def sample(prompts, **more):
-            single = [
-                [t for t, before in zip(ids, [None, *ids[:-1]], strict=True) if t != image or before != image]
-                for ids in prompts
-            ]
-            found = trainer._timed("generate", generate, prompts=single, **more)
+            found = trainer._timed("generate", generate, prompts=[once(ids, image) for ids in prompts], **more)
             assert found[0] == prompts, "the sampler's prompts are not the trainer's"
             return found
 

@@ -15,8 +15,8 @@ import torch._dynamo
 def trace_only() -> Iterator[None]:
     """Let layers become graphs, forward and backward, of torch's own kernels: making others takes a minute on a CPU.
 
-    Sizes of tensors are symbols, as ever. Numbers that a layer holds, such as the size of a head, are constants from the
-    start: torch makes symbols of them too, and most of the time goes into what follows from those.
+    Sizes of tensors are symbols, as ever. Numbers that a layer holds, such as the size of a head, are constants from
+    the start: torch makes symbols of them too, and most of the time goes into what follows from those.
     """
     plain = torch.compile
 

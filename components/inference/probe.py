@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 from collections.abc import Sequence
@@ -73,17 +72,13 @@ async def ask_probe(http: httpx.AsyncClient, endpoint: Endpoint, probe: Probe, m
     """
     common = {"model": model, "max_tokens": 1, "temperature": 0.0, "seed": 0}
     text = common | {"prompt": probe.tokens, "prompt_logprobs": 0}
-    asked = [post(http, endpoint, "/v1/completions", text)]
-    if probe.image:
-        chat = common | {"messages": messages(probe), "logprobs": True, "top_logprobs": LIKELIEST}
-        asked.append(post(http, endpoint, "/v1/chat/completions", chat))
-    replies = await asyncio.gather(*asked)
     try:
-        entries = replies[0].document["choices"][0]["prompt_logprobs"][1:]
+        entries = (await post(http, endpoint, "/v1/completions", text)).document["choices"][0]["prompt_logprobs"][1:]
         pairs = zip(probe.tokens[1:], entries, strict=True)
         values = [entry[str(token)]["logprob"] for token, entry in pairs]
         if probe.image:
-            (choice,) = replies[1].document["choices"]
+            chat = common | {"messages": messages(probe), "logprobs": True, "top_logprobs": LIKELIEST}
+            (choice,) = (await post(http, endpoint, "/v1/chat/completions", chat)).document["choices"]
             values += sorted((one["logprob"] for one in choice["logprobs"]["content"][0]["top_logprobs"]), reverse=True)
         if any(type(value) not in (int, float) for value in values):
             raise TypeError(f"no numbers: {values[:3]!r}"[:300])
