@@ -46,7 +46,7 @@ from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen
 
 from benchmarks import bitwise_kernels, step_case
 from benchmarks.bitwise_kernels import ALL, CUDA, TEXT, VISION, logprobs, rotations, switchable, use
-from benchmarks.bitwise_server import PAGE, SERVERS, Server, engine, pictures, unwatch, watch
+from benchmarks.bitwise_server import PAGE, SERVERS, Server, engine, make_images, unwatch, watch
 from benchmarks.step_case import clean, make_model, peak_gib, sync
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -295,13 +295,13 @@ def gap(mine: Tensor, theirs: Tensor) -> dict[str, float]:
 
 
 def load(folder: Path, sizes: Sizes) -> tuple[Any, dict[int | None, dict[str, Tensor] | None]]:
-    """The trainer's model, and its inputs of each picture."""
+    """The trainer's model, and its inputs of each image."""
     base = folder / "base"
     model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.bfloat16, attn_implementation="sdpa")
     process = AutoProcessor.from_pretrained(base).image_processor
     images: dict[int | None, dict[str, Tensor] | None] = {None: None}
-    for i, picture in enumerate(pictures(folder / "tiny", sizes.small, sizes.prompts)):
-        given = process(images=[picture], return_tensors="pt")
+    for i, image in enumerate(make_images(folder / "tiny", sizes.small, sizes.prompts)):
+        given = process(images=[image], return_tensors="pt")
         images[i] = {name: given[name].to(DEVICE) for name in ("pixel_values", "image_grid_thw")}
     return switchable(model.to(DEVICE).eval()), images
 

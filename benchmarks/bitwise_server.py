@@ -85,7 +85,7 @@ def engine(model: Path, how: Mapping[str, Any]) -> Any:
     )
 
 
-def pictures(folder: Path, small: bool, count: int) -> list[Any]:
+def make_images(folder: Path, small: bool, count: int) -> list[Any]:
     """One for each prompt, and one for the dump."""
     return [image for letter in "ABC" for image in Case(folder, letter, small).images][: count + 1]
 
@@ -104,11 +104,11 @@ def prompts(folder: Path, small: bool, count: int) -> dict[str, list[list[int]]]
 
 
 class Server:
-    """An engine, and the prompts and pictures of `folder`, of which there are `count` of each case."""
+    """An engine, and the prompts and images of `folder`, of which there are `count` of each case."""
 
     def __init__(self, llm: Any, folder: Path, small: bool, count: int, answers: int) -> None:
         self.llm, self.small, self.count, self.answers = llm, small, count, answers
-        self.images, self.prompts = pictures(folder / "tiny", small, count), prompts(folder, small, count)
+        self.images, self.prompts = make_images(folder / "tiny", small, count), prompts(folder, small, count)
         config = json.loads((folder / "base/config.json").read_text())
         names = ("image", "video", "vision_start", "vision_end")
         self.bias = {config[f"{name}_token_id"]: -100.0 for name in names}

@@ -1,4 +1,4 @@
-"""What both sides of the benchmark of whole RL steps play: pictures, a question about each, and a reward.
+"""What both sides of the benchmark of whole RL steps play: images, a question about each, and a reward.
 
 Knows nothing of this project: TRL's half imports it too.
 """
@@ -17,8 +17,8 @@ TEMPERATURE, LEARNING_RATE, MODEL_LENGTH, SERVER_SHARE = 1.0, 1e-6, 2048, 0.3
 """The last one is the part of the GPU that the sampler has, on both sides."""
 
 
-def picture(side: int, number: int) -> Image.Image:
-    """Picture `number`, `side` pixels wide and high."""
+def make_image(side: int, number: int) -> Image.Image:
+    """Image `number`, `side` pixels wide and high."""
     coarse = np.random.default_rng([7, number]).integers(0, 255, (side // 14, side // 14, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC)
 

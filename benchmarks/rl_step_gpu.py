@@ -1,7 +1,7 @@
 """A whole RL step of a vision-language model of 3.75 B weights on one GPU: rollouts, update, weights to the sampler.
 
 Ours is the stage `train-vlm` as a recipe would run it, with a vLLM server on the same GPU; TRL has vLLM in its process.
-Each has the same checkpoint, pictures, question, reward and share of the GPU for its sampler, and TRL its best settings
+Each has the same checkpoint, images, question, reward and share of the GPU for its sampler, and TRL its best settings
 (see `benchmarks.step_gpu`). One side after the other, in processes of their own.
 
 Usage: python -m benchmarks.rl_step_gpu [WAY...], of `OURS` and `TRL`; of a small model on a CPU. All ways on a GPU go
@@ -35,7 +35,7 @@ from benchmarks.rl_step_case import (
     SERVER_SHARE,
     TEMPERATURE,
     fill_vocabulary,
-    picture,
+    make_image,
     reward,
 )
 from benchmarks.step_case import GROUP_SIZE, GROUPS, Case, clean, make_model
@@ -79,7 +79,7 @@ OURS = {
 
 
 class GivenSettings(Settings):
-    """What is asked about pictures `side` pixels wide, and `Way.seconds`."""
+    """What is asked about images `side` pixels wide, and `Way.seconds`."""
 
     question: str
     side: int
@@ -87,7 +87,7 @@ class GivenSettings(Settings):
 
 
 class Given(GeneratedEnvironment[GivenSettings]):
-    """One picture, one question, one answer."""
+    """One image, one question, one answer."""
 
     name = "given"
     Settings = GivenSettings
@@ -96,13 +96,13 @@ class Given(GeneratedEnvironment[GivenSettings]):
     def __init__(self, settings: GivenSettings, **counts: int) -> None:
         super().__init__(settings, **counts)
         self.reward_weights = {"given": 1.0}
-        self._encoded = cache(lambda number: encode_png(picture(settings.side, number)))  # as a dataset has them
+        self._encoded = cache(lambda number: encode_png(make_image(settings.side, number)))  # as a dataset has them
 
     def payload(self, seed: int, index: int) -> dict[str, Any]:
-        return {"picture": index}
+        return {"image": index}
 
     def episode(self, task: Task) -> GivenEpisode:
-        number = task.payload["picture"]
+        number = task.payload["image"]
         seconds = 0.0 if number % EVERY else self.settings.seconds
         return GivenEpisode(self._encoded(number), self.settings.question, seconds)
 
@@ -145,7 +145,7 @@ class Noted(TerminalEvents):
 
 
 def checkpoint(folder: Path) -> str:
-    """Write random weights of the 3B's sizes, or of a small model, to `folder`; the question for its pictures."""
+    """Write random weights of the 3B's sizes, or of a small model, to `folder`; the question for its images."""
     settings = SMALL.model_copy(update={"image_side": 448 if CUDA else 112, "max_positions": 32_768})
     make_tiny_checkpoint("qwen2.5-vl", folder, 0, settings)
     model = make_model(folder, "sdpa", "cuda" if CUDA else "cpu", not CUDA)
@@ -237,7 +237,7 @@ def ours(folder: Path, question: str, name: str, store: Path) -> dict[str, Any]:
 
 
 def side() -> int:
-    """Of a picture, in pixels."""
+    """Of an image, in pixels."""
     return 448 if CUDA else 112
 
 

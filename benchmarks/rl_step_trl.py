@@ -4,9 +4,9 @@ Usage: rl_step_trl.py CHECKPOINT RESULTS STEPS GROUPS GROUP_SIZE SIDE SAMPLED QU
 ROWS,RECOMPUTE,CORRECTION such as 16,1,0: rows of a micro-batch, gradient checkpointing, importance sampling correction.
 The first step is not timed.
 
-TRL 1.16 gives vLLM prompts whose image is as many tokens as it has features, and vLLM makes as many of each of the
-first: the sampler sees more than the trainer, their log-probs differ by a nat, and the correction drops all that was
-sampled. Here it gets prompts with one token for an image, and the trainer's prompt is what it sampled after.
+TRL 1.16 gives vLLM prompts whose image tokens are already expanded, and vLLM expands the first of them again: the
+sampler sees more than the trainer, their log-probs differ by a nat, and the correction drops all that was sampled. Here
+vLLM gets one token for an image, and expands it to the trainer's prompt.
 """
 
 import sys
@@ -18,18 +18,11 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from rl_step_case import LEARNING_RATE, MODEL_LENGTH, SERVER_SHARE, TEMPERATURE, picture, reward
+from rl_step_case import LEARNING_RATE, MODEL_LENGTH, SERVER_SHARE, TEMPERATURE, make_image, reward
 from step_case import clean, peak_gib, say, sync
+from step_trl import ATTENTION, DEVICE, LOADER_WORKERS
 from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
-from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 from trl import GRPOConfig, GRPOTrainer
-
-# Liger 0.8.5 imports it, and transformers 5.23 no longer has it: without this line TRL fails with Liger.
-modeling_qwen2_5_vl.Qwen2_5_VLCausalLMOutputWithPast = CausalLMOutputWithPast
-LOADER_WORKERS = 4
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ATTENTION = "flash_attention_2" if DEVICE == "cuda" else "sdpa"
 
 
 class Noting(GRPOTrainer):
@@ -152,7 +145,7 @@ def main():
     steps, groups, group_size, side, sampled = map(int, sys.argv[3:8])
     processor = AutoProcessor.from_pretrained(folder)
     chat = [{"role": "user", "content": sys.argv[8]}]
-    rows = [{"prompt": chat, "image": picture(side, number)} for number in range(groups * (steps + 1))]
+    rows = [{"prompt": chat, "image": make_image(side, number)} for number in range(groups * (steps + 1))]
     dataset = Dataset.from_list(rows)
     for way in sys.argv[9:]:
         try:
