@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -271,5 +270,4 @@ def watch(seen: dict[str, list[Tensor]], model: nn.Module) -> None:
 
 def unwatch() -> None:
     while HOOKS:
-        with suppress(Exception):
-            HOOKS.pop().remove()
+        HOOKS.pop().remove()
