@@ -7,12 +7,14 @@ Other tests give it another `work`.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -22,6 +24,9 @@ from components.training.launch import joined
 from components.training.processes import RENDEZVOUS
 from components.training.service_settings import ServiceSettings
 from components.vlm.worker import TrainerWorker
+
+FIRST_NEEDED_IN_A_RANK = ("pandas", "pyarrow.dataset", "transformers.models.qwen2_vl.processing_qwen2_vl")
+"""pyarrow imports pandas."""
 
 
 def train(file: str) -> None:
@@ -75,6 +80,9 @@ def run(processes: int, rendezvous: str, cases: str, work: Callable[[str], None]
 
 
 def serve(work: Callable[[str], None] = train) -> None:
+    for name in FIRST_NEEDED_IN_A_RANK:
+        import_module(name)
+    gc.freeze()
     for line in sys.stdin:
         print(run(*json.loads(line), work), flush=True)
 

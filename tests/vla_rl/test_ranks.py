@@ -3,6 +3,11 @@ where they pack rows and the one does not."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +21,9 @@ from components.contracts.machine import Machine
 from components.policies.molmoact2 import policy as policies
 from components.policies.molmoact2.checkpoints.checkpoint import save_policy
 from components.policies.molmoact2.policy import open_policy
+from components.training.processes import private_folder
 from components.training.ranks import Ranks
-from components.training.service_settings import service_settings
+from components.training.service_settings import ServiceSettings, service_settings
 from components.vla.groups import GROUPS
 from components.vla_rl.batch import build_batch
 from components.vla_rl.client import RobotRLTrainerClient, RobotRLTraining
@@ -94,22 +100,64 @@ def machine(**changes: Any) -> Machine:
     return Machine(threads=1, ready_timeout=300, train_timeout=300, **changes)
 
 
-def train(
-    batches: Path, folder: Path, client: RobotRLTrainerClient
-) -> tuple[list[dict[str, float]], list[float], dict[str, torch.Tensor]]:
-    """The metrics of both steps, the second of which is resumed from a checkpoint where there are processes to restart;
-    scores of the first batch in between; and the weights."""
-    metrics, restarts = [client.step(1, batches / "1")], not isinstance(client, InProcessTrainer)
-    if restarts:
-        client.save()
-        client.settle()
-        client.restart()
-        assert client.resume() == 1
+Trained = tuple[list[dict[str, float]], list[float], dict[str, torch.Tensor]]
+"""The metrics of both steps, scores of the first batch in between, and the weights."""
+
+
+def train(batches: Path, folder: Path, client: InProcessTrainer) -> Trained:
+    metrics = [client.step(1, batches / "1")]
     scores = client.score(batches / "1")
     metrics.append(client.step(2, batches / "2"))
     client.publish(folder / "made", 2)
+    return metrics, scores, weights_of(folder / "made")
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     files = ("model.safetensors", "value_head.safetensors")
-    return metrics, scores, {name: value for file in files for name, value in load_file(folder / "made" / file).items()}
+    return {name: value for file in files for name, value in load_file(folder / file).items()}
+
+
+class Forked:
+    """The program of forked_ranks.py."""
+
+    def __init__(self, log: Path, program: subprocess.Popen[str]) -> None:
+        self.log, self.program = log, program
+
+    def two_ranks(self, service: ServiceSettings, commands: list[dict[str, Any]], folder: Path) -> list[Any]:
+        """What they answer to the commands; `folder` is made."""
+        rendezvous, asked = private_folder(folder), folder / "asked.json"
+        asked.write_text(json.dumps([service.model_dump(mode="json"), commands]))
+        assert self.program.stdin is not None and self.program.stdout is not None
+        self.program.stdin.write(json.dumps([2, str(rendezvous), str(asked)]) + "\n")
+        self.program.stdin.flush()
+        assert self.program.stdout.readline() == "0\n", self.log.read_text()[-6000:]
+        answers: list[Any] = json.loads((folder / "answers.json").read_text())
+        return answers
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forked]:
+    log, pipe = tmp_path_factory.mktemp("forked") / "log", subprocess.PIPE
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-m", "tests.vla_rl.forked_ranks"]
+    with (
+        log.open("w") as file,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=file, text=True, env=environment) as program,
+    ):
+        yield Forked(log, program)
+
+
+def train_on_two_ranks(batches: Path, folder: Path, job: RobotRLTraining, sharding: Any, forked: Forked) -> Trained:
+    """The second step is made by other ranks, which resume from a checkpoint."""
+    service = service_settings(job, machine(trainer_processes=2, trainer_sharding=sharding), folder / "work")
+    service.workspace.mkdir(parents=True)
+    first, second = ({"name": "step", "step": step, "batch": str(batches / str(step))} for step in (1, 2))
+    score = {"name": "score", "batch": str(batches / "1")}
+    publish = {"name": "publish", "folder": str(folder / "made"), "version": 2}
+    metrics, _, _ = forked.two_ranks(service, [first, {"name": "save"}, {"name": "settle"}], folder / "first")
+    resumed, scores, last, _ = forked.two_ranks(service, [{"name": "resume"}, score, second, publish], folder / "then")
+    assert resumed == 1
+    return [metrics, last], scores, weights_of(folder / "made")
 
 
 def metrics_agree(alone: list[dict[str, float]], shared: list[dict[str, float]]) -> None:
@@ -126,14 +174,17 @@ def metrics_agree(alone: list[dict[str, float]], shared: list[dict[str, float]])
     ids=["copies", "sharded-lora-packed"],
 )
 def test_two_ranks_make_the_steps_of_one(
-    changes: dict[str, Any], sharding: Any, packing: Any, batches: Path, tmp_path: Path
+    changes: dict[str, Any],
+    sharding: Any,
+    packing: Any,
+    batches: Path,
+    tmp_path: Path,
+    forked: Forked,
 ) -> None:
-    several = machine(trainer_processes=2, trainer_sharding=sharding)
     one_process = InProcessTrainer(training(batches, settings(**changes)), machine(), tmp_path / "1/work")
     alone, told, expected = train(batches, tmp_path / "1", one_process)
     job = training(batches, settings(packing=packing, **changes))
-    with RobotRLTrainerClient(job, several, tmp_path / "2/work") as client:
-        shared, heard, found = train(batches, tmp_path / "2", client)
+    shared, heard, found = train_on_two_ranks(batches, tmp_path / "2", job, sharding, forked)
     metrics_agree(alone, shared)
     assert heard == pytest.approx(told, rel=1e-6) and len(told) > 8
     assert expected.keys() == found.keys()
