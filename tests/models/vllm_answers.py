@@ -31,6 +31,7 @@ def register_class(folder: str) -> None:
 
 def start(folder: str) -> LLM:
     register_class(folder)
+    gc.freeze()  # a start collects five times, which looks at all that was imported; a shutdown unfreezes it
     return LLM(
         model=folder,
         dtype="float32",
@@ -42,6 +43,7 @@ def start(folder: str) -> LLM:
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
         limit_mm_per_prompt={"image": 4},
+        num_gpu_blocks_override=512,
     )
 
 
@@ -90,7 +92,6 @@ def all_answers(folders: list[str], conversations: list[Any]) -> list[list[dict[
 
 
 if __name__ == "__main__":
-    gc.freeze()  # each start collects five times, which looks at all that was imported
     asked = json.loads(Path(sys.argv[1]).read_text())
     found = {name: all_answers(folders, asked["conversations"]) for name, folders in asked["folders"].items()}
     Path(sys.argv[2]).write_text(json.dumps(found))

@@ -6,7 +6,6 @@ Reads commands, one JSON list a line, from the socket whose number is its only a
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import socket
@@ -42,7 +41,6 @@ def ask(model: LLM, conversations: list[Any], logit_bias: dict[str, float]) -> l
 
 
 def main() -> None:
-    gc.freeze()  # each start collects five times, which looks at all that was imported
     model: LLM | None = None
     with socket.socket(fileno=int(sys.argv[1])) as channel, channel.makefile("rw") as lines:
         for line in lines:
