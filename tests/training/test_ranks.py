@@ -14,6 +14,8 @@ SCRIPT = """
 import os, signal, sys, time, torch
 from components.training.launch import joined
 from components.training.processes import TrainerProcesses
+from components.training.ranks import total_norm
+from torch.distributed.tensor import Shard, distribute_tensor
 
 folder = sys.argv[1]
 
@@ -23,6 +25,14 @@ class Stranger:
 
 with joined(TrainerProcesses(threads=1, ready_timeout=60), seed=0) as ranks:
     open(f"{folder}/pid-{ranks.rank}", "w").write(str(os.getpid()))
+    whole = [torch.randn(3, 5), torch.randn(1), torch.randn(7, 2)]
+    norm = torch.cat([one.flatten() for one in whole]).norm().item()
+    for copies in (1, 2):
+        mesh = ranks.mesh(copies)["shard"]
+        shards = [distribute_tensor(one, mesh, [Shard(0)]) for one in whole[1:]]
+        found = total_norm([whole[0], *shards]), total_norm(whole), total_norm([])
+        assert abs(found[0] - norm) < 1e-6 * norm and abs(found[1] - norm) < 1e-6 * norm and found[2] == 0, found
+    open(f"{folder}/norms-{ranks.rank}", "w").close()
     value = {"rank": ranks.rank, "text": "é" * (1 + 1000 * ranks.rank), "rows": {3: torch.full((ranks.rank,), 2.5)}}
     for rank, told in enumerate(ranks.gather(value)):
         assert told["rank"] == rank and len(told["text"]) == 1 + 1000 * rank
@@ -80,6 +90,12 @@ def test_ranks_tell_each_other_data_and_make_no_objects(ended: Ended) -> None:
     assert not (ended.folder / "made").exists()
 
 
+@pytest.mark.slow
+def test_the_norm_of_shards_is_that_of_whole_tensors(ended: Ended) -> None:
+    """Also of one number, of which a rank has nothing."""
+    assert {path.name for path in ended.folder.glob("norms-*")} == {"norms-0", "norms-1"}, ended.log
+
+
 SILENT = """
 import sys, time
 from components.contracts.errors import TrainerError
@@ -124,38 +140,6 @@ def test_one_rank_has_no_parent_and_meets_nobody(tmp_path: Path) -> None:
     assert program.command == [sys.executable, str(script)]
     assert program.wait(60) == 0
     assert program.tail() == "0 0 1"
-
-
-NORMS = """
-import sys, torch
-from torch.distributed.tensor import Shard, distribute_tensor
-from components.training.launch import joined
-from components.training.processes import TrainerProcesses
-from components.training.ranks import total_norm
-
-with joined(TrainerProcesses(threads=1, ready_timeout=60), seed=0) as ranks:
-    whole = [torch.randn(3, 5), torch.randn(1), torch.randn(7, 2)]
-    norm = torch.cat([one.flatten() for one in whole]).norm().item()
-    for copies in (1, 2):
-        mesh = ranks.mesh(copies)["shard"]
-        shards = [distribute_tensor(one, mesh, [Shard(0)]) for one in whole[1:]]
-        found = total_norm([whole[0], *shards]), total_norm(whole), total_norm([])
-        assert abs(found[0] - norm) < 1e-6 * norm and abs(found[1] - norm) < 1e-6 * norm and found[2] == 0, found
-"""
-
-
-@pytest.mark.slow
-def test_the_norm_of_shards_is_that_of_whole_tensors(tmp_path: Path) -> None:
-    """Also of one number, of which a rank has nothing."""
-    (tmp_path / "script.py").write_text(NORMS)
-    processes = TrainerProcesses(processes=2, threads=1)
-    program = processes.start(
-        [tmp_path / "script.py"], rendezvous=private_folder(tmp_path / "rendezvous"), log=tmp_path / "log"
-    )
-    try:
-        assert program.wait(120) == 0, program.tail(40)
-    finally:
-        program.stop()
 
 
 ALONG = "import os; print('queues', os.environ.get('CUDA_SCALE_LAUNCH_QUEUES'))"

@@ -223,7 +223,7 @@ def test_no_rank_listens_beyond_loopback(straight: Trained, two_ranks: Trained) 
 
 @pytest.mark.slow
 def test_steps_without_a_gradient_that_can_be_used_are_told_saved_and_resumed(
-    start: Start, tiny: Tiny, batches: list[Path], tmp_path: Path
+    straight: Trained, tiny: Tiny, batches: list[Path], tmp_path: Path
 ) -> None:
     """An overflow, which is left out and counted, and a batch without a trained token, which has no gradient."""
     samples = tiny.samples(4, seed=9)
@@ -231,23 +231,23 @@ def test_steps_without_a_gradient_that_can_be_used_are_told_saved_and_resumed(
         (tmp_path / name).mkdir()
     write_batch(tmp_path / "overflow", [replace(s, advantages=np.full_like(s.advantages, 3e38)) for s in samples])
     write_batch(tmp_path / "untrained", [replace(s, loss_mask=np.zeros_like(s.loss_mask)) for s in samples])
-    with start("no gradient") as trainer:
-        trainer.step(1, batches[0])
-        before = weights(trainer, tmp_path / "a", 1)
-        overflow = trainer.step(2, tmp_path / "overflow")
-        assert overflow["updates_skipped"] == 1 and not np.isfinite(overflow["grad_norm"])
-        untrained = trainer.step(3, tmp_path / "untrained")
-        assert [untrained[name] for name in ("loss", "importance_ratio", "entropy", "updates")] == [0.0] * 4
-        assert weights(trainer, tmp_path / "b", 3) == before
-        trainer.save()
-        trainer.settle()
-        trainer.restart()
-        assert trainer.resume() == 3
-        np.testing.assert_equal(trainer.step(2, tmp_path / "overflow"), overflow)
-        history = History(tmp_path / "history.jsonl")
-        history.append(2, overflow)
-        np.testing.assert_equal(history.read(), [{"step": 2, **overflow}])
-        assert trainer.step(4, batches[1])["updates_skipped"] == 0
+    trainer = straight.trainer
+    done = trainer.resume()  # from nowhere: it has saved nothing
+    before = weights(trainer, tmp_path / "a", done)
+    overflow = trainer.step(done + 1, tmp_path / "overflow")
+    assert overflow["updates_skipped"] == 1 and not np.isfinite(overflow["grad_norm"])
+    untrained = trainer.step(done + 2, tmp_path / "untrained")
+    assert [untrained[name] for name in ("loss", "importance_ratio", "entropy", "updates")] == [0.0] * 4
+    assert weights(trainer, tmp_path / "b", done + 2) == before
+    trainer.save()
+    trainer.settle()
+    trainer.restart()
+    assert trainer.resume() == done + 2
+    np.testing.assert_equal(trainer.step(done + 1, tmp_path / "overflow"), overflow)
+    history = History(tmp_path / "history.jsonl")
+    history.append(2, overflow)
+    np.testing.assert_equal(history.read(), [{"step": 2, **overflow}])
+    assert trainer.step(done + 3, batches[1])["updates_skipped"] == 0
 
 
 @pytest.mark.slow
