@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -259,24 +259,24 @@ def trl(folder: Path, question: str, way: str, out: Path) -> dict[str, Any]:
     return found
 
 
-def measure(ways: Sequence[str]) -> list[dict[str, Any]]:
-    """
+def measure(ways: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Each way as soon as it is measured.
+
     Raises:
         SystemExit: a way of TRL's failed.
     """
-    taken = []
     with tempfile.TemporaryDirectory() as name:
         folder, scratch = Path(name) / "model", Path(name)
         question = checkpoint(folder)
         for number, way in enumerate(ways):
             if way in OURS:
-                taken.append(ours(folder, question, way, scratch / f"store-{number}"))
+                one = ours(folder, question, way, scratch / f"store-{number}")
             else:
-                taken.append(trl(folder, question, way, scratch / "trl"))
-            if "failed" in taken[-1]:
-                raise SystemExit(f"TRL {way}: {taken[-1]['failed']}")
-            print(line_of(taken[-1]), flush=True)
-    return taken
+                one = trl(folder, question, way, scratch / "trl")
+            if "failed" in one:
+                raise SystemExit(f"TRL {way}: {one['failed']}")
+            print(line_of(one), flush=True)
+            yield one
 
 
 def record() -> None:
@@ -284,7 +284,7 @@ def record() -> None:
     from benchmarks.table import write
 
     began = time.perf_counter()
-    rows = [row for number in range(ROUNDS) for row in rows_of(measure([*OURS, *TRL]), number + 1)]
+    rows = [row for number in range(ROUNDS) for row in rows_of(list(measure([*OURS, *TRL])), number + 1)]
     device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     note = f"All rounds took {(time.perf_counter() - began) / 60:.0f} minutes."
     write("rl-step-gpu", device | {"rows": rows, "steps": STEPS, "note": note})
@@ -320,8 +320,10 @@ def main() -> None:
     ways = sys.argv[1:] or [*OURS, *TRL]
     if unknown := [way for way in ways if way not in (*OURS, *TRL)]:
         raise SystemExit(f"{unknown[0]!r} is none of {', '.join([*OURS, *TRL])}")
-    taken = measure(ways)
-    (Path(os.environ.get("OUT", ".")) / "rl-step.json").write_text(json.dumps(taken, indent=1) + "\n")
+    taken = []
+    for one in measure(ways):
+        taken.append(one)
+        (Path(os.environ.get("OUT", ".")) / "rl-step.json").write_text(json.dumps(taken, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -154,6 +154,7 @@ class ServerPool:
 
     async def _close(self, keep: bool = False) -> None:
         OPEN.discard(self)
+        self._router.closed = True
         await self._members.close()
         await self._requests.aclose()
         await self.http.aclose()

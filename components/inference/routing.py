@@ -30,6 +30,7 @@ class Router:
     Attributes:
         in_flight: requests that were admitted and have no answer yet.
         broken: what every request raises from now on.
+        closed: nobody waits for answers any more.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Router:
         self.replicas, self.statistics, self.log_folder = replicas, statistics, log_folder
         self.in_flight = 0
         self.broken: WeightSyncError | None = None
+        self.closed = False
         self._slots = asyncio.Semaphore(max_concurrent)
         self._changed = asyncio.Condition()
         self._draining = False
@@ -66,7 +68,7 @@ class Router:
 
         Raises:
             GenerationFailure: `MAX_ATTEMPTS` failed.
-            ServerError: no server is left.
+            ServerError: no server is left, or the pool was closed.
         """
         tried: set[str] = set()
         last = TransientError("no_attempt", "")
@@ -78,6 +80,8 @@ class Router:
             try:
                 answer = await attempt(replica)
             except TransientError as error:
+                if self.closed:
+                    raise ServerError("the pool was closed before a server answered") from error
                 last = error
                 tried.add(replica.name)
                 replica.failures += 1

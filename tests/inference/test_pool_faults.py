@@ -76,6 +76,31 @@ def test_requests_go_to_the_least_loaded_server_and_are_bounded(
     assert max(server.most_at_once for server in servers) <= 5
 
 
+def test_a_request_in_flight_ends_with_the_pool_and_is_not_tried_again(
+    stand_ins: StandIns,
+    make_pool: MakePool,
+    checkpoint: Checkpoint,
+    sampling: SamplingSettings,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (server,) = stand_ins(1)
+    server.delay = 60.0
+    pool = make_pool([server], checkpoint("a"))
+
+    async def inside() -> Any:
+        async with pool:
+            waiting = asyncio.create_task(ask_many(pool, sampling, 3))
+            while server.seen < 3:
+                await asyncio.sleep(0.01)
+        return await asyncio.wait_for(waiting, 5)
+
+    results = asyncio.run(inside())
+    assert [type(result) for result in results] == [ServerError] * 3
+    assert "closed" in str(results[0])
+    assert pool.statistics.retries == 0
+    assert "attempt" not in caplog.text
+
+
 @pytest.mark.parametrize("fault", ["500", "die", "hang", "not json"])
 def test_a_failed_attempt_is_tried_on_the_other_server(
     fault: str, stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
