@@ -34,7 +34,7 @@ FORMAT = FormatSettings(
     answers=COLORS,
     image_side=56,
     steps=80,
-    batch_size=16,
+    batch_size=4,
     learning_rate=5e-3,
     trained="language",
 )
