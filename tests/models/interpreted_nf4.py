@@ -1,4 +1,4 @@
-"""The kernel of weights in 4 bits on a CPU; `test_nf4_kernel` runs this file with TRITON_INTERPRET=1.
+"""The kernel of weights in 4 bits on a CPU; `test_interpreted` runs this file with TRITON_INTERPRET=1.
 
 In fp32 and fp16: the interpreter truncates to bf16, where a GPU rounds to the nearest.
 """

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
 from components.models.blockwise import NF4
-from tests.interpreted import run_interpreted
 
 
 def both(shape: tuple[int, int], dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
@@ -22,10 +19,6 @@ def both(shape: tuple[int, int], dtype: torch.dtype, device: str) -> tuple[Tenso
     pairs = indices.view(-1, 2)
     packed = (pairs[:, 0] << 4) | pairs[:, 1]
     return dequantize(packed, scales, dtype), NF4.dequantize(indices, scales, dtype)
-
-
-def test_interpreted_kernel() -> None:
-    run_interpreted(Path(__file__).with_name("interpreted_nf4.py"))
 
 
 @pytest.mark.gpu

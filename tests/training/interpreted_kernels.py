@@ -1,4 +1,4 @@
-"""The kernel of the optimizer on a CPU; `test_optimizer` runs this file with TRITON_INTERPRET=1.
+"""The kernel of the optimizer on a CPU; `test_interpreted` runs this file with TRITON_INTERPRET=1.
 
 In fp16: the interpreter truncates to bf16, where a GPU rounds to the nearest.
 """

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from components.training.optimizer import CompensatedAdamW
-from tests.interpreted import run_interpreted
 
 HYPER: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 
@@ -82,10 +80,6 @@ def test_the_average_is_that_of_the_weights_and_goes_again() -> None:
     with optimizer.averaged():
         torch.testing.assert_close(parameter.detach(), average)
     assert torch.equal(parameter, trained)
-
-
-def test_interpreted_kernel() -> None:
-    run_interpreted(Path(__file__).with_name("interpreted_kernels.py"))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The Triton kernels on a CPU; `test_logprob_backends` runs this file with TRITON_INTERPRET=1."""
+"""The Triton kernels on a CPU; `test_interpreted` runs this file with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -17,7 +16,6 @@ from components.models.settings import LoraSettings
 from components.vlm.heads import HEADS, HeadSettings, fused
 from components.vlm.logprobs import Policy, predicting
 from components.vlm.settings import Logprobs
-from tests.interpreted import run_interpreted
 
 from .conftest import Tiny
 from .logprob_cases import CASES, CPU, GPU, ODD, Case, check_unused, compare
@@ -40,10 +38,6 @@ def test_odd_sizes_equal_float64(backend: str, case: Case) -> None:
 @pytest.mark.parametrize("backend", ["normal", "torch"])
 def test_an_unused_entropy_or_logprob_has_no_part_in_the_gradient(backend: str) -> None:
     check_unused(backend)
-
-
-def test_interpreted_kernels() -> None:
-    run_interpreted(Path(__file__).with_name("interpreted_kernels.py"))
 
 
 def test_each_name_of_the_setting_stands_for_a_backend_that_imports() -> None:

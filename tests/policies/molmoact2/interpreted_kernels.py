@@ -1,4 +1,4 @@
-"""The action expert's attention kernels on a CPU, in fp32; `test_expert` runs this file with TRITON_INTERPRET=1."""
+"""The action expert's attention kernels on a CPU, in fp32; run by `test_interpreted` with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 

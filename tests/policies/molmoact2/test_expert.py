@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from components.policies.molmoact2.modeling.expert import ROPE_BASE, ActionExper
 from components.policies.molmoact2.modeling.layers import rotary_angles
 from components.policies.molmoact2.modeling.masks import ContextIndex
 from components.policies.molmoact2.modeling.model import MolmoAct2
-from tests.interpreted import run_interpreted
 from tests.policies.molmoact2 import reference
 from tests.policies.molmoact2.examples import CONFIG, DIMENSIONS, HORIZON, RAW, make_model
 
@@ -155,10 +153,6 @@ def test_an_old_configuration_is_refused() -> None:
     raw = {name: value for name, value in RAW.items() if name != "max_action_horizon"} | {"action_horizon": 5}
     with pytest.raises(DataError, match="max_action_horizon"):
         MolmoAct2Config.from_dict(raw)
-
-
-def test_interpreted_kernels() -> None:
-    run_interpreted(Path(__file__).with_name("interpreted_kernels.py"))
 
 
 @pytest.mark.gpu

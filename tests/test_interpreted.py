@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
+KERNELS = sorted(Path(__file__).parent.rglob("interpreted_*.py"))
 
-def run_interpreted(tests: Path) -> None:
-    """Run a file of tests in a process of its own: Triton decides when it is imported whether it interprets kernels."""
+
+def test_interpreted_kernels() -> None:
+    """In a process of their own: Triton decides when it is imported whether it interprets kernels."""
     if find_spec("triton") is None:
         pytest.skip("triton is not installed: pip install triton")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", str(tests)],
+        [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", *KERNELS],
         env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
