@@ -57,6 +57,23 @@ ON_ONE_WORKER = {
 }
 """The files that use a fixture that is dear to start: on one worker, it is started once."""
 
+WAITING = (
+    "tests/fuzz/test_fuzz.py",
+    "tests/inference/test_answers.py",
+    "tests/inference/test_autoscaling.py",
+    "tests/inference/test_endpoints_file.py",
+    "tests/inference/test_lease.py",
+    "tests/inference/test_pool_faults.py",
+    "tests/inference/test_pool_restarts.py",
+    "tests/inference/test_server.py",
+    "tests/rewards/test_judge.py",
+    "tests/rollouts/test_hostile.py",
+    "tests/test_process.py",
+    "tests/vlm/test_loader.py",
+    "tests/workers/test_worker.py",
+)
+"""Files that mostly wait: for a timeout, or until something is retried. Beside others they take next to no time."""
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
@@ -84,17 +101,27 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests may take long on a busy machine. On several cores their files go first, so that none ends alone."""
+    """Slow tests may take long on a busy machine. On several workers their files go first, so that none ends alone, and
+    those that wait are spread among them.
+    """
     for item in items:
-        file = item.nodeid.partition("::")[0]
+        file = file_of(item)
         for fixture in ON_ONE_WORKER.keys() & getattr(item, "fixturenames", ()):
             if file not in ON_ONE_WORKER[fixture]:
                 raise pytest.UsageError(f"{file} uses {fixture}: add it to ON_ONE_WORKER in tests/conftest.py")
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(900))
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+        slow = list(dict.fromkeys(file_of(item) for item in items if item.get_closest_marker("slow")))
+        places = {file: 2 * place for place, file in enumerate(slow)} | {
+            file: 2 * place * len(slow) // len(WAITING) + 1 for place, file in enumerate(WAITING)
+        }
+        items.sort(key=lambda item: places.get(file_of(item), 2 * len(slow) + 2))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
