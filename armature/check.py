@@ -12,12 +12,12 @@ from pydantic import BaseModel
 
 from armature import supervisor
 from armature.deployments import pool_of
-from armature.hardware import gpu_count
 from components.configuration import Recipe
 from components.contracts.cluster import ClusterSettings
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
 from components.contracts.stages import Stage, StageContext
+from components.gpus import gpu_count
 from components.models.settings import ModelSettings
 from components.models.source import refuse_unnamed
 from components.policies.settings import RobotPolicySettings
@@ -205,7 +205,7 @@ def check_machine(machine: Machine, with_servers: bool) -> None:
     named = {*machine.started_server_gpus, *machine.trainer_gpus}
     if missing := sorted(device for device in named if device >= gpu_count()):
         raise ConfigurationError(
-            f"GPU {missing[0]} is named, but this machine has {gpu_count()} GPUs",
+            f"GPU {missing[0]} is named, but there are {gpu_count()} GPUs, counted from 0",
             where="machine.server_gpus, machine.trainer_gpus",
             remedy="name devices that are there: --machine 'trainer_gpus=[0]'",
         )

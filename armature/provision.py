@@ -26,8 +26,9 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.events.schemas.events import ResourceSpecification
 
 from armature.deployments import FILE, POOLS, write
-from armature.hardware import gpu_count, package_version
 from armature.services import HEARTBEAT_SECONDS, STATE
+from armature.version import package_version
+from components.gpus import gpu_count
 from components.private_files import private_folder
 
 JOB_TEMPLATE = {

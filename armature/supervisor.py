@@ -23,7 +23,6 @@ from typing import TextIO
 from pydantic import TypeAdapter, ValidationError
 
 from armature.deployments import FILE, without_worker
-from armature.hardware import gpu_count
 from armature.services import (
     AUTH_STRING,
     LOGS,
@@ -38,6 +37,7 @@ from armature.services import (
     worker,
 )
 from components.contracts.errors import ConfigurationError, DataError, ServerError
+from components.gpus import gpu_count
 from components.private_files import private_folder, write_private
 from components.process import Program, program
 

@@ -7,17 +7,16 @@ trainer.args.vllm_server_host and _port is joined.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
-from armature.hardware import gpu_count
 from components.configuration import explain, read_toml
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Scalar
+from components.gpus import gpu_count
 from components.inference.settings import ServerSettings
 from components.rl.config import MultimodalRLConfig
 
@@ -92,9 +91,7 @@ def parse(arguments: Sequence[str]) -> MultimodalFile:
 def train(arguments: Sequence[str]) -> dict[str, float]:
     """Start the server if the file describes one, train, and return the last step's metrics."""
     layout = parse(arguments)
-    server_gpus, trainer_gpus = divide_gpus(layout)
-    if trainer_gpus:  # before torch looks for devices
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, trainer_gpus))
+    server_gpus = divide_gpus(layout)
     config = MultimodalRLConfig(env_id=layout.env.id, env_args=layout.env.args, **layout.trainer.args)
 
     from components.models.source import locate
@@ -106,8 +103,8 @@ def train(arguments: Sequence[str]) -> dict[str, float]:
     return trainer.train()
 
 
-def divide_gpus(layout: MultimodalFile) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Devices of the server and of the trainer, one after the other; none of either without a GPU.
+def divide_gpus(layout: MultimodalFile) -> tuple[int, ...]:
+    """Devices of the server, behind that of the trainer, which is the first; none without a GPU.
 
     Raises:
         ConfigurationError: more are asked for than there are, or several for the trainer.
@@ -115,7 +112,7 @@ def divide_gpus(layout: MultimodalFile) -> tuple[tuple[int, ...], tuple[int, ...
     found = gpu_count()
     if found == 0:
         print("no GPU here: server and trainer run on the CPU", flush=True)
-        return (), ()
+        return ()
     serving = layout.inference.gpus if layout.inference else 0
     if layout.trainer.gpus > 1:
         raise ConfigurationError(
@@ -126,7 +123,7 @@ def divide_gpus(layout: MultimodalFile) -> tuple[tuple[int, ...], tuple[int, ...
         raise ConfigurationError(
             f"inference.gpus = {serving} and trainer.gpus = {layout.trainer.gpus}, but there are {found} GPUs"
         )
-    return tuple(range(serving)), tuple(range(serving, serving + layout.trainer.gpus))
+    return tuple(range(layout.trainer.gpus, layout.trainer.gpus + serving))
 
 
 def start_server(trainer: MultimodalGRPOTrainer, table: InferenceTable, gpus: tuple[int, ...]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from armature import setup
-from armature.hardware import package_version
+from armature.version import package_version
 from components import installation
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine

@@ -65,7 +65,9 @@ class Machine(Settings):
         description="Interpreter that has vLLM. None: that of .venv-vllm in this folder, else of `armature setup`.",
     )
     server_gpus: tuple[tuple[int, ...], ...] = Field(
-        (), description="CUDA devices of each local server, e.g. [[0, 1], [2, 3]]; empty on CPU."
+        (),
+        description="CUDA devices of each local server, e.g. [[0, 1], [2, 3]], counted from 0 among those that "
+        "CUDA_VISIBLE_DEVICES leaves; empty on CPU.",
     )
     server_arguments: Annotated[dict[str, Scalar], BeforeValidator(refuse_plain_arguments)] = Field(
         {}, description="More vLLM arguments, e.g. {gpu_memory_utilization = 0.8}."
@@ -75,7 +77,9 @@ class Machine(Settings):
         description="More environment variables for vLLM, e.g. {NCCL_DEBUG = 'INFO', HF_TOKEN = {env = 'HF_TOKEN'}}.",
     )
     trainer_processes: PositiveInt = Field(1, description="Ranks of the trainer on each node.")
-    trainer_gpus: tuple[int, ...] = Field((), description="CUDA devices of the trainer on each node; empty on CPU.")
+    trainer_gpus: tuple[int, ...] = Field(
+        (), description="CUDA devices of the trainer on each node, counted as in server_gpus; empty on CPU."
+    )
     trainer_nodes: PositiveInt = Field(
         1,
         description="Nodes that train: this one first, and others that run `armature join`; with cluster.trainer, "

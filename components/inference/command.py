@@ -8,6 +8,7 @@ from pathlib import Path
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine, Scalar
 from components.cpus import available_cpus
+from components.gpus import VISIBLE, visible_devices
 from components.inference.adapters import ServedAdapters
 from components.inference.checkpoint import attends_both_ways, read_config
 from components.inference.client import MODEL_NAME
@@ -164,7 +165,7 @@ def server_environment(
         "DO_NOT_TRACK": "1",
         "OTEL_PYTHON_TRACER_PROVIDER": None,  # one of our environment, which theirs does not have
         "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
+        VISIBLE: ",".join(map(str, gpus)) if machine.server_bundle else visible_devices(gpus),
         # Its engine and its workers meet over ports of their own: by default on the address of the host's name.
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": loopback(),

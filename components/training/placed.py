@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -99,8 +98,6 @@ class _TrainerNode(NodeActor):
         given = ServiceSettings.model_validate_json(settings)
         network = {"interface": given.processes.interface or self.address, "environment": importable() | variables}
         own = given.model_copy(update={"processes": given.processes.model_copy(update=network)})
-        ours = {HOST: self.address, **env}
-        if own.processes.gpus:  # Ray has said to the actor which ones are its own
-            ours["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
         log = own.workspace / ("trainer.log" if number == 0 else f"trainer-{number}.log")
+        ours = {HOST: self.address, **env}
         self.program = start(own, Attempt.model_validate_json(attempt), number, Path(log), **ours)

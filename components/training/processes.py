@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 from components.contracts.machine import Machine
 from components.contracts.secrets import Environment, resolve
+from components.gpus import VISIBLE, visible_devices
 from components.ports import loopback
 from components.process import Program
 from components.training.links import network
@@ -136,7 +137,7 @@ class TrainerProcesses(BaseModel):
             command = [sys.executable, *arguments]
         ours |= resolve(self.environment, "machine.trainer_environment")
         if self.gpus:
-            ours["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
+            ours[VISIBLE] = visible_devices(self.gpus)
         if self.threads:
             ours["OMP_NUM_THREADS"] = str(self.threads)
         return Program(command, log=log, env=ours | dict(env or {}))

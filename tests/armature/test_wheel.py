@@ -104,7 +104,7 @@ def test_nothing_comes_from_the_checkout(installed):
         "import armature, components.installation as i, components, flows, tasks, sys\n"
         "print(i.CHECKOUT, *(str(each).startswith(sys.prefix) for each in (armature.__file__, components.__file__,\n"
         "    flows.__file__, tasks.__file__, i.CONFIGS, i.REQUIREMENTS, i.SERVED)))\n"
-        "from armature.hardware import package_version; print(package_version() == i.installed_version())\n"
+        "from armature.version import package_version; print(package_version() == i.installed_version())\n"
         "from armature import load_recipe; print(load_recipe('train-vlm/colors').name)\n"
     )
     done = installed("python", "-c", script)

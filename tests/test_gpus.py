@@ -1,0 +1,102 @@
+"""Devices are counted among those that this process may use, as torch counts them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from armature.train_multimodal import MultimodalFile, divide_gpus
+from components.contracts.cluster import ClusterSettings
+from components.contracts.errors import ConfigurationError
+from components.contracts.machine import Machine
+from components.gpus import gpu_count, visible_devices
+from components.inference.command import server_environment
+from components.training.processes import TrainerProcesses
+
+LISTED = "GPU 0: A\n  MIG 1g.10gb Device 0: (UUID: MIG-x)\nGPU 1: B\nGPU 2: C\nGPU 3: D\n"
+Driver = Callable[[str], None]
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """A stand-in for NVIDIA's tool, which lists what there is, whatever the variable says."""
+
+    def lists(text: str) -> None:
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text(f"#!/bin/sh\ncat <<'END'\n{text}END\n")
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    return lists
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "names"),
+    [
+        (None, (1, 0), "1,0"),
+        ("2,3", (0, 1), "2,3"),
+        ("2,3", (1,), "3"),
+        ("GPU-8f2e, GPU-11aa", (1,), "GPU-11aa"),
+        ("MIG-77", (0,), "MIG-77"),
+        ("2,3", (), ""),
+        (None, (), ""),
+    ],
+)
+def test_programs_get_devices_of_those_that_are_left(
+    given: str | None, gpus: tuple[int, ...], names: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert visible_devices(gpus) == names
+    served = server_environment(Machine(), api_key="", gpus=gpus)
+    assert served["CUDA_VISIBLE_DEVICES"] == names
+
+
+@pytest.mark.parametrize(
+    ("given", "gpu", "left"), [("2,3", 2, 2), ("", 0, 0), ("-1", 0, 0), ("0,-1,2", 1, 1), ("5,,6", 1, 1)]
+)
+def test_a_device_that_is_not_left_is_refused(given: str, gpu: int, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    with pytest.raises(ConfigurationError, match=f"GPU {gpu} is named.*={given} leaves {left} GPUs"):
+        visible_devices((gpu,))
+
+
+def test_the_driver_s_devices_are_counted_as_far_as_they_are_left(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    driver(LISTED)
+    assert gpu_count() == 4
+    for given, count in (("2,3", 2), ("", 0), ("0,1,2,3,4,5", 4), ("GPU-11aa", 1)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        assert gpu_count() == count
+
+
+def test_a_rank_has_the_trainer_s_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    script = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    processes = TrainerProcesses(gpus=(2,))
+    program = processes.start(["-c", script], rendezvous=tmp_path, log=tmp_path / "log")
+    assert program.wait(60) == 0
+    assert (tmp_path / "log").read_text().split() == ["7"]
+
+
+def test_a_cluster_s_servers_do_not_need_devices_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    bundle = {"num_cpus": 1, "tensor_parallel_size": 2}
+    machine = Machine(cluster=ClusterSettings.model_validate({"address": "127.0.0.1:6379", "servers": bundle}))
+    served = server_environment(machine, api_key="", gpus=machine.gpus_of_server(0))
+    assert served["CUDA_VISIBLE_DEVICES"] == "0,1"  # what Ray says to its actor takes its place
+
+
+def test_a_file_s_server_comes_behind_its_trainer(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2,3")
+    driver(LISTED)
+    tables = {"model": "m", "env": {"id": "e"}, "inference": {"gpus": 2}}
+    assert divide_gpus(MultimodalFile.model_validate(tables)) == (1, 2)
+    with pytest.raises(ConfigurationError, match=r"inference\.gpus = 3 and trainer\.gpus = 1, but there are 3 GPUs"):
+        divide_gpus(MultimodalFile.model_validate(tables | {"inference": {"gpus": 3}}))
