@@ -164,7 +164,7 @@ def serve_policy(
 @app.command(
     "train-multimodal",
     context_settings={"ignore_unknown_options": True},
-    epilog="Example: armature train-multimodal @ configs/vf-rl/test-multimodal.toml",
+    epilog="Example: armature train-multimodal @ own.toml",
 )
 def train_multimodal(
     arguments: Annotated[Optional[list[str]], typer.Argument(metavar="@ FILE")] = None,  # noqa: UP045
