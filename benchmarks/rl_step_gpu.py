@@ -2,11 +2,11 @@
 
 Ours is the stage `train-vlm` as a recipe would run it, with a vLLM server on the same GPU; TRL has vLLM in its process.
 Each has the same checkpoint, images, question, reward and share of the GPU for its sampler, and TRL its best settings
-(see `benchmarks.step_gpu`). One side after the other, in processes of their own.
+(see `benchmarks.step_gpu`). Each way in processes of its own, as many ways at once as there are GPUs.
 
-Usage: python -m benchmarks.rl_step_gpu [WAY...], of `OURS` and `TRL`; of a small model on a CPU. All ways on a GPU go
-to the page, some to $OUT/rl-step.json. ARMATURE_TEST_VLLM_PYTHON names the Python that has vLLM, ARMATURE_TRL_PYTHON
-the one that has TRL and vLLM.
+Usage: python -m benchmarks.rl_step_gpu [WAY...], of `OURS` and `TRL`, each as often as it is named; of a small model on
+a CPU. All ways on a GPU go to the page, some to $OUT/rl-step.json. ARMATURE_TEST_VLLM_PYTHON names the Python that has
+vLLM, ARMATURE_TRL_PYTHON the one that has TRL and vLLM.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -47,6 +49,7 @@ from components.contracts.machine import Machine
 from components.contracts.settings import Settings
 from components.contracts.stages import Artifact
 from components.environments.generated import GeneratedEnvironment
+from components.gpus import visible_devices
 from components.models.load import save_checkpoint
 from components.models.tiny.build import SMALL, make_tiny_checkpoint
 from components.stages import STAGES, TerminalEvents, run_stage
@@ -73,6 +76,7 @@ class Way:
 OURS = {
     "in turn": Way(),
     "one step ahead": Way(1),
+    "in flight": Way(4, True),
     "uneven, in turn": Way(seconds=LONG),
     "uneven, in flight": Way(4, True, LONG),
 }
@@ -246,45 +250,69 @@ def sampled() -> int:
     return 256 if CUDA else 16
 
 
-def trl(folder: Path, question: str, way: str, out: Path) -> dict[str, Any]:
-    python = os.environ.get("ARMATURE_TRL_PYTHON", str(HERE.parent / ".venv-trl/bin/python"))
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "OMP_NUM_THREADS": "8"}
-    environment |= {"TOKENIZERS_PARALLELISM": "false", "CUDA_SCALE_LAUNCH_QUEUES": "4x"}
-    if CUDA:
-        environment["PYTHONPATH"] = os.pathsep.join([str(HERE / "flash_attention"), os.environ.get("PYTHONPATH", "")])
-    sizes = [str(n) for n in (STEPS, GROUPS, GROUP_SIZE, side(), sampled())]
-    command = [python, str(HERE / "rl_step_trl.py"), str(folder), str(out), *sizes, question, way]
-    subprocess.run(command, env=environment, check=True)
-    found: dict[str, Any] = json.loads(out.read_text().splitlines()[-1])
-    return found
-
-
 def measure(ways: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Each way as soon as it is measured.
 
     Raises:
-        SystemExit: a way of TRL's failed.
+        SystemExit: TRL failed.
+        CalledProcessError: ours did.
     """
-    with tempfile.TemporaryDirectory() as name:
-        folder, scratch = Path(name) / "model", Path(name)
+    gpus = torch.cuda.device_count() if CUDA else 1
+    free = SimpleQueue[int]()
+    for gpu in range(gpus):
+        free.put(gpu)
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(gpus) as pool:
+        folder = Path(name) / "model"
         question = checkpoint(folder)
-        for number, way in enumerate(ways):
-            if way in OURS:
-                one = ours(folder, question, way, scratch / f"store-{number}")
-            else:
-                one = trl(folder, question, way, scratch / "trl")
-            if "failed" in one:
-                raise SystemExit(f"TRL {way}: {one['failed']}")
-            print(line_of(one), flush=True)
-            yield one
+
+        def one(way: str) -> dict[str, Any]:
+            gpu = free.get()
+            try:
+                return measured(way, folder, question, gpu)
+            finally:
+                free.put(gpu)
+
+        for done in as_completed([pool.submit(one, way) for way in ways]):
+            taken = done.result()
+            if "failed" in taken:
+                raise SystemExit(f"TRL {taken['way']}: {taken['failed']}")
+            print(line_of(taken), flush=True)
+            yield taken
+
+
+def measured(way: str, folder: Path, question: str, gpu: int) -> dict[str, Any]:
+    """One way, on one GPU."""
+    environment = dict(os.environ)
+    if CUDA:
+        environment["CUDA_VISIBLE_DEVICES"] = visible_devices([gpu])
+        environment["VLLM_CACHE_ROOT"] = str(folder.parent / f"vllm-{gpu}")
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name) / "out"
+        if way in OURS:
+            command = [sys.executable, "-m", "benchmarks.rl_step_gpu", "--child", str(folder), str(out), question, way]
+        else:
+            python = os.environ.get("ARMATURE_TRL_PYTHON", str(HERE.parent / ".venv-trl/bin/python"))
+            environment |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "OMP_NUM_THREADS": "8"}
+            environment |= {"TOKENIZERS_PARALLELISM": "false", "CUDA_SCALE_LAUNCH_QUEUES": "4x"}
+            if CUDA:
+                paths = [str(HERE / "flash_attention"), os.environ.get("PYTHONPATH", "")]
+                environment["PYTHONPATH"] = os.pathsep.join(paths)
+            sizes = [str(n) for n in (STEPS, GROUPS, GROUP_SIZE, side(), sampled())]
+            command = [python, str(HERE / "rl_step_trl.py"), str(folder), str(out), *sizes, question, way]
+        subprocess.run(command, env=environment, check=True)
+        found: dict[str, Any] = json.loads(out.read_text().splitlines()[-1])
+    return found
 
 
 def record() -> None:
-    """Measure all ways in `ROUNDS` rounds, and put it on the page."""
+    """Measure all ways `ROUNDS` times, and put it on the page."""
     from benchmarks.table import write
 
     began = time.perf_counter()
-    rows = [row for number in range(ROUNDS) for row in rows_of(list(measure([*OURS, *TRL])), number + 1)]
+    rounds: list[dict[str, dict[str, Any]]] = [{} for _ in range(ROUNDS)]
+    for one in measure([*OURS, *TRL] * ROUNDS):
+        next(taken for taken in rounds if one["way"] not in taken)[one["way"]] = one
+    rows = [row for number, taken in enumerate(rounds, 1) for row in rows_of([*taken.values()], number)]
     device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     note = f"All rounds took {(time.perf_counter() - began) / 60:.0f} minutes."
     write("rl-step-gpu", device | {"rows": rows, "steps": STEPS, "note": note})
@@ -314,6 +342,10 @@ def line_of(one: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        folder, out, question, way = sys.argv[2:]
+        Path(out).write_text(json.dumps(ours(Path(folder), question, way, Path(out).parent / "store")) + "\n")
+        return
     if CUDA and not sys.argv[1:]:
         record()
         return
