@@ -637,7 +637,9 @@ def main() -> None:
             wanted.append(word)
         elif word != "small":
             raise SystemExit(f"{word!r} is none of {[*PARTS, *SERVERS, *keys]}")
-    sizes, wanted = Sizes(small="small" in sys.argv or not CUDA, **numbers), wanted or list(PARTS)
+    sizes = Sizes(small="small" in sys.argv or not CUDA, **numbers)
+    order = [*SERVERS, *PARTS]  # what servers sampled is used by the others
+    wanted = sorted(wanted or PARTS, key=lambda part: order.index(part.partition("=")[0]))
     began, name = time.perf_counter(), torch.cuda.get_device_name() if CUDA else "CPU"
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
