@@ -141,12 +141,15 @@ class ServiceClient:
             self._places.close()
 
     def finish(self) -> None:
-        """The training is done: wait until its last checkpoint is on the disk, and tell the other nodes.
+        """The training is done: wait until its last checkpoint is on the disk, and tell the other nodes. Nothing can be
+        asked any more where there are any.
 
         Raises:
-            TrainerError: the checkpoint could not be written.
+            TrainerError: the checkpoint could not be written, or ranks do not end.
         """
         self.settle()
+        if self.machine.joining_nodes:  # their ranks would call the end of the first one a crash
+            self._ask("stop", self.machine.node_timeout)
         self._tell("done")
 
     def resume(self) -> int:

@@ -120,6 +120,7 @@ def test_two_nodes_of_which_one_loses_its_rank_in_mid_step_make_the_training_of_
         found = train(tiny, TWO, tmp_path / "two", other)
         assert other.program is not None
         assert other.program.wait(30) == 0, other.program.tail(60)
+        assert "Traceback" not in other.program.tail(20)
     finally:
         if other.program is not None:
             other.program.stop()
