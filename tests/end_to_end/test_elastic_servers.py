@@ -152,12 +152,12 @@ def test_a_run_that_is_killed_leaves_its_servers_to_the_one_that_waits(
     wait_for(waiting, *runs.values())
     (waits,) = waiting()
     (killed,) = runs.keys() - {waits}
-    wait_for(lambda: list((tmp_path / killed).rglob("history.jsonl")), *runs.values())
+    wait_for(lambda: list((tmp_path / killed).glob("store/workspaces/*/history.jsonl")), *runs.values())
     module = ["-m", "tests.production.recipe_stages"]
     next(each for each in runs[killed].family() if each.cmdline()[1:3] == module).kill()
     began = time.monotonic()
     assert runs[killed].wait(60) == -signal.SIGKILL
-    wait_for(lambda: list((tmp_path / waits).rglob("history.jsonl")), runs[waits])
+    wait_for(lambda: list((tmp_path / waits).glob("store/workspaces/*/history.jsonl")), runs[waits])
     print(f"the run that waited made its first step {time.monotonic() - began:.0f} s after the kill")
     runs[killed] = begin(tmp_path / killed, servers)
     for name, run in runs.items():
