@@ -100,3 +100,9 @@ def test_a_file_s_server_comes_behind_its_trainer(driver: Driver, monkeypatch: p
     assert divide_gpus(MultimodalFile.model_validate(tables)) == (1, 2)
     with pytest.raises(ConfigurationError, match=r"inference\.gpus = 3 and trainer\.gpus = 1, but there are 3 GPUs"):
         divide_gpus(MultimodalFile.model_validate(tables | {"inference": {"gpus": 3}}))
+
+
+@pytest.mark.parametrize("named", [{"trainer_gpus": (-1,)}, {"server_gpus": ((0, -1),)}])
+def test_a_device_has_no_negative_number(named: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="greater than or equal to 0"):
+        Machine.model_validate(named)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from components.contracts.autoscaling import ServerAutoscaling
 from components.contracts.cluster import ClusterSettings, ServerBundle, TrainerBundle
@@ -64,7 +64,7 @@ class Machine(Settings):
         None,
         description="Interpreter that has vLLM. None: that of .venv-vllm in this folder, else of `armature setup`.",
     )
-    server_gpus: tuple[tuple[int, ...], ...] = Field(
+    server_gpus: tuple[tuple[NonNegativeInt, ...], ...] = Field(
         (),
         description="CUDA devices of each local server, e.g. [[0, 1], [2, 3]], counted from 0 among those that "
         "CUDA_VISIBLE_DEVICES leaves; empty on CPU.",
@@ -77,7 +77,7 @@ class Machine(Settings):
         description="More environment variables for vLLM, e.g. {NCCL_DEBUG = 'INFO', HF_TOKEN = {env = 'HF_TOKEN'}}.",
     )
     trainer_processes: PositiveInt = Field(1, description="Ranks of the trainer on each node.")
-    trainer_gpus: tuple[int, ...] = Field(
+    trainer_gpus: tuple[NonNegativeInt, ...] = Field(
         (), description="CUDA devices of the trainer on each node, counted as in server_gpus; empty on CPU."
     )
     trainer_nodes: PositiveInt = Field(

@@ -141,8 +141,8 @@ class ServiceClient:
             self._places.close()
 
     def finish(self) -> None:
-        """The training is done: wait until its last checkpoint is on the disk, and tell the other nodes. Nothing can be
-        asked any more where there are any.
+        """The training is done: wait until its last checkpoint is on the disk, and tell the other nodes, with which
+        the service ends.
 
         Raises:
             TrainerError: the checkpoint could not be written, or ranks do not end.
