@@ -29,6 +29,7 @@ class Turn:
     `prompt_token_ids` (P,) int32: the whole prompt as the server expanded it, image placeholders included.
     `completion_token_ids` (C,) int32 and `completion_logprobs` (C,) float32: what was sampled, the stop token
     included, with log-probs of the distribution that was sampled from (temperature applied).
+    `policy_version`: of the oldest weights that sampled any of it.
     `images`: every image of the prompt in order of appearance, those of earlier turns included.
     """
 

@@ -58,7 +58,8 @@ class Completion:
     `prompt_token_ids` (P,) int32: the prompt as the server expanded it, image placeholders included.
     `token_ids` (C,) int32, `logprobs` (C,) float32: what was sampled, the stop token included, and its log-prob
     under the distribution that was sampled from: temperature applied, forbidden tokens taken out.
-    `policy_version`: of the weights that the server had during the whole request.
+    `policy_version`: of the weights that the server had when the request was sent: during all of it, unless weights
+    change in flight.
     """
 
     prompt_token_ids: TokenIds

@@ -91,6 +91,15 @@ async def weights_mark(http: httpx.AsyncClient, endpoint: Endpoint) -> str:
     return mark
 
 
+def in_order(*marks: str) -> bool:
+    """Whether a server had these marks one after the other, or the same for longer, and was not started in between."""
+    starts, changes = zip(*(mark.rpartition("-")[::2] for mark in marks), strict=True)
+    if len(set(starts)) > 1 or not all(change.isdecimal() for change in changes):
+        return False
+    numbers = [int(change) for change in changes]
+    return numbers == sorted(numbers)
+
+
 def describe_run(folder: Path) -> str:
     """Who we are, for those who find a server taken."""
     try:

@@ -58,7 +58,8 @@ class ServerPool:
     A request is answered exactly once or raises; what fails on one server is tried on another, up to
     `MAX_ATTEMPTS` times. A server that dies or hangs is taken out, started again with the current weights, and
     put back. `sync` waits until no request is in flight, so the `policy_version` of a completion is that of
-    every token in it. All calls have to come from the event loop that entered the pool.
+    every token in it; with `in_flight_updates` requests go on with the new weights, and it is that of the oldest token.
+    All calls have to come from the event loop that entered the pool.
 
     Args:
         weights: the checkpoint folder that the servers start with, policy version 0.
@@ -69,6 +70,8 @@ class ServerPool:
             first sync; the caller compares log-probs.
         adapters: what `sync` brings is these, beside `weights`, which the servers keep. A server that is joined has to
             have been started with `weights`.
+        in_flight_updates: `sync` pauses the requests that servers answer, rather than wait for them. Those of servers
+            that are lent, and of adapters, are waited for nevertheless.
 
     Raises:
         ConfigurationError: the servers cannot be run as `settings` and `machine` say.
@@ -85,6 +88,7 @@ class ServerPool:
         forbidden_token_ids: Sequence[int] | None = None,
         load_on_join: bool = True,
         adapters: ServedAdapters | None = None,
+        in_flight_updates: bool = False,
     ) -> None:
         self.settings, self.machine, self.log_folder, self.adapters = settings, machine, log_folder, adapters
         if adapters is not None:
@@ -101,7 +105,9 @@ class ServerPool:
             make_probe(sampled, forbidden_token_ids, settings.max_model_len - 1, images), settings, machine
         )
         transfer = "adapter" if adapters is not None else machine.weight_transfer
-        self.weights = ServedWeights(weights, transfer, proof, load_on_join, adapters is not None)
+        self.weights = ServedWeights(
+            weights, transfer, proof, load_on_join, adapters is not None, in_flight_updates and adapters is None
+        )
         self._api_key = os.environ.get("VLLM_API_KEY") or secrets.token_urlsafe(32)
         self.lease = secrets.token_hex(16)
         self._own = OwnServers(weights, settings, machine, log_folder, self._api_key, adapters)
@@ -197,7 +203,7 @@ class ServerPool:
             ServerError: no server is left.
             WeightSyncError: an earlier sync failed.
         """
-        async with self._router.admitted(requests):
+        async with self._router.admitted(requests, lent=True):
             ready = await self._router.ready()
             servers = [lend(replica) for replica in ready]
             for replica in ready:
@@ -232,7 +238,7 @@ class ServerPool:
     ) -> None:
         """Give every server new weights; returns when all of them have proved to hold them.
 
-        New requests wait; those in flight are finished first. All caches are reset. A server that dies
+        New requests wait; those in flight are finished first, or paused. All caches are reset. A server that dies
         meanwhile is not a failure: it is started again with the new weights. With weight_transfer "nccl" or "ipc" it
         is one; a server that was gone before, or came later, gets the next weights. The folder, a new one for each
         version, has to stay until the next call has returned, because a server may be started from it.
@@ -251,7 +257,7 @@ class ServerPool:
         if self._router.broken is not None:
             raise self._router.broken
         try:
-            async with self._router.drained():
+            async with self._router.drained(lent_only=self.weights.in_flight_updates):
                 if not self.weights.single:
                     await self.weights.doubt_lost(self.http, self.replicas)
                     await self._router.reachable()

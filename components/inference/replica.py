@@ -37,6 +37,8 @@ class Replica:
     """What it calls the weights of its version."""
     mark: str = ""
     """What its answers bear while it holds them; "": it has no plug-in of ours that could say so."""
+    ours_since: str = ""
+    """The mark since which nobody but this pool has changed its weights."""
     lease: str = ""
     """The id under which this pool has it; "": it is unavailable."""
     outstanding: int = 0
@@ -60,6 +62,24 @@ class Replica:
         """Send no more requests to it; its monitor sees to it, and gives it the current weights."""
         self.version, self.ready, self.waits = UNKNOWN, False, False
         self.suspect.set()
+
+
+async def pause(http: httpx.AsyncClient, endpoint: Endpoint) -> None:
+    """Have requests in flight stand still, and forget what was computed for them: after `resume` they go on with what
+    the server then has, from the tokens that they have sampled. Images that were processed are kept.
+
+    Raises:
+        WeightSyncError: it refused.
+        httpx.TransportError: it is gone.
+    """
+    await post(http, endpoint, "/pause?mode=keep&clear_cache=false")
+    await post(http, endpoint, "/reset_prefix_cache?reset_running_requests=true")
+    await post(http, endpoint, "/reset_encoder_cache")
+
+
+async def resume(http: httpx.AsyncClient, endpoint: Endpoint) -> None:
+    """End `pause`, if it is paused. Raises as `pause`."""
+    await post(http, endpoint, "/resume")
 
 
 async def reset_caches(http: httpx.AsyncClient, endpoint: Endpoint) -> None:

@@ -84,6 +84,7 @@ class PoolRequests:
             named = body | {"model": replica.model}
             answer = await ask(self._session, replica.endpoint, named, self._timeout, limit)
             await self._prove(replica, mark, answer.weights)
+            self._router.statistics.continued += n * (answer.weights != mark)
         except TransientError as error:
             if replica.version == version:
                 self._failed(replica, error)

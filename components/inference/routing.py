@@ -29,6 +29,7 @@ class Router:
 
     Attributes:
         in_flight: requests that were admitted and have no answer yet.
+        lent: those of them that others send.
         broken: what every request raises from now on.
         closed: nobody waits for answers any more.
     """
@@ -37,7 +38,7 @@ class Router:
         self, replicas: Sequence[Replica], max_concurrent: int, statistics: PoolStatistics, log_folder: Path
     ) -> None:
         self.replicas, self.statistics, self.log_folder = replicas, statistics, log_folder
-        self.in_flight = 0
+        self.in_flight = self.lent = 0
         self.broken: WeightSyncError | None = None
         self.closed = False
         self._slots = asyncio.Semaphore(max_concurrent)
@@ -45,7 +46,7 @@ class Router:
         self._draining = False
 
     @asynccontextmanager
-    async def admitted(self, requests: int = 1) -> AsyncIterator[None]:
+    async def admitted(self, requests: int = 1, *, lent: bool = False) -> AsyncIterator[None]:
         """Counts as so many requests in flight; waits for a slot, and while weights are being changed.
 
         Raises:
@@ -57,10 +58,12 @@ class Router:
                 if self.broken is not None:
                     raise self.broken
                 self.in_flight += requests
+                self.lent += requests * lent
             try:
                 yield
             finally:
                 self.in_flight -= requests
+                self.lent -= requests * lent
                 await self.notify()
 
     async def answered(self, attempt: Callable[[Replica], Awaitable[T]]) -> T:
@@ -150,12 +153,12 @@ class Router:
             self._changed.notify_all()
 
     @asynccontextmanager
-    async def drained(self) -> AsyncIterator[None]:
-        """No request is in flight; new ones wait until the end."""
+    async def drained(self, *, lent_only: bool = False) -> AsyncIterator[None]:
+        """No request is in flight, or none of those that others send; new ones wait until the end."""
         self._draining = True
         try:
             async with self._changed:
-                await self._changed.wait_for(lambda: self.in_flight == 0)
+                await self._changed.wait_for(lambda: (self.lent if lent_only else self.in_flight) == 0)
             yield
         finally:
             self._draining = False

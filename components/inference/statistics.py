@@ -26,6 +26,8 @@ class PoolStatistics:
     left: int = 0
     stragglers: int = 0
     """Shards of rollouts that were taken from workers because they were late."""
+    continued: int = 0
+    """Samples that were begun with older weights than they were finished with."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     request_seconds: float = 0.0

@@ -14,10 +14,10 @@ from components.contracts.errors import ArmatureError, ServerError, WeightSyncEr
 from components.inference.adapters import served_name
 from components.inference.checkpoint import read_config
 from components.inference.client import MODEL_NAME, OTHER_WEIGHTS, TransientError
-from components.inference.lease import weights_mark
+from components.inference.lease import in_order, weights_mark
 from components.inference.probe import Probe, ProbeAnswer
 from components.inference.proof import SyncProof
-from components.inference.replica import Replica, reset_caches
+from components.inference.replica import Replica, pause, reset_caches, resume
 from components.inference.server import fault
 from components.inference.weights import WEIGHT_TRANSFERS, Publish, WeightTransfer
 
@@ -31,18 +31,26 @@ class ServedWeights:
 
     Attributes:
         changing: held while a server joins or weights change, so that neither sees the other half done.
+        in_flight_updates: requests are paused while weights change, and go on with the new ones.
         folder, folder_version: what a server is started with. Not the current weights, once the trainer has sent
             newer ones from its GPUs, or an adapter that belongs to them.
         latest: the folder with the current version, unless the trainer sent it. It may need `folder`, as an adapter.
     """
 
     def __init__(
-        self, weights: Path, transfer: str, proof: SyncProof, load_on_join: bool, adapters: bool = False
+        self,
+        weights: Path,
+        transfer: str,
+        proof: SyncProof,
+        load_on_join: bool,
+        adapters: bool = False,
+        in_flight_updates: bool = False,
     ) -> None:
         self.folder, self.folder_version, self.version = weights.absolute(), 0, 0
         self.latest = self.folder
         self._load_on_join, self._adapters = load_on_join, adapters
         self.changing = asyncio.Lock()
+        self.in_flight_updates = in_flight_updates
         self._transfer: WeightTransfer = WEIGHT_TRANSFERS[transfer]()
         self._shapes = _loaded_shapes(weights)
         self.proof = proof
@@ -89,7 +97,7 @@ class ServedWeights:
         if not (given := _up(replicas)):
             raise WeightSyncError("no server is up", where=str(weights), remedy="resume from the last checkpoint")
         try:
-            await self._transfer.transfer(http, [replica.endpoint for replica in given], weights, publish)
+            await self._load(http, given, weights, publish)
             await asyncio.gather(*(self._verify(http, replica) for replica in given))
         except httpx.TransportError as error:
             raise WeightSyncError(
@@ -116,6 +124,7 @@ class ServedWeights:
             WeightSyncError: it does not.
             httpx.TransportError: it is gone.
         """
+        replica.ours_since = await weights_mark(http, replica.endpoint)
         if replica.version == self.version:
             await self._check(http, replica)
             return True
@@ -148,7 +157,7 @@ class ServedWeights:
     async def _bring_up_to_date(self, http: httpx.AsyncClient, replica: Replica) -> bool:
         """Load the current weights into one server and verify. False: it is gone, its monitor will see to it."""
         try:
-            await self._transfer.transfer(http, [replica.endpoint], self.latest, None)
+            await self._load(http, [replica], self.latest, None)
             await self._verify(http, replica)
         except httpx.TransportError as error:
             log.warning("%s disconnected while it received weights: %r", replica.name, error)
@@ -157,16 +166,32 @@ class ServedWeights:
             return False
         return True
 
+    async def _load(
+        self, http: httpx.AsyncClient, replicas: Sequence[Replica], weights: Path, publish: Publish | None
+    ) -> None:
+        """Bring the weights to all of `replicas`, which then know nothing that was computed with those before."""
+        endpoints = [replica.endpoint for replica in replicas]
+        if not self.in_flight_updates:
+            await self._transfer.transfer(http, endpoints, weights, publish)
+            await asyncio.gather(*(reset_caches(http, endpoint) for endpoint in endpoints))
+            return
+        await asyncio.gather(*(self._pause(http, replica) for replica in replicas))
+        await self._transfer.transfer(http, endpoints, weights, publish)
+        await asyncio.gather(*(resume(http, endpoint) for endpoint in endpoints))
+
+    async def _pause(self, http: httpx.AsyncClient, replica: Replica) -> None:
+        if (mark := await weights_mark(http, replica.endpoint)) != replica.mark:
+            replica.ours_since = mark  # others had it: what was sent before is not answered by our weights alone
+        await pause(http, replica.endpoint)
+
     async def _verify(self, http: httpx.AsyncClient, replica: Replica) -> None:
-        await self._check(http, replica, forget=True)
+        await self._check(http, replica)
         replica.version = self.version
 
-    async def _check(self, http: httpx.AsyncClient, replica: Replica, forget: bool = False) -> None:
+    async def _check(self, http: httpx.AsyncClient, replica: Replica) -> None:
         """See that it holds the current weights, under the name that requests are to use."""
         replica.model = served_name(self.latest) if self._adapters and self.version else MODEL_NAME
         replica.mark = await weights_mark(http, replica.endpoint)
-        if forget:
-            await reset_caches(http, replica.endpoint)
         await self.proof.check(http, replica, self.version)
 
     async def prove(self, http: httpx.AsyncClient, replica: Replica, mark: str, answered: str) -> None:
@@ -181,7 +206,7 @@ class ServedWeights:
         Raises:
             Transient: it is not, or the server is gone.
         """
-        if answered != mark:
+        if answered != mark and not await self._updated(replica, mark, answered):
             raise TransientError(OTHER_WEIGHTS, f"{replica.name} was started again, or others changed its weights")
         if mark or replica.server is not None:
             return
@@ -201,6 +226,13 @@ class ServedWeights:
                     OTHER_WEIGHTS, f"{replica.name} does not have the weights that we gave it"
                 ) from error
             replica.proved = number
+
+    async def _updated(self, replica: Replica, mark: str, answered: str) -> bool:
+        """Whether an answer bears another mark because we gave the server weights since its request was sent."""
+        if not self.in_flight_updates:
+            return False
+        async with self.changing:
+            return in_order(replica.ours_since, mark, answered, replica.mark)
 
 
 def _up(replicas: Sequence[Replica]) -> list[Replica]:

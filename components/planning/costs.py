@@ -99,7 +99,7 @@ class Costs(CostTables):
     trainer: TrainerCosts
     flow: FlowCosts
     publish_seconds: NonNegativeFloat = Field(0.0, description="Seconds to publish weights, while servers go on.")
-    sync_seconds: NonNegativeFloat = Field(description="Seconds to load them, while no request is in flight.")
+    sync_seconds: NonNegativeFloat = Field(description="Seconds to load them, while no answer goes on.")
     failures: FailureCosts = Field(FailureCosts(), description="Failures and recovery.")
 
     @classmethod

@@ -29,14 +29,17 @@ class SimulatedPool:
     Args:
         resumes_alone: a server that was started again can be given the weights by itself, as from a folder. Else it
             waits for the next sync.
+        in_flight_updates: a sync pauses requests, rather than wait for them.
 
     Attributes:
         failures: of servers.
         lost: times since the last sync that no server had the weights until the run resumed from a checkpoint.
     """
 
-    def __init__(self, costs: Costs, servers: int, max_concurrent: int, resumes_alone: bool) -> None:
-        self._costs, self._resumes_alone = costs, resumes_alone
+    def __init__(
+        self, costs: Costs, servers: int, max_concurrent: int, resumes_alone: bool, in_flight_updates: bool = False
+    ) -> None:
+        self._costs, self._resumes_alone, self._in_flight_updates = costs, resumes_alone, in_flight_updates
         self._servers = [SimulatedServer(costs.servers) for _ in range(servers)]
         self._replicas = [Replica(str(index), "", ready=True) for index in range(servers)]
         self._router = Router(self._replicas, max_concurrent, PoolStatistics(), Path())
@@ -67,8 +70,10 @@ class SimulatedPool:
         await server.answer(first.new_tokens, first.prompt_tokens, [turn.completion_tokens for turn in turns])
 
     async def sync(self) -> None:
-        """Give all servers new weights, once no request is in flight."""
-        async with self._router.drained():
+        """Give all servers new weights, once no request is in flight, or while none goes on."""
+        async with self._router.drained(lent_only=self._in_flight_updates):
+            for server in self._servers:
+                server.pause(self._costs.sync_seconds)
             await asyncio.sleep(self._costs.sync_seconds)
             for replica in self._replicas:
                 replica.ready, replica.waits = replica.ready or replica.waits, False

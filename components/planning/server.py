@@ -63,6 +63,13 @@ class SimulatedServer:
                 answer.set_exception(TransientError("connection_lost", "the server died"))
         self._go_on()
 
+    def pause(self, seconds: float) -> None:
+        """What is decoded stands still for so long; then its contexts are computed anew."""
+        if self._running:
+            self.advance(asyncio.get_running_loop().time())
+            self._prefill += seconds + self._context * self._costs.token_seconds
+            self._go_on()
+
     def _pass_seconds(self) -> float:
         costs = self._costs
         return (

@@ -118,7 +118,9 @@ class _Steps:
         self.run_, self.loop = run, loop
         self.costs, self.plan = run.costs, run.rollouts
         self.random = np.random.default_rng((run.workload.seed, 1))
-        self.pool = SimulatedPool(run.costs, run.servers, run.max_concurrent, run.resumes_alone)
+        self.pool = SimulatedPool(
+            run.costs, run.servers, run.max_concurrent, run.resumes_alone, self.plan.in_flight_updates
+        )
         self.room = asyncio.Semaphore(run.max_concurrent)
         self.trainer = SimulatedTrainer(run.costs, run.ranks, loop, self.random)
         self.tasks = [Task(str(index), "train", {}) for index in range(run.train_tasks)]

@@ -73,6 +73,7 @@ def open_run(
         forbidden_token_ids=sorted(adapter.collator.forbidden_token_ids),
         load_on_join=load_on_join,
         adapters=served_adapters(settings.model, weights),
+        in_flight_updates=settings.rollouts.in_flight_updates,
     )
     saved = partial(context.saved, best=context.workspace / BEST)
     with ExitStack() as opened:

@@ -38,9 +38,9 @@ class RolloutSettings(Settings):
     )
     in_flight_updates: bool = Field(
         False,
-        description="Weights change between the turns of episodes that are being played, and episodes of the next "
+        description="Weights change while episodes are being played, within an answer too, and episodes of the next "
         "max_staleness steps begin as soon as there is room. Faster where episodes are uneven; which weights sample a "
-        "turn depends on the time that everything takes, so a seed no longer gives one run.",
+        "token depends on the time that everything takes, so a seed no longer gives one run.",
         exclude_if=operator.not_,  # what was made before there was this setting keeps its fingerprint
     )
     seed: NonNegativeInt = Field(0, description="Seed of the tasks' order and of every request.")

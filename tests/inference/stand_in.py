@@ -61,6 +61,7 @@ class StandIn:
     """Makes another answer of an honest one to a chat request: JSON, or a whole response."""
     plain: bool = False
     """Whether it runs without our plug-in: no lease, no mark on its answers."""
+    paused: bool = False
     adapters: dict[str, str] | None = field(default_factory=dict)
     """Folders by name; None: it takes none."""
     calls: list[str] = field(default_factory=list)
@@ -89,6 +90,8 @@ class StandIn:
         try:
             fault = self._next_fault()
             await asyncio.sleep(self.delay)
+            while self.paused:
+                await asyncio.sleep(0.01)
             if fault == "hang":
                 await asyncio.sleep(60)
             if fault == "500":
@@ -145,6 +148,9 @@ class StandIn:
         fault = self._next_fault() if self.fault.startswith("sync") else ""
         if fault in GARBAGE:
             return GARBAGE[fault]()
+        if request.url.path in ("/pause", "/resume"):
+            self.paused = request.url.path == "/pause"
+            assert not self.paused or request.query_params["mode"] == "keep"
         if request.url.path == "/reset_prefix_cache":
             return JSONResponse({"success": fault != "sync cache busy"})
         if request.url.path == "/collective_rpc":
@@ -206,7 +212,7 @@ class StandIn:
 
     def start_again(self) -> None:
         """As a server does that was killed and started by whoever looks after it."""
-        self.version = "start"
+        self.version, self.paused = "start", False
         if self.adapters is not None:
             self.adapters = {}
         with mock.patch.dict(os.environ, {"VLLM_API_KEY": self.key}):
@@ -222,7 +228,8 @@ class StandIn:
 
     def _app(self) -> Starlette:
         post = ["POST"]
-        controls = ["/collective_rpc", "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"]
+        controls = ["/collective_rpc", "/pause", "/resume"]
+        controls += ["/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"]
         return Starlette(
             routes=[
                 Route("/health", self.health),

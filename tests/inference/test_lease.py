@@ -12,6 +12,7 @@ import pytest
 
 from components.contracts.errors import ServerError
 from components.inference.client import Completion
+from components.inference.lease import in_order
 from components.inference.pool import ServerPool
 from components.inference.settings import SamplingSettings
 
@@ -51,6 +52,53 @@ async def take_over(server: Any, weights: Path) -> None:
     assert (await lease(server, "POST", OTHER)).status_code == 200
     assert await load(server, weights, **{"X-Armature-Lease": OTHER}) == 200
     assert (await lease(server, "DELETE", OTHER)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("marks", "expected"),
+    [
+        (("a-1", "a-1", "a-1"), True),
+        (("a-1", "a-3", "a-12"), True),
+        (("a-b-1", "a-b-3"), True),
+        (("a-3", "a-1"), False),
+        (("a-1", "a-13", "a-12"), False),
+        (("a-1", "b-2", "b-3"), False),
+        (("a-1", "", "a-3"), False),
+        (("", ""), False),
+        (("a-1", "a-x"), False),
+        (("a-1", "a--2"), False),
+        (("a-1", "a-²"), False),
+    ],
+)
+def test_marks_follow_one_another_while_a_server_lives(marks: tuple[str, ...], expected: bool) -> None:
+    assert in_order(*marks) == expected
+
+
+@pytest.mark.parametrize("then_synced", [False, True])
+def test_what_others_weights_answered_is_not_taken_for_an_update_in_flight(
+    then_synced: bool,
+    stand_ins: StandIns,
+    make_pool: MakePool,
+    checkpoint: Checkpoint,
+    sampling: SamplingSettings,
+) -> None:
+    (server,) = stand_ins(1)
+    server.delay = 0.5
+    pool = make_pool([server], checkpoint("a"), in_flight_updates=True)
+    foreign, newer = checkpoint("foreign"), checkpoint("b")
+
+    async def work() -> list[Any]:
+        async with pool:
+            asking = asyncio.create_task(ask(pool, sampling))
+            await asyncio.sleep(0.1)
+            await take_over(server, foreign)
+            if then_synced:
+                assert (await lease(server, "POST", pool.lease)).status_code == 200
+                await pool.sync(newer, 1)
+            return await asking
+
+    assert texts(asyncio.run(work())) == {("b", 1) if then_synced else ("a", 0)}
+    assert pool.statistics.retries >= 4 and pool.statistics.continued == 0
 
 
 def test_a_second_run_is_refused_and_hears_who_has_the_server(

@@ -262,6 +262,64 @@ def test_sync_waits_for_requests_and_stamps_the_version(
         assert set(server.calls[-3:]) == {"/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"}
 
 
+def test_requests_in_flight_go_on_with_the_weights_of_a_sync(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    servers = stand_ins(2)
+    for server in servers:
+        server.delay = 0.5
+    pool = make_pool(servers, checkpoint("a"), in_flight_updates=True)
+    newer = checkpoint("b")
+
+    async def work(pool: ServerPool) -> Any:
+        before = asyncio.create_task(ask_many(pool, sampling, 6))
+        await asyncio.sleep(0.1)
+        for server in servers:
+            server.calls.clear()
+        await pool.sync(newer, 5)
+        assert pool.in_flight == 6
+        return await before, await ask_many(pool, sampling, 6)
+
+    before, after = run(pool, work)
+    assert {(result.text, result.policy_version) for result in before} == {("b", 0)}
+    assert {(result.text, result.policy_version) for result in after} == {("b", 5)}
+    assert (pool.statistics.continued, pool.statistics.retries, pool.statistics.completions) == (6, 0, 12)
+    for server in servers:
+        forgets = ["/reset_prefix_cache", "/reset_encoder_cache"]
+        assert server.calls == ["/pause", *forgets, "/collective_rpc", "/resume"]
+
+
+def test_requests_of_servers_that_are_lent_are_waited_for_by_a_sync_in_flight(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    servers = stand_ins(1)
+    servers[0].delay = 0.2
+    pool = make_pool(servers, checkpoint("a"), in_flight_updates=True)
+    newer = checkpoint("b")
+
+    async def work(pool: ServerPool) -> Any:
+        asking = asyncio.create_task(ask_many(pool, sampling, 1))
+        await asyncio.sleep(0.05)
+        async with pool.lent(3):
+            sync = asyncio.create_task(pool.sync(newer, 1))
+            await asyncio.gather(asking)
+            await asyncio.sleep(0.1)
+            assert not sync.done() and servers[0].version != "b"
+        await sync
+
+    run(pool, work)
+    assert servers[0].version == "b"
+
+
+def test_a_server_that_a_killed_run_paused_answers_the_next_one(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    (server,) = stand_ins(1)
+    server.paused = True
+    (answer,) = run(make_pool([server], checkpoint("a")), lambda pool: ask_many(pool, sampling, 1))
+    assert answer.text == "a"
+
+
 def test_caches_are_reset_between_requests(
     stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
 ) -> None:

@@ -203,6 +203,41 @@ def test_sync_changes_weights_and_forgets_what_the_old_ones_computed(running: Ru
     assert np.abs(old - expected).max() > 0.05
 
 
+def test_an_answer_in_flight_goes_on_with_the_weights_of_a_sync(running: Running) -> None:
+    """Each token has the log-prob of the weights that sampled it: those before up to one token, then the new ones."""
+    pool, image, length = running.pool, random_image(6), 256
+    version = pool.weights.version + 1
+    running.sync(running.checkpoints[0], version)
+    newer = trainers_answer(pool, running.checkpoints[1])
+    retries = pool.statistics.retries
+
+    async def work() -> list[Any]:
+        asked = asyncio.create_task(pool.sample(ask(image), SamplingSettings(max_tokens=length), 7, 4))
+        await pool.sample(ask(image), SamplingSettings(max_tokens=24), 7, 1)  # the others have about as many by then
+        pool.weights.in_flight_updates = True
+        try:
+            await pool.sync(running.checkpoints[1], version + 1, None, newer)
+            assert not asked.done()
+            return [*await asked, await pool.complete(ask(image), SamplingSettings(max_tokens=8), 7)]
+        finally:
+            pool.weights.in_flight_updates = False
+
+    *spanning, after = running.call(work)
+    assert (pool.statistics.continued, pool.statistics.retries) == (4, retries)
+    assert [each.policy_version for each in spanning] == [version] * 4 and after.policy_version == version + 1
+    for answer in spanning:
+        old, new = (
+            reference_logprobs(checkpoint, answer, image, pool.forbidden_token_ids, 1.0)
+            for checkpoint in running.checkpoints[:2]
+        )
+        by_old = int(np.argmax(np.abs(answer.logprobs - old) > 2e-3))
+        assert 8 < by_old < len(old) - 8
+        np.testing.assert_allclose(answer.logprobs[by_old:], new[by_old:], atol=2e-3)
+        assert np.abs(new - old).max() > 0.05
+    expected = reference_logprobs(running.checkpoints[1], after, image, pool.forbidden_token_ids, 1.0)
+    np.testing.assert_allclose(after.logprobs, expected, atol=2e-3)
+
+
 @pytest.mark.parametrize("victim", ["front", "engine"])
 def test_a_killed_server_comes_back_with_the_current_weights_and_no_request_is_lost(
     running: Running, sampling_factory: Callable[..., SamplingSettings], victim: str

@@ -59,6 +59,21 @@ def test_what_has_no_slot_waits_for_one() -> None:
     assert times[:4] == pytest.approx([full] * 4, rel=1e-2) and times[4:] == pytest.approx([2 * full] * 4, rel=1e-2)
 
 
+def test_a_pause_stops_what_is_decoded_and_has_its_context_computed_again() -> None:
+    async def run() -> float:
+        server = SimulatedServer(SERVER)
+        server.pause(5.0)  # nothing is asked
+        asked = asyncio.create_task(server.answer(100, 100, (20,)))
+        await asyncio.sleep(0.2)
+        server.pause(3.0)
+        await asked
+        return asyncio.get_running_loop().time()
+
+    loop = VirtualLoop()
+    assert loop.run_until_complete(run()) == pytest.approx(0.1 + 20 * (0.01 + 0.001 + 110e-6) + 3.0 + 110 * 0.001)
+    loop.close()
+
+
 def test_what_does_one_thing_at_a_time_is_had_in_order() -> None:
     loop = VirtualLoop()
 

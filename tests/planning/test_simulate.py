@@ -96,6 +96,16 @@ def test_updates_in_flight_let_the_steps_of_a_cycle_share_their_rollouts(stalene
     )
 
 
+def test_weights_in_flight_do_not_wait_for_long_answers() -> None:
+    """A step of one group whose answers outlast the training of the step before: a sync costs its seconds and contexts
+    that are computed again, not the rest of an answer."""
+    costs = COSTS.replaced({"servers": {"pass_seconds": 1.0, "token_seconds": 0.0}, "sync_seconds": 2.0}, "by hand")
+    plan = {"max_staleness": 2, "in_flight_updates": True, "groups_per_step": 1}
+    found = make_run(rollouts=plan, costs=costs, max_concurrent=10_000, steps=9).simulate()
+    assert found.timings["timing/sync"] == pytest.approx(2.0)
+    assert found.step_seconds < ANSWER
+
+
 def test_the_event_loop_of_the_flow_is_a_wall() -> None:
     costs = COSTS.replaced({"flow": {"request_seconds": 0.5, "image_seconds": 0.1}}, "by hand")
     found = make_run(costs=costs).simulate()
