@@ -66,17 +66,22 @@ TRL = ("16,1,0", "16,1,1")
 
 @dataclass(frozen=True)
 class Way:
-    """How far rollouts run ahead, and how long it takes to judge the answers to one task in `EVERY`."""
+    """How far rollouts run ahead, and how long it takes to judge the answers to one task in `EVERY`.
+
+    quantization: of the server; log-probs are then corrected for.
+    """
 
     max_staleness: int = 0
     in_flight_updates: bool = False
     seconds: float = 0.0
+    quantization: str | None = None
 
 
 OURS = {
     "in turn": Way(),
     "one step ahead": Way(1),
     "in flight": Way(4, True),
+    "fp8, in turn": Way(quantization="fp8"),
     "uneven, in turn": Way(seconds=LONG),
     "uneven, in flight": Way(4, True, LONG),
 }
@@ -175,7 +180,7 @@ def ours(folder: Path, question: str, name: str, store: Path) -> dict[str, Any]:
             "train_tasks": GROUPS * (STEPS + 1),
             "heldout_tasks": 1,
         },
-        "inference": {"max_model_len": MODEL_LENGTH, "dtype": dtype},
+        "inference": {"max_model_len": MODEL_LENGTH, "dtype": dtype, "quantization": way.quantization},
         "rollouts": {
             "groups_per_step": GROUPS,
             "group_size": GROUP_SIZE,
@@ -191,6 +196,7 @@ def ours(folder: Path, question: str, name: str, store: Path) -> dict[str, Any]:
         },
         "trainer": {
             "objective": {"name": "ppo"},
+            "correction": {"mode": "none" if way.quantization is None else "truncate"},
             "learning_rate": LEARNING_RATE,
             "max_steps": 1000,
             "save_every": 1000,
@@ -200,7 +206,7 @@ def ours(folder: Path, question: str, name: str, store: Path) -> dict[str, Any]:
             "weights": dtype,
             "torch_compile": CUDA,
         },
-        "preflight": {"groups": 1, "max_mismatch_kl": 0.05},
+        "preflight": {"groups": 1, "max_mismatch_kl": 0.05 if way.quantization is None else 0.2},
         "evaluation": {"sampling": {"max_tokens": sampled()}},
         "machine": {"store": str(store), "loader_workers": 4}
         | (
@@ -254,9 +260,9 @@ def measure(ways: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Each way as soon as it is measured.
 
     Raises:
-        SystemExit: TRL failed.
-        CalledProcessError: ours did.
+        SystemExit: some failed; the others are measured first.
     """
+    failed = []
     gpus = torch.cuda.device_count() if CUDA else 1
     free = SimpleQueue[int]()
     for gpu in range(gpus):
@@ -275,9 +281,13 @@ def measure(ways: Sequence[str]) -> Iterator[dict[str, Any]]:
         for done in as_completed([pool.submit(one, way) for way in ways]):
             taken = done.result()
             if "failed" in taken:
-                raise SystemExit(f"TRL {taken['way']}: {taken['failed']}")
+                failed.append(f"{taken['way']}: {taken['failed']}")
+                print(failed[-1], flush=True)
+                continue
             print(line_of(taken), flush=True)
             yield taken
+    if failed:
+        raise SystemExit(f"failed: {'; '.join(failed)}")
 
 
 def measured(way: str, folder: Path, question: str, gpu: int) -> dict[str, Any]:
@@ -299,7 +309,8 @@ def measured(way: str, folder: Path, question: str, gpu: int) -> dict[str, Any]:
                 environment["PYTHONPATH"] = os.pathsep.join(paths)
             sizes = [str(n) for n in (STEPS, GROUPS, GROUP_SIZE, side(), sampled())]
             command = [python, str(HERE / "rl_step_trl.py"), str(folder), str(out), *sizes, question, way]
-        subprocess.run(command, env=environment, check=True)
+        if code := subprocess.run(command, env=environment).returncode:
+            return {"way": way, "failed": f"exit code {code}"}
         found: dict[str, Any] = json.loads(out.read_text().splitlines()[-1])
     return found
 
@@ -323,13 +334,13 @@ def rows_of(taken: Sequence[Mapping[str, Any]], number: int) -> list[dict[str, A
     episodes are uneven, as ours in turn.
     """
     seconds = {one["way"]: statistics.mean(one["seconds"]) for one in taken}
-    fastest = min(seconds[way] for way in TRL)
+    fastest = min(seconds[way] for way in TRL if way in seconds)
     rows = []
     for one in taken:
         own, uneven = seconds[one["way"]], one["way"].startswith("uneven")
         rollouts, sync = (statistics.mean(one["laps"][name]) for name in LAPS[one["side"]])
         row = {"round": number, "side": one["side"], "way": one["way"], "seconds": own}
-        row |= {"tokens_per_s": statistics.mean(one["sampled"]) / own, "rollouts_s": rollouts, "sync_s": sync}
+        row |= {"tokens_per_s": statistics.mean(one["sampled"]) / own, "rollouts_s": round(rollouts, 3), "sync_s": sync}
         rows.append(row | {"ratio": (seconds["uneven, in turn"] if uneven else fastest) / own})
     return rows
 
@@ -349,7 +360,7 @@ def main() -> None:
     if CUDA and not sys.argv[1:]:
         record()
         return
-    ways = sys.argv[1:] or [*OURS, *TRL]
+    ways = sys.argv[1:] or [*(way for way in OURS if OURS[way].quantization is None), *TRL]
     if unknown := [way for way in ways if way not in (*OURS, *TRL)]:
         raise SystemExit(f"{unknown[0]!r} is none of {', '.join([*OURS, *TRL])}")
     taken = []

@@ -140,6 +140,14 @@ def test_what_has_no_effect_and_what_is_misspelled_is_refused_with_what_to_write
         load_recipe("train-vlm/colors", [override])
 
 
+@pytest.mark.parametrize("corrected", ["trainer.correction={mode='truncate'}", "trainer.objective={name='mask_ratio'}"])
+def test_servers_in_8_bits_need_a_correction(corrected):
+    given = ["trainer.objective={name='ppo'}", "inference.quantization=fp8"]
+    with pytest.raises(ConfigurationError, match=r"biases every update: set trainer.correction.mode = .truncate."):
+        load_recipe("train-vlm/colors", given)
+    assert load_recipe("train-vlm/colors", [*given, corrected]).dump()["inference"]["quantization"] == "fp8"
+
+
 def test_a_key_of_a_variant_that_the_recipe_leaves_to_its_default_can_be_set():
     key = "environment.args.games.most_receptacles"
     games = load_recipe("train-vlm/molmo2-text").dump()["environment"]["args"]["games"]

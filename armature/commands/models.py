@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
@@ -57,6 +57,10 @@ def serve(
     ] = None,
     max_images: Annotated[int, typer.Option(help="Images in one prompt.")] = 4,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16. Default: float32 on the CPU.")] = "",
+    quantization: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="fp8: compute in 8 bits, for runs with inference.quantization = 'fp8'."),
+    ] = None,
     max_lora_rank: Annotated[
         int, typer.Option(min=0, help="Largest rank of adapters, for runs with model.lora.served_as = 'adapter'.")
     ] = 0,
@@ -72,10 +76,11 @@ def serve(
     from components.inference.settings import ServerSettings
 
     devices = [int(each) for each in gpus.split(",") if each.strip()]
-    values = {
+    values: dict[str, Any] = {
         "max_model_len": max_model_len or 4096,
         "max_images_per_prompt": max_images,
         "dtype": dtype or ("bfloat16" if devices else "float32"),
+        "quantization": quantization,
     }
     given = [f"server_gpus={json.dumps([devices] if devices else [])}", f"server_arguments.port={port}"]
     settings = section_of(ServerSettings, values, "armature serve")

@@ -157,7 +157,7 @@ class Machine(Settings):
         None,
         description="Largest root mean square difference, in nats, of a server's log-probs of a probe from the "
         "trainer's after a sync; by default 1e-4 where both compute in float32 on CPU, 5e-3 in float32 on a GPU or "
-        "a joined server, 0.1 with 16 bits.",
+        "a joined server, 0.1 with 16 bits, 0.5 with servers in 8.",
     )
     node_timeout: float = Field(
         60.0, ge=4, description="Seconds without an answer after which a node of a training is lost."

@@ -21,6 +21,9 @@ BOTH_WAYS = "TRITON_ATTN"
 vLLM says the same of FLEX_ATTENTION, whose log-probs were 0.1 nats away (0.26), and chooses others by itself (0.32).
 """
 
+_NOT_TEXT = "re:.*(visual|vision|vit|projector|adapter|merger).*"
+"""Layers that stay as they are: those of vision towers, some of whose widths no product in 8 bits takes."""
+
 _OURS = {
     "model": "the pool's weights",
     "served_model_name": "the pool",
@@ -32,6 +35,8 @@ _OURS = {
     "max_model_len": "server.max_model_len",
     "limit_mm_per_prompt": "server.max_images_per_prompt",
     "dtype": "server.dtype",
+    "quantization": "inference.quantization",
+    "quantization_config": "inference.quantization",
     "tensor_parallel_size": "machine.server_gpus, or machine.cluster.servers",
     "weight_transfer_config": "machine.weight_transfer",
     "worker_extension_cls": "machine.weight_transfer",
@@ -88,6 +93,10 @@ def server_command(
         }
     if settings.max_images_per_prompt and attends_both_ways(read_config(model)):
         arguments["attention-backend"] = _prefix_backend(model, machine, gpus)
+    if settings.quantization is not None:
+        _refuse_quantization(machine, gpus, adapters)
+        ignored = json.dumps({"ignore": [_NOT_TEXT]})
+        arguments |= {"quantization": f"{settings.quantization}_per_channel", "quantization-config": ignored}
     if adapters is not None:
         arguments |= adapters.arguments()
     if machine.weight_transfer == "delta":
@@ -108,6 +117,18 @@ def server_command(
     for name, value in arguments.items():
         command += [f"--{name}", str(value)] if not isinstance(value, bool) else [f"--{'' if value else 'no-'}{name}"]
     return command
+
+
+def _refuse_quantization(machine: Machine, gpus: tuple[int, ...], adapters: ServedAdapters | None) -> None:
+    why = ""
+    if not gpus:
+        why, remedy = "vLLM has no products in 8 bits on CPU", "serve on GPUs (machine.server_gpus)"
+    elif adapters is not None:
+        why, remedy = "adapters are trained beside weights of 16 bits", 'set model.lora.served_as to "merged"'
+    elif machine.weight_transfer == "delta":
+        why, remedy = "changes are of weights of 16 bits", "choose another machine.weight_transfer"
+    if why:
+        raise ConfigurationError(why, where="inference.quantization", remedy=f"{remedy}, or leave it out")
 
 
 def _prefix_backend(model: Path, machine: Machine, gpus: tuple[int, ...]) -> str:

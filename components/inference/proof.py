@@ -13,7 +13,7 @@ from components.inference.replica import Replica
 from components.inference.settings import ServerSettings
 from components.installation import SERVED
 
-CPU_FLOAT32, GPU_FLOAT32, SIXTEEN_BITS = 1e-4, 5e-3, 0.1
+CPU_FLOAT32, GPU_FLOAT32, SIXTEEN_BITS, EIGHT_BITS = 1e-4, 5e-3, 0.1, 0.5
 """Tolerances in nats; GPUs multiply fp32 as tf32. Measured on tiny checkpoints: see docs/operations.md."""
 FIRST = "the first server that was asked"
 
@@ -26,7 +26,7 @@ class SyncProof:
 
     def __init__(self, probe: Probe, settings: ServerSettings, machine: Machine) -> None:
         self.probe = probe
-        self._dtype, self._machine = settings.dtype, machine
+        self._dtype, self._machine, self._quantized = settings.dtype, machine, settings.quantization is not None
         self._expected: tuple[int, ProbeAnswer, str] | None = None
         self._before: tuple[int, LogProbs] | None = None
 
@@ -64,6 +64,8 @@ class SyncProof:
         machine = self._machine
         if machine.sync_tolerance is not None:
             return machine.sync_tolerance
+        if self._quantized:
+            return EIGHT_BITS
         if {dtype, self._dtype} != {"float32"}:
             return SIXTEEN_BITS
         return GPU_FLOAT32 if machine.joins_servers or machine.gpus_of_server(0) else CPU_FLOAT32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import ClassVar, Literal, Self
 
@@ -61,6 +62,13 @@ class ServerSettings(Settings):
     max_images_per_prompt: int = Field(1, ge=0, description="Images in one prompt, those of earlier turns included.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16", description="Data type of the served weights; log-probs agree best with the trainer's own."
+    )
+    quantization: Literal["fp8"] | None = Field(
+        None,
+        description="fp8: the products of the text layers are computed in 8 bits, weights scaled by output channel and "
+        "activations by token. Needs servers on GPUs; training needs trainer.correction, for these servers sample from "
+        "another distribution than the trainer's.",
+        exclude_if=operator.not_,  # what was made before there was this setting keeps its fingerprint
     )
     deterministic: bool | None = Field(
         None,

@@ -64,7 +64,7 @@ class SimulatedServer:
         self._go_on()
 
     def pause(self, seconds: float) -> None:
-        """What is decoded stands still for so long; then its contexts are computed anew."""
+        """What is decoded stands still for so long; then its contexts are recomputed."""
         if self._running:
             self.advance(asyncio.get_running_loop().time())
             self._prefill += seconds + self._context * self._costs.token_seconds

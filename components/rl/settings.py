@@ -70,6 +70,16 @@ class TrainVLMSettings(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _servers_that_round_are_corrected_for(self) -> Self:
+        corrected = self.trainer.correction.mode != "none" or self.trainer.objective.name == "mask_ratio"
+        if self.inference.quantization is not None and not corrected:
+            raise ValueError(
+                "inference.quantization: servers that compute in 8 bits sample from another distribution than the "
+                'trainer\'s, which biases every update: set trainer.correction.mode = "truncate"'
+            )
+        return self
+
     @property
     def loop(self) -> LoopSettings:
         return LoopSettings(

@@ -73,11 +73,18 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[An
 
 @pytest.fixture
 def make_pool(tmp_path: Path) -> Callable[..., ServerPool]:
-    def make(servers: list[Any], weights: Path, *, in_flight_updates: bool = False, **machine: Any) -> ServerPool:
+    def make(
+        servers: list[Any],
+        weights: Path,
+        *,
+        in_flight_updates: bool = False,
+        quantization: str | None = None,
+        **machine: Any,
+    ) -> ServerPool:
         limits: dict[str, Any] = {"generation_timeout": 3.0, "ready_timeout": 10.0, "sync_timeout": 5.0}
         return ServerPool(
             weights,
-            ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="float32"),
+            ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="float32", quantization=quantization),
             Machine(endpoints=tuple(server.url for server in servers), **(limits | machine)),
             tmp_path / "logs",
             in_flight_updates=in_flight_updates,

@@ -166,6 +166,46 @@ def test_the_server_answers_as_the_trainer_whose_weights_were_sent(
     asyncio.run(work())
 
 
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("way", ["file", "ipc"])
+def test_a_server_in_8_bits_takes_weights_of_16(way: str, checkpoints: dict[bool, list[Path]], tmp_path: Path) -> None:
+    """It quantizes each version, answers nearly as its trainer, and other weights are still found out."""
+    trainers = [Trainer(folder, "bfloat16") for folder in checkpoints[False]]
+    distances: list[float] = []
+
+    def publish(trainer: Trainer) -> Publish:
+        async def work(endpoints: Sequence[Endpoint]) -> None:
+            sender = WEIGHT_SENDERS[way](endpoints, 60)
+            await asyncio.to_thread(sender.send, trainer.publisher.tensors(trainer.policy.model))
+
+        return work
+
+    def folder_of(version: int) -> Path:
+        trainer, folder = trainers[version % 3], tmp_path / "weights" / str(version)
+        trainer.publisher.publish(trainer.policy.model, folder, Ranks())
+        return folder
+
+    async def work() -> None:
+        settings = ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="bfloat16", quantization="fp8")
+        facts = machine(way).model_copy(update={"sync_tolerance": 0.2})
+        async with ServerPool(checkpoints[False][0], settings, facts, tmp_path / "logs") as pool:
+            for version in (1, 2, 3):
+                trainer = trainers[version % 3]
+                answer = trainer.answer(pool)
+                await pool.sync(folder_of(version), version, publish(trainer), answer)
+                found = await ask_probe(pool.http, pool.replicas[0].endpoint, pool.weights.probe)
+                distances.append(distance(found, answer.logprobs))
+            others = distance(trainers[0].answer(pool).logprobs, trainers[1].answer(pool).logprobs)
+            print(f"{way}: {distances} nats from the trainer; two trainers: {others}")
+            with pytest.raises(WeightSyncError, match="not hold the weights of the trainer"):
+                await pool.sync(folder_of(4), 4, publish(trainers[1]), trainers[2].answer(pool))
+
+    asyncio.run(work())
+    assert min(distances) > 5e-3 and max(distances) < 0.1
+
+
 class Trainer:
     """A policy on the first GPU."""
 

@@ -65,6 +65,8 @@ def test_one_value_of_an_image_is_enough(stand_ins: StandIns, make_pool: MakePoo
         ({}, "float32", 0.1, False),
         ({}, "bfloat16", 1.0, True),
         ({}, "bfloat16", 2.0, False),
+        ({"quantization": "fp8"}, "bfloat16", 5.0, True),
+        ({"quantization": "fp8"}, "bfloat16", 7.0, False),
         ({"sync_tolerance": 1e-3}, "bfloat16", 0.1, False),
     ],
 )
@@ -72,7 +74,7 @@ def test_the_tolerance_follows_the_types(
     stand_ins: StandIns,
     make_pool: MakePool,
     checkpoint: Checkpoint,
-    changes: dict[str, float],
+    changes: dict[str, Any],
     dtype: str,
     off: float,
     passes: bool,

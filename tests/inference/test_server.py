@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import pytest
 from components.contracts.errors import ConfigurationError, ServerError
 from components.contracts.machine import Machine
 from components.inference import host
+from components.inference.adapters import ServedAdapters
 from components.inference.command import server_command, server_environment
 from components.inference.host import free_port
 from components.inference.server import VllmServer
@@ -152,11 +154,40 @@ def test_on_a_gpu_the_attention_backend_can_do_what_the_checkpoint_needs(checkpo
             backend(both_ways, attention_backend=other)
 
 
-@pytest.mark.parametrize("name", ["logprobs_mode", "generation-config", "host", "api_key", "max-model-len", "dtype"])
+@pytest.mark.parametrize(
+    "name", ["logprobs_mode", "generation-config", "host", "api_key", "max-model-len", "dtype", "quantization"]
+)
 def test_arguments_that_change_results_come_from_settings_alone(name: str, checkpoint: Checkpoint) -> None:
     machine = Machine().model_copy(update={"server_arguments": {name: "x"}})  # a key is not even taken there
     with pytest.raises(ConfigurationError, match=name):
         server_command(checkpoint("a"), SETTINGS, machine, port=1, gpus=())
+
+
+def test_servers_in_8_bits_are_told_so_and_leave_the_vision_tower_alone(checkpoint: Checkpoint) -> None:
+    settings = SETTINGS.model_copy(update={"dtype": "bfloat16", "quantization": "fp8"})
+    machine = Machine(server_gpus=((0,),), weight_transfer="ipc", trainer_gpus=(0,))
+    folder = checkpoint("a")
+    pairs = dict(pairwise(server_command(folder, settings, machine, port=1, gpus=(0,))))
+    assert pairs["--quantization"] == "fp8_per_channel"
+    (pattern,) = json.loads(pairs["--quantization-config"])["ignore"]
+    layers = {
+        "language_model.model.layers.0.self_attn.qkv_proj": False,
+        "model.layers.11.mlp.down_proj": False,
+        "visual.blocks.0.mlp.gate_up_proj": True,
+        "vision_tower.vision_model.encoder.layers.3.self_attn.out_proj": True,
+        "model.vision_backbone.image_vit.transformer.0.attention.wqkv": True,
+        "multi_modal_projector.linear_1": True,
+        "visual.merger.mlp.0": True,
+    }
+    assert {name: re.match(pattern.removeprefix("re:"), name) is not None for name in layers} == layers
+    for gpus, changes, adapters, why in (
+        ((), {}, None, "8 bits on CPU"),
+        ((0,), {}, ServedAdapters(8), "adapters"),
+        ((0,), {"weight_transfer": "delta"}, None, "changes are of weights of 16 bits"),
+    ):
+        with pytest.raises(ConfigurationError, match=why):
+            given = machine.model_copy(update=changes)
+            server_command(folder, settings, given, port=1, gpus=gpus, adapters=adapters)
 
 
 def test_command_and_environment(checkpoint: Checkpoint) -> None:
