@@ -26,8 +26,8 @@ class Sample:
     """One unpadded training sequence of L tokens: one or several turns of a trajectory.
 
     All arrays are (L,). `loss_mask` is True exactly on sampled tokens. `behavior_logprobs[j]` is the log-prob
-    with which token j was sampled, 0.0 where `loss_mask` is False; `policy_versions[j]` that of
-    its turn, -1 elsewhere; `advantages[j]` its advantage, 0.0 elsewhere.
+    with which token j was sampled, 0.0 where `loss_mask` is False; `policy_versions[j]` the version of its turn, which
+    is that of the turn's oldest token, -1 elsewhere; `advantages[j]` its advantage, 0.0 elsewhere.
     """
 
     sample_id: str

@@ -44,7 +44,7 @@ def lend(replica: Replica) -> LentServer:
     Raises:
         ConfigurationError: nobody but its pool can know which weights it answers with.
     """
-    if not replica.mark and replica.server is None:
+    if not replica.says_weights:
         raise ConfigurationError(
             "this server does not say which weights its answers are of, so no other process may ask it",
             where=f"machine.rollout_workers, {replica.name}",

@@ -13,7 +13,7 @@ from components.contracts.errors import ArmatureError, ServerError
 from components.contracts.machine import Machine
 from components.inference import lease
 from components.inference.determinism import Repeatability
-from components.inference.replica import UNKNOWN, Replica, resume
+from components.inference.replica import UNKNOWN, Replica
 from components.inference.server import fault
 from components.inference.statistics import PoolStatistics
 from components.inference.sync import ServedWeights
@@ -185,8 +185,6 @@ class ReplicaMonitor:
         self.replica.joined += 1
         try:
             await self._take_lease()
-            if self.replica.server is None:
-                await resume(self.pool.http, self.replica.endpoint)  # a run that was killed may have paused it
             await self._admit()
             if self.replica.waits:
                 await self._wait_for_sync()

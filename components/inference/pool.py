@@ -71,7 +71,7 @@ class ServerPool:
         adapters: what `sync` brings is these, beside `weights`, which the servers keep. A server that is joined has to
             have been started with `weights`.
         in_flight_updates: `sync` pauses the requests that servers answer, rather than wait for them. Those of servers
-            that are lent, and of adapters, are waited for nevertheless.
+            that are lent, of adapters, and of servers without our plug-in are waited for nevertheless.
 
     Raises:
         ConfigurationError: the servers cannot be run as `settings` and `machine` say.
@@ -238,7 +238,8 @@ class ServerPool:
     ) -> None:
         """Give every server new weights; returns when all of them have proved to hold them.
 
-        New requests wait; those in flight are finished first, or paused. All caches are reset. A server that dies
+        New requests wait; those in flight are finished first, or paused. What the old weights computed is forgotten. A
+        server that dies
         meanwhile is not a failure: it is started again with the new weights. With weight_transfer "nccl" or "ipc" it
         is one; a server that was gone before, or came later, gets the next weights. The folder, a new one for each
         version, has to stay until the next call has returned, because a server may be started from it.
@@ -251,13 +252,13 @@ class ServerPool:
 
         Raises:
             WeightSyncError: the folder holds another model, a server refused it, a server does not answer as it
-                should, or `machine.sync_timeout` passed after the last request was done. From then on every request
+                should, or `machine.sync_timeout` passed since no request was waited for. From then on every request
                 raises it too.
         """
         if self._router.broken is not None:
             raise self._router.broken
         try:
-            async with self._router.drained(lent_only=self.weights.in_flight_updates):
+            async with self._router.drained(self._requests_go_on):
                 if not self.weights.single:
                     await self.weights.doubt_lost(self.http, self.replicas)
                     await self._router.reachable()
@@ -269,6 +270,10 @@ class ServerPool:
             raise (self._router.broken if isinstance(error, Exception) else error) from error.__cause__
         finally:
             await self.notify()
+
+    def _requests_go_on(self) -> bool:
+        asked = (replica for replica in self.replicas if replica.ready or replica.outstanding)
+        return self.weights.in_flight_updates and all(replica.says_weights for replica in asked)
 
     async def reset_caches(self) -> None:
         """Have every server forget the prompts and images that it has seen, once no request is in flight.

@@ -10,6 +10,7 @@ import httpx
 from components.contracts.errors import ArmatureError, WeightSyncError
 from components.inference.client import MODEL_NAME
 from components.inference.endpoint import Endpoint
+from components.inference.replies import exchange
 from components.inference.server import VllmServer
 from components.inference.weights.base import post
 
@@ -58,6 +59,11 @@ class Replica:
     def endpoint(self) -> Endpoint:
         return Endpoint(self.url, self.api_key, self.lease, self.joined)
 
+    @property
+    def says_weights(self) -> bool:
+        """Whether its answers bear a mark of the weights that they are of."""
+        return bool(self.mark) or self.server is not None
+
     def doubt(self) -> None:
         """Send no more requests to it; its monitor sees to it, and gives it the current weights."""
         self.version, self.ready, self.waits = UNKNOWN, False, False
@@ -78,8 +84,10 @@ async def pause(http: httpx.AsyncClient, endpoint: Endpoint) -> None:
 
 
 async def resume(http: httpx.AsyncClient, endpoint: Endpoint) -> None:
-    """End `pause`, if it is paused. Raises as `pause`."""
-    await post(http, endpoint, "/resume")
+    """End `pause`, if it is paused; a server without the route never is. Raises as `pause`."""
+    reply = await exchange(http, "POST", f"{endpoint.url}/resume", endpoint.headers)
+    if reply.status not in (200, 404, 405):
+        raise WeightSyncError(f"/resume answered {reply.status}: {reply.text}", where=endpoint.url)
 
 
 async def reset_caches(http: httpx.AsyncClient, endpoint: Endpoint) -> None:

@@ -71,6 +71,7 @@ class Router:
 
         Raises:
             GenerationFailure: `MAX_ATTEMPTS` failed.
+            WeightSyncError: a sync failed meanwhile.
             ServerError: no server is left, or the pool was closed.
         """
         tried: set[str] = set()
@@ -79,6 +80,8 @@ class Router:
             if number:
                 self.statistics.retries += 1
                 await asyncio.sleep(0.1 * 2**number)
+            if self.broken is not None:
+                raise self.broken
             replica = await self._take(tried)
             try:
                 answer = await attempt(replica)
@@ -153,12 +156,12 @@ class Router:
             self._changed.notify_all()
 
     @asynccontextmanager
-    async def drained(self, *, lent_only: bool = False) -> AsyncIterator[None]:
-        """No request is in flight, or none of those that others send; new ones wait until the end."""
+    async def drained(self, lent_only: Callable[[], bool] = lambda: False) -> AsyncIterator[None]:
+        """No request is in flight, or none of those that others send, if `lent_only()`; new ones wait until the end."""
         self._draining = True
         try:
             async with self._changed:
-                await self._changed.wait_for(lambda: (self.lent if lent_only else self.in_flight) == 0)
+                await self._changed.wait_for(lambda: (self.lent if lent_only() else self.in_flight) == 0)
             yield
         finally:
             self._draining = False

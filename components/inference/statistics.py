@@ -27,7 +27,7 @@ class PoolStatistics:
     stragglers: int = 0
     """Shards of rollouts that were taken from workers because they were late."""
     continued: int = 0
-    """Samples that were begun with older weights than they were finished with."""
+    """Samples whose server got new weights between their request and their answer."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     request_seconds: float = 0.0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -22,6 +23,9 @@ from components.inference.server import fault
 from components.inference.weights import WEIGHT_TRANSFERS, Publish, WeightTransfer
 
 log = logging.getLogger(__name__)
+
+_RESUME = 10.0
+"""Seconds in which servers are to take requests again after a sync that failed."""
 
 
 class ServedWeights:
@@ -124,6 +128,8 @@ class ServedWeights:
             WeightSyncError: it does not.
             httpx.TransportError: it is gone.
         """
+        if replica.server is None:
+            await resume(http, replica.endpoint)  # a run that was killed may have paused it
         replica.ours_since = await weights_mark(http, replica.endpoint)
         if replica.version == self.version:
             await self._check(http, replica)
@@ -175,9 +181,16 @@ class ServedWeights:
             await self._transfer.transfer(http, endpoints, weights, publish)
             await asyncio.gather(*(reset_caches(http, endpoint) for endpoint in endpoints))
             return
-        await asyncio.gather(*(self._pause(http, replica) for replica in replicas))
-        await self._transfer.transfer(http, endpoints, weights, publish)
-        await asyncio.gather(*(resume(http, endpoint) for endpoint in endpoints))
+        try:
+            await _all(self._pause(http, replica) for replica in replicas)
+            await self._transfer.transfer(http, endpoints, weights, publish)
+        except BaseException:
+            # Whoever has the servers next must not find them paused.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_RESUME):
+                    await asyncio.gather(*(resume(http, endpoint) for endpoint in endpoints), return_exceptions=True)
+            raise
+        await _all(resume(http, endpoint) for endpoint in endpoints)
 
     async def _pause(self, http: httpx.AsyncClient, replica: Replica) -> None:
         if (mark := await weights_mark(http, replica.endpoint)) != replica.mark:
@@ -233,6 +246,13 @@ class ServedWeights:
             return False
         async with self.changing:
             return in_order(replica.ours_since, mark, answered, replica.mark)
+
+
+async def _all(works: Iterable[Awaitable[None]]) -> None:
+    """Wait for all, then raise what the first of them raised that failed."""
+    for result in await asyncio.gather(*works, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
 
 
 def _up(replicas: Sequence[Replica]) -> list[Replica]:

@@ -101,6 +101,7 @@ class Planner:
             train_tasks=settings.environment.train_tasks or 4096,
             steps=self._steps,
             resumes_alone=self.machine.sends_folders,
+            waits_for_requests=self._adapters or self.machine.rollout_workers > 0,
         )
 
     def _episodes_at_once(self, layout: Layout) -> int:
@@ -109,9 +110,13 @@ class Planner:
             return self.machine.max_concurrent
         return 4 * layout.servers * layout.slots
 
-    def costs(self, layout: Layout) -> Costs:
+    @property
+    def _adapters(self) -> bool:
+        """Whether servers get the adapters alone."""
         lora = self.settings.model.lora
-        adapters = lora is not None and lora.served_as == "adapter"
+        return lora is not None and lora.served_as == "adapter"
+
+    def costs(self, layout: Layout) -> Costs:
         costs = estimated(
             self.sizes,
             self.gpu,
@@ -119,7 +124,7 @@ class Planner:
             servers=layout.servers,
             gpus_per_server=layout.gpus_per_server,
             ranks=layout.ranks,
-            transfer="adapter" if adapters else self.machine.weight_transfer,
+            transfer="adapter" if self._adapters else self.machine.weight_transfer,
             mfu=mfu_of(self.settings.model, self.settings.trainer),
             slots=layout.slots,
         )

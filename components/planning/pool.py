@@ -70,8 +70,8 @@ class SimulatedPool:
         await server.answer(first.new_tokens, first.prompt_tokens, [turn.completion_tokens for turn in turns])
 
     async def sync(self) -> None:
-        """Give all servers new weights, once no request is in flight, or while none goes on."""
-        async with self._router.drained(lent_only=self._in_flight_updates):
+        """Give all servers new weights, once no request is in flight, or while all are paused."""
+        async with self._router.drained(lambda: self._in_flight_updates):
             for server in self._servers:
                 server.pause(self._costs.sync_seconds)
             await asyncio.sleep(self._costs.sync_seconds)

@@ -60,6 +60,8 @@ class SimulatedRun:
     steps: int = 3
     resumes_alone: bool = True
     """Whether a server that was started again can be given the weights by itself, as from a folder."""
+    waits_for_requests: bool = False
+    """Whether a sync waits for requests with updates in flight, too."""
 
     @property
     def gpus(self) -> int:
@@ -119,7 +121,11 @@ class _Steps:
         self.costs, self.plan = run.costs, run.rollouts
         self.random = np.random.default_rng((run.workload.seed, 1))
         self.pool = SimulatedPool(
-            run.costs, run.servers, run.max_concurrent, run.resumes_alone, self.plan.in_flight_updates
+            run.costs,
+            run.servers,
+            run.max_concurrent,
+            run.resumes_alone,
+            self.plan.in_flight_updates and not run.waits_for_requests,
         )
         self.room = asyncio.Semaphore(run.max_concurrent)
         self.trainer = SimulatedTrainer(run.costs, run.ranks, loop, self.random)

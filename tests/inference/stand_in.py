@@ -62,6 +62,8 @@ class StandIn:
     plain: bool = False
     """Whether it runs without our plug-in: no lease, no mark on its answers."""
     paused: bool = False
+    loading: asyncio.Event | None = None
+    """What weights wait for, in the server's event loop."""
     adapters: dict[str, str] | None = field(default_factory=dict)
     """Folders by name; None: it takes none."""
     calls: list[str] = field(default_factory=list)
@@ -158,6 +160,9 @@ class StandIn:
             assert body["method"] == "reload_weights"
             if fault == "sync refuse":
                 return JSONResponse({"error": "shape mismatch"}, 500)
+            self.loop = asyncio.get_running_loop()
+            if self.loading is not None:
+                await self.loading.wait()
             if fault == "sync hang":
                 await asyncio.sleep(60)
             if fault == "sync die":

@@ -20,7 +20,7 @@ from tasks.prometheus import RunCollector
 
 MESSAGES = [{"role": "user", "content": "?"}]
 MakePool = Callable[..., ServerPool]
-StandIns = Callable[[int], list[Any]]
+StandIns = Callable[..., list[Any]]
 Checkpoint = Callable[..., Path]
 
 
@@ -309,6 +309,76 @@ def test_requests_of_servers_that_are_lent_are_waited_for_by_a_sync_in_flight(
 
     run(pool, work)
     assert servers[0].version == "b"
+
+
+def test_servers_that_do_not_say_their_weights_finish_requests_before_a_sync_in_flight(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    (server,) = stand_ins(1, plain=True)
+    server.delay = 0.3
+    pool = make_pool([server], checkpoint("a"), in_flight_updates=True)
+    newer = checkpoint("b")
+
+    async def work(pool: ServerPool) -> Any:
+        before = asyncio.create_task(ask_many(pool, sampling, 4))
+        await asyncio.sleep(0.1)
+        await pool.sync(newer, 1)
+        assert before.done()
+        return await before, await ask_many(pool, sampling, 1)
+
+    before, after = run(pool, work)
+    assert {(result.text, result.policy_version) for result in before} == {("a", 0)}
+    assert (after[0].text, after[0].policy_version) == ("b", 1)
+
+
+def test_a_sync_that_fails_leaves_no_server_paused_and_ends_requests_in_flight(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    servers = stand_ins(2)
+    for server in servers:
+        server.delay = 0.3
+    pool = make_pool(servers, checkpoint("a"), in_flight_updates=True)
+
+    async def work(pool: ServerPool) -> Any:
+        asked = asyncio.create_task(ask_many(pool, sampling, 6))
+        await asyncio.sleep(0.1)
+        servers[1].misbehave("sync refuse")
+        with pytest.raises(WeightSyncError, match="shape mismatch"):
+            await pool.sync(checkpoint("b"), 1)
+        return await asked
+
+    answers = run(pool, work)
+    refused = [answer for answer in answers if isinstance(answer, WeightSyncError)]
+    assert len(refused) == 3  # those of the server that has no new weights
+    assert {answer.text for answer in answers if answer not in refused} == {"b"}
+    assert [server.paused for server in servers] == [False, False]
+
+
+def test_a_server_that_is_taken_out_during_a_sync_is_not_resumed_before_its_end(
+    stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    """Else it would compute with weights of which some are old, and keep that."""
+    (server,) = stand_ins(1)
+    pool = make_pool([server], checkpoint("a"), in_flight_updates=True)
+    newer = checkpoint("b")
+
+    async def work(pool: ServerPool) -> None:
+        loads = server.loading = asyncio.Event()
+        server.calls.clear()
+        sync = asyncio.create_task(pool.sync(newer, 1))
+        while "/collective_rpc" not in server.calls:
+            await asyncio.sleep(0.01)
+        pool.replicas[0].doubt()
+        pool.replicas[0].failures = 3
+        await asyncio.sleep(2.0)  # its monitor looks once a second
+        assert "/resume" not in server.calls and not pool.replicas[0].ready
+        server.loop.call_soon_threadsafe(loads.set)
+        await sync
+        while not pool.replicas[0].ready:
+            await asyncio.sleep(0.05)
+        assert (await pool.complete(MESSAGES, sampling, 0)).text == "b"
+
+    run(pool, work)
 
 
 def test_a_server_that_a_killed_run_paused_answers_the_next_one(
