@@ -62,7 +62,7 @@ def read_completions(
         prompt = _token_ids(answer.get("prompt_token_ids"), bounds.prompt)
         choices = _in_order(answer.get("choices"), n)
         if not 0 < prompt.size < bounds.max_model_len:
-            limit = f"server.max_model_len = {bounds.max_model_len}"
+            limit = f"inference.max_model_len = {bounds.max_model_len}"
             raise _InvalidAnswer("malformed_answer", f"the prompt has {prompt.size} tokens, {limit}")
     except _InvalidAnswer as wrong:
         raise GenerationFailure(
@@ -117,7 +117,7 @@ def _completion(
         raise _InvalidAnswer(
             "length_mismatch",
             f"{tokens.size} tokens were sampled after {prompt.size}: max_tokens = {max_tokens}, "
-            f"server.max_model_len = {bounds.max_model_len}",
+            f"inference.max_model_len = {bounds.max_model_len}",
         )
     if sampled := bounds.forbidden.intersection(tokens.tolist()):
         raise _InvalidAnswer("placeholder_sampled", f"placeholder tokens {sorted(sampled)} were sampled")

@@ -32,9 +32,9 @@ _OURS = {
     "middleware": "the pool",
     "logprobs_mode": "the pool: anything but processed_logprobs biases importance ratios",
     "generation_config": "the pool: a checkpoint's own top_k or penalties would bias importance ratios",
-    "max_model_len": "server.max_model_len",
-    "limit_mm_per_prompt": "server.max_images_per_prompt",
-    "dtype": "server.dtype",
+    "max_model_len": "inference.max_model_len",
+    "limit_mm_per_prompt": "inference.max_images_per_prompt",
+    "dtype": "inference.dtype",
     "quantization": "inference.quantization",
     "quantization_config": "inference.quantization",
     "tensor_parallel_size": "machine.server_gpus, or machine.cluster.servers",
@@ -139,7 +139,7 @@ def _prefix_backend(model: Path, machine: Machine, gpus: tuple[int, ...]) -> str
             "CPU is causal: its log-probs would not be the trainer's",
             where=str(model / "config.json"),
             remedy='train and serve it causal (model.image_attention = "causal"), serve it on a GPU '
-            "(machine.server_gpus), or send no images (server.max_images_per_prompt = 0)",
+            "(machine.server_gpus), or send no images (inference.max_images_per_prompt = 0)",
         )
     chosen = {key.replace("-", "_"): value for key, value in machine.server_arguments.items()}
     backend = chosen.get("attention_backend", BOTH_WAYS)

@@ -214,7 +214,7 @@ _HINTS: tuple[tuple[str, str], ...] = (
     (
         r"VLLM_CPU_KVCACHE_SPACE|KV cache is needed|No available memory for the cache blocks",
         "the KV cache does not fit ({memory}): set machine.server_environment.VLLM_CPU_KVCACHE_SPACE (GiB) or "
-        "machine.server_arguments.gpu_memory_utilization, or lower server.max_model_len",
+        "machine.server_arguments.gpu_memory_utilization, or lower inference.max_model_len",
     ),
     (
         r"CUDA out of memory|OutOfMemoryError|Cannot allocate memory|MemoryError",
