@@ -163,12 +163,22 @@ def laid_out(
 
 def _rope_index(body: Any, rows: Mapping[str, Tensor]) -> Tensor:
     """(3, B, L) positions. Behind the last image of all rows each is one more than that before, so the model, which
-    looks at one token at a time, is asked for no more than begins there.
+    looks at one token at a time, is asked for no more than begins there, and once for rows that begin alike.
     """
-    types = rows["mm_token_type_ids"]
+    types, grids = rows["mm_token_type_ids"], rows["image_grid_thw"]
     asked = int(types.any(0).nonzero().max()) + 2 if types.any() else 1
     begins = {name: rows[name][:, :asked] for name in ("input_ids", "mm_token_type_ids", "attention_mask")}
-    found, _ = body.get_rope_index(**begins, image_grid_thw=rows["image_grid_thw"])
+    shown = (begins["mm_token_type_ids"] != 0).int()
+    images = shown.diff(dim=1, prepend=torch.zeros_like(shown[:, :1])).eq(1).sum(1)
+    own = grids.split(images.tolist())
+    keys = [b"".join(part.numpy().tobytes() for part in each) for each in zip(*begins.values(), own, strict=True)]
+    number = {key: n for n, key in enumerate(dict.fromkeys(keys))}
+    distinct = [keys.index(key) for key in number]
+    found, _ = body.get_rope_index(
+        **{name: tokens[distinct] for name, tokens in begins.items()},
+        image_grid_thw=torch.cat([own[row] for row in distinct]),
+    )
+    found = found[:, [number[key] for key in keys]]
     more = torch.arange(1, types.shape[1] - found.shape[-1] + 1)
     return torch.cat([found, found[..., -1:] + more], -1)
 

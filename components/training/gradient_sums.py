@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from importlib.util import find_spec
 
@@ -11,23 +11,17 @@ import torch
 from torch import Tensor, nn
 
 
-def sum_in_fp32(model: nn.Module) -> GradientSums | None:
+def sum_in_fp32(model: nn.Module) -> GradientSums:
     """Sum the gradients of what `model` trains in fp32, whatever dtype its weights have.
 
-    autograd does so by itself, in two passes over memory. On a GPU with Triton one pass is enough for matrices that
-    belong to one layer. Tied matrices and vectors are left to autograd: it may add up several gradients of theirs in
-    one backward pass, and would do that in bf16 if it did not make the fp32 sums.
-
-    Returns:
-        What keeps the sums of those matrices; None if all are left to autograd.
+    autograd can do so by itself, in two passes over memory. On a GPU with Triton one pass is enough for matrices that
+    belong to one layer. Of tied matrices and vectors autograd makes fp32 gradients first: it may add up several of
+    theirs in one backward pass, and would else do that in bf16.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     uses = Counter(id(own) for module in model.modules() for own in module._parameters.values())
     fast = [p for p in trained if p.is_cuda and p.dtype == torch.bfloat16 and p.ndim >= 2 and uses[id(p)] == 1]
-    fast = fast if find_spec("triton") is not None else []
-    for parameter in trained:
-        parameter.grad_dtype = torch.float32
-    return GradientSums(fast, _kernel()) if fast else None
+    return GradientSums(trained, fast if find_spec("triton") is not None else [])
 
 
 @cache
@@ -40,23 +34,41 @@ def _kernel() -> Callable[[Tensor, Tensor, bool], None]:
 class GradientSums:
     """Takes each gradient of `parameters` as autograd makes it, and gives the sums when they are asked for.
 
+    Between the two no parameter has a gradient: of layers whose weights are bf16 and have gradients in fp32
+    torch.compile makes no whole graphs.
+
     Args:
-        add: puts a gradient into a sum, or with False in place of what is there.
+        fast: of `parameters`, those whose gradients come in their own dtype.
+        add: puts such a gradient into a sum, or with False in place of what is there; None: by a kernel.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], add: Callable[[Tensor, Tensor, bool], None]) -> None:
-        self._add, self._sums = add, dict[nn.Parameter, Tensor]()
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        fast: Collection[nn.Parameter],
+        add: Callable[[Tensor, Tensor, bool], None] | None = None,
+    ) -> None:
+        self._add, self._sums, own = add, dict[nn.Parameter, Tensor](), set(fast)
         for parameter in parameters:
-            parameter.grad_dtype = None  # allows both the bf16 gradients and their fp32 sum
-            parameter.register_post_accumulate_grad_hook(self._take)
+            # None allows both the gradients in bf16 and their sum in fp32.
+            parameter.grad_dtype = None if parameter in own else torch.float32
+            parameter.register_post_accumulate_grad_hook(self._take_fast if parameter in own else self._take)
 
     def _take(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+        gradient, parameter.grad = parameter.grad, None
+        if parameter in self._sums:
+            self._sums[parameter] += gradient
+        else:
+            self._sums[parameter] = gradient
+
+    def _take_fast(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
         gradient, parameter.grad = parameter.grad, None
         first = parameter not in self._sums
         if first:
             self._sums[parameter] = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
-        self._add(self._sums[parameter], gradient, not first)
+        (self._add or _kernel())(self._sums[parameter], gradient, not first)
 
     def give(self) -> None:
         """Make the sums the parameters' gradients."""

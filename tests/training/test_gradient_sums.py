@@ -33,10 +33,16 @@ def summed(model: Tied, sums: GradientSums | None, device: str = "cpu") -> dict[
     for late in (False, False, True):
         ids = torch.randint(11, (5, 7), generator=random).to(device)
         model(ids, late).float().log_softmax(-1).square().mean().backward()
+        assert sums is None or all(parameter.grad is None for parameter in model.parameters())
     if sums is not None:
-        assert model.layer.weight.grad is None
         sums.give()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def by_autograd(model: Tied) -> Tied:
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    return model
 
 
 def plain_add(total: Tensor, gradient: Tensor, more: bool) -> None:
@@ -51,33 +57,42 @@ def assert_the_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 
 def test_sums_are_those_of_autograd_to_the_bit() -> None:
-    other, model = Tied(), Tied()
-    assert sum_in_fp32(other) is None  # on a CPU autograd makes them
-    assert sum_in_fp32(model) is None
-    sums = GradientSums([*model.layer.parameters(), *model.late.parameters()], plain_add)
-    assert_the_same(summed(model, sums), summed(other, None))
+    expected = summed(by_autograd(Tied()), None)
+    model, plain = Tied(), Tied()
+    fast = [*model.layer.parameters(), *model.late.parameters()]
+    assert_the_same(summed(model, GradientSums([*model.parameters()], fast, plain_add)), expected)
+    assert_the_same(summed(plain, sum_in_fp32(plain)), expected)
 
 
 def test_discarded_sums_are_not_given() -> None:
     model = Tied()
-    sums = GradientSums([model.layer.weight], plain_add)
+    sums = GradientSums([*model.parameters()], [*model.layer.parameters()], plain_add)
     ids = torch.zeros(1, 3, dtype=torch.long)
     model(ids, False).sum().backward()
     sums.discard()
     sums.give()
-    assert model.layer.weight.grad is None
+    assert model.layer.weight.grad is None and model.layer.bias.grad is None
     model(ids, False).sum().backward()
     sums.give()
-    assert model.layer.weight.grad is not None
+    assert model.layer.weight.grad is not None and model.layer.bias.grad is not None
+
+
+def test_layers_are_compiled_whole_between_micro_batches() -> None:
+    """torch.compile makes no whole graph of a weight in bf16 whose gradient is fp32."""
+    model = Tied()
+    sums = sum_in_fp32(model)
+    x = torch.ones(1, 8, dtype=torch.bfloat16)
+    model.layer(x).sum().backward()
+    compiled = torch.compile(model.layer, fullgraph=True, backend="eager")
+    compiled(x).sum().backward()
+    sums.give()
+    gradient = model.layer.bias.grad
+    assert gradient is not None and torch.equal(gradient, torch.full((8,), 2.0))
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_kernel_makes_them() -> None:
     model = Tied().cuda()
-    other = deepcopy(model)
-    for parameter in other.parameters():
-        parameter.grad_dtype = torch.float32
-    sums = sum_in_fp32(model)
-    assert sums is not None
-    assert_the_same(summed(model, sums, "cuda"), summed(other, None, "cuda"))
+    other = by_autograd(deepcopy(model))
+    assert_the_same(summed(model, sum_in_fp32(model), "cuda"), summed(other, None, "cuda"))
     assert model.embedding.weight.grad_dtype == torch.float32

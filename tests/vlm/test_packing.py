@@ -164,7 +164,8 @@ def _image(tiny: Tiny, seed: int, size: tuple[int, int]) -> ImageRef:
 
 def conversations(tiny: Tiny) -> list[Sample]:
     """Two turns and one, with two images, one and none: some the same, some alike up to an image, some not at all."""
-    a, b, c = (_image(tiny, seed, size) for seed, size in enumerate([(84, 56), (56, 112), (56, 112)]))
+    sizes = [(84, 56), (56, 112), (56, 112), (112, 56)]
+    a, b, c, upright = (_image(tiny, seed, size) for seed, size in enumerate(sizes))
     told = {"type": "text", "text": "What colour?"}
 
     def sample(name: str, turns: Sequence[tuple[tuple[ImageRef, ...], str]], last: str) -> Sample:
@@ -187,6 +188,7 @@ def conversations(tiny: Tiny) -> list[Sample]:
         sample("the same", [((a,), "red"), ((b,), "")], "it is blue"),
         sample("one turn", [((a,), "")], "red"),
         sample("both images", [((b, a), "")], "red and blue"),
+        sample("as many tokens, of other shape", [((upright, a), "")], "red and blue"),
         sample("text", [((), "")], "nothing"),
     ]
 
@@ -312,7 +314,7 @@ def test_the_vision_tower_has_every_distinct_image_once(tiny: Tiny, tmp_path: An
     step(learner, tiny, samples)
     features = FeatureCache(tiny.collator, tiny.images, tmp_path)
     images = {ref for sample in samples for ref in sample.images}
-    assert len(images) == 3
+    assert len(images) == 4
     assert seen == [sum(len(features(ref)["pixel_values"]) for ref in images)]
 
 

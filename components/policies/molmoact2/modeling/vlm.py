@@ -6,7 +6,7 @@ bits, norms and rotary positions are computed in float32, text layers have resid
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -129,11 +129,20 @@ class VisionTower(Molmo2VisionModel):
 
     def forward(self, pixels: Tensor) -> Tensor:
         x = self.patch_embedding(pixels.to(self.positional_embedding.dtype)) + self.positional_embedding
-        outputs = []
-        for layer in self.layers:
-            x = checkpointed(self.call, self.gradient_checkpointing and self.training, layer, x, None)
-            outputs.append(x)
-        return torch.cat([outputs[layer] for layer in self.features], dim=-1)
+        outputs = {}
+        for layers in self._recomputed_together():
+            x = checkpointed(self.call, self.gradient_checkpointing and self.training, _in_turn, layers, x)
+            outputs[layers[-1]] = x
+        return torch.cat([outputs[self.layers[layer]] for layer in self.features], dim=-1)
+
+    def _recomputed_together(self) -> Iterator[list[nn.Module]]:
+        """All layers in order, in pairs, or alone where only so a layer whose output is a feature is the last one."""
+        waiting: list[nn.Module] = []
+        for index, layer in enumerate(self.layers):
+            waiting.append(layer)
+            if len(waiting) == 2 or index in self.features or index + 1 == len(self.layers):
+                yield waiting
+                waiting = []
 
 
 class ImagePooling(Molmo2Adapter):
@@ -250,7 +259,9 @@ class Molmo2Body(nn.Module):
             self.check_images(ids, pooling)
         x: Tensor = self.language_model.embed_tokens(ids)
         if len(pixels):
-            features = self.multi_modal_projector(self.vision_tower(normalized(pixels)), pooling)
+            tower = self.vision_tower
+            recomputed = tower.gradient_checkpointing and self.training
+            features = checkpointed(self.multi_modal_projector, recomputed, tower(normalized(pixels)), pooling)
             x = _with_images(x, ids == self.image_patch_id, features)
         return x
 
@@ -294,6 +305,12 @@ def has_gqa_kernel(x: Tensor) -> bool:
 def normalized(levels: Tensor) -> Tensor:
     """uint8 levels as float32 in [-1, 1]."""
     return levels.float() / 255.0 * 2.0 - 1.0
+
+
+def _in_turn(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x, None)
+    return x
 
 
 def call(module: Callable[..., Any], *inputs: Any) -> Any:
