@@ -8,6 +8,7 @@ or `8bit` is where the optimizer's states are, `7b` a larger model; with `lora`,
 
 from __future__ import annotations
 
+import gc
 import sys
 import tempfile
 import time
@@ -38,6 +39,7 @@ from components.models.nf4 import NF4Linear, quantize
 from components.models.padded import pad_widths
 from components.models.settings import LoraSettings
 from components.models.varlen import choose_kernels
+from components.training.memory import exempt_from_collection
 from components.training.ranks import Ranks
 from components.vlm.learner import Learner
 from components.vlm.loader import MicroBatchLoader
@@ -107,6 +109,7 @@ def measure(
     report = step()
     sync()
     found: dict[str, Any] = {"norm": report["grad_norm"], "first_s": time.perf_counter() - began, "seconds": []}
+    exempt_from_collection()  # as our trainer does after its first step
     found["mismatch_kl"] = report["mismatch_kl"]
     found["computed"] = int(report.get("tokens/computed", sum(batch.input_ids.numel() for _, batch in whole)))
     found["micro_batches"] = len(whole)
@@ -186,6 +189,7 @@ def main() -> None:
             except Exception:
                 say(out, {"side": "ours", "way": way, "failed": traceback.format_exc()[-1500:]})
             del model
+            gc.unfreeze()
             clean()
 
 
