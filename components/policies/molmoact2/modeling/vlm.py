@@ -129,18 +129,18 @@ class VisionTower(Molmo2VisionModel):
 
     def forward(self, pixels: Tensor) -> Tensor:
         x = self.patch_embedding(pixels.to(self.positional_embedding.dtype)) + self.positional_embedding
-        outputs = {}
-        for layers in self._recomputed_together():
-            x = checkpointed(self.call, self.gradient_checkpointing and self.training, _in_turn, layers, x)
+        outputs, active = {}, self.gradient_checkpointing and self.training
+        for layers in self._in_groups(2 if active else 1):
+            x = checkpointed(self.call, active, _in_turn, layers, x)
             outputs[layers[-1]] = x
         return torch.cat([outputs[self.layers[layer]] for layer in self.features], dim=-1)
 
-    def _recomputed_together(self) -> Iterator[list[nn.Module]]:
-        """All layers in order, in pairs, or alone where only so a layer whose output is a feature is the last one."""
+    def _in_groups(self, most: int) -> Iterator[list[nn.Module]]:
+        """All layers in order, at most so many together; one whose output is a feature is the last of its group."""
         waiting: list[nn.Module] = []
         for index, layer in enumerate(self.layers):
             waiting.append(layer)
-            if len(waiting) == 2 or index in self.features or index + 1 == len(self.layers):
+            if len(waiting) == most or index in self.features or index + 1 == len(self.layers):
                 yield waiting
                 waiting = []
 
