@@ -163,7 +163,9 @@ def laid_out(
 
 def _rope_index(body: Any, rows: Mapping[str, Tensor]) -> Tensor:
     """(3, B, L) positions. Behind the last image of all rows each is one more than that before, so the model, which
-    looks at one token at a time, is asked for no more than begins there, and once for rows that begin alike.
+    looks at one token at a time, is asked only for the part up to there, and once per distinct beginning.
+
+    As transformers has it, each run of image tokens has one grid.
     """
     types, grids = rows["mm_token_type_ids"], rows["image_grid_thw"]
     asked = int(types.any(0).nonzero().max()) + 2 if types.any() else 1

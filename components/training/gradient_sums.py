@@ -15,8 +15,8 @@ def sum_in_fp32(model: nn.Module) -> GradientSums:
     """Sum the gradients of what `model` trains in fp32, whatever dtype its weights have.
 
     autograd can do so by itself, in two passes over memory. On a GPU with Triton one pass is enough for matrices that
-    belong to one layer. Of tied matrices and vectors autograd makes fp32 gradients first: it may add up several of
-    theirs in one backward pass, and would else do that in bf16.
+    belong to one layer. For tied matrices and vectors autograd casts to fp32 first: it may add several gradients in one
+    backward pass, and would otherwise add them in bf16.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     uses = Counter(id(own) for module in model.modules() for own in module._parameters.values())
@@ -34,8 +34,8 @@ def _kernel() -> Callable[[Tensor, Tensor, bool], None]:
 class GradientSums:
     """Takes each gradient of `parameters` as autograd makes it, and gives the sums when they are asked for.
 
-    Between the two no parameter has a gradient: of layers whose weights are bf16 and have gradients in fp32
-    torch.compile makes no whole graphs.
+    Until then no parameter has a `.grad`: torch.compile breaks the graph of a layer whose weights are bf16 and whose
+    `.grad` is fp32. A model has one of these at most.
 
     Args:
         fast: of `parameters`, those whose gradients come in their own dtype.

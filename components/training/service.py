@@ -24,6 +24,7 @@ from components.contracts.errors import ArmatureError
 from components.training.errors import FatalServiceError, describe, rebuild
 from components.training.frontend import HttpFrontend
 from components.training.launch import joined
+from components.training.memory import exempt_from_collection
 from components.training.placed import HOST
 from components.training.processes import RENDEZVOUS, error_file
 from components.training.ranks import Ranks
@@ -33,6 +34,8 @@ from components.training.service_worker import Command, ServiceWorker
 TOKEN = "ARMATURE_TRAINER_TOKEN"
 IDLE = 30.0
 """Seconds without a command after which the ranks make sure of each other."""
+FIRST_STEPS = 3
+"""They compile layers and make the optimizer's states, which are many objects that stay."""
 KEEPS_STATE = ("score", "save", "settle", "publish", "send", "probe", "measure")
 """Commands that change nothing in the trainer: when one fails on all ranks alike, the service continues."""
 
@@ -70,6 +73,7 @@ def serve(worker: ServiceWorker, settings: ServiceSettings, ranks: Ranks) -> Non
         write_file(settings.address, json.dumps({"url": front.start()}).encode())
     idle = min(IDLE, ranks.timeout.total_seconds() / 4)
     answer: Future[Any] | None = None
+    steps = 0
     try:
         while True:
             # The others do not wait for longer than a collective may take: without a command, they hear that.
@@ -82,6 +86,9 @@ def serve(worker: ServiceWorker, settings: ServiceSettings, ranks: Ranks) -> Non
                     answer.set_result(None)
                 return
             carry_out(worker, command, answer, ranks)
+            if command["name"] == "step" and steps < FIRST_STEPS:
+                steps += 1
+                exempt_from_collection()
     except BaseException as error:
         if answer is not None and not answer.done():
             answer.set_exception(FatalServiceError(error))

@@ -10,7 +10,6 @@ from components.contracts.errors import ConfigurationError
 from components.contracts.numbers import read_floats
 from components.training.checkpoints import Checkpoints
 from components.training.engine import TrainingEngine
-from components.training.memory import exempt_from_collection
 from components.training.service_settings import ServiceSettings
 
 Command = dict[str, Any]
@@ -32,7 +31,6 @@ class ServiceWorker(ABC):
         self._engine, self._remembered = learner, remembered
         self._checkpoints = Checkpoints(settings.checkpoints, who, learner.ranks, keep)
         self.results: dict[int, dict[str, Any]] = {}
-        self._has_trained = False
 
     @abstractmethod
     def prepare(self, command: Command) -> Any:
@@ -90,9 +88,6 @@ class ServiceWorker(ABC):
         match command["name"]:
             case "step":
                 metrics = self.train(command, prepared)
-                if not self._has_trained:
-                    exempt_from_collection()  # compiled layers, moments and the like, which stay
-                    self._has_trained = True
                 self.results[command["step"]] = {"batch": command.get("batch"), "metrics": metrics}
                 self.results.pop(command["step"] - self._remembered, None)
                 return metrics

@@ -196,12 +196,14 @@ def test_knowledge_insulation_keeps_the_flow_loss_out_of_the_vlm() -> None:
     assert all(torch.equal(closed[name], open_[name]) for name in closed)
 
 
-def test_checkpointed_activations_change_no_bit() -> None:
+@pytest.mark.parametrize("features", [[3, 1], [3, 0]], ids=["pairs of vision layers", "some alone"])
+def test_checkpointed_activations_change_no_bit(features: list[int]) -> None:
     model, batch, draws = (
         make_model(residual_dropout=0.1).train(),
         as_batch(make_examples(2, answer=True)),
         make_draws(2),
     )
+    model.vlm.model.vision_tower.features = features
     plan = make_plan(action_mode="both")
     torch.manual_seed(0)
     plain = _gradients(model, batch, draws, plan)

@@ -74,7 +74,8 @@ class MolmoAct2(nn.Module):
                     module.float()
 
     def checkpoint_gradients(self, active: bool) -> None:
-        """In training, compute the activations inside vision, text and expert layers again instead of keeping them."""
+        """In training, compute the activations inside vision, text and expert layers and the pooling of images again
+        instead of keeping them."""
         for module in (self.vlm.model.vision_tower, self.vlm.model.language_model, self.action_expert):
             module.gradient_checkpointing = active
 

@@ -131,15 +131,17 @@ class VisionTower(Molmo2VisionModel):
         x = self.patch_embedding(pixels.to(self.positional_embedding.dtype)) + self.positional_embedding
         outputs, active = {}, self.gradient_checkpointing and self.training
         for layers in self._in_groups(2 if active else 1):
-            x = checkpointed(self.call, active, _in_turn, layers, x)
-            outputs[layers[-1]] = x
-        return torch.cat([outputs[self.layers[layer]] for layer in self.features], dim=-1)
+            x = checkpointed(self.call, active, _in_turn, [self.layers[index] for index in layers], x)
+            if layers[-1] in self.features:
+                outputs[layers[-1]] = x
+        return torch.cat([outputs[index] for index in self.features], dim=-1)
 
-    def _in_groups(self, most: int) -> Iterator[list[nn.Module]]:
-        """All layers in order, at most so many together; one whose output is a feature is the last of its group."""
-        waiting: list[nn.Module] = []
-        for index, layer in enumerate(self.layers):
-            waiting.append(layer)
+    def _in_groups(self, most: int) -> Iterator[list[int]]:
+        """The indices of all layers in order, in groups of at most `most`; one whose output is a feature ends its
+        group."""
+        waiting: list[int] = []
+        for index in range(len(self.layers)):
+            waiting.append(index)
             if len(waiting) == most or index in self.features or index + 1 == len(self.layers):
                 yield waiting
                 waiting = []
