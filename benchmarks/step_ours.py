@@ -31,6 +31,7 @@ from components.batches.build import build_batch
 from components.batches.settings import BatchSettings
 from components.contracts.batches import Sample
 from components.contracts.rollouts import GenerateOutputs
+from components.garbage import exempt_from_collection
 from components.models.attention import follow_image_attention
 from components.models.families import family_of
 from components.models.load import RECOMPUTATION, freeze
@@ -39,7 +40,6 @@ from components.models.nf4 import NF4Linear, quantize
 from components.models.padded import pad_widths
 from components.models.settings import LoraSettings
 from components.models.varlen import choose_kernels
-from components.training.memory import exempt_from_collection
 from components.training.ranks import Ranks
 from components.vlm.learner import Learner
 from components.vlm.loader import MicroBatchLoader
@@ -109,7 +109,7 @@ def measure(
     report = step()
     sync()
     found: dict[str, Any] = {"norm": report["grad_norm"], "first_s": time.perf_counter() - began, "seconds": []}
-    exempt_from_collection()  # as our trainer does after its first step
+    exempt_from_collection()  # as our trainer does after its first steps
     found["mismatch_kl"] = report["mismatch_kl"]
     found["computed"] = int(report.get("tokens/computed", sum(batch.input_ids.numel() for _, batch in whole)))
     found["micro_batches"] = len(whole)

@@ -21,10 +21,10 @@ from typing import Any
 
 from components.artifacts.disk import write_file
 from components.contracts.errors import ArmatureError
+from components.garbage import exempt_from_collection
 from components.training.errors import FatalServiceError, describe, rebuild
 from components.training.frontend import HttpFrontend
 from components.training.launch import joined
-from components.training.memory import exempt_from_collection
 from components.training.placed import HOST
 from components.training.processes import RENDEZVOUS, error_file
 from components.training.ranks import Ranks

@@ -17,6 +17,7 @@ from components.environments.libero.package import import_libero
 from components.environments.libero.perturbations.settings import Perturbation
 from components.environments.libero.settings import SimulatorSettings
 from components.environments.libero.tasks import suite_tasks
+from components.garbage import exempt_from_collection
 from components.workers.errors import WorkerError
 from components.workers.serve import serve
 
@@ -98,8 +99,7 @@ def _overlook_modules() -> None:
     import_libero()
     import_module("libero.libero.envs.env_wrapper")
     if not gc.get_freeze_count():
-        gc.collect()
-        gc.freeze()
+        exempt_from_collection()
 
 
 if __name__ == "__main__":

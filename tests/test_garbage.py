@@ -1,4 +1,4 @@
-"""What Python's garbage collector looks through."""
+"""What Python's garbage collector looks at."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import gc
-from components.training.memory import exempt_from_collection
+from components.garbage import exempt_from_collection
 
 class Cycle:
     def __init__(self):
