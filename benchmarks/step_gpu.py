@@ -36,7 +36,7 @@ OURS = (
     "C,20000,packing,bf16,compile,keep",
 )
 """For the 141 GB of an H200."""
-TRL = ("bf16,1,1,A,16", "bf16,1,1,B,8", "bf16,1,1,C,8")
+TRL = ("bf16,1,1,A,16,2", "bf16,1,1,B,8,2", "bf16,1,1,C,8,2")
 """TRL's micro-batches are those it is fastest with: more rows do not fit, or gain nothing."""
 
 

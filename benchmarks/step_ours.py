@@ -65,7 +65,7 @@ def settings_of(tokens: int, words: set[str]) -> TrainerSettings:
             "learning_rate": 1e-6,
             "max_steps": 1000,
             "max_tokens_per_micro_batch": tokens,
-            "logprobs": {"name": "triton" if CUDA else "torch", "chunk_tokens": 2048},
+            "logprobs": {"name": "triton" if CUDA else "torch", "chunk_tokens": tokens if "keep" in words else 2048},
             "packing": "packing" in words,
             "weights": "bfloat16" if "bf16" in words else "float32",
             "autocast": "none" if "bf16" in words or not CUDA else "bf16",
@@ -146,8 +146,8 @@ def profiled(step: Any) -> dict[str, Any]:
     events = [event for event in on_gpu if not event.name.startswith("Optimizer.")]  # which spans others
     taken: dict[str, float] = {}
     for event in events:
-        taken[event.name[:90]] = taken.get(event.name[:90], 0.0) + event.device_time_total / 1e3
-    longest = sorted(taken.items(), key=lambda item: -item[1])[:25]
+        taken[event.name[:110]] = taken.get(event.name[:110], 0.0) + event.device_time_total / 1e3
+    longest = sorted(taken.items(), key=lambda item: -item[1])[:60]
     waits = sum(event.name.startswith("cudaStreamSynchronize") for event in seen.events())
     return {
         "kernels": len(events),

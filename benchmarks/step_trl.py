@@ -1,7 +1,8 @@
 """TRL's half of the GPU benchmark. Answers are given instead of generated, so a step is an update on a batch at hand.
 
-Usage: step_trl.py PROCESSOR RESULTS STEPS SMALL WAY..., a way being DTYPE,LIGER,RECOMPUTE,CASE,ROWS such as
-bf16,1,1,A,16. The first update, which also scores and processes images, is not timed.
+Usage: step_trl.py PROCESSOR RESULTS STEPS SMALL WAY..., a way being DTYPE,LIGER,RECOMPUTE,CASE,ROWS,FLASH such as
+bf16,1,1,A,16,2; FLASH is the version of FlashAttention, which a CPU does without. The first update, which also scores
+and processes images, is not timed.
 """
 
 import sys
@@ -23,7 +24,6 @@ from trl import GRPOConfig, GRPOTrainer
 modeling_qwen2_5_vl.Qwen2_5_VLCausalLMOutputWithPast = CausalLMOutputWithPast
 LOADER_WORKERS = 4
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ATTENTION = "flash_attention_2" if DEVICE == "cuda" else "sdpa"
 
 
 class Given(GRPOTrainer):
@@ -59,7 +59,7 @@ class Clock(TrainerCallback):
 
 
 def measure(model, processor, case, text, steps, way):
-    _, liger, recompute, _, micro = way.split(",")
+    _, liger, recompute, _, micro, _ = way.split(",")
     rows = [{"prompt": [{"role": "user", "content": text}], "image": image} for image in case.images]
     n = len(case.answers)
     with tempfile.TemporaryDirectory() as scratch:
@@ -113,10 +113,12 @@ def main():
     processor = AutoProcessor.from_pretrained(folder)
     model = None
     for way in sys.argv[5:]:
-        dtype, name = way.split(",")[0], way.split(",")[3]
+        dtype, _, _, name, _, version = way.split(",")
+        attention = f"flash_attention_{version}" if DEVICE == "cuda" else "sdpa"
         case = Case(folder, name, small)
         text = case.question(processor)
-        model = model or make_model(folder, ATTENTION, DEVICE, small)
+        model = model or make_model(folder, attention, DEVICE, small)
+        model.set_attn_implementation(attention)
         # Liger and Trainer replace methods of the instance.
         for method in ("forward", "_original_forward"):
             model.__dict__.pop(method, None)

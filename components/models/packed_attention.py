@@ -1,8 +1,8 @@
 """Attention in a sequence of several rows, in which what several of them begin with lies once.
 
 The sequence is cut into segments. A segment attends to those that its rows begin with, and within itself as it would in
-a row of its own. On a GPU in 16 bits that is PyTorch's FlashAttention for sequences of several lengths; elsewhere, and
-where images attend in both directions, segments of equal lengths are computed together by
+a row of its own. On a GPU in 16 bits that is FlashAttention for sequences of several lengths, PyTorch's or version 4;
+elsewhere, and where images attend in both directions, segments of equal lengths are computed together by
 `scaled_dot_product_attention`.
 """
 
@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
+from importlib.util import find_spec
 from inspect import signature
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
@@ -24,6 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from components.contracts.errors import ConfigurationError
+from components.models import flash
 from components.models.context_parallel import ContextParallel
 from components.models.transfer import to_device
 from components.models.varlen import has_kernel, under_autocast
@@ -33,6 +36,7 @@ PACKED = "packed"
 REMEDY = "leave trainer.packing out: padded rows train the same"
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 """Older versions know grouped heads without being told."""
+TRITON = find_spec("triton") is not None
 _KNOWN_OPTIONS = {"position_ids", "use_cache", "is_causal", "output_attentions", "output_hidden_states", "return_dict"}
 
 
@@ -66,6 +70,12 @@ class Segments:
         """(S + 1,) int32 each: where the segments' queries and keys end."""
         queries, keys = (torch.tensor([0, *accumulate(each)]) for each in (self.lengths, self.key_lengths))
         return to_device(queries.int(), self.keys.device), to_device(keys.int(), self.keys.device)
+
+    @cached_property
+    def copies(self) -> tuple[Tensor, Tensor]:
+        """(K,) int64: where in `keys` the first token is, then the second, ...; (T + 1,): where each one's begin."""
+        tokens, order = self.keys.sort(stable=True)
+        return order, torch.searchsorted(tokens, torch.arange(sum(self.lengths) + 1, device=tokens.device))
 
     @cached_property
     def alike(self) -> list[tuple[Tensor, Tensor]]:
@@ -143,7 +153,7 @@ def attend_packed(
             remedy=REMEDY,
         )
     segments.layers += 1
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in under_autocast(query, key, value))
+    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in under_autocast(query, key, value))
     if segments.context is not None:
         q, k, v = segments.context.whole_sequence(q, k, v, sum(segments.lengths))
     if has_kernel(q) and segments.blocks is None:
@@ -156,20 +166,41 @@ def attend_packed(
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None, window: int | None) -> Tensor:
-    k, v = (tensor.index_select(0, segments.keys) for tensor in (k, v))
-    out = varlen_attn(
-        q.contiguous(),
-        k,
-        v,
-        *segments.ends,
-        max(segments.lengths),
-        max(segments.key_lengths),
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        **_GROUPED,
-    )
+    if TRITON:
+        q, k, v = _Gathered.apply(q, k, v, segments)
+    else:
+        q, k, v = q.contiguous(), k.index_select(0, segments.keys), v.index_select(0, segments.keys)
+    longest = max(segments.lengths), max(segments.key_lengths)
+    if flash.has_kernel(q):
+        return flash.attend(q, k, v, segments.ends, longest, scale, window)
+    side = -1 if window is None else window - 1
+    out = varlen_attn(q, k, v, *segments.ends, *longest, scale=scale, window_size=(side, 0), **_GROUPED)
     assert isinstance(out, Tensor)
     return out
+
+
+class _Gathered(torch.autograd.Function):
+    """Queries, and the keys and values of each segment. A key's gradient is added up in fp32, in the order of its
+    copies; all of them lie in memory head after head, as compiled layers want them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.segments = segments
+        return q.contiguous(), k.index_select(0, segments.keys), v.index_select(0, segments.keys)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_q: Tensor, d_k: Tensor, d_v: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        from components.models.packed_kernel import sum_copies
+
+        copies, n_tokens = ctx.segments.copies, len(d_q)
+        return (
+            sum_copies(d_q, None, n_tokens),
+            sum_copies(d_k, copies, n_tokens),
+            sum_copies(d_v, copies, n_tokens),
+            None,
+        )
 
 
 def _by_shape(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None, window: int | None) -> Tensor:

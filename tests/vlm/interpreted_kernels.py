@@ -20,9 +20,10 @@ def test_any_size_equals_float64(case: Case) -> None:
     compare("triton", case, torch.float32, values=3e-5, gradients=3e-5)
 
 
+@pytest.mark.parametrize("chunk_tokens", [4, 70])
 @pytest.mark.parametrize("case", ODD)
-def test_odd_sizes_equal_float64(case: Case) -> None:
-    compare("triton", case, torch.float32, values=3e-5, gradients=3e-5)
+def test_odd_sizes_equal_float64(case: Case, chunk_tokens: int) -> None:
+    compare("triton", replace(case, chunk_tokens=chunk_tokens), torch.float32, values=3e-5, gradients=3e-5)
 
 
 def test_factors_loaded_by_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,8 +31,26 @@ def test_factors_loaded_by_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     compare("triton", Case(70, 301, 48, 0.7, 30.0, True, 16), torch.float32, values=3e-5, gradients=3e-5)
 
 
-def test_an_unused_entropy_or_logprob_has_no_part_in_the_gradient() -> None:
-    check_unused("triton")
+@pytest.mark.parametrize("chunk_tokens", [2, 9])
+def test_an_unused_entropy_or_logprob_has_no_part_in_the_gradient(chunk_tokens: int) -> None:
+    check_unused("triton", chunk_tokens)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_what_is_kept_is_used_once_and_a_block_may_be_forbidden(softcap: float | None) -> None:
+    """Gradients of a first backward pass, of a second through the same graph, and of logits computed again."""
+    head, hidden, targets, forbidden = Case(9, 3 * fused.FULL.columns, 12).make(CPU, torch.float32)
+    forbidden[: fused.FULL.columns] = True
+    found = []
+    for chunk_tokens, passes in ((9, 2), (8, 1)):
+        made = HEADS["triton"](HeadSettings(0.7, softcap, chunk_tokens), head, CPU)
+        logprobs, entropy = made(head, hidden, targets, forbidden)
+        total = logprobs.masked_fill(logprobs.isinf(), 0.0).square().sum() + entropy.square().sum()
+        found += [torch.autograd.grad(total, head.weight, retain_graph=True)[0] for _ in range(passes)]
+    first, second, again = found
+    assert torch.equal(second, again)
+    assert not torch.equal(first, again)
+    assert (first - again).norm() < 3e-5 * again.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -111,14 +111,16 @@ ODD = [
 """No token; one; sizes that no block divides."""
 
 
-def check_unused(backend: str) -> None:
+def check_unused(backend: str, chunk_tokens: int = 2) -> None:
     """The gradient of one result alone."""
     case = Case(9, 50, 12)
     for used in (0, 1):
         head, hidden, _, forbidden = case.make(CPU, torch.float32)
         targets = torch.zeros(9, dtype=torch.int64)
         hidden.requires_grad_()
-        HEADS[backend](HeadSettings(1.0, None, 2), head, CPU)(head, hidden, targets, forbidden)[used].sum().backward()
+        HEADS[backend](HeadSettings(1.0, None, chunk_tokens), head, CPU)(head, hidden, targets, forbidden)[
+            used
+        ].sum().backward()
         exact = hidden.detach().double().requires_grad_()
         reference(case, head.double(), exact, targets, forbidden)[used].sum().backward()
         assert hidden.grad is not None and exact.grad is not None

@@ -2,8 +2,11 @@
 PyTorch carries (aten::_flash_attention_forward), under flash-attn's names. No dropout, no window.
 """
 
+from pkgutil import extend_path
+
 import torch
 
+__path__ = extend_path(__path__, __name__)  # flash-attn-4 lies in this package too
 __version__ = "2.8.3"
 
 

@@ -13,7 +13,7 @@ from components.vlm.heads.products import linear
 class ChunkedHead(LinearHead):
     """On any device, in any dtype. The largest tensor has the logits of `chunk_tokens` tokens, in fp32 or better."""
 
-    def statistics(self, hidden: Tensor, block: HeadBlock, targets: Tensor) -> BlockStatistics:
+    def statistics(self, hidden: Tensor, block: HeadBlock, targets: Tensor, keep: bool) -> BlockStatistics:
         width = self.width(len(hidden), len(block.weight))
         starts = range(0, len(block.weight), width)
         found = [self._part(hidden, block.part(start, width), targets - start) for start in starts]

@@ -1,4 +1,4 @@
-"""The linear head with log-softmax and entropy in Triton kernels: logits never leave the registers."""
+"""The linear head with log-softmax and entropy in Triton kernels, whose logits never leave the registers."""
 
 from __future__ import annotations
 
@@ -36,14 +36,19 @@ LARGE = TileConfig(128, 256, 64, warps=8, stages=3, group=16, descriptors=True)
 SMALL = TileConfig(128, 128, 32, warps=4, stages=3, group=8, descriptors=False)
 FULL = TileConfig(64, 64, 32, warps=4, stages=2, group=8, descriptors=False)
 """fp32, multiplied as such and not in tensor cores: for comparison, not for speed."""
+KEPT_ROWS = 16
+"""Of a program that makes gradients of what was kept."""
 
 
 class FusedHead(LinearHead):
     """On a CUDA device in bf16, fp16 and fp32, or interpreted (TRITON_INTERPRET=1) in fp32.
 
     The backward pass holds the gradient of a block of logits, as many as `chunk_tokens` tokens have, in the dtype of
-    the matrix products; its products with the hidden states and the weight are cuBLAS's.
+    the matrix products; its products with the hidden states and the weight are cuBLAS's. Where that block is the whole
+    vocabulary, the forward pass keeps what the gradient is made of, and logits are computed once.
     """
+
+    can_keep = True
 
     def __init__(self, settings: HeadSettings, head: nn.Module, device: torch.device) -> None:
         super().__init__(settings, head, device)
@@ -59,14 +64,15 @@ class FusedHead(LinearHead):
                 remedy=f"{elsewhere}, or export TRITON_INTERPRET=1 to interpret them, slowly",
             )
 
-    def statistics(self, hidden: Tensor, block: HeadBlock, targets: Tensor) -> BlockStatistics:
+    def statistics(self, hidden: Tensor, block: HeadBlock, targets: Tensor, keep: bool) -> BlockStatistics:
         from components.vlm.heads.kernels import statistics_kernel
 
         tile = self._tile(hidden)
         parts = hidden.new_empty(3, -(-len(block.weight) // tile.columns), len(hidden), dtype=torch.float32)
         chosen = torch.full_like(parts[0, 0], float("-inf"))
-        self._launch(statistics_kernel, tile, hidden, block, [targets, *parts, chosen])
-        return BlockStatistics(parts[0], parts[1], parts[2], chosen)
+        kept = hidden.new_empty(len(hidden), len(block.weight)) if keep else None
+        self._launch(statistics_kernel, tile, hidden, block, [targets, *parts, chosen, kept], KEEP=keep)
+        return BlockStatistics(parts[0], parts[1], parts[2], chosen, kept)
 
     def logit_gradient(
         self, hidden: Tensor, block: HeadBlock, targets: Tensor, saved: list[Tensor], grads: list[Tensor]
@@ -75,9 +81,34 @@ class FusedHead(LinearHead):
 
         dz = hidden.new_empty(len(hidden), len(block.weight))
         both = [grads[0].contiguous(), grads[-1].contiguous()]
-        arguments = [targets, *saved, *both, dz]
+        arguments: list[Tensor | None] = [targets, *saved, *both, dz]
         self._launch(gradient_kernel, self._tile(hidden), hidden, block, arguments, ENTROPY=len(grads) > 1)
         return dz
+
+    def kept_gradient(
+        self, kept: Tensor, maximum: Tensor, targets: Tensor, saved: list[Tensor], grads: list[Tensor]
+    ) -> Tensor:
+        from components.vlm.heads.kernels import kept_gradient_kernel
+
+        (n_rows, n_columns), columns = kept.shape, self._tile(kept).columns
+        if n_rows:
+            kept_gradient_kernel[len(maximum), -(-n_rows // KEPT_ROWS)](
+                kept,
+                maximum,
+                targets,
+                *saved,
+                grads[0].contiguous(),
+                grads[-1].contiguous(),
+                n_rows,
+                n_columns,
+                1 / self.settings.temperature,
+                self.settings.softcap or 0.0,
+                ROWS=KEPT_ROWS,
+                COLUMNS=columns,
+                SOFTCAP=self.settings.softcap is not None,
+                ENTROPY=len(grads) > 1,
+            )
+        return kept
 
     def _tile(self, hidden: Tensor) -> TileConfig:
         # They add up in fp32; and Triton 3.6's interpreter multiplies the bits of bf16 numbers.
@@ -95,7 +126,13 @@ class FusedHead(LinearHead):
         return LARGE if hopper else SMALL
 
     def _launch(
-        self, kernel: Any, tile: TileConfig, hidden: Tensor, block: HeadBlock, arguments: list[Tensor], **more: bool
+        self,
+        kernel: Any,
+        tile: TileConfig,
+        hidden: Tensor,
+        block: HeadBlock,
+        arguments: list[Tensor | None],
+        **more: bool,
     ) -> None:
         (n_rows, depth), n_columns = hidden.shape, len(block.weight)
         if not n_rows:

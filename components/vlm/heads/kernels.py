@@ -67,12 +67,16 @@ def _logits(
 
 @triton.jit
 def statistics_kernel(
-    hidden, weight, bias, forbidden, targets, maximum, total, weighted, chosen,
+    hidden, weight, bias, forbidden, targets, maximum, total, weighted, chosen, kept,
     n_rows, n_columns, scale, softcap, depth: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Per row of the tile: the largest logit m, sum exp(z - m) and sum exp(z - m) (z - m); and the target's logit."""
+    """Per row of the tile: the largest logit m, sum exp(z - m) and sum exp(z - m) (z - m); and the target's logit.
+
+    KEEP: the tile of exp(z - m) goes to `kept` (n_rows, n_columns).
+    """
     row, column = _place(n_rows, n_columns, ROWS, COLUMNS, GROUP)
     z, _ = _logits(
         hidden, weight, bias, forbidden, row, column, n_rows, n_columns, scale, softcap, depth,
@@ -91,6 +95,10 @@ def statistics_kernel(
     hit = tl.arange(0, COLUMNS)[None, :] == target[:, None]
     here = known & (target >= 0) & (target < COLUMNS)
     tl.store(chosen + rows, tl.sum(tl.where(hit, z, 0.0), 1), mask=here)
+    if KEEP:
+        columns = column + tl.arange(0, COLUMNS)
+        to = kept + rows.to(tl.int64)[:, None] * n_columns + columns[None, :]
+        tl.store(to, e.to(kept.dtype.element_ty), mask=known[:, None] & (columns[None, :] < n_columns))
 
 
 @triton.jit
@@ -122,3 +130,34 @@ def gradient_kernel(
     place = dz + rows.to(tl.int64)[:, None] * n_columns + columns[None, :]
     inside = known[:, None] & (columns[None, :] < n_columns)
     tl.store(place, (gradient * scale).to(dz.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def kept_gradient_kernel(
+    kept, maximum, targets, normalizer, entropy, d_logprobs, d_entropy,
+    n_rows, n_columns, scale, softcap,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr,
+):  # fmt: skip
+    """As `gradient_kernel`, in place of what `statistics_kernel` kept; COLUMNS is that kernel's."""
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    known = rows < n_rows
+    place = kept + rows.to(tl.int64)[:, None] * n_columns + columns[None, :]
+    inside = known[:, None] & (columns[None, :] < n_columns)
+    e = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    m = tl.load(maximum + tl.program_id(0).to(tl.int64) * n_rows + rows, mask=known, other=0.0)
+    shift = m - tl.load(normalizer + rows, mask=known, other=0.0)
+    p = e * tl.exp(shift)[:, None]
+    g = tl.load(d_logprobs + rows, mask=known, other=0.0)[:, None]
+    target = tl.load(targets + rows, mask=known, other=-1).to(tl.int32)
+    gradient = tl.where(columns[None, :] == target[:, None], g, 0.0) - p * g
+    below = tl.log(tl.where(e > 0, e, 1.0))  # without probability it has no gradient
+    if ENTROPY:
+        slope = tl.load(d_entropy + rows, mask=known, other=0.0)[:, None]
+        log_p = below + shift[:, None]
+        gradient -= p * slope * (log_p + tl.load(entropy + rows, mask=known, other=0.0)[:, None])
+    if SOFTCAP:
+        # Of a block without an allowed token m is EXCLUDED.
+        bent = tl.where(m[:, None] > EXCLUDED / 2, (below + m[:, None]) / (softcap * scale), 0.0)
+        gradient *= 1 - bent * bent
+    tl.store(place, (gradient * scale).to(kept.dtype.element_ty), mask=inside)

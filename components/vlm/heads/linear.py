@@ -6,13 +6,14 @@ With z the logits after softcap and temperature, p = softmax(z), H = -sum p log 
     dL/dz_j = dlogp (1[j = t] - p_j) - dH p_j (log p_j + H)
 
 The forward pass keeps logsumexp and H, (N,) each. The backward pass computes z again, a block of the vocabulary at a
-time: such a block gives its rows of dW at once, and its part of dh.
+time: such a block gives its rows of dW at once, and its part of dh. Where `chunk_tokens` allows for the logits of all N
+tokens, a backend may keep exp(z - m) instead, m being the largest z of a row in each block.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -25,12 +26,16 @@ from components.vlm.heads.products import add_product, product
 
 
 class BlockStatistics(NamedTuple):
-    """Of S blocks of the vocabulary: (S, N) each, and (N,) the target's logit, -inf where it has no probability."""
+    """Of S blocks of the vocabulary: (S, N) each, and (N,) the target's logit, -inf where it has no probability.
+
+    `kept` is (N, V) exp(z - m) in the dtype of the hidden states, of a backend that was asked for it.
+    """
 
     maximum: Tensor  # m = max z
     total: Tensor  # sum exp(z - m)
     weighted: Tensor  # sum exp(z - m) (z - m)
     chosen: Tensor
+    kept: Tensor | None = None
 
 
 class HeadBlock(NamedTuple):
@@ -48,6 +53,9 @@ class HeadBlock(NamedTuple):
 class LinearHead(ABC):
     """What backends for linear heads share; they differ in how a block of logits is made and used."""
 
+    can_keep: ClassVar[bool] = False
+    """Whether `statistics` can give `kept`, of which `kept_gradient` makes the gradient."""
+
     def __init__(self, settings: HeadSettings, head: nn.Module, device: torch.device) -> None:
         layer = head.get_base_layer() if isinstance(head, LoraLayer) else head
         if not isinstance(layer, nn.Linear):
@@ -59,8 +67,8 @@ class LinearHead(ABC):
         self.settings = settings
 
     @abstractmethod
-    def statistics(self, hidden: Tensor, block: HeadBlock, targets: Tensor) -> BlockStatistics:
-        """Of the whole vocabulary."""
+    def statistics(self, hidden: Tensor, block: HeadBlock, targets: Tensor, keep: bool) -> BlockStatistics:
+        """Of the whole vocabulary, with `kept` if `keep`."""
 
     @abstractmethod
     def logit_gradient(
@@ -74,12 +82,21 @@ class LinearHead(ABC):
             grads: (N,) gradients of the log-probs and, where there is one, of the entropies.
         """
 
+    def kept_gradient(
+        self, kept: Tensor, maximum: Tensor, targets: Tensor, saved: list[Tensor], grads: list[Tensor]
+    ) -> Tensor:
+        """As `logit_gradient` of the whole vocabulary, in the memory of `kept`; `maximum` is that of `statistics`."""
+        raise NotImplementedError
+
     def __call__(self, head: nn.Module, hidden: Tensor, targets: Tensor, forbidden: Tensor) -> tuple[Tensor, Tensor]:
         weight, bias = _linear(head)
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        keep = self.can_keep and torch.is_grad_enabled() and len(hidden) <= self.settings.chunk_tokens
+        keep &= dtype != torch.float16  # exp(z - m) would be 0 from z - m = -17 on
         with torch.autocast(kind, enabled=False):
-            return cast(tuple[Tensor, Tensor], _Function.apply(self, dtype, hidden, weight, bias, targets, forbidden))
+            found = _Function.apply(self, dtype, keep, hidden, weight, bias, targets, forbidden)
+        return cast(tuple[Tensor, Tensor], found)
 
     def width(self, n_tokens: int, vocabulary: int) -> int:
         """Rows of the head in a block: it has as many logits as `chunk_tokens` tokens have. A multiple of 256."""
@@ -93,6 +110,7 @@ class _Function(torch.autograd.Function):
         ctx: Any,
         head: LinearHead,
         dtype: torch.dtype,
+        keep: bool,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -102,7 +120,7 @@ class _Function(torch.autograd.Function):
         # An id beyond the head's rows is an image or a placeholder: the head cannot choose it.
         rows = targets.clamp(max=len(forbidden) - 1)
         targets = rows.where((targets == rows) & ~forbidden[rows], -1)
-        found = head.statistics(hidden.to(dtype), _whole(weight, bias, forbidden, dtype), targets)
+        found = head.statistics(hidden.to(dtype), _whole(weight, bias, forbidden, dtype), targets, keep)
         maximum = found.maximum.amax(0)
         below = found.maximum - maximum
         share = below.exp()
@@ -111,6 +129,7 @@ class _Function(torch.autograd.Function):
         entropy = normalizer - (share * (found.weighted + below * found.total)).sum(0) / total
         ctx.save_for_backward(hidden, weight, bias, targets, forbidden, maximum + normalizer, entropy)
         ctx.head, ctx.dtype = head, dtype
+        ctx.kept = None if found.kept is None else (found.kept, found.maximum)
         ctx.set_materialize_grads(False)
         return found.chosen - maximum - normalizer, entropy
 
@@ -122,15 +141,20 @@ class _Function(torch.autograd.Function):
         grads = [torch.zeros_like(saved[0]) if d_logprobs is None else d_logprobs.where(targets >= 0, 0.0)]
         grads += [] if d_entropy is None else [d_entropy]
         rows, whole = hidden.to(ctx.dtype), _whole(weight, bias, forbidden, ctx.dtype)
-        needs = dict(zip(("hidden", "weight", "bias"), ctx.needs_input_grad[2:5], strict=True))
+        needs = dict(zip(("hidden", "weight", "bias"), ctx.needs_input_grad[3:6], strict=True))
         d_hidden = torch.zeros_like(hidden, dtype=saved[0].dtype) if needs["hidden"] else None
         d_weight = torch.empty_like(weight) if needs["weight"] else None
         d_bias = torch.empty_like(bias) if needs["bias"] else None
-        width = head.width(len(hidden), len(weight))
+        kept: tuple[Tensor, Tensor] | None = ctx.kept
+        ctx.kept = None  # a second backward pass computes z again
+        width = len(weight) if kept is not None else head.width(len(hidden), len(weight))
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(weight), width):
                 block = whole.part(start, width)
-                dz = head.logit_gradient(rows, block, targets - start, saved, grads)
+                if kept is not None:
+                    dz = head.kept_gradient(*kept, targets, saved, grads)
+                else:
+                    dz = head.logit_gradient(rows, block, targets - start, saved, grads)
                 if d_hidden is not None:
                     add_product(d_hidden, dz, block.weight)
                 if d_weight is not None:
@@ -138,7 +162,7 @@ class _Function(torch.autograd.Function):
                 if d_bias is not None:
                     d_bias[start : start + width] = dz.sum(0, dtype=saved[0].dtype)
                 del dz  # or it would still be there while the next block is made
-        return None, None, None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, None, None
+        return None, None, None, None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, None, None
 
 
 def _whole(weight: Tensor, bias: Tensor | None, forbidden: Tensor, dtype: torch.dtype) -> HeadBlock:

@@ -1,0 +1,29 @@
+"""The kernel of packed attention's gradients on a CPU; `test_interpreted` runs this file with TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from components.models.packed_attention import Segments
+from components.models.packed_kernel import sum_copies
+
+LENGTHS, KEYS = (3, 2, 4), (0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7, 8)
+"""A beginning of three tokens, and two rows that go on from it."""
+
+
+@pytest.mark.parametrize(("heads", "width"), [(2, 16), (3, 5), (1, 1)])
+def test_copies_are_added_up_for_each_token(heads: int, width: int) -> None:
+    segments = Segments(LENGTHS, torch.tensor(KEYS), (3, 5, 7))
+    gradient = torch.randn(len(KEYS), heads, width, generator=torch.Generator().manual_seed(0))
+    expected = torch.zeros(sum(LENGTHS), heads, width).index_add_(0, segments.keys, gradient)
+    found = sum_copies(gradient, segments.copies, sum(LENGTHS))
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    assert found.transpose(0, 1).is_contiguous()
+
+
+def test_what_is_there_once_is_laid_out_anew() -> None:
+    gradient = torch.randn(7, 3, 5).half()
+    found = sum_copies(gradient, None, 7)
+    assert torch.equal(found, gradient)
+    assert found.transpose(0, 1).is_contiguous()

@@ -1,0 +1,72 @@
+"""FlashAttention 4 against the softmax written out, on the GPUs that it is used on."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from components.models import flash
+
+QUERIES, KEYS, GROUPS = (300, 1, 129, 64), (300, 301, 459, 364), 2
+"""Tokens that ask are the last of those that may be attended to."""
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _needs_kernel() -> None:
+    if not flash.has_kernel(torch.empty(1, 1, 128, device="cuda")):
+        pytest.skip("needs a Hopper GPU and flash-attn-4")
+
+
+def drawn(heads: int, width: int) -> list[Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(sum(QUERIES), heads), (sum(KEYS), GROUPS), (sum(KEYS), GROUPS), (sum(QUERIES), heads)]
+    return [
+        torch.randn(*shape, width, generator=generator, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for shape in shapes
+    ]
+
+
+def attended(tensors: list[Tensor], window: int | None) -> tuple[Tensor, ...]:
+    """The output, and the gradients of queries, keys and values."""
+    q, k, v, weight = tensors
+    queries, keys = (torch.tensor([0, *accumulate(each)], dtype=torch.int32, device="cuda") for each in (QUERIES, KEYS))
+    out = flash.attend(q, k, v, (queries, keys), (max(QUERIES), max(KEYS)), q.shape[-1] ** -0.5, window)
+    return out, *torch.autograd.grad(out, (q, k, v), weight)
+
+
+def written_out(tensors: list[Tensor], window: int | None) -> tuple[Tensor, ...]:
+    """As `attended`, in float64."""
+    q, k, v, weight = (each.detach().double().requires_grad_() for each in tensors)
+    outs = []
+    for query, key, value in zip(q.split(QUERIES), k.split(KEYS), v.split(KEYS), strict=True):
+        key, value = (each.repeat_interleave(q.shape[1] // GROUPS, 1) for each in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query, key) / q.shape[-1] ** 0.5
+        behind = torch.arange(len(key) - len(query), len(key), device="cuda")[:, None]
+        behind = behind - torch.arange(len(key), device="cuda")
+        allowed = (behind >= 0) & (behind < (window or len(key)))
+        weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
+        outs.append(torch.einsum("hqk,khd->qhd", weights, value))
+    out = torch.cat(outs)
+    return out, *torch.autograd.grad(out, (q, k, v), weight.detach())
+
+
+@pytest.mark.parametrize(("heads", "width", "window"), [(16, 128, None), (2, 64, None), (16, 128, 100)])
+def test_it_is_attention_of_the_last_tokens_of_each_sequence(heads: int, width: int, window: int | None) -> None:
+    tensors = drawn(heads, width)
+    for found, expected in zip(attended(tensors, window), written_out(tensors, window), strict=True):
+        assert (found.double() - expected).norm() <= 1e-2 * expected.norm()
+
+
+def test_its_sums_have_one_order_where_that_is_asked_for() -> None:
+    tensors = drawn(16, 128)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = attended(tensors, None), attended(tensors, None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
