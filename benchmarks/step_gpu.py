@@ -1,8 +1,9 @@
 """An update of a vision-language model of 3.75 B weights on a GPU, ours and TRL's, on the same tokens and advantages.
 
 TRL runs in `.venv-trl`, or in the Python that ARMATURE_TRL_PYTHON names. It has its best settings: workers that load,
-Liger's layers, FlashAttention. That is PyTorch's own kernel under flash-attn's names, in `flash_attention/`: flash-attn
-has no wheel for most versions of torch. `ROUNDS` times, one side after the other.
+Liger's layers, FlashAttention 4, for which requirements/cuda.txt has to be installed there. FlashAttention 2 is
+PyTorch's own kernel under flash-attn's names, in `flash_attention/`: flash-attn has no wheel for most versions of
+torch. `ROUNDS` times, one side after the other.
 
 Usage: python -m benchmarks.step_gpu WAY..., ways of ours alone as `benchmarks.step_ours` has them; on a CPU of a small
 model.
@@ -36,7 +37,7 @@ OURS = (
     "C,20000,packing,bf16,compile,keep",
 )
 """For the 141 GB of an H200."""
-TRL = ("bf16,1,1,A,16,2", "bf16,1,1,B,8,2", "bf16,1,1,C,8,2")
+TRL = ("bf16,1,1,A,16,4", "bf16,1,1,B,8,4", "bf16,1,1,C,8,4")
 """TRL's micro-batches are those it is fastest with: more rows do not fit, or gain nothing."""
 
 

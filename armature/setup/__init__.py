@@ -138,6 +138,8 @@ def make_flow_environment(folder: Path, *packages: str | Path) -> None:
     pins = ("--constraint", REQUIREMENTS / "constraints.txt", "--overrides", REQUIREMENTS / "overrides.txt")
     make(folder, *pins, *packages)
     install(folder, "--no-deps", "--requirement", REQUIREMENTS / "libero.txt")
+    if for_cuda():
+        install(folder, "--no-deps", "--requirement", REQUIREMENTS / "cuda.txt")
 
 
 def make_cluster_environment(folder: Path, checkout: Path) -> None:

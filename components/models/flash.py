@@ -15,13 +15,15 @@ from torch import Tensor
 
 def has_kernel(q: Tensor) -> bool:
     """Whether it can be used, and was measured, for (T, H, D) queries that PyTorch has a kernel for, too."""
-    return q.shape[-1] in (64, 128) and torch.cuda.get_device_capability(q.device)[0] == 9 and _is_installed()
+    hopper = torch.cuda.get_device_capability(q.device)[0] == 9
+    return hopper and q.shape[-1] in (64, 128) and is_installed("flash-attn-4")
 
 
 @cache
-def _is_installed() -> bool:
+def is_installed(package: str) -> bool:
+    """Both flash-attn and flash-attn-4 have modules below `flash_attn`."""
     try:
-        version("flash-attn-4")
+        version(package)
     except PackageNotFoundError:
         return False
     return True

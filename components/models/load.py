@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.foreign import foreign
 from components.models.attention import check_image_attention, follow_image_attention
 from components.models.families import Family, family_of
+from components.models.flash import is_installed
 from components.models.lora import add_adapters, base_model, merged_weights
 from components.models.mapped import MappedWeights, hollow
 from components.models.molmo2 import has_second_layout, to_hub
@@ -224,7 +224,7 @@ def _implementation(settings: ModelSettings) -> str:
 
 
 def _check_attention(implementation: str) -> None:
-    if implementation == "flash_attention_2" and find_spec("flash_attn") is None:
+    if implementation == "flash_attention_2" and not is_installed("flash-attn"):
         raise ConfigurationError(
             "flash_attention_2 needs the package flash-attn, which is not installed",
             where="model.attn_implementation",

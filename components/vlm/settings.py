@@ -103,10 +103,14 @@ class WholeLogprobs(Settings):
 
 
 class ChunkedLogprobs(Settings):
-    """The logits a chunk at a time, which are made again for the backward pass."""
+    """The logits a chunk at a time, which are made again for the backward pass unless one chunk has all of them."""
 
     name: Literal["torch", "triton"] = Field(description="Which way: torch, or triton in kernels of a GPU.")
-    chunk_tokens: PositiveInt = Field(2048, description="Trained tokens whose logits fit into memory at once.")
+    chunk_tokens: PositiveInt = Field(
+        2048,
+        description="Trained tokens whose logits fit into memory at once. For as many as a micro-batch has, `triton` "
+        "computes their logits once, in bf16 or fp32, and keeps 2 or 4 bytes of each for the backward pass.",
+    )
 
 
 class UpdateSettings(Settings):

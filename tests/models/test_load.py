@@ -197,7 +197,11 @@ def test_an_adapter_may_not_untie_the_output_head(tied: bool, tmp_path: Path) ->
         load_model(folder, settings)
 
 
-def test_missing_flash_attention_is_said(checkpoint: Callable[[str], Path]) -> None:
+def test_missing_flash_attention_is_said(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)  # that of flash-attn-4
+    monkeypatch.syspath_prepend(tmp_path)
     flash = SETTINGS.model_copy(update={"attn_implementation": "flash_attention_2"})
     with pytest.raises(ConfigurationError, match="flash-attn"):
         load_model(checkpoint("qwen2-vl"), flash)
