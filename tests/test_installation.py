@@ -152,3 +152,11 @@ def test_a_local_wheel_of_torch_is_taken_for_its_own_backend(backend, wheel, arg
     monkeypatch.setenv("TORCH_BACKEND", backend)
     assert setup.torch_source()[:1] == ([arguments] if arguments else [])
     assert setup.for_cuda() == (backend.startswith("cu"))
+
+
+def test_the_cuda_of_an_environments_torch_is_asked_of_it():
+    label = metadata("torch")["Version"].partition("+")[2]
+    if not label:
+        pytest.skip("torch does not say in its version what it is built for")
+    expected = "" if label == "cpu" else f"{label[2:-1]}.{label[-1]}"
+    assert setup.cuda_of_torch(Path(sys.executable)) == expected

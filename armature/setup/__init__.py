@@ -76,6 +76,11 @@ def for_cuda() -> bool:
     return shutil.which("nvidia-smi") is not None if backend == "auto" else backend.startswith("cu")
 
 
+def cuda_of_torch(python: Path) -> str:
+    """The release of CUDA that its torch is built for; "" of one for a CPU."""
+    return subprocess.check_output([python, "-c", "import torch; print(torch.version.cuda or '')"], text=True).strip()
+
+
 def declare_torchvision_operators(python: Path) -> None:
     """PyPI's torchvision is a CUDA build; beside a CPU torch its import fails until two schemas are declared."""
     probe = [str(python), "-W", "ignore", "-c", "import torchvision"]
@@ -138,7 +143,7 @@ def make_flow_environment(folder: Path, *packages: str | Path) -> None:
     pins = ("--constraint", REQUIREMENTS / "constraints.txt", "--overrides", REQUIREMENTS / "overrides.txt")
     make(folder, *pins, *packages)
     install(folder, "--no-deps", "--requirement", REQUIREMENTS / "libero.txt")
-    if for_cuda():
+    if cuda_of_torch(folder / "bin/python").startswith("13."):
         install(folder, "--no-deps", "--requirement", REQUIREMENTS / "cuda.txt")
 
 
