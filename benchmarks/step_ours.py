@@ -146,8 +146,8 @@ def profiled(step: Any) -> dict[str, Any]:
     events = [event for event in on_gpu if not event.name.startswith("Optimizer.")]  # which spans others
     taken: dict[str, float] = {}
     for event in events:
-        taken[event.name[:110]] = taken.get(event.name[:110], 0.0) + event.device_time_total / 1e3
-    longest = sorted(taken.items(), key=lambda item: -item[1])[:60]
+        taken[event.name[:90]] = taken.get(event.name[:90], 0.0) + event.device_time_total / 1e3
+    longest = sorted(taken.items(), key=lambda item: -item[1])[:25]
     waits = sum(event.name.startswith("cudaStreamSynchronize") for event in seen.events())
     return {
         "kernels": len(events),

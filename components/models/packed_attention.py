@@ -171,7 +171,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | N
     else:
         q, k, v = q.contiguous(), k.index_select(0, segments.keys), v.index_select(0, segments.keys)
     longest = max(segments.lengths), max(segments.key_lengths)
-    if flash.has_kernel(q):
+    if flash.has_kernel(q, k):
         return flash.attend(q, k, v, segments.ends, longest, scale, window)
     side = -1 if window is None else window - 1
     out = varlen_attn(q, k, v, *segments.ends, *longest, scale=scale, window_size=(side, 0), **_GROUPED)

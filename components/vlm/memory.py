@@ -39,7 +39,8 @@ class MemoryEstimate:
     `activations` is what a transformer layer keeps for the backward pass (34 bytes per token and hidden unit in
     bf16, arXiv 2205.05198 without the attention scores), once per layer, or once with gradient checkpointing, or where
     they are offloaded;
-    `logits` is one chunk of log-probs in fp32 with its gradient, or all of a micro-batch with logprobs = normal.
+    `logits` is one chunk of log-probs in fp32 with its gradient, of `triton` the gradient alone in the dtype of the
+    products, or all of a micro-batch with logprobs = normal.
     """
 
     parameters: int
@@ -145,6 +146,9 @@ def estimate_memory_of(
     states = {"device": 8 + low, "cpu": 0, "8bit": 2 + 2 * 4 / SIGNED.block + low}[trainer.optimizer_states]
     few_bits = sum(layer.weight.numel() for _, layer in quantized_layers(skeleton, family)) if model.quantization else 0
     models = 2 if trainer.kl_coefficient and model.lora is None else 1
+    chunked = trainer.logprobs if isinstance(trainer.logprobs, ChunkedLogprobs) else None
+    chunk = min(chunked.chunk_tokens, tokens) if chunked else tokens
+    triton = chunked is not None and chunked.name == "triton"
     return MemoryEstimate(
         parameters=parameters,
         trainable=trainable,
@@ -154,10 +158,7 @@ def estimate_memory_of(
         main_memory=trainable * (8 + low) if trainer.optimizer_states == "cpu" else 0,
         gathered=(parameters - sum(sorted(units)[:-2])) * width,
         activations=17 * width * tokens * text.hidden_size * layers + kept,
-        logits=(trainer.logprobs.chunk_tokens if isinstance(trainer.logprobs, ChunkedLogprobs) else tokens)
-        * text.vocab_size
-        * 4
-        * 2,
+        logits=chunk * text.vocab_size * (width if triton else 8),
         server_weights=parameters * {"float32": 4}.get(server_dtype, 2),
     )
 

@@ -103,13 +103,13 @@ class WholeLogprobs(Settings):
 
 
 class ChunkedLogprobs(Settings):
-    """The logits a chunk at a time, which are made again for the backward pass unless one chunk has all of them."""
+    """The logits a chunk at a time, which are made again for the backward pass."""
 
     name: Literal["torch", "triton"] = Field(description="Which way: torch, or triton in kernels of a GPU.")
     chunk_tokens: PositiveInt = Field(
         2048,
-        description="Trained tokens whose logits fit into memory at once. For as many as a micro-batch has, `triton` "
-        "computes their logits once, in bf16 or fp32, and keeps 2 or 4 bytes of each for the backward pass.",
+        description="Trained tokens whose logits fit into memory at once. If a micro-batch has no more trained tokens "
+        "than this, `triton` computes logits once and keeps 2 bytes of each (fp32: 4) until the backward pass.",
     )
 
 

@@ -31,6 +31,11 @@ def test_factors_loaded_by_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     compare("triton", Case(70, 301, 48, 0.7, 30.0, True, 16), torch.float32, values=3e-5, gradients=3e-5)
 
 
+def test_a_softcap_over_unlikely_tokens() -> None:
+    """Logits far below the largest have no exp(z - m) in fp32, and a slope."""
+    compare("triton", Case(9, 130, 12, 0.05, 30.0, chunk_tokens=9), torch.float32, values=3e-4, gradients=3e-5)
+
+
 @pytest.mark.parametrize("chunk_tokens", [2, 9])
 def test_an_unused_entropy_or_logprob_has_no_part_in_the_gradient(chunk_tokens: int) -> None:
     check_unused("triton", chunk_tokens)

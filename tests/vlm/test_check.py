@@ -55,6 +55,22 @@ def test_offloaded_activations_are_those_of_a_layer(tiny: Tiny, recomputed: bool
     assert one < estimate_memory(tiny.folder, model, trainer_settings(), "float32").activations
 
 
+@pytest.mark.parametrize(
+    ("logprobs", "tokens", "size"),
+    [
+        ({"name": "normal"}, 64, 8),
+        ({"name": "torch", "chunk_tokens": 16}, 16, 8),
+        ({"name": "triton", "chunk_tokens": 16}, 16, 2),
+        ({"name": "triton", "chunk_tokens": 100}, 64, 2),
+    ],
+)
+def test_logits_are_counted_as_they_are_held(tiny: Tiny, logprobs: dict[str, object], tokens: int, size: int) -> None:
+    """Of torch and normal in fp32, with a gradient; triton's is in the dtype of the products, and all that there is."""
+    settings = trainer_settings(logprobs=logprobs, max_tokens_per_micro_batch=64, autocast="bf16")
+    estimate = estimate_memory(tiny.folder, model_settings(), settings, "float32")
+    assert estimate.logits == tokens * tiny.model().config.get_text_config().vocab_size * size
+
+
 def test_weights_in_16_bits_have_the_other_16_of_their_masters_beside_them(tiny: Tiny) -> None:
     settings = trainer_settings(weights="bfloat16")
     estimate = estimate_memory(tiny.folder, model_settings(dtype="bfloat16"), settings, "bfloat16")

@@ -1,4 +1,4 @@
-"""The linear head with log-softmax and entropy in Triton kernels, whose logits never leave the registers."""
+"""The linear head with log-softmax and entropy in Triton kernels, which make tiles of logits in registers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ class FusedHead(LinearHead):
         chosen = torch.full_like(parts[0, 0], float("-inf"))
         kept = hidden.new_empty(len(hidden), len(block.weight)) if keep else None
         self._launch(statistics_kernel, tile, hidden, block, [targets, *parts, chosen, kept], KEEP=keep)
-        return BlockStatistics(parts[0], parts[1], parts[2], chosen, kept)
+        maximum = parts[0].clone() if keep else parts[0]  # it is kept as well, and the other parts are not
+        return BlockStatistics(maximum, parts[1], parts[2], chosen, kept)
 
     def logit_gradient(
         self, hidden: Tensor, block: HeadBlock, targets: Tensor, saved: list[Tensor], grads: list[Tensor]

@@ -1,4 +1,5 @@
-"""Triton kernels: a tile of logits is made in registers and leaves them as three numbers per row, or as its gradient.
+"""Triton kernels: a tile of logits is made in registers, and leaves them as three numbers per row, as its gradient, or
+as exp(z - m), of which the gradient can be made.
 
 A program owns a tile of rows (tokens) x columns (vocabulary). The product runs over D in tensor cores with an fp32
 accumulator; softcap, temperature and the exclusion of tokens follow in registers.
@@ -151,7 +152,7 @@ def kept_gradient_kernel(
     g = tl.load(d_logprobs + rows, mask=known, other=0.0)[:, None]
     target = tl.load(targets + rows, mask=known, other=-1).to(tl.int32)
     gradient = tl.where(columns[None, :] == target[:, None], g, 0.0) - p * g
-    below = tl.log(tl.where(e > 0, e, 1.0))  # without probability it has no gradient
+    below = tl.log(tl.where(e > 0, e, 1.0))
     if ENTROPY:
         slope = tl.load(d_entropy + rows, mask=known, other=0.0)[:, None]
         log_p = below + shift[:, None]

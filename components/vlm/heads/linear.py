@@ -1,4 +1,4 @@
-"""A linear head fused with log-softmax and entropy: no tensor of tokens x vocabulary, forward or backward.
+"""A linear head fused with log-softmax and entropy: no tensor of tokens x vocabulary unless one is kept on purpose.
 
 With z the logits after softcap and temperature, p = softmax(z), H = -sum p log p:
 
@@ -92,11 +92,17 @@ class LinearHead(ABC):
         weight, bias = _linear(head)
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        keep = self.can_keep and torch.is_grad_enabled() and len(hidden) <= self.settings.chunk_tokens
-        keep &= dtype != torch.float16  # exp(z - m) would be 0 from z - m = -17 on
+        keep = self._keeps(dtype) and torch.is_grad_enabled() and len(hidden) <= self.settings.chunk_tokens
         with torch.autocast(kind, enabled=False):
             found = _Function.apply(self, dtype, keep, hidden, weight, bias, targets, forbidden)
         return cast(tuple[Tensor, Tensor], found)
+
+    def _keeps(self, dtype: torch.dtype) -> bool:
+        """Whether exp(z - m) can be kept in `dtype`: not in fp16, where it is 0 from z - m = -17 on, and not with a
+        softcap, whose slope is made of it, where it may be 0.
+        """
+        cap, temperature = self.settings.softcap, self.settings.temperature
+        return self.can_keep and dtype != torch.float16 and (cap is None or 2 * cap / temperature < 80)
 
     def width(self, n_tokens: int, vocabulary: int) -> int:
         """Rows of the head in a block: it has as many logits as `chunk_tokens` tokens have. A multiple of 256."""
