@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -48,8 +49,6 @@ class FusedHead(LinearHead):
     vocabulary, the forward pass keeps what the gradient is made of, and logits are computed once.
     """
 
-    can_keep = True
-
     def __init__(self, settings: HeadSettings, head: nn.Module, device: torch.device) -> None:
         super().__init__(settings, head, device)
         elsewhere = "set trainer.logprobs = 'torch'"
@@ -70,10 +69,20 @@ class FusedHead(LinearHead):
         tile = self._tile(hidden)
         parts = hidden.new_empty(3, -(-len(block.weight) // tile.columns), len(hidden), dtype=torch.float32)
         chosen = torch.full_like(parts[0, 0], float("-inf"))
-        kept = hidden.new_empty(len(hidden), len(block.weight)) if keep else None
-        self._launch(statistics_kernel, tile, hidden, block, [targets, *parts, chosen, kept], KEEP=keep)
-        maximum = parts[0].clone() if keep else parts[0]  # it is kept as well, and the other parts are not
-        return BlockStatistics(maximum, parts[1], parts[2], chosen, kept)
+        scaled = hidden.new_empty(len(hidden), len(block.weight)) if keep and self._can_keep(hidden.dtype) else None
+        arguments = [targets, *parts, chosen, scaled]
+        self._launch(statistics_kernel, tile, hidden, block, arguments, KEEP=scaled is not None)
+        maximum, total, weighted = parts.unbind()
+        # Of `parts`, the maxima alone are kept.
+        kept = None if scaled is None else partial(self._kept_gradient, scaled, maximum.clone())
+        return BlockStatistics(maximum, total, weighted, chosen, kept)
+
+    def _can_keep(self, dtype: torch.dtype) -> bool:
+        """Whether exp(z - m) can be kept in `dtype`: not in fp16, where it is 0 from z - m = -17 on, and not with a
+        softcap, whose slope is made of it, where it may be 0.
+        """
+        cap, temperature = self.settings.softcap, self.settings.temperature
+        return dtype != torch.float16 and (cap is None or 2 * cap / temperature < 80)
 
     def logit_gradient(
         self, hidden: Tensor, block: HeadBlock, targets: Tensor, saved: list[Tensor], grads: list[Tensor]
@@ -86,15 +95,16 @@ class FusedHead(LinearHead):
         self._launch(gradient_kernel, self._tile(hidden), hidden, block, arguments, ENTROPY=len(grads) > 1)
         return dz
 
-    def kept_gradient(
-        self, kept: Tensor, maximum: Tensor, targets: Tensor, saved: list[Tensor], grads: list[Tensor]
+    def _kept_gradient(
+        self, scaled: Tensor, maximum: Tensor, targets: Tensor, saved: list[Tensor], grads: list[Tensor]
     ) -> Tensor:
+        """In the memory of `scaled`, (N, V) exp(z - m); `maximum` has m of each tile's rows."""
         from components.vlm.heads.kernels import kept_gradient_kernel
 
-        (n_rows, n_columns), columns = kept.shape, self._tile(kept).columns
+        n_rows, n_columns = scaled.shape
         if n_rows:
             kept_gradient_kernel[len(maximum), -(-n_rows // KEPT_ROWS)](
-                kept,
+                scaled,
                 maximum,
                 targets,
                 *saved,
@@ -105,11 +115,11 @@ class FusedHead(LinearHead):
                 1 / self.settings.temperature,
                 self.settings.softcap or 0.0,
                 ROWS=KEPT_ROWS,
-                COLUMNS=columns,
+                COLUMNS=self._tile(scaled).columns,
                 SOFTCAP=self.settings.softcap is not None,
                 ENTROPY=len(grads) > 1,
             )
-        return kept
+        return scaled
 
     def _tile(self, hidden: Tensor) -> TileConfig:
         # They add up in fp32; and Triton 3.6's interpreter multiplies the bits of bf16 numbers.

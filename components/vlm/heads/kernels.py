@@ -68,7 +68,7 @@ def _logits(
 
 @triton.jit
 def statistics_kernel(
-    hidden, weight, bias, forbidden, targets, maximum, total, weighted, chosen, kept,
+    hidden, weight, bias, forbidden, targets, maximum, total, weighted, chosen, scaled,
     n_rows, n_columns, scale, softcap, depth: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIPTORS: tl.constexpr,
@@ -76,7 +76,7 @@ def statistics_kernel(
 ):  # fmt: skip
     """Per row of the tile: the largest logit m, sum exp(z - m) and sum exp(z - m) (z - m); and the target's logit.
 
-    KEEP: the tile of exp(z - m) goes to `kept` (n_rows, n_columns).
+    KEEP: the tile of exp(z - m) goes to `scaled` (n_rows, n_columns).
     """
     row, column = _place(n_rows, n_columns, ROWS, COLUMNS, GROUP)
     z, _ = _logits(
@@ -98,8 +98,8 @@ def statistics_kernel(
     tl.store(chosen + rows, tl.sum(tl.where(hit, z, 0.0), 1), mask=here)
     if KEEP:
         columns = column + tl.arange(0, COLUMNS)
-        to = kept + rows.to(tl.int64)[:, None] * n_columns + columns[None, :]
-        tl.store(to, e.to(kept.dtype.element_ty), mask=known[:, None] & (columns[None, :] < n_columns))
+        to = scaled + rows.to(tl.int64)[:, None] * n_columns + columns[None, :]
+        tl.store(to, e.to(scaled.dtype.element_ty), mask=known[:, None] & (columns[None, :] < n_columns))
 
 
 @triton.jit
@@ -135,7 +135,7 @@ def gradient_kernel(
 
 @triton.jit
 def kept_gradient_kernel(
-    kept, maximum, targets, normalizer, entropy, d_logprobs, d_entropy,
+    scaled, maximum, targets, normalizer, entropy, d_logprobs, d_entropy,
     n_rows, n_columns, scale, softcap,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
@@ -143,7 +143,7 @@ def kept_gradient_kernel(
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     known = rows < n_rows
-    place = kept + rows.to(tl.int64)[:, None] * n_columns + columns[None, :]
+    place = scaled + rows.to(tl.int64)[:, None] * n_columns + columns[None, :]
     inside = known[:, None] & (columns[None, :] < n_columns)
     e = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     m = tl.load(maximum + tl.program_id(0).to(tl.int64) * n_rows + rows, mask=known, other=0.0)
@@ -161,4 +161,4 @@ def kept_gradient_kernel(
         # Of a block without an allowed token m is EXCLUDED.
         bent = tl.where(m[:, None] > EXCLUDED / 2, (below + m[:, None]) / (softcap * scale), 0.0)
         gradient *= 1 - bent * bent
-    tl.store(place, (gradient * scale).to(kept.dtype.element_ty), mask=inside)
+    tl.store(place, (gradient * scale).to(scaled.dtype.element_ty), mask=inside)

@@ -7,13 +7,14 @@ With z the logits after softcap and temperature, p = softmax(z), H = -sum p log 
 
 The forward pass keeps logsumexp and H, (N,) each. The backward pass computes z again, a block of the vocabulary at a
 time: such a block gives its rows of dW at once, and its part of dh. Where `chunk_tokens` allows for the logits of all N
-tokens, a backend may keep exp(z - m) instead, m being the largest z of a row in each block.
+tokens, a backend may keep exp(z - m) instead, m being the largest z of a row in each of its blocks.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -24,18 +25,21 @@ from components.contracts.errors import ConfigurationError
 from components.vlm.heads import HeadSettings
 from components.vlm.heads.products import add_product, product
 
+KeptGradient = Callable[[Tensor, list[Tensor], list[Tensor]], Tensor]
+"""Of targets, what was saved and gradients: as `LinearHead.logit_gradient` of the whole vocabulary, once."""
+
 
 class BlockStatistics(NamedTuple):
     """Of S blocks of the vocabulary: (S, N) each, and (N,) the target's logit, -inf where it has no probability.
 
-    `kept` is (N, V) exp(z - m) in the dtype of the hidden states, of a backend that was asked for it.
+    `kept` makes the gradient of what the backend kept, if it did.
     """
 
     maximum: Tensor  # m = max z
     total: Tensor  # sum exp(z - m)
     weighted: Tensor  # sum exp(z - m) (z - m)
     chosen: Tensor
-    kept: Tensor | None = None
+    kept: KeptGradient | None = None
 
 
 class HeadBlock(NamedTuple):
@@ -53,9 +57,6 @@ class HeadBlock(NamedTuple):
 class LinearHead(ABC):
     """What backends for linear heads share; they differ in how a block of logits is made and used."""
 
-    can_keep: ClassVar[bool] = False
-    """Whether `statistics` can give `kept`, of which `kept_gradient` makes the gradient."""
-
     def __init__(self, settings: HeadSettings, head: nn.Module, device: torch.device) -> None:
         layer = head.get_base_layer() if isinstance(head, LoraLayer) else head
         if not isinstance(layer, nn.Linear):
@@ -68,7 +69,7 @@ class LinearHead(ABC):
 
     @abstractmethod
     def statistics(self, hidden: Tensor, block: HeadBlock, targets: Tensor, keep: bool) -> BlockStatistics:
-        """Of the whole vocabulary, with `kept` if `keep`."""
+        """Of the whole vocabulary. With `keep` there is memory for all logits until the backward pass."""
 
     @abstractmethod
     def logit_gradient(
@@ -82,27 +83,14 @@ class LinearHead(ABC):
             grads: (N,) gradients of the log-probs and, where there is one, of the entropies.
         """
 
-    def kept_gradient(
-        self, kept: Tensor, maximum: Tensor, targets: Tensor, saved: list[Tensor], grads: list[Tensor]
-    ) -> Tensor:
-        """As `logit_gradient` of the whole vocabulary, in the memory of `kept`; `maximum` is that of `statistics`."""
-        raise NotImplementedError
-
     def __call__(self, head: nn.Module, hidden: Tensor, targets: Tensor, forbidden: Tensor) -> tuple[Tensor, Tensor]:
         weight, bias = _linear(head)
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        keep = self._keeps(dtype) and torch.is_grad_enabled() and len(hidden) <= self.settings.chunk_tokens
+        keep = torch.is_grad_enabled() and len(hidden) <= self.settings.chunk_tokens
         with torch.autocast(kind, enabled=False):
             found = _Function.apply(self, dtype, keep, hidden, weight, bias, targets, forbidden)
         return cast(tuple[Tensor, Tensor], found)
-
-    def _keeps(self, dtype: torch.dtype) -> bool:
-        """Whether exp(z - m) can be kept in `dtype`: not in fp16, where it is 0 from z - m = -17 on, and not with a
-        softcap, whose slope is made of it, where it may be 0.
-        """
-        cap, temperature = self.settings.softcap, self.settings.temperature
-        return self.can_keep and dtype != torch.float16 and (cap is None or 2 * cap / temperature < 80)
 
     def width(self, n_tokens: int, vocabulary: int) -> int:
         """Rows of the head in a block: it has as many logits as `chunk_tokens` tokens have. A multiple of 256."""
@@ -134,8 +122,7 @@ class _Function(torch.autograd.Function):
         normalizer = total.log()
         entropy = normalizer - (share * (found.weighted + below * found.total)).sum(0) / total
         ctx.save_for_backward(hidden, weight, bias, targets, forbidden, maximum + normalizer, entropy)
-        ctx.head, ctx.dtype = head, dtype
-        ctx.kept = None if found.kept is None else (found.kept, found.maximum)
+        ctx.head, ctx.dtype, ctx.kept = head, dtype, found.kept
         ctx.set_materialize_grads(False)
         return found.chosen - maximum - normalizer, entropy
 
@@ -151,16 +138,16 @@ class _Function(torch.autograd.Function):
         d_hidden = torch.zeros_like(hidden, dtype=saved[0].dtype) if needs["hidden"] else None
         d_weight = torch.empty_like(weight) if needs["weight"] else None
         d_bias = torch.empty_like(bias) if needs["bias"] else None
-        kept: tuple[Tensor, Tensor] | None = ctx.kept
+        kept: KeptGradient | None = ctx.kept
         ctx.kept = None  # a second backward pass computes z again
-        width = len(weight) if kept is not None else head.width(len(hidden), len(weight))
+        width = head.width(len(hidden), len(weight)) if kept is None else len(weight)
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(weight), width):
                 block = whole.part(start, width)
-                if kept is not None:
-                    dz = head.kept_gradient(*kept, targets, saved, grads)
-                else:
+                if kept is None:
                     dz = head.logit_gradient(rows, block, targets - start, saved, grads)
+                else:
+                    dz = kept(targets, saved, grads)
                 if d_hidden is not None:
                     add_product(d_hidden, dz, block.weight)
                 if d_weight is not None:
