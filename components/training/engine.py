@@ -14,6 +14,7 @@ from components.contracts.errors import ConfigurationError
 from components.training.gradient_sums import sum_in_fp32
 from components.training.moments import OptimizerStates
 from components.training.optimizer import CompensatedAdamW
+from components.training.overlap import OverlappedAllReduce
 from components.training.ranks import Ranks, total_norm
 from components.training.skipped import SkippedUpdates
 
@@ -87,6 +88,9 @@ class TrainingEngine(Generic[Model]):
         # FSDP keeps its shards, and their gradients, in fp32.
         self._sums = sum_in_fp32(model) if masters and not sharded else None
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._overlap = None
+        if self._sums is not None and ranks.size > 1 and ranks.context is None:  # which has collectives of its own
+            self._overlap = OverlappedAllReduce(ranks, self.trained, self._sums)
         self._clipped = {g.name: g.parameters for g in self.groups} if clip_groups else {ALL: self.trained}
         self.optimizer = CompensatedAdamW(
             [{"params": list(g.parameters), "lr": g.rate(1), "weight_decay": g.weight_decay} for g in self.groups],
@@ -97,8 +101,14 @@ class TrainingEngine(Generic[Model]):
             ema_decay=ema_decay,
         )
 
-    def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient of `loss`, this rank's addend of a loss that is normalized over all ranks."""
+    def backward(self, loss: Tensor, last: bool = False) -> None:
+        """Accumulate the gradient of `loss`, this rank's addend of a loss that is normalized over all ranks.
+
+        Args:
+            last: no other one follows before the update, so that sums over the ranks can begin.
+        """
+        if last and self._overlap is not None:
+            self._overlap.start()
         # FSDP averages gradients over its ranks.
         (loss * (self.ranks.size if self.sharded else 1)).backward()
 
@@ -121,9 +131,10 @@ class TrainingEngine(Generic[Model]):
         Raises:
             DivergedError: too many updates in a row were skipped.
         """
+        summed = self._overlap.finish() if self._overlap is not None else set[nn.Parameter]()
         if self._sums is not None:
             self._sums.give()
-        self._sum_gradients()
+        self._sum_gradients(summed)
         norms = {}
         for name, parameters in self._clipped.items():
             gradients = [p.grad for p in parameters if p.grad is not None]
@@ -142,10 +153,11 @@ class TrainingEngine(Generic[Model]):
         """The learning rate of each group in the last update that was made; before it, that of the first."""
         return {group.name: own["lr"] for group, own in zip(self.groups, self.optimizer.param_groups, strict=True)}
 
-    def _sum_gradients(self) -> None:
+    def _sum_gradients(self, summed: set[nn.Parameter]) -> None:
         if self.ranks.size == 1 or self.sharded:  # FSDP sums those of shards
             return
         reached = [i for i, parameter in enumerate(self.trained) if parameter.grad is not None]
         everywhere: set[Any] = set().union(*self.ranks.gather(reached))
         dtype = torch.float32 if self.optimizer.masters else None
-        self.ranks.sum_gradients([self.trained[i] for i in sorted(everywhere)], dtype)
+        rest = [self.trained[i] for i in sorted(everywhere)]
+        self.ranks.sum_gradients([parameter for parameter in rest if parameter not in summed], dtype)

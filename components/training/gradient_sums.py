@@ -37,6 +37,9 @@ class GradientSums:
     Until then no parameter has a `.grad`: torch.compile breaks the graph of a layer whose weights are bf16 and whose
     `.grad` is fp32. A model has one of these at most.
 
+    `totals` are the sums so far, in the order in which the first gradients came. `added` is called with a parameter
+    whose sum a gradient has just joined.
+
     Args:
         fast: of `parameters`, those whose gradients come in their own dtype.
         add: puts such a gradient into a sum, or with False in place of what is there; None: by a kernel.
@@ -48,7 +51,8 @@ class GradientSums:
         fast: Collection[nn.Parameter],
         add: Callable[[Tensor, Tensor, bool], None] | None = None,
     ) -> None:
-        self._add, self._sums, own = add, dict[nn.Parameter, Tensor](), set(fast)
+        self._add, self.totals, own = add, dict[nn.Parameter, Tensor](), set(fast)
+        self.added: Callable[[nn.Parameter], None] = lambda parameter: None
         for parameter in parameters:
             # None allows both the gradients in bf16 and their sum in fp32.
             parameter.grad_dtype = None if parameter in own else torch.float32
@@ -57,24 +61,26 @@ class GradientSums:
     def _take(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
         gradient, parameter.grad = parameter.grad, None
-        if parameter in self._sums:
-            self._sums[parameter] += gradient
+        if parameter in self.totals:
+            self.totals[parameter] += gradient
         else:
-            self._sums[parameter] = gradient
+            self.totals[parameter] = gradient
+        self.added(parameter)
 
     def _take_fast(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
         gradient, parameter.grad = parameter.grad, None
-        first = parameter not in self._sums
+        first = parameter not in self.totals
         if first:
-            self._sums[parameter] = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
-        (self._add or _kernel())(self._sums[parameter], gradient, not first)
+            self.totals[parameter] = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+        (self._add or _kernel())(self.totals[parameter], gradient, not first)
+        self.added(parameter)
 
     def give(self) -> None:
         """Make the sums the parameters' gradients."""
-        for parameter, total in self._sums.items():
+        for parameter, total in self.totals.items():
             parameter.grad = total
-        self._sums.clear()
+        self.totals.clear()
 
     def discard(self) -> None:
-        self._sums.clear()
+        self.totals.clear()

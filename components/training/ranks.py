@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -96,6 +96,17 @@ class Ranks:
             pieces = flat.split([gradient.numel() for gradient in bucket])
             for gradient, piece in zip(bucket, pieces, strict=True):
                 gradient.copy_(piece.view_as(gradient))
+
+    def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
+        """Begin to add up a contiguous tensor over the ranks, in place; what is returned waits for the end."""
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+
+        def wait() -> None:
+            with self._awaited():
+                work.wait()
+
+        return wait
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
         """Each value added up over the ranks; all ranks have the same keys."""

@@ -141,7 +141,8 @@ class Learner(TrainingEngine[Any]):
         for rows in all_rows:
             n_tokens = sum(int(samples[row].loss_mask[1:].sum()) for row in rows)
             n_sequences = sum(bool(samples[row].loss_mask[1:].any()) for row in rows)
-            self._update(load(self.plan(samples, rows)), n_tokens, n_sequences, meter, start)
+            plan = self.plan(samples, rows)
+            self._update(load(plan), len(plan), n_tokens, n_sequences, meter, start)
         return self._finish(meter, batch_report(samples), began)
 
     def score(self, samples: Sequence[Sample], load: Load) -> list[npt.NDArray[np.float32]]:
@@ -169,6 +170,7 @@ class Learner(TrainingEngine[Any]):
     def _update(
         self,
         batches: Iterable[tuple[MicroBatch, MultimodalBatch]],
+        n_batches: int,
         n_tokens: int,
         n_sequences: int,
         meter: Meter,
@@ -178,7 +180,7 @@ class Learner(TrainingEngine[Any]):
         if n_tokens == 0:
             return
         scale = 1 / normalizer(self.settings, n_tokens, n_sequences)
-        for micro, batch in batches:
+        for number, (micro, batch) in enumerate(batches, 1):
             batch = self._ready(batch)
             at = predicting(batch.loss_mask, self.ranks.device)
             given = self._given(batch, at[0])
@@ -188,7 +190,7 @@ class Learner(TrainingEngine[Any]):
             corrected = self.settings.correction.mode != "none"
             tokens = Tokens(logprobs, at_start if corrected else given["behavior"], **given)
             loss = loss_of(tokens, entropy, self._reference_logprobs(batch, at), at_start, self.settings)
-            self.backward(loss.total * scale)
+            self.backward(loss.total * scale, last=number == n_batches)
             if self.settings.activation_offloading and self.ranks.device.type == "cuda":
                 torch.cuda.current_stream(self.ranks.device).synchronize()  # or copies of two would be kept at once
             meter.add(micro, tokens, loss, scale)

@@ -1,0 +1,112 @@
+"""Gradients that two ranks on gloo sum while the backward pass goes on, against sums by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from components.training.processes import TrainerProcesses, private_folder
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from components.training import overlap, ranks as ranks_module
+from components.training.engine import ParameterGroup, TrainingEngine
+from components.training.launch import joined
+from components.training.processes import TrainerProcesses
+
+ranks_module.ALONE_ELEMENTS = overlap.ALONE_ELEMENTS = 64  # matrices are large here, vectors are small
+FIRST, SECOND, THIRD, LATE = range(4)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.table = nn.Embedding(16, 8)
+        self.bfloat16()
+
+    def forward(self, ids, used):
+        x = self.table(ids)
+        for i in used:
+            x = self.layers[i](x).tanh()
+        return (x @ self.table.weight.T).float().log_softmax(-1).square().mean()
+
+def engine_of(ranks):
+    model = Model()
+    group = ParameterGroup("all", list(model.parameters()), lambda at: 0.01, 0.1)
+    return TrainingEngine(
+        model, [group], ranks, sharded=False, betas=(0.9, 0.95), eps=1e-8, max_grad_norm=1.0, masters=True
+    )
+
+begun = []
+all_reduce = dist.all_reduce
+
+def counting(tensor, *args, async_op=False, **kwargs):
+    if async_op:
+        begun.append(tensor.numel())
+    return all_reduce(tensor, *args, async_op=async_op, **kwargs)
+
+dist.all_reduce = counting
+BOTH = [[FIRST, SECOND, THIRD], [FIRST, SECOND, THIRD, LATE]]
+UPDATES = [  # the layers of each micro-batch on each rank, and the sums that the last backward pass begins on each
+    ((BOTH, BOTH), (0, 0)),
+    ((BOTH, BOTH), (5, 5)),
+    ((BOTH, [[FIRST, SECOND, LATE], [FIRST, THIRD]]), (5, 0)),
+    (([[FIRST]], [[FIRST, THIRD]]), (0, 0)),
+    (([[FIRST, SECOND]], [[FIRST, SECOND]]), (2, 2)),
+    ((BOTH, BOTH), (3, 3)),
+    ((BOTH, BOTH), (5, 5)),
+]
+
+with joined(TrainerProcesses(threads=1, ready_timeout=60), seed=0) as ranks:
+    ours, plain = engine_of(ranks), engine_of(ranks)
+    found = {}
+
+    def keep(*_):
+        found.clear()
+        found.update({i: p.grad.clone() for i, p in enumerate(ours.trained) if p.grad is not None})
+
+    ours.optimizer.register_step_pre_hook(keep)
+    random = torch.Generator().manual_seed(ranks.rank)
+    for number, (used, expected) in enumerate(UPDATES, 1):
+        own = [torch.randint(16, (3, 5), generator=random) for _ in used[ranks.rank]]
+        begun.clear()
+        for i, (ids, layers) in enumerate(zip(own, used[ranks.rank]), 1):
+            ours.backward(ours.model(ids, layers), last=i == len(own))
+            assert i == len(own) or not begun
+            plain.backward(plain.model(ids, layers))
+        assert len(begun) == expected[ranks.rank], (number, ranks.rank, begun)
+
+        totals = plain._sums.totals
+        parts = ranks.gather({i: totals[p].clone() for i, p in enumerate(plain.trained) if p in totals})
+        ours.update(number)
+        plain.update(number)
+        assert found.keys() == set().union(*parts), number
+        for i, gradient in found.items():
+            by_hand = sum(part[i] for part in parts if i in part)
+            assert gradient.dtype == torch.float32 and torch.equal(gradient, by_hand), (number, i)
+        for one, other in zip(ours.trained, plain.trained):
+            assert torch.equal(one, other) and one.grad is None
+    ours.backward(ours.model(own[0], BOTH[1]), last=True)
+    try:
+        ours.backward(ours.model(own[0], BOTH[1]))
+    except RuntimeError as error:
+        assert "a second gradient" in str(error), error
+    else:
+        raise SystemExit("a gradient came after its sum")
+"""
+
+
+@pytest.mark.slow
+def test_sums_that_begin_in_a_backward_pass_are_those_after_it(tmp_path: Path) -> None:
+    """Where ranks reach other layers than each other, than in the micro-batch before, and than in the update before."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    processes = TrainerProcesses(processes=2, threads=1)
+    rendezvous = private_folder(tmp_path / "rendezvous")
+    program = processes.start([tmp_path / "script.py"], rendezvous=rendezvous, log=tmp_path / "log")
+    try:
+        assert program.wait(120) == 0, program.tail(60)
+    finally:
+        program.stop()
