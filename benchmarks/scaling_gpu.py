@@ -30,6 +30,7 @@ from benchmarks.step_case import Case, clean, make_model, model_config, sync
 from benchmarks.step_ours import samples_of, settings_of
 from components.adapters import get_adapter
 from components.artifacts.images import ImageStore
+from components.garbage import exempt_from_collection
 from components.models.attention import follow_image_attention
 from components.models.families import family_of
 from components.models.load import RECOMPUTATION
@@ -111,6 +112,7 @@ def measured(
 
     clean()
     first, report = timed()
+    exempt_from_collection()  # as a trainer does after its first steps
     later = [timed() for _ in range(STEPS)]
     found: dict[str, Any] = {
         "case": case.name,

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -69,3 +72,17 @@ def update(
     numbers = (clip, 1 - rate * decay, rate / (1 - beta1**step), 1 - beta1, beta2, 1 - beta2, eps, 1 - beta2**step)
     grid, master = (triton.cdiv(count, BLOCK),), rest.dtype == torch.int16
     _update[grid](*tensors, count, *numbers, BLOCK=BLOCK, MASTER=master)
+
+
+def update_together(tensors: Sequence[Sequence[Tensor]], **numbers: Any) -> None:
+    """Many small updates with the same `numbers` as one.
+
+    Args:
+        tensors: the weights, then the gradients and so on, in the order of `update`, each of one dtype.
+    """
+    flat = [torch.cat([tensor.flatten() for tensor in same]) for same in tensors]
+    update(*flat, **numbers)
+    sizes = [weight.numel() for weight in tensors[0]]
+    for place in (0, 2, 3, 4):  # gradients stay
+        pieces = zip(flat[place].split(sizes), tensors[place], strict=True)
+        torch._foreach_copy_(list(tensors[place]), [piece.view_as(tensor) for piece, tensor in pieces])

@@ -131,10 +131,7 @@ class TrainingEngine(Generic[Model]):
         Raises:
             DivergedError: too many updates in a row were skipped.
         """
-        summed = self._overlap.finish() if self._overlap is not None else set[nn.Parameter]()
-        if self._sums is not None:
-            self._sums.give()
-        self._sum_gradients(summed)
+        self._sum_gradients()
         norms = {}
         for name, parameters in self._clipped.items():
             gradients = [p.grad for p in parameters if p.grad is not None]
@@ -153,11 +150,15 @@ class TrainingEngine(Generic[Model]):
         """The learning rate of each group in the last update that was made; before it, that of the first."""
         return {group.name: own["lr"] for group, own in zip(self.groups, self.optimizer.param_groups, strict=True)}
 
-    def _sum_gradients(self, summed: set[nn.Parameter]) -> None:
-        if self.ranks.size == 1 or self.sharded:  # FSDP sums those of shards
+    def _sum_gradients(self) -> None:
+        """Give each parameter that was reached on any rank its gradient; FSDP has summed those of shards."""
+        rest = None if self._overlap is None else self._overlap.finish()
+        if self._sums is not None:
+            self._sums.give()
+        if self.ranks.size == 1 or self.sharded:
             return
-        reached = [i for i, parameter in enumerate(self.trained) if parameter.grad is not None]
-        everywhere: set[Any] = set().union(*self.ranks.gather(reached))
-        dtype = torch.float32 if self.optimizer.masters else None
-        rest = [self.trained[i] for i in sorted(everywhere)]
-        self.ranks.sum_gradients([parameter for parameter in rest if parameter not in summed], dtype)
+        if rest is None:
+            reached = [i for i, parameter in enumerate(self.trained) if parameter.grad is not None]
+            everywhere: set[Any] = set().union(*self.ranks.gather(reached))
+            rest = [self.trained[i] for i in sorted(everywhere)]
+        self.ranks.sum_gradients(rest, torch.float32 if self.optimizer.masters else None)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,6 +21,10 @@ from components.training.moments import FIRST, LOW, RESIDUAL, SECOND, STORAGES, 
 from components.training.sharded_tensors import TensorSpec
 
 STEP, EMA = "step", "ema"
+SMALL = 2**16
+"""Parameters with fewer numbers are updated together on a GPU, which would be done with one before a host launches the
+kernel for the next.
+"""
 
 
 class CompensatedAdamW(torch.optim.Optimizer):
@@ -70,9 +76,8 @@ class CompensatedAdamW(torch.optim.Optimizer):
             for parameters, states in self._storage.at_work(trained, [self.state[p] for p in trained]):
                 pairs = list(zip(parameters, states, strict=True))
                 self._step_fp32([pair for pair in pairs if pair[0].dtype == torch.float32], group, clip)
-                for parameter, state in pairs:
-                    if parameter.dtype != torch.float32:
-                        self._step_rounded(parameter, state, group, clip)
+                for alike in _alike([pair for pair in pairs if pair[0].dtype != torch.float32]):
+                    self._step_rounded(alike, group, clip)
             if self._average is not None and trained:
                 averages = [self.state[p][EMA] for p in trained]
                 self._average(averages, [self._exact(p) for p in trained], torch.tensor(1))
@@ -164,29 +169,39 @@ class CompensatedAdamW(torch.optim.Optimizer):
             for state in states:
                 state[STEP] += 1
 
-    def _step_rounded(self, parameter: nn.Parameter, state: State, group: Mapping[str, Any], clip: float) -> None:
-        assert parameter.grad is not None
-        rest = state[LOW] if self.masters else state[RESIDUAL]
-        weight, *others = map(_local, (parameter.detach(), parameter.grad, state[FIRST], state[SECOND], rest))
-        fused = _fused_update() if weight.is_cuda and weight.is_contiguous() else None
-        if self.masters and fused is None:
+    def _step_rounded(self, pairs: Sequence[tuple[nn.Parameter, State]], group: Mapping[str, Any], clip: float) -> None:
+        """Update parameters that are `_alike`."""
+        rest = LOW if self.masters else RESIDUAL
+        tensors = [
+            tuple(map(_local, (parameter.detach(), parameter.grad, state[FIRST], state[SECOND], state[rest])))
+            for parameter, state in pairs
+            if parameter.grad is not None
+        ]
+        weight, *others = tensors[0]
+        fused = _on_gpu(weight)
+        if self.masters and not fused:
             others[0].mul_(clip)
             master = joined(weight, others[-1])
-            self._update([(parameter, state)], [master], group)
+            self._update(pairs, [master], group)
             for own, half in zip((weight, others[-1]), split(master), strict=True):
                 own.copy_(half)
             return
-        state[STEP] += 1
-        (fused or rounded_update)(
-            weight,
-            *others,
-            rate=group["lr"],
-            decay=group["weight_decay"],
-            betas=group["betas"],
-            eps=group["eps"],
-            step=int(state[STEP].item()),
-            clip=clip,
-        )
+        for _, state in pairs:
+            state[STEP] += 1
+        numbers = {
+            "rate": group["lr"],
+            "decay": group["weight_decay"],
+            "betas": group["betas"],
+            "eps": group["eps"],
+            "step": int(pairs[0][1][STEP].item()),
+            "clip": clip,
+        }
+        if len(pairs) > 1:
+            _kernel().update_together(list(zip(*tensors, strict=True)), **numbers)
+        elif fused:
+            _kernel().update(weight, *others, **numbers)
+        else:
+            rounded_update(weight, *others, **numbers)
 
 
 def rounded_update(
@@ -221,14 +236,31 @@ def rounded_update(
     residual.copy_(exact - weight.float())
 
 
-@cache
-def _fused_update() -> Callable[..., None] | None:
-    """The update of one parameter as one kernel, where Triton is installed."""
-    if find_spec("triton") is None:
-        return None
-    from components.training.adamw_kernel import update
+def _alike(pairs: Sequence[tuple[nn.Parameter, State]]) -> Collection[list[tuple[nn.Parameter, State]]]:
+    """Small parameters on a GPU that one kernel can update together; others each by itself. None lacks a gradient."""
+    found = defaultdict[Hashable, list[tuple[nn.Parameter, State]]](list)
+    for number, (parameter, state) in enumerate(pairs):
+        assert parameter.grad is not None
+        small = parameter.numel() < SMALL and _on_gpu(_local(parameter.detach()))
+        key = (parameter.dtype, parameter.grad.dtype, state[STEP].item()) if small else number
+        found[key].append((parameter, state))
+    return found.values()
 
-    return update
+
+def _on_gpu(weight: Tensor) -> bool:
+    """Whether Triton's kernel updates it."""
+    return weight.is_cuda and weight.is_contiguous() and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _kernel() -> ModuleType:
+    from components.training import adamw_kernel
+
+    return adamw_kernel
 
 
 def _local(tensor: Tensor) -> Tensor:

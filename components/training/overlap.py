@@ -36,23 +36,23 @@ class OverlappedAllReduce:
         assert not self._waits, "the update before was not finished"
         self._last = True
 
-    def finish(self) -> set[nn.Parameter]:
-        """The parameters whose gradients are summed over the ranks now. Every rank calls it."""
+    def finish(self) -> list[nn.Parameter]:
+        """Wait for the sums; what is left to be summed, alike on all ranks. Every rank calls it."""
         own = [self._place[parameter] for parameter in self._came | dict.fromkeys(self._sums.totals)]
         for parameter in self._order[len(self._waits) :]:
             self._begin(parameter)
-        # That of the first rank, then what others alone have.
+        # In the order of the first rank, then what others alone have.
         reached = [self._parameters[i] for i in dict.fromkeys(i for part in self._ranks.gather(own) for i in part)]
         for wait in self._waits.values():
             wait()
-        summed = {parameter for parameter in reached if parameter in self._waits}
-        for parameter in self._waits.keys() - summed:
+        for parameter in self._waits.keys() - set(reached):
             del self._sums.totals[parameter]
+        rest = [parameter for parameter in reached if parameter not in self._waits]
         self._order = [parameter for parameter in reached if parameter.numel() >= ALONE_ELEMENTS]
         self._last = False
         self._came.clear()
         self._waits.clear()
-        return summed
+        return sorted(rest, key=self._place.__getitem__)
 
     def _added(self, parameter: nn.Parameter) -> None:
         if not self._last:

@@ -94,8 +94,8 @@ class Ranks:
             with self._awaited():
                 dist.all_reduce(flat)
             pieces = flat.split([gradient.numel() for gradient in bucket])
-            for gradient, piece in zip(bucket, pieces, strict=True):
-                gradient.copy_(piece.view_as(gradient))
+            views = [piece.view_as(gradient) for gradient, piece in zip(bucket, pieces, strict=True)]
+            torch._foreach_copy_(bucket, views)
 
     def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
         """Begin to add up a contiguous tensor over the ranks, in place; what is returned waits for the end."""

@@ -127,3 +127,25 @@ def test_the_optimizer_on_a_gpu_uses_the_kernel_and_keeps_its_memory() -> None:
         before = torch.cuda.memory_allocated()
         optimizer.step()
     assert torch.cuda.max_memory_allocated() - before < parameter.nbytes  # the plain update takes some ten times that
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("masters", [False, True])
+def test_small_parameters_on_a_gpu_are_updated_as_one_by_one(masters: bool) -> None:
+    """Of which some have a gradient less often, and so another step."""
+    together = [nn.Parameter(torch.randn(n, device="cuda").bfloat16()) for n in (5, 1000, 7, 1 << 17)]
+    alone = [nn.Parameter(parameter.detach().clone()) for parameter in together]
+    one = CompensatedAdamW([{"params": together, "lr": 1e-2}], masters=masters, **HYPER)
+    several = [CompensatedAdamW([{"params": [each], "lr": 1e-2}], masters=masters, **HYPER) for each in alone]
+    for step in range(6):
+        for place, (ours, theirs) in enumerate(zip(together, alone, strict=True)):
+            has_gradient = place != 1 or step % 2
+            gradient = torch.randn(ours.shape, device="cuda", dtype=torch.float32 if masters else torch.bfloat16)
+            for parameter in (ours, theirs):
+                parameter.grad_dtype = None
+                parameter.grad = gradient.clone() if has_gradient else None
+        for optimizer in (one, *several):
+            optimizer.step(clips=[0.5])
+        for ours, theirs, optimizer in zip(together, alone, several, strict=True):
+            assert torch.equal(ours, theirs)
+            assert all(torch.equal(value, optimizer.state[theirs][name]) for name, value in one.state[ours].items())
