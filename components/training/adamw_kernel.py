@@ -75,7 +75,7 @@ def update(
 
 
 def update_together(tensors: Sequence[Sequence[Tensor]], **numbers: Any) -> None:
-    """Many small updates with the same `numbers` as one.
+    """Update many small parameters that share the same `numbers` with one kernel.
 
     Args:
         tensors: the weights, then the gradients and so on, in the order of `update`, each of one dtype.

@@ -89,7 +89,8 @@ class TrainingEngine(Generic[Model]):
         self._sums = sum_in_fp32(model) if masters and not sharded else None
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._overlap = None
-        if self._sums is not None and ranks.size > 1 and ranks.context is None:  # which has collectives of its own
+        # Ranks that share sequences run collectives of their own in the backward pass.
+        if self._sums is not None and ranks.size > 1 and ranks.context is None:
             self._overlap = OverlappedAllReduce(ranks, self.trained, self._sums)
         self._clipped = {g.name: g.parameters for g in self.groups} if clip_groups else {ALL: self.trained}
         self.optimizer = CompensatedAdamW(
@@ -105,7 +106,10 @@ class TrainingEngine(Generic[Model]):
         """Accumulate the gradient of `loss`, this rank's addend of a loss that is normalized over all ranks.
 
         Args:
-            last: no other one follows before the update, so that sums over the ranks can begin.
+            last: whether this is the last backward pass before the update, so that sums over ranks can begin.
+
+        Raises:
+            RuntimeError: another one follows the last.
         """
         if last and self._overlap is not None:
             self._overlap.start()
@@ -114,6 +118,8 @@ class TrainingEngine(Generic[Model]):
 
     def discard(self) -> None:
         """Forget the gradients since the last update."""
+        if self._overlap is not None:
+            self._overlap.discard()
         if self._sums is not None:
             self._sums.discard()
         self.optimizer.zero_grad(set_to_none=True)

@@ -38,7 +38,7 @@ class GradientSums:
     `.grad` is fp32. A model has one of these at most.
 
     `totals` are the sums so far, in the order in which the first gradients came. `added` is called with a parameter
-    whose sum a gradient has just joined.
+    after a gradient was added to its sum.
 
     Args:
         fast: of `parameters`, those whose gradients come in their own dtype.

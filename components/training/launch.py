@@ -19,6 +19,8 @@ from components.training.ranks import Ranks
 
 CONNECT = timedelta(minutes=2)
 """All ranks are there when they connect to each other, so this is short, unlike the time for a collective."""
+WATCHDOG = timedelta(minutes=1)
+"""How much later NCCL ends a process that waits for a lost rank: what its host waits for says which rank that is."""
 
 
 @contextmanager
@@ -44,7 +46,7 @@ def joined(processes: TrainerProcesses, seed: int) -> Iterator[Ranks]:
     store = _meeting(rank, size, processes.ready_timeout)
     _connect(backends, store, rank, size)
     timeout = timedelta(seconds=processes.rank_timeout)
-    _set_pg_timeout(timeout)
+    _set_pg_timeout(timeout + WATCHDOG if processes.gpus else timeout)
     try:
         group = dist.new_group(backend="gloo", timeout=timeout)
         yield Ranks(rank, size, device, group, timeout, _context(rank, size, processes.context_parallel, timeout))

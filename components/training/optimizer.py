@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -21,10 +21,12 @@ from components.training.moments import FIRST, LOW, RESIDUAL, SECOND, STORAGES, 
 from components.training.sharded_tensors import TensorSpec
 
 STEP, EMA = "step", "ema"
-SMALL = 2**16
-"""Parameters with fewer numbers are updated together on a GPU, which would be done with one before a host launches the
-kernel for the next.
+TOGETHER = 2**16
+"""On a GPU, parameters with fewer numbers are updated together: launching a kernel for each would take the host longer
+than the GPU needs.
 """
+TOGETHER_AT_MOST = 2**22
+"""Numbers that are updated together: 16 bytes are taken for each meanwhile."""
 
 
 class CompensatedAdamW(torch.optim.Optimizer):
@@ -76,8 +78,8 @@ class CompensatedAdamW(torch.optim.Optimizer):
             for parameters, states in self._storage.at_work(trained, [self.state[p] for p in trained]):
                 pairs = list(zip(parameters, states, strict=True))
                 self._step_fp32([pair for pair in pairs if pair[0].dtype == torch.float32], group, clip)
-                for alike in _alike([pair for pair in pairs if pair[0].dtype != torch.float32]):
-                    self._step_rounded(alike, group, clip)
+                for together in _grouped([pair for pair in pairs if pair[0].dtype != torch.float32]):
+                    self._step_rounded(together, group, clip)
             if self._average is not None and trained:
                 averages = [self.state[p][EMA] for p in trained]
                 self._average(averages, [self._exact(p) for p in trained], torch.tensor(1))
@@ -170,7 +172,7 @@ class CompensatedAdamW(torch.optim.Optimizer):
                 state[STEP] += 1
 
     def _step_rounded(self, pairs: Sequence[tuple[nn.Parameter, State]], group: Mapping[str, Any], clip: float) -> None:
-        """Update parameters that are `_alike`."""
+        """Update parameters as `_grouped` returns them."""
         rest = LOW if self.masters else RESIDUAL
         tensors = [
             tuple(map(_local, (parameter.detach(), parameter.grad, state[FIRST], state[SECOND], state[rest])))
@@ -236,13 +238,17 @@ def rounded_update(
     residual.copy_(exact - weight.float())
 
 
-def _alike(pairs: Sequence[tuple[nn.Parameter, State]]) -> Collection[list[tuple[nn.Parameter, State]]]:
-    """Small parameters on a GPU that one kernel can update together; others each by itself. None lacks a gradient."""
+def _grouped(pairs: Sequence[tuple[nn.Parameter, State]]) -> Collection[list[tuple[nn.Parameter, State]]]:
+    """Small parameters on a GPU that one kernel can update together; others each by itself. All have gradients."""
     found = defaultdict[Hashable, list[tuple[nn.Parameter, State]]](list)
-    for number, (parameter, state) in enumerate(pairs):
+    numbers = Counter[Hashable]()
+    for place, (parameter, state) in enumerate(pairs):
         assert parameter.grad is not None
-        small = parameter.numel() < SMALL and _on_gpu(_local(parameter.detach()))
-        key = (parameter.dtype, parameter.grad.dtype, state[STEP].item()) if small else number
+        key: Hashable = place
+        if parameter.numel() < TOGETHER and _on_gpu(_local(parameter.detach())):
+            same = parameter.dtype, parameter.grad.dtype, state[STEP].item()
+            numbers[same] += parameter.numel()
+            key = same, numbers[same] // TOGETHER_AT_MOST
         found[key].append((parameter, state))
     return found.values()
 

@@ -1,4 +1,4 @@
-"""Sums of gradients over ranks that begin while the backward pass still makes others."""
+"""All-reduces gradients while the backward pass is still computing others."""
 
 from __future__ import annotations
 
@@ -12,60 +12,82 @@ from components.training.ranks import ALONE_ELEMENTS, Ranks
 
 
 class OverlappedAllReduce:
-    """Adds up large gradients over ranks, from the hooks of the last backward pass of an update.
+    """All-reduces large gradients from hooks in the last backward pass of an update.
 
-    All ranks have to begin the same sums in the same order. It is the order in which gradients came in the update
-    before, in its last pass: one that has not come yet holds up those behind it, and one that a rank does not have
-    counts as zero there. So no rank's device waits for what the host of another one does, and the first update
-    overlaps nothing.
+    All ranks must begin the same sums in the same order: the one in which rank 0 got gradients in the previous update,
+    then those that only other ranks got. A gradient that has not arrived holds up those behind it; one that a rank
+    lacks counts as zero, and its sum begins in `finish`. The first update overlaps nothing, and the first one that no
+    longer reaches a parameter still sums it.
+
+    Between `start` and `finish` no host may wait for another rank: a GPU may be waiting for a sum that the other
+    host has not begun.
 
     Args:
         parameters: those trained, in the same order on all ranks.
-        sums: of the micro-batches of this rank; its `added` is taken.
+        sums: of the micro-batches of this rank; its `added` is set.
     """
 
     def __init__(self, ranks: Ranks, parameters: Sequence[nn.Parameter], sums: GradientSums) -> None:
         self._ranks, self._parameters, self._sums = ranks, parameters, sums
-        self._place = {parameter: i for i, parameter in enumerate(parameters)}
-        self._order, self._last = list[nn.Parameter](), False
-        self._came, self._waits = dict[nn.Parameter, None](), dict[nn.Parameter, Callable[[], None]]()
+        self._index = {parameter: i for i, parameter in enumerate(parameters)}
+        self._order, self._in_last_pass = list[nn.Parameter](), False
+        self._arrived = dict[nn.Parameter, None]()
+        self._pending = dict[nn.Parameter, Callable[[], None]]()
         sums.added = self._added
 
     def start(self) -> None:
-        """The next backward pass is the last one before `finish`."""
-        assert not self._waits, "the update before was not finished"
-        self._last = True
+        """Call before the last backward pass of an update.
+
+        Raises:
+            RuntimeError: it was called already.
+        """
+        if self._in_last_pass:
+            raise RuntimeError("a backward pass follows the last one of an update")
+        self._in_last_pass = True
 
     def finish(self) -> list[nn.Parameter]:
-        """Wait for the sums; what is left to be summed, alike on all ranks. Every rank calls it."""
-        own = [self._place[parameter] for parameter in self._came | dict.fromkeys(self._sums.totals)]
-        for parameter in self._order[len(self._waits) :]:
+        """Wait for the sums. Every rank calls it.
+
+        Returns:
+            The parameters that still have to be summed, the same on all ranks.
+        """
+        own = [self._index[parameter] for parameter in self._arrived | dict.fromkeys(self._sums.totals)]
+        for parameter in self._order[len(self._pending) :]:
             self._begin(parameter)
-        # In the order of the first rank, then what others alone have.
         reached = [self._parameters[i] for i in dict.fromkeys(i for part in self._ranks.gather(own) for i in part)]
-        for wait in self._waits.values():
+        for wait in self._pending.values():
             wait()
-        for parameter in self._waits.keys() - set(reached):
+        for parameter in self._pending.keys() - set(reached):
             del self._sums.totals[parameter]
-        rest = [parameter for parameter in reached if parameter not in self._waits]
+        rest = [parameter for parameter in reached if parameter not in self._pending]
         self._order = [parameter for parameter in reached if parameter.numel() >= ALONE_ELEMENTS]
-        self._last = False
-        self._came.clear()
-        self._waits.clear()
-        return sorted(rest, key=self._place.__getitem__)
+        self._pending.clear()
+        self.discard()
+        return sorted(rest, key=self._index.__getitem__)
+
+    def discard(self) -> None:
+        """Forget which gradients have arrived.
+
+        Raises:
+            RuntimeError: sums have begun, which all ranks have to finish.
+        """
+        if self._pending:
+            raise RuntimeError("gradients are being summed over the ranks and cannot be discarded")
+        self._in_last_pass = False
+        self._arrived.clear()
 
     def _added(self, parameter: nn.Parameter) -> None:
-        if not self._last:
+        if not self._in_last_pass:
             return
-        if parameter in self._waits:
-            raise RuntimeError(f"a weight {tuple(parameter.shape)} got a second gradient in one backward pass")
-        self._came[parameter] = None
-        while len(self._waits) < len(self._order) and self._order[len(self._waits)] in self._came:
-            self._begin(self._order[len(self._waits)])
+        if parameter in self._arrived:
+            raise RuntimeError(f"a weight {tuple(parameter.shape)} got a second gradient in the last backward pass")
+        self._arrived[parameter] = None
+        while len(self._pending) < len(self._order) and self._order[len(self._pending)] in self._arrived:
+            self._begin(self._order[len(self._pending)])
 
     def _begin(self, parameter: nn.Parameter) -> None:
         totals = self._sums.totals
         if parameter not in totals:
             totals[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
         totals[parameter] = totals[parameter].contiguous()
-        self._waits[parameter] = self._ranks.begin_sum(totals[parameter])
+        self._pending[parameter] = self._ranks.begin_sum(totals[parameter])

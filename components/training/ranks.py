@@ -98,8 +98,9 @@ class Ranks:
             torch._foreach_copy_(bucket, views)
 
     def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
-        """Begin to add up a contiguous tensor over the ranks, in place; what is returned waits for the end."""
-        work = dist.all_reduce(tensor, async_op=True)
+        """Start an in-place sum of a contiguous tensor over the ranks. Returns a function that waits for it."""
+        with self._awaited():
+            work = dist.all_reduce(tensor, async_op=True)
         assert work is not None
 
         def wait() -> None:

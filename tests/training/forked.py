@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from components.ports import loopback
+from components.training import overlap
 from components.training.launch import joined
 from components.training.processes import RENDEZVOUS
 from components.training.service_settings import ServiceSettings
@@ -80,6 +81,7 @@ def run(processes: int, rendezvous: str, cases: str, work: Callable[[str], None]
 
 
 def serve(work: Callable[[str], None] = train) -> None:
+    overlap.ALONE_ELEMENTS = 64  # the matrices of a tiny model are large enough to be summed early
     for name in FIRST_NEEDED_IN_A_RANK:
         import_module(name)
     gc.freeze()

@@ -77,6 +77,19 @@ def test_discarded_sums_are_not_given() -> None:
     assert model.layer.weight.grad is not None and model.layer.bias.grad is not None
 
 
+def test_who_waits_for_a_gradient_is_told_of_each() -> None:
+    model, told = Tied(), list[tuple[nn.Parameter, float]]()
+    fast = [*model.layer.parameters()]
+    sums = GradientSums([*model.parameters()], fast, plain_add)
+    sums.added = lambda parameter: told.append((parameter, float(sums.totals[parameter].sum())))
+    for _ in range(2):
+        told.clear()
+        model(torch.zeros(1, 3, dtype=torch.long), False).sum().backward()
+    assert {parameter for parameter, _ in told} == {model.embedding.weight, *fast} and len(told) == 3
+    sums.give()
+    assert all(parameter.grad is not None and float(parameter.grad.sum()) == total for parameter, total in told)
+
+
 def test_layers_are_compiled_whole_between_micro_batches() -> None:
     """torch.compile makes no whole graph of a weight in bf16 whose gradient is fp32."""
     model = Tied()

@@ -131,8 +131,17 @@ def test_the_optimizer_on_a_gpu_uses_the_kernel_and_keeps_its_memory() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("masters", [False, True])
-def test_small_parameters_on_a_gpu_are_updated_as_one_by_one(masters: bool) -> None:
+def test_small_parameters_on_a_gpu_are_updated_as_one_by_one(masters: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which some have a gradient less often, and so another step."""
+    from components.training import adamw_kernel
+
+    together_at_once, update_together = list[int](), adamw_kernel.update_together
+
+    def counting(tensors: list[Any], **numbers: Any) -> None:
+        together_at_once.append(len(tensors[0]))
+        update_together(tensors, **numbers)
+
+    monkeypatch.setattr(adamw_kernel, "update_together", counting)
     together = [nn.Parameter(torch.randn(n, device="cuda").bfloat16()) for n in (5, 1000, 7, 1 << 17)]
     alone = [nn.Parameter(parameter.detach().clone()) for parameter in together]
     one = CompensatedAdamW([{"params": together, "lr": 1e-2}], masters=masters, **HYPER)
@@ -149,3 +158,4 @@ def test_small_parameters_on_a_gpu_are_updated_as_one_by_one(masters: bool) -> N
         for ours, theirs, optimizer in zip(together, alone, several, strict=True):
             assert torch.equal(ours, theirs)
             assert all(torch.equal(value, optimizer.state[theirs][name]) for name, value in one.state[ours].items())
+    assert together_at_once == [2] * 6  # the third is alone, and the last is large

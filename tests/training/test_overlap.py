@@ -25,12 +25,14 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
         self.table = nn.Embedding(16, 8)
+        self.turned = nn.Parameter(torch.randn(8, 9).T)  # its gradient is not contiguous
         self.bfloat16()
 
     def forward(self, ids, used):
         x = self.table(ids)
         for i in used:
             x = self.layers[i](x).tanh()
+        x = x + (x @ self.turned.T).tanh() @ self.turned
         return (x @ self.table.weight.T).float().log_softmax(-1).square().mean()
 
 def engine_of(ranks):
@@ -40,24 +42,34 @@ def engine_of(ranks):
         model, [group], ranks, sharded=False, betas=(0.9, 0.95), eps=1e-8, max_grad_norm=1.0, masters=True
     )
 
-begun = []
+begun, waited = [], []
 all_reduce = dist.all_reduce
 
+class Work:
+    def __init__(self, work):
+        self.work = work
+
+    def wait(self):
+        waited.append(self)
+        return self.work.wait()
+
 def counting(tensor, *args, async_op=False, **kwargs):
+    assert tensor.is_contiguous()
+    work = all_reduce(tensor, *args, async_op=async_op, **kwargs)
     if async_op:
-        begun.append(tensor.numel())
-    return all_reduce(tensor, *args, async_op=async_op, **kwargs)
+        begun.append(Work(work))
+        return begun[-1]
 
 dist.all_reduce = counting
 BOTH = [[FIRST, SECOND, THIRD], [FIRST, SECOND, THIRD, LATE]]
 UPDATES = [  # the layers of each micro-batch on each rank, and the sums that the last backward pass begins on each
     ((BOTH, BOTH), (0, 0)),
-    ((BOTH, BOTH), (5, 5)),
-    ((BOTH, [[FIRST, SECOND, LATE], [FIRST, THIRD]]), (5, 0)),
-    (([[FIRST]], [[FIRST, THIRD]]), (0, 0)),
-    (([[FIRST, SECOND]], [[FIRST, SECOND]]), (2, 2)),
-    ((BOTH, BOTH), (3, 3)),
-    ((BOTH, BOTH), (5, 5)),
+    ((BOTH, BOTH), (6, 6)),
+    ((BOTH, [[FIRST, SECOND, LATE], [FIRST, THIRD]]), (6, 1)),
+    (([[FIRST]], [[FIRST, THIRD]]), (1, 1)),
+    (([[FIRST, SECOND]], [[FIRST, SECOND]]), (3, 3)),
+    ((BOTH, BOTH), (4, 4)),
+    ((BOTH, BOTH), (6, 6)),
 ]
 
 with joined(TrainerProcesses(threads=1, ready_timeout=60), seed=0) as ranks:
@@ -73,6 +85,7 @@ with joined(TrainerProcesses(threads=1, ready_timeout=60), seed=0) as ranks:
     for number, (used, expected) in enumerate(UPDATES, 1):
         own = [torch.randint(16, (3, 5), generator=random) for _ in used[ranks.rank]]
         begun.clear()
+        waited.clear()
         for i, (ids, layers) in enumerate(zip(own, used[ranks.rank]), 1):
             ours.backward(ours.model(ids, layers), last=i == len(own))
             assert i == len(own) or not begun
@@ -82,6 +95,7 @@ with joined(TrainerProcesses(threads=1, ready_timeout=60), seed=0) as ranks:
         totals = plain._sums.totals
         parts = ranks.gather({i: totals[p].clone() for i, p in enumerate(plain.trained) if p in totals})
         ours.update(number)
+        assert waited == begun
         plain.update(number)
         assert found.keys() == set().union(*parts), number
         for i, gradient in found.items():
@@ -89,13 +103,24 @@ with joined(TrainerProcesses(threads=1, ready_timeout=60), seed=0) as ranks:
             assert gradient.dtype == torch.float32 and torch.equal(gradient, by_hand), (number, i)
         for one, other in zip(ours.trained, plain.trained):
             assert torch.equal(one, other) and one.grad is None
+
+    def refused(message, what, *args, **kwargs):
+        try:
+            what(*args, **kwargs)
+        except RuntimeError as error:
+            assert message in str(error), error
+        else:
+            raise SystemExit(f"{message} was allowed")
+
+    ours.backward(ours.model(own[0], [FIRST]))
+    ours.backward(ours.model(own[0], [FIRST]))
+    ours.discard()
+    begun.clear()
     ours.backward(ours.model(own[0], BOTH[1]), last=True)
-    try:
-        ours.backward(ours.model(own[0], BOTH[1]))
-    except RuntimeError as error:
-        assert "a second gradient" in str(error), error
-    else:
-        raise SystemExit("a gradient came after its sum")
+    assert len(begun) == 6
+    refused("a second gradient", ours.backward, ours.model(own[0], BOTH[1]))
+    refused("follows the last one", ours.backward, ours.model(own[0], BOTH[1]), last=True)
+    refused("cannot be discarded", ours.discard)
 """
 
 

@@ -55,12 +55,17 @@ CASES = {
     "even, packed, bfloat16": Case(
         trainer={"packing": True, "weights": "bfloat16", **WIDE}, batches=(0,), model={"dtype": "bfloat16"}
     ),
+    "one by one, bfloat16": Case(
+        trainer={"weights": "bfloat16", "max_rows_per_micro_batch": 1}, model={"dtype": "bfloat16"}
+    ),
     "shared": Case(trainer={"packing": True, **SEQUENCES}),
     "shared, lora": Case(lora=LORA, trainer={"packing": True, "samples_per_update": 4, **CORRECTED}),
 }
 RESUMED = ("full", "lora")
 SHARED = ("shared", "shared, lora")
 """Their sequences are shared by two ranks."""
+COPIED = ("one by one, bfloat16",)
+"""Two ranks have a copy of the model each."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +95,11 @@ class Runs:
         suffix: str = "",
         nodes: int = 1,
         sharing: int = 1,
+        copied: bool = False,
     ) -> dict[str, Result]:
-        """Of several nodes each has a copy of the model, `processes` ranks on each; `sharing` share sequences."""
-        sharding = "hybrid" if nodes > 1 else "full" if processes > 1 else None
+        """Of several nodes each has a copy of the model, `processes` ranks on each; `sharing` share sequences. With
+        `copied` each rank has one."""
+        sharding = "hybrid" if nodes > 1 else "full" if processes > 1 and not copied else None
         machine = Machine(
             trainer_nodes=nodes,
             trainer_interface="lo" if nodes > 1 else None,
@@ -160,7 +167,7 @@ def one_rank(runs: Runs) -> dict[str, Result]:
 @pytest.fixture(scope="module")
 def two_ranks(runs: Runs) -> dict[str, Result]:
     """Sharded; ended after step 2."""
-    return runs.run(CASES.keys() - SHARED, processes=2, most_batches=2)
+    return runs.run(CASES.keys() - {*SHARED, *COPIED}, processes=2, most_batches=2)
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +231,19 @@ def test_shards_of_weights_in_bf16_have_the_gradient_of_one_rank(
     one, two = (ran["even, packed, bfloat16"].metrics[0] for ran in (one_rank, two_ranks))
     assert two["loss"] == pytest.approx(one["loss"], rel=0.02)
     assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_gradients_that_are_summed_in_the_backward_pass_are_those_of_one_rank(
+    runs: Runs, one_rank: dict[str, Result]
+) -> None:
+    """Three micro-batches of one sample each on either rank; the sums of the second step begin in the third."""
+    two = runs.run(COPIED, processes=2, copied=True)
+    for name, result in two.items():
+        for ours, theirs, tolerance in zip(result.metrics, one_rank[name].metrics, (1e-5, 1e-2, 1e-2), strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=tolerance, abs=1e-6)
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=tolerance)
 
 
 @pytest.mark.slow

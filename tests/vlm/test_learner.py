@@ -103,6 +103,18 @@ def test_equal_rewards_give_no_gradient(tiny: Tiny, rewards: list[float]) -> Non
     assert metrics["grad_norm"] == pytest.approx(0.0, abs=1e-6)
 
 
+def test_the_last_backward_pass_of_each_update_is_announced(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    announced, backward = list[bool](), Learner.backward
+
+    def recording(self: Learner, loss: torch.Tensor, last: bool = False) -> None:
+        announced.append(last)
+        backward(self, loss, last)
+
+    monkeypatch.setattr(Learner, "backward", recording)
+    step(learner_of(tiny, samples_per_update=3, max_rows_per_micro_batch=1), tiny, tiny.samples(6, seed=4))
+    assert announced == [False, False, True] * 2
+
+
 def test_on_policy_the_ratio_is_one_and_the_mismatch_zero(tiny: Tiny) -> None:
     learner = learner_of(tiny)
     metrics = step(learner, tiny, on_policy(tiny, learner, tiny.samples(6, seed=4)))
