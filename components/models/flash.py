@@ -7,12 +7,12 @@ Its kernels are compiled when they are first called, which takes some seconds.
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from components.models.installed import is_installed
 
 VERIFIED = {(64, 1), (128, 4), (128, 6), (128, 7), (128, 8)}
 """Head sizes and query heads per key head, in bf16, whose results were compared on a GPU with softmax written out."""
@@ -22,16 +22,6 @@ def has_kernel(q: Tensor, k: Tensor) -> bool:
     """Whether to use it for queries (T, H, D) and keys (K, G, D), which PyTorch has a kernel for, too."""
     known = (q.shape[-1], q.shape[1] // k.shape[1]) in VERIFIED and q.dtype == torch.bfloat16
     return known and torch.cuda.get_device_capability(q.device)[0] == 9 and is_installed("flash-attn-4")
-
-
-@cache
-def is_installed(package: str) -> bool:
-    """Both flash-attn and flash-attn-4 have modules below `flash_attn`."""
-    try:
-        version(package)
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 def attend(

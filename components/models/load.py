@@ -25,7 +25,7 @@ from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.foreign import foreign
 from components.models.attention import check_image_attention, follow_image_attention
 from components.models.families import Family, family_of
-from components.models.flash import is_installed
+from components.models.installed import is_installed
 from components.models.lora import add_adapters, base_model, merged_weights
 from components.models.mapped import MappedWeights, hollow
 from components.models.molmo2 import has_second_layout, to_hub

@@ -7,7 +7,6 @@ what servers get. Quantized again it gives the same bits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,8 +16,9 @@ from transformers import PreTrainedModel
 
 from components.models.blockwise import NF4
 from components.models.families import Family
+from components.models.installed import TRITON
 
-SCALES, TRITON = "scales", find_spec("triton") is not None
+SCALES = "scales"
 
 
 class NF4Linear(nn.Linear):

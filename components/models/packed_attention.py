@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
-from importlib.util import find_spec
 from inspect import signature
 from itertools import accumulate
 from typing import Any
@@ -28,6 +27,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from components.contracts.errors import ConfigurationError
 from components.models import flash
 from components.models.context_parallel import ContextParallel
+from components.models.installed import TRITON
 from components.models.transfer import to_device
 from components.models.varlen import has_kernel, under_autocast
 
@@ -36,7 +36,6 @@ PACKED = "packed"
 REMEDY = "leave trainer.packing out: padded rows train the same"
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 """Older versions know grouped heads without being told."""
-TRITON = find_spec("triton") is not None
 _KNOWN_OPTIONS = {"position_ids", "use_cache", "is_causal", "output_attentions", "output_hidden_states", "return_dict"}
 
 

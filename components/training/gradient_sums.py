@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
+
+from components.models.installed import TRITON
 
 
 def sum_in_fp32(model: nn.Module) -> GradientSums:
@@ -21,7 +22,7 @@ def sum_in_fp32(model: nn.Module) -> GradientSums:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     uses = Counter(id(own) for module in model.modules() for own in module._parameters.values())
     fast = [p for p in trained if p.is_cuda and p.dtype == torch.bfloat16 and p.ndim >= 2 and uses[id(p)] == 1]
-    return GradientSums(trained, fast if find_spec("triton") is not None else [])
+    return GradientSums(trained, fast if TRITON else [])
 
 
 @cache

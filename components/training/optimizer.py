@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from components.models.installed import TRITON
 from components.training.master_weights import joined, split
 from components.training.moments import FIRST, LOW, RESIDUAL, SECOND, STORAGES, OptimizerStates, State
 from components.training.sharded_tensors import TensorSpec
@@ -255,12 +254,7 @@ def _grouped(pairs: Sequence[tuple[nn.Parameter, State]]) -> Collection[list[tup
 
 def _on_gpu(weight: Tensor) -> bool:
     """Whether Triton's kernel updates it."""
-    return weight.is_cuda and weight.is_contiguous() and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    return weight.is_cuda and weight.is_contiguous() and TRITON
 
 
 def _kernel() -> ModuleType:

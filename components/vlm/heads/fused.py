@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from components.contracts.errors import ConfigurationError
+from components.models.installed import TRITON
 from components.vlm.heads import HeadSettings
 from components.vlm.heads.linear import BlockStatistics, HeadBlock, LinearHead
 
@@ -52,7 +52,7 @@ class FusedHead(LinearHead):
     def __init__(self, settings: HeadSettings, head: nn.Module, device: torch.device) -> None:
         super().__init__(settings, head, device)
         elsewhere = "set trainer.logprobs = 'torch'"
-        if find_spec("triton") is None:
+        if not TRITON:
             raise ConfigurationError(
                 "triton is not installed", where="trainer.logprobs", remedy=f"pip install triton, or {elsewhere}"
             )

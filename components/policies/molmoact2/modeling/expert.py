@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from components.models.installed import TRITON
 from components.policies.molmoact2.configuration import MolmoAct2Config
 from components.policies.molmoact2.modeling.layers import rms, rotary_angles, rotate
 from components.policies.molmoact2.modeling.masks import ContextIndex
 from components.policies.molmoact2.modeling.vlm import KeyValue, call, checkpointed
 
-if find_spec("triton") is not None:
+if TRITON:
     from components.policies.molmoact2.modeling import attention_kernels
 else:
     attention_kernels = None  # type: ignore[assignment]
