@@ -1,4 +1,4 @@
-"""The update of a parameter in bf16 or fp16 as one Triton kernel, which reads and writes each number once."""
+"""The update of parameters in bf16 or fp16 as one Triton kernel, which reads and writes each number once."""
 
 # Triton gives its functions their types.
 # mypy: disable-error-code="no-untyped-def"
@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -14,19 +13,68 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
+CHUNK = 32 * BLOCK
+"""Numbers of a parameter that one program updates."""
+COLUMNS = 7
+"""Of a parameter in the table: five pointers, how many numbers it has, and the first program that updates it."""
+ALIGNED = 16
+"""Bytes: where the pointers are multiples of it, several numbers are read and written at once."""
+TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.int16: tl.int16,
+}
 
 
 @triton.jit
 def _update(
-    weight, gradient, first, second, rest, count, clip, keep, rate, share1, beta2, share2, eps, correction2,
-    BLOCK: tl.constexpr, MASTER: tl.constexpr,
+    table, owners, clip, keep, rate, share1, beta2, share2, eps, correction2,
+    WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, MOMENT: tl.constexpr, REST: tl.constexpr,
+    MASTER: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    g = tl.load(gradient + place, inside).to(tl.float32) * clip
-    m = tl.load(first + place, inside).to(tl.float32)
-    v = tl.load(second + place, inside).to(tl.float32)
-    w, r = tl.load(weight + place, inside), tl.load(rest + place, inside)
+    program = tl.program_id(0)
+    table += tl.load(owners + program) * COLUMNS
+    weight = tl.load(table).to(tl.pointer_type(WEIGHT))
+    gradient = tl.load(table + 1).to(tl.pointer_type(GRADIENT))
+    first = tl.load(table + 2).to(tl.pointer_type(MOMENT))
+    second = tl.load(table + 3).to(tl.pointer_type(MOMENT))
+    rest = tl.load(table + 4).to(tl.pointer_type(REST))
+    count = tl.load(table + 5)
+    start = (program - tl.load(table + 6)) * CHUNK
+    end = tl.minimum(start + CHUNK, count)
+    while start + BLOCK <= end:
+        _block(
+            weight, gradient, first, second, rest, start, count, clip, keep, rate, share1, beta2, share2, eps,
+            correction2, MASTER, ALIGNED, BLOCK, False,
+        )  # fmt: skip
+        start += BLOCK
+    if start < end:
+        _block(
+            weight, gradient, first, second, rest, start, count, clip, keep, rate, share1, beta2, share2, eps,
+            correction2, MASTER, ALIGNED, BLOCK, True,
+        )  # fmt: skip
+
+
+@triton.jit
+def _block(
+    weight, gradient, first, second, rest, start, count, clip, keep, rate, share1, beta2, share2, eps, correction2,
+    MASTER: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    place = start + tl.arange(0, BLOCK)
+    inside = None
+    if PARTIAL:
+        inside = place < count
+    weight, gradient, rest = weight + place, gradient + place, rest + place
+    first, second = first + place, second + place
+    if ALIGNED:
+        weight, gradient = tl.multiple_of(weight, ALIGNED), tl.multiple_of(gradient, ALIGNED)
+        first, second = tl.multiple_of(first, ALIGNED), tl.multiple_of(second, ALIGNED)
+        rest = tl.multiple_of(rest, ALIGNED)
+    g = tl.load(gradient, inside).to(tl.float32) * clip
+    m = tl.load(first, inside).to(tl.float32)
+    v = tl.load(second, inside).to(tl.float32)
+    w, r = tl.load(weight, inside), tl.load(rest, inside)
     if MASTER:
         exact = ((w.to(tl.int16, bitcast=True).to(tl.int32) << 16) + r.to(tl.int32)).to(tl.float32, bitcast=True)
     else:
@@ -35,25 +83,25 @@ def _update(
     v = v * beta2 + share2 * g * g
     exact *= keep
     exact -= rate * tl.div_rn(m, tl.sqrt_rn(tl.div_rn(v, correction2)) + eps)
-    tl.store(first + place, m, inside)
-    tl.store(second + place, v, inside)
+    tl.store(first, m, inside)
+    tl.store(second, v, inside)
     if MASTER:
         bits = exact.to(tl.int32, bitcast=True)
         high = (bits + 0x8000) >> 16
-        tl.store(weight + place, high.to(tl.int16).to(weight.dtype.element_ty, bitcast=True), inside)
-        tl.store(rest + place, (bits - (high << 16)).to(tl.int16), inside)
+        tl.store(weight, high.to(tl.int16).to(weight.dtype.element_ty, bitcast=True), inside)
+        tl.store(rest, (bits - (high << 16)).to(tl.int16), inside)
     else:
         rounded = exact.to(weight.dtype.element_ty)
-        tl.store(weight + place, rounded, inside)
-        tl.store(rest + place, exact - rounded.to(tl.float32), inside)
+        tl.store(weight, rounded, inside)
+        tl.store(rest, exact - rounded.to(tl.float32), inside)
 
 
 def update(
-    weight: Tensor,
-    gradient: Tensor,
-    first: Tensor,
-    second: Tensor,
-    rest: Tensor,
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    firsts: Sequence[Tensor],
+    seconds: Sequence[Tensor],
+    rests: Sequence[Tensor],
     *,
     rate: float,
     decay: float,
@@ -62,27 +110,27 @@ def update(
     step: int,
     clip: float = 1.0,
 ) -> None:
-    """As `components.training.optimizer.rounded_update`; all tensors but the gradient are contiguous.
+    """As `components.training.optimizer.rounded_update` of each parameter, with one kernel for all of them: hundreds
+    take a host longer to launch than small parameters take a GPU.
 
-    `rest` is the residual, or in int16 what `components.training.master_weights.split` takes from the weight.
+    Each of the sequences has one dtype, and all tensors but the gradients are contiguous. `rests` are the residuals,
+    or in int16 what `components.training.master_weights.split` takes from the weights.
     """
-    count, (beta1, beta2) = weight.numel(), betas
-    tensors = (weight, gradient.contiguous(), first, second, rest)
+    gradients = [gradient.contiguous() for gradient in gradients]
+    columns = weights, gradients, firsts, seconds, rests
+    counts = torch.tensor([weight.numel() for weight in weights])
+    programs = (counts + CHUNK - 1) // CHUNK
+    pointers = torch.tensor([[tensor.data_ptr() for tensor in same] for same in columns])
+    table = torch.stack([*pointers, counts, programs.cumsum(0) - programs], dim=1)
+    owners = torch.repeat_interleave(programs.int())
+    if not len(owners):
+        return
+    device, (beta1, beta2) = weights[0].device, betas
     # What is near 1 is subtracted from it here, in double precision.
     numbers = (clip, 1 - rate * decay, rate / (1 - beta1**step), 1 - beta1, beta2, 1 - beta2, eps, 1 - beta2**step)
-    grid, master = (triton.cdiv(count, BLOCK),), rest.dtype == torch.int16
-    _update[grid](*tensors, count, *numbers, BLOCK=BLOCK, MASTER=master)
-
-
-def update_together(tensors: Sequence[Sequence[Tensor]], **numbers: Any) -> None:
-    """Update many small parameters that share the same `numbers` with one kernel.
-
-    Args:
-        tensors: the weights, then the gradients and so on, in the order of `update`, each of one dtype.
-    """
-    flat = [torch.cat([tensor.flatten() for tensor in same]) for same in tensors]
-    update(*flat, **numbers)
-    sizes = [weight.numel() for weight in tensors[0]]
-    for place in (0, 2, 3, 4):  # gradients stay
-        pieces = zip(flat[place].split(sizes), tensors[place], strict=True)
-        torch._foreach_copy_(list(tensors[place]), [piece.view_as(tensor) for piece, tensor in pieces])
+    types = (TYPES[same[0].dtype] for same in (weights, gradients, firsts, rests))
+    _update[(len(owners),)](
+        table.to(device), owners.to(device), *numbers, *types,
+        MASTER=rests[0].dtype == torch.int16, ALIGNED=0 if (pointers % ALIGNED).any() else ALIGNED,
+        BLOCK=BLOCK, CHUNK=CHUNK, COLUMNS=COLUMNS,
+    )  # fmt: skip

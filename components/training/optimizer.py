@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -20,12 +20,6 @@ from components.training.moments import FIRST, LOW, RESIDUAL, SECOND, STORAGES, 
 from components.training.sharded_tensors import TensorSpec
 
 STEP, EMA = "step", "ema"
-TOGETHER = 2**16
-"""On a GPU, parameters with fewer numbers are updated together: launching a kernel for each would take the host longer
-than the GPU needs.
-"""
-TOGETHER_AT_MOST = 2**22
-"""Numbers that are updated together: 16 bytes are taken for each meanwhile."""
 
 
 class CompensatedAdamW(torch.optim.Optimizer):
@@ -55,8 +49,6 @@ class CompensatedAdamW(torch.optim.Optimizer):
         ema_decay: float | None = None,
     ) -> None:
         assert ema_decay is None or states == "device"
-        # A GPU is busy with them while a host launches the kernels of the small ones.
-        self._largest_first = states == "device"
         self.masters, self.ema_decay, self._storage = masters, ema_decay, STORAGES[states]()
         self._average = get_ema_multi_avg_fn(ema_decay) if ema_decay is not None else None
         super().__init__([dict(g) for g in groups], {"betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -70,8 +62,6 @@ class CompensatedAdamW(torch.optim.Optimizer):
         """
         for group, clip in zip(self.param_groups, clips or [1.0] * len(self.param_groups), strict=True):
             trained = [p for p in group["params"] if p.grad is not None]
-            if self._largest_first:
-                trained.sort(key=nn.Parameter.numel, reverse=True)
             for parameter in trained:
                 self._prepare(parameter)
             for parameters, states in self._storage.at_work(trained, [self.state[p] for p in trained]):
@@ -187,8 +177,7 @@ class CompensatedAdamW(torch.optim.Optimizer):
             for own, half in zip((weight, others[-1]), split(master), strict=True):
                 own.copy_(half)
             return
-        for _, state in pairs:
-            state[STEP] += 1
+        torch._foreach_add_([state[STEP] for _, state in pairs], 1)
         numbers = {
             "rate": group["lr"],
             "decay": group["weight_decay"],
@@ -197,10 +186,8 @@ class CompensatedAdamW(torch.optim.Optimizer):
             "step": int(pairs[0][1][STEP].item()),
             "clip": clip,
         }
-        if len(pairs) > 1:
-            _kernel().update_together(list(zip(*tensors, strict=True)), **numbers)
-        elif fused:
-            _kernel().update(weight, *others, **numbers)
+        if fused:
+            _kernel().update(*zip(*tensors, strict=True), **numbers)
         else:
             rounded_update(weight, *others, **numbers)
 
@@ -238,16 +225,12 @@ def rounded_update(
 
 
 def _grouped(pairs: Sequence[tuple[nn.Parameter, State]]) -> Collection[list[tuple[nn.Parameter, State]]]:
-    """Small parameters on a GPU that one kernel can update together; others each by itself. All have gradients."""
+    """Those that one kernel can update together; without the kernel, each by itself. All have gradients."""
     found = defaultdict[Hashable, list[tuple[nn.Parameter, State]]](list)
-    numbers = Counter[Hashable]()
     for place, (parameter, state) in enumerate(pairs):
         assert parameter.grad is not None
-        key: Hashable = place
-        if parameter.numel() < TOGETHER and _on_gpu(_local(parameter.detach())):
-            same = parameter.dtype, parameter.grad.dtype, state[STEP].item()
-            numbers[same] += parameter.numel()
-            key = same, numbers[same] // TOGETHER_AT_MOST
+        fused = _on_gpu(_local(parameter.detach()))
+        key = (parameter.dtype, parameter.grad.dtype, state[STEP].item()) if fused else place
         found[key].append((parameter, state))
     return found.values()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from components.training.adamw_kernel import update, update_together
+from components.training.adamw_kernel import BLOCK, CHUNK, update
 from components.training.gradient_kernel import add
 from components.training.master_weights import joined, split
 
@@ -37,25 +37,29 @@ def test_the_kernel_updates_masters_as_fp32_weights() -> None:
     for step in range(1, 7):
         reference.grad = torch.randn(master.shape, generator=random)
         tensors = (weight, reference.grad, first, second, low)
-        update(*tensors, rate=1e-3, decay=0.1, betas=(0.9, 0.95), eps=1e-6, step=step, clip=0.25)
+        update(
+            *([tensor] for tensor in tensors), rate=1e-3, decay=0.1, betas=(0.9, 0.95), eps=1e-6, step=step, clip=0.25
+        )
         reference.grad *= 0.25
         stock.step()
     torch.testing.assert_close(joined(weight, low), reference.detach(), rtol=1e-6, atol=1e-9)
     assert all(torch.equal(a, b) for a, b in zip(split(joined(weight, low)), (weight, low), strict=True))
 
 
-def test_small_updates_together_are_those_by_themselves() -> None:
+def test_parameters_together_are_updated_as_by_themselves() -> None:
+    """Of sizes around those of a block and of a program, and one that does not begin at a multiple of 16 bytes."""
     random = torch.Generator().manual_seed(0)
     alone = []
-    for shape in ((3,), (37, 55), (1,), (1024,)):
+    for shape in ((3,), (37, 55), (0,), (BLOCK,), (CHUNK,), (CHUNK + BLOCK + 1,), (2 * CHUNK - 1,), (1,)):
         weight, low = split(torch.randn(shape, generator=random))
         gradient = torch.randn(shape[::-1], generator=random).T if len(shape) > 1 else torch.randn(shape)
         alone.append([weight, gradient, torch.randn(shape, generator=random), torch.rand(shape), low])
     together = [[tensor.clone() for tensor in tensors] for tensors in alone]
+    together[0] = [torch.cat([tensor, tensor])[3:] for tensor in alone[0]]
     numbers = {"rate": 1e-2, "decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-6, "step": 3, "clip": 0.25}
     for tensors in alone:
-        update(*tensors, **numbers)
-    update_together(list(zip(*together, strict=True)), **numbers)
+        update(*([tensor] for tensor in tensors), **numbers)
+    update(*zip(*together, strict=True), **numbers)
     for ours, theirs in zip(together, alone, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 

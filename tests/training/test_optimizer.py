@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
@@ -131,18 +131,17 @@ def test_the_optimizer_on_a_gpu_uses_the_kernel_and_keeps_its_memory() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("masters", [False, True])
-def test_small_parameters_on_a_gpu_are_updated_as_one_by_one(masters: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_on_a_gpu_are_updated_as_one_by_one(masters: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which some have a gradient less often, and so another step."""
     from components.training import adamw_kernel
 
-    together_at_once, update_together = list[int](), adamw_kernel.update_together
+    together_at_once, update = list[int](), adamw_kernel.update
 
-    def counting(tensors: list[Any], **numbers: Any) -> None:
-        together_at_once.append(len(tensors[0]))
-        update_together(tensors, **numbers)
+    def counting(weights: Sequence[Tensor], *others: Sequence[Tensor], **numbers: Any) -> None:
+        together_at_once.append(len(weights))
+        update(weights, *others, **numbers)
 
-    monkeypatch.setattr(adamw_kernel, "update_together", counting)
-    together = [nn.Parameter(torch.randn(n, device="cuda").bfloat16()) for n in (5, 1000, 7, 1 << 17)]
+    together = [nn.Parameter(torch.randn(n, device="cuda").bfloat16()) for n in (5, 1000, 7, 1 << 17, 1_000_003)]
     alone = [nn.Parameter(parameter.detach().clone()) for parameter in together]
     one = CompensatedAdamW([{"params": together, "lr": 1e-2}], masters=masters, **HYPER)
     several = [CompensatedAdamW([{"params": [each], "lr": 1e-2}], masters=masters, **HYPER) for each in alone]
@@ -153,9 +152,12 @@ def test_small_parameters_on_a_gpu_are_updated_as_one_by_one(masters: bool, monk
             for parameter in (ours, theirs):
                 parameter.grad_dtype = None
                 parameter.grad = gradient.clone() if has_gradient else None
-        for optimizer in (one, *several):
+        with monkeypatch.context() as patched:
+            patched.setattr(adamw_kernel, "update", counting)
+            one.step(clips=[0.5])
+        for optimizer in several:
             optimizer.step(clips=[0.5])
         for ours, theirs, optimizer in zip(together, alone, several, strict=True):
             assert torch.equal(ours, theirs)
             assert all(torch.equal(value, optimizer.state[theirs][name]) for name, value in one.state[ours].items())
-    assert together_at_once == [2] * 6  # the third is alone, and the last is large
+    assert together_at_once == [4, 4, 1] * 3

@@ -18,6 +18,9 @@ def both_after(
     states = [[weight.clone(), *(torch.zeros_like(weight) for _ in range(3))] for _ in range(2)]
     for step in range(1, steps + 1):
         gradient = torch.randn(shape[::-1], generator=random).to(device, dtype).T
-        for function, (own, *others) in zip((update, rounded_update), states, strict=True):
-            function(own, gradient, *others, rate=1e-3, decay=0.1, betas=(0.9, 0.95), eps=1e-6, step=step)
+        numbers = {"rate": 1e-3, "decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-6, "step": step}
+        own, *others = states[0]
+        update([own], [gradient], *([other] for other in others), **numbers)
+        own, *others = states[1]
+        rounded_update(own, gradient, *others, **numbers)
     return states[0], states[1]
