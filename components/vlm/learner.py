@@ -46,7 +46,7 @@ Load = Callable[[Sequence[MicroBatch]], Iterator[tuple[MicroBatch, MultimodalBat
 class Learner(TrainingEngine[Any]):
     """The policy, its optimizer, and how a batch changes them.
 
-    `log_ratios` are of the last step; see `Meter.gather_log_ratios`.
+    `log_ratios` are of the last step; see `Meter.report`.
 
     Args:
         model: a vision-language model, with or without adapters; what requires a gradient is trained, in fp32.
@@ -200,14 +200,13 @@ class Learner(TrainingEngine[Any]):
         meter.update(done.norms[ALL], done.finite)
 
     def _finish(self, meter: Meter, batch: dict[str, float], began: float) -> dict[str, float]:
-        self.log_ratios = meter.gather_log_ratios(self.ranks)
-        report = meter.report(self.ranks, self.log_ratios.values()) | batch
+        report, self.log_ratios = meter.report(self.ranks, peak_memory_gib(self.ranks.device))
+        report |= batch
         self.steps_done += 1
         seconds = perf_counter() - began
         report["learning_rate"] = _learning_rates(self.settings)(self.steps_done)
         report["timing/train_s"] = seconds
         report["tokens_per_second"] = batch.get("tokens/total", batch["tokens/trained"]) / seconds
-        report["memory/peak_gib"] = max(self.ranks.gather(peak_memory_gib(self.ranks.device)))
         return report
 
     @torch.no_grad()

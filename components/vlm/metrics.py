@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,21 +92,25 @@ class Meter:
         self.rows += zip(added.rows, added.lengths.tolist(), strict=True)
         self.log_ratios.append(added.log_ratios)
 
-    def gather_log_ratios(self, ranks: Ranks) -> dict[int, LogRatios]:
-        """(T,) log-prob of each of the T trained tokens less the sampler's, by the position of a sample in the batch,
-        of all ranks. The log-prob is that of the weights that the sample's own update began with."""
-        own = torch.cat(self.log_ratios) if self.log_ratios else torch.empty(0)
-        found: dict[int, LogRatios] = {}
-        for part in ranks.gather({"rows": self.rows, "values": own}):
-            lengths = [length for _, length in part["rows"]]
-            pieces = part["values"].split(lengths)
-            found |= {row: piece.numpy() for (row, _), piece in zip(part["rows"], pieces, strict=True) if len(piece)}
-        return found
+    def report(self, ranks: Ranks, peak_gib: float) -> tuple[dict[str, float], dict[int, LogRatios]]:
+        """Means over the trained tokens of all ranks (0 where there are none), quantiles of the raw ratio, and the most
+        memory that one of them took.
 
-    def report(self, ranks: Ranks, log_ratios: Collection[LogRatios]) -> dict[str, float]:
-        """Means over the trained tokens of all ranks (0 where there are none), and quantiles of the raw ratio."""
-        place, _ = ranks.part  # of ranks that share their tokens the first one counts
-        sums = ranks.sum(self.sums if place == 0 else dict.fromkeys(self.sums, 0.0))
+        Returns:
+            The report, and (T,) the log-prob of each of the T trained tokens less the sampler's, by the position of a
+            sample in the batch. The log-prob is that of the weights that the sample's own update began with.
+        """
+        values = torch.cat(self.log_ratios) if self.log_ratios else torch.empty(0)
+        own = {"rows": self.rows, "values": values, "sums": dict(self.sums), "peak_gib": peak_gib}
+        parts = ranks.gather(own)
+        log_ratios: dict[int, LogRatios] = {}
+        for part in parts:
+            pieces = part["values"].split([length for _, length in part["rows"]])
+            found = zip(part["rows"], pieces, strict=True)
+            log_ratios |= {row: piece.numpy() for (row, _), piece in found if len(piece)}
+        _, sharing = ranks.part
+        counted = [part["sums"] for part in parts[::sharing]]  # of ranks that share their tokens the first one counts
+        sums = {name: sum(part.get(name, 0.0) for part in counted) for part in counted for name in part}
         tokens = max(sums.pop("tokens"), 1.0)
         report = {"loss": sums.pop("loss") / max(len(self.grad_norms), 1)}
         first, mismatch = sums.pop("first_tokens"), sums.pop("first_mismatch_kl")
@@ -116,11 +120,12 @@ class Meter:
             report["tokens/computed"] = sums.pop("computed")
         report |= {PER_TOKEN[name]: value / tokens for name, value in sums.items()}
         report["masked_fraction"] = report["masked_low_fraction"] + report["masked_high_fraction"]
-        report |= _quantiles(np.concatenate([*log_ratios, np.empty(0, np.float32)]))
+        report |= _quantiles(np.concatenate([*log_ratios.values(), np.empty(0, np.float32)]))
         report["grad_norm"] = float(np.mean(self.grad_norms)) if self.grad_norms else 0.0
         report["updates"] = float(len(self.grad_norms))
         report["updates_skipped"] = float(self.skipped)
-        return report
+        report["memory/peak_gib"] = max(part["peak_gib"] for part in parts)
+        return report, log_ratios
 
 
 def _quantiles(log_ratios: LogRatios) -> dict[str, float]:
