@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ def trace_only() -> Iterator[None]:
     """
     plain = torch.compile
 
-    def traced(function: Callable[..., Any], *, dynamic: bool | None, options: Mapping[str, Any]) -> Callable[..., Any]:
+    def traced(function: Callable[..., Any], *, dynamic: bool | None, **how: Any) -> Callable[..., Any]:
         return plain(function, dynamic=dynamic, backend="aot_eager")
 
     constants = torch._dynamo.config.patch(specialize_int=True, specialize_float=True)

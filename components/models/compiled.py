@@ -9,15 +9,20 @@ from types import FunctionType
 from typing import Any
 
 import torch
+import torch._functorch.config
+from torch._inductor.compile_fx import compile_fx
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from components.contracts.errors import ConfigurationError
+from components.models.families import family_of
 
 VARIANTS = 64
 """How many variants of a layer's code are kept: with and without gradients, of the first layer and others, of few and
 many tokens. torch keeps 8 by default, and goes on with plain layers, which are slower and round differently.
 """
+_OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
+"""Numbers that operations pass on are rounded as without compilation, so log-probs stay those of the plain layers."""
 _WHERE = "trainer.torch_compile"
 
 
@@ -30,7 +35,8 @@ def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 def compile_layers(model: PreTrainedModel) -> None:
     """Compile each kind of layer of `model` once, for any number of tokens.
 
-    Activations are recomputed as before; attention that this project brings stays outside.
+    Text layers recompute their activations as before, and attention that this project brings stays outside of them. A
+    layer of a vision tower is compiled with its attention, and so can recompute them in its own backward pass.
 
     Raises:
         ConfigurationError: the model has no layers as transformers makes them, or there is no compiler for C++.
@@ -42,21 +48,39 @@ def compile_layers(model: PreTrainedModel) -> None:
         raise ConfigurationError(
             f"{type(model).__name__} has no layers that are known here", where=_WHERE, remedy="leave it out"
         )
+    towers = [model.get_submodule(name) for name in family_of(model.config).vision]
+    vision = {module for tower in towers for module in tower.modules()}
     for layer in layers:
-        layer.forward = partial(_forward, layer, _compiled(unwrap(type(layer).forward)))
+        forward = unwrap(type(layer).forward)
+        recomputing = _recomputing(forward) if layer in vision else None
+        layer.forward = partial(_forward, layer, _compiled(forward), recomputing)
 
 
-def _forward(layer: Any, compiled: Callable[..., Any], *args: Any, **more: Any) -> Any:
+def _forward(
+    layer: Any, compiled: Callable[..., Any], recomputing: Callable[..., Any] | None, *args: Any, **more: Any
+) -> Any:
     """As `GradientCheckpointingLayer` does it."""
-    if layer.gradient_checkpointing and layer.training:
-        return layer._gradient_checkpointing_func(partial(compiled, layer, **more), *args)
-    return compiled(layer, *args, **more)
+    if not (layer.gradient_checkpointing and layer.training):
+        return compiled(layer, *args, **more)
+    if recomputing is not None:
+        return recomputing(layer, *args, **more)
+    return layer._gradient_checkpointing_func(partial(compiled, layer, **more), *args)
 
 
 @cache
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    # Numbers that operations pass on are rounded as without compilation, so log-probs stay those of the plain layers.
-    return torch.compile(forward, dynamic=True, options={"emulate_precision_casts": True})
+    return torch.compile(forward, dynamic=True, options=_OPTIONS)
+
+
+@cache
+def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps nothing but its inputs for the backward pass. Python has less to do than when torch calls a layer again."""
+
+    def compiled(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        with torch._functorch.config.patch(activation_memory_budget=0.0):
+            return compile_fx(graph, inputs, config_patches=_OPTIONS)
+
+    return torch.compile(own_code(forward), dynamic=True, backend=compiled)
 
 
 def check_compiler(where: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from components.contracts.errors import ConfigurationError
-from components.models.compiled import _compiled, compile_layers
+from components.models.compiled import _compiled, _recomputing, compile_layers
 from components.models.families import FAMILIES
 from components.models.padded import pad_widths
 from components.training.ranks import Ranks
@@ -22,12 +22,22 @@ from .conftest import LORA, Tiny, trainer_settings
 from .test_packing import conversations, learner_of, step
 
 
+@pytest.fixture
+def own_layers() -> Iterator[None]:
+    """What other tests compiled is not used, nor the other way round: some only trace."""
+    for cached in (_compiled, _recomputing):
+        cached.cache_clear()
+    yield
+    for cached in (_compiled, _recomputing):
+        cached.cache_clear()
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_layers")
 @pytest.mark.parametrize("packing", [False, True])
 @trace_only()
 def test_a_compiled_step_is_the_step(packing: bool, tiny: Tiny) -> None:
     """Padded rows of a model with adapters, and packed rows, whose layers are recomputed."""
-    _compiled.cache_clear()
     samples, done = conversations(tiny), []
     for compiled in (False, True):
         torch.manual_seed(0)  # of the adapters
@@ -41,10 +51,10 @@ def test_a_compiled_step_is_the_step(packing: bool, tiny: Tiny) -> None:
     assert ours.keys() == weights.keys()
     for name, value in weights.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-6, atol=1e-6)
-    _compiled.cache_clear()
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_layers")
 def test_kernels_of_compiled_layers_are_those_of_plain_ones(tiny: Tiny) -> None:
     models = [tiny.model().train() for _ in range(2)]
     compile_layers(models[1])
@@ -56,7 +66,35 @@ def test_kernels_of_compiled_layers_are_those_of_plain_ones(tiny: Tiny) -> None:
     for (name, plain), fused in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         if plain.grad is not None:
             assert (fused.grad - plain.grad).norm() <= 1e-5 * plain.grad.norm(), name
-    _compiled.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_layers")
+def test_a_tower_that_recomputes_keeps_little_and_computes_the_same(make_tiny: Callable[..., Tiny]) -> None:
+    """Outputs and gradients against plain layers; kept are the layers' inputs, and what lies outside of layers."""
+    tiny = make_tiny("internvl")
+    found, kept = [], []
+    for compiled in (False, True):
+        model = tiny.model(gradient_checkpointing=compiled).train()
+        if compiled:
+            compile_layers(model)
+        tower = model.model.vision_tower
+        pixels = torch.randn(2, 3, *tower.config.image_size, generator=torch.Generator().manual_seed(0))
+        weights = {parameter.data_ptr() for parameter in tower.parameters()}
+        sizes: list[int] = []
+
+        def count(tensor: torch.Tensor, sizes: list[int] = sizes, weights: set[int] = weights) -> torch.Tensor:
+            sizes.append(0 if tensor.data_ptr() in weights else tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            hidden = tower(pixels).last_hidden_state
+        hidden.square().mean().backward()
+        found.append([hidden.detach(), *(p.grad for p in tower.parameters() if p.grad is not None)])
+        kept.append(sum(sizes) / hidden.numel())
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert kept[1] < kept[0] / 3
 
 
 def test_a_step_with_a_padded_tower_is_the_step(make_tiny: Callable[..., Tiny]) -> None:
