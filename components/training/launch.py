@@ -49,7 +49,8 @@ def joined(processes: TrainerProcesses, seed: int) -> Iterator[Ranks]:
     _set_pg_timeout(timeout + WATCHDOG if processes.gpus else timeout)
     try:
         group = dist.new_group(backend="gloo", timeout=timeout)
-        yield Ranks(rank, size, device, group, timeout, _context(rank, size, processes.context_parallel, timeout))
+        context = _context(rank, size, processes.context_parallel, timeout)
+        yield Ranks(rank, size, device, group, timeout, context, one_node=processes.nodes == 1)
     finally:
         dist.destroy_process_group()
 

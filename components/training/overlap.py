@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from components.training.gradient_sums import GradientSums
+from components.training.peer_copies import peer_copies
 from components.training.ranks import ALONE_ELEMENTS, Ranks
 
 
@@ -33,6 +34,7 @@ class OverlappedAllReduce:
         self._order, self._in_last_pass = list[nn.Parameter](), False
         self._arrived = dict[nn.Parameter, None]()
         self._pending = dict[nn.Parameter, Callable[[], None]]()
+        self._begin_sum = (peer_copies(ranks) or ranks).begin_sum
         sums.added = self._added
 
     def start(self) -> None:
@@ -90,4 +92,4 @@ class OverlappedAllReduce:
         if parameter not in totals:
             totals[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
         totals[parameter] = totals[parameter].contiguous()
-        self._pending[parameter] = self._ranks.begin_sum(totals[parameter])
+        self._pending[parameter] = self._begin_sum(totals[parameter])

@@ -43,6 +43,7 @@ class Ranks:
     group: Any = None
     timeout: timedelta = TIMEOUT
     context: ContextParallel | None = None
+    one_node: bool = True
 
     @property
     def first(self) -> bool:

@@ -1,0 +1,141 @@
+"""Sums over the GPUs of one node by their copy engines, beside kernels that want all of a GPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+from components.models.installed import is_installed
+from components.training.ranks import Ranks
+
+PIECE = 2**24
+"""Numbers of a tensor that are summed at a time; for each a lane holds four bytes, and as much again for its sums."""
+LANES = 4
+"""Pieces that are on their way at once."""
+FREE, SENT, SUMMED = range(3)
+"""What ranks tell each other of a piece: that they have all of its sums, have sent their numbers, have added them."""
+
+log = logging.getLogger(__name__)
+
+
+def peer_copies(ranks: Ranks) -> PeerCopies | None:
+    """None where GPUs cannot have each other's memory. Every rank calls it."""
+    if ranks.device.type != "cuda" or not ranks.one_node or not is_installed("cuda-bindings"):
+        return None
+    devices = ranks.gather(ranks.device.index)
+    pairs = [(one, other) for one in devices for other in devices if one != other]
+    if len(set(devices)) < ranks.size or not all(torch.cuda.can_device_access_peer(*pair) for pair in pairs):
+        return None
+    try:
+        made, failure = PeerCopies(ranks), None
+    except RuntimeError as error:  # a container may forbid that processes share memory of a GPU
+        made, failure = None, str(error).splitlines()[0]
+    for other in ranks.gather(failure):
+        if other is not None:
+            log.warning("gradients are summed by NCCL, since GPUs cannot share memory: %s", other)
+            return None
+    return made
+
+
+class PeerCopies:
+    """All-reduce in fp32 in which copy engines move what NCCL's kernels would, and short kernels add.
+
+    A product on a Hopper GPU uses all multiprocessors, so it waits for any kernel that holds some of them. Here the
+    front end of the GPU waits for other ranks (`cuStreamWaitValue32`), and no kernel does. Each rank adds up its own
+    part of a tensor, so all get the same bits.
+
+    Raises:
+        RuntimeError: the memory cannot be shared.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._lanes = [_Lane(ranks) for _ in range(LANES)]
+        self._next = 0
+        torch.cuda.synchronize(ranks.device)
+
+    def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
+        """See `Ranks.begin_sum`. All ranks have been made before one of them calls this."""
+        here, done = torch.cuda.current_stream().record_event(), list[torch.cuda.Event]()
+        for piece in tensor.view(-1).split(PIECE):
+            done.append(self._lanes[self._next].sum(piece, here))
+            self._next = (self._next + 1) % LANES
+
+        def wait() -> None:
+            for event in done:
+                torch.cuda.current_stream().wait_event(event)
+
+        return wait
+
+
+class _Lane:
+    """Sums pieces one after another, in a stream of its own."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._rank, self._size, self._pieces = ranks.rank, ranks.size, 0
+        self._others = [(ranks.rank + step) % ranks.size for step in range(1, ranks.size)]
+        self._stream = torch.cuda.Stream(ranks.device, priority=-1)
+        self._share = -(-PIECE // ranks.size)
+        numbers, words = (ranks.size + 1) * self._share, 3 * ranks.size
+        buffer = symmetric_memory.empty(numbers + words, dtype=torch.float32, device=ranks.device).zero_()
+        assert dist.group.WORLD is not None
+        self._shared = symmetric_memory.rendezvous(buffer, dist.group.WORLD)
+        self._words = [pointer + 4 * numbers for pointer in self._shared.buffer_ptrs]
+
+    def sum(self, piece: Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
+        """Sum at most `PIECE` numbers in place. Returns what happens when they are."""
+        share = -(-len(piece) // self._size)
+        parts = [piece[rank * share : (rank + 1) * share] for rank in range(self._size)]
+        own = parts[self._rank]
+        self._stream.wait_event(after)
+        with torch.cuda.stream(self._stream):
+            self._hear(FREE)
+            self._pieces += 1
+            for other in self._others:
+                self._lent(other, self._rank, parts[other]).copy_(parts[other])
+            self._tell(SENT)
+            self._hear(SENT)
+            for other in self._others:
+                own.add_(self._lent(self._rank, other, own))
+            self._lent(self._rank, self._size, own).copy_(own)
+            self._tell(SUMMED)
+            self._hear(SUMMED)
+            for other in self._others:
+                parts[other].copy_(self._lent(other, self._size, parts[other]))
+            self._tell(FREE)
+            return self._stream.record_event()
+
+    def _lent(self, rank: int, place: int, like: Tensor) -> Tensor:
+        """Of the memory of `rank`: what the rank `place` sends to it, or behind that of all ranks its own sums."""
+        return self._shared.get_buffer(rank, like.shape, torch.float32, place * self._share)
+
+    def _tell(self, what: int) -> None:
+        """Once the stream is here, the others know `what` of this piece."""
+        for other in self._others:
+            address = self._word(other, what, self._rank)
+            _checked(_driver().cuStreamWriteValue32(self._stream.cuda_stream, address, self._pieces, 0))
+
+    def _hear(self, what: int) -> None:
+        """The stream goes on when all others have told `what` of this piece."""
+        for other in self._others:
+            address = self._word(self._rank, what, other)
+            _checked(_driver().cuStreamWaitValue32(self._stream.cuda_stream, address, self._pieces, 0))
+
+    def _word(self, rank: int, what: int, teller: int) -> int:
+        return self._words[rank] + 4 * (what * self._size + teller)
+
+
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver
+
+
+def _checked(result: tuple[Any, ...]) -> None:
+    if result[0]:
+        raise RuntimeError(f"CUDA does not let a stream wait for another GPU: {result[0].name}")
