@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from components.models.transfer import to_device
+
 BLOCK = 1024
 CHUNK = 32 * BLOCK
 """Numbers of a parameter that one program updates."""
@@ -130,7 +132,7 @@ def update(
     numbers = (clip, 1 - rate * decay, rate / (1 - beta1**step), 1 - beta1, beta2, 1 - beta2, eps, 1 - beta2**step)
     types = (TYPES[same[0].dtype] for same in (weights, gradients, firsts, rests))
     _update[(len(owners),)](
-        table.to(device), owners.to(device), *numbers, *types,
+        to_device(table, device), to_device(owners, device), *numbers, *types,
         MASTER=rests[0].dtype == torch.int16, ALIGNED=0 if (pointers % ALIGNED).any() else ALIGNED,
         BLOCK=BLOCK, CHUNK=CHUNK, COLUMNS=COLUMNS,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from torch.optim.adamw import adamw
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from components.models.installed import TRITON
+from components.models.transfer import to_device
 from components.training.master_weights import joined, split
 from components.training.moments import FIRST, LOW, RESIDUAL, SECOND, STORAGES, OptimizerStates, State
 from components.training.sharded_tensors import TensorSpec
@@ -138,7 +139,7 @@ class CompensatedAdamW(torch.optim.Optimizer):
         fused = all(weight.is_cuda for weight in weights)
         counts = [s[STEP] for s in states]
         if fused:
-            counts = list(torch.stack(counts).to(weights[0].device).unbind())
+            counts = list(to_device(torch.stack(counts), weights[0].device).unbind())
         adamw(
             weights,
             [_local(p.grad) for p, _ in pairs if p.grad is not None],
@@ -177,19 +178,19 @@ class CompensatedAdamW(torch.optim.Optimizer):
             for own, half in zip((weight, others[-1]), split(master), strict=True):
                 own.copy_(half)
             return
-        torch._foreach_add_([state[STEP] for _, state in pairs], 1)
         numbers = {
             "rate": group["lr"],
             "decay": group["weight_decay"],
             "betas": group["betas"],
             "eps": group["eps"],
-            "step": int(pairs[0][1][STEP].item()),
+            "step": int(pairs[0][1][STEP].item()) + 1,
             "clip": clip,
         }
         if fused:
             _kernel().update(*zip(*tensors, strict=True), **numbers)
         else:
             rounded_update(weight, *others, **numbers)
+        torch._foreach_add_([state[STEP] for _, state in pairs], 1)
 
 
 def rounded_update(
