@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from components.contracts.errors import ConfigurationError
 from components.models.families import family_of
+from components.models.varlen import in_one_graph
 
 VARIANTS = 64
 """How many variants of a layer's code are kept: with and without gradients, of the first layer and others, of few and
@@ -29,14 +30,16 @@ _WHERE = "trainer.torch_compile"
 def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """A copy of a plain function, whose variants torch counts by themselves."""
     assert isinstance(function, FunctionType) and function.__closure__ is None
-    return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    copy = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def compile_layers(model: PreTrainedModel) -> None:
     """Compile each kind of layer of `model` once, for any number of tokens.
 
     Text layers recompute their activations as before, and attention that this project brings stays outside of them. A
-    layer of a vision tower is compiled with its attention, and so can recompute them in its own backward pass.
+    layer of a vision tower whose attention is compiled with it recomputes them in its own backward pass.
 
     Raises:
         ConfigurationError: the model has no layers as transformers makes them, or there is no compiler for C++.
@@ -49,7 +52,7 @@ def compile_layers(model: PreTrainedModel) -> None:
             f"{type(model).__name__} has no layers that are known here", where=_WHERE, remedy="leave it out"
         )
     towers = [model.get_submodule(name) for name in family_of(model.config).vision]
-    vision = {module for tower in towers for module in tower.modules()}
+    vision = {module for tower in towers if in_one_graph(tower) for module in tower.modules()}
     for layer in layers:
         forward = unwrap(type(layer).forward)
         recomputing = _recomputing(forward) if layer in vision else None
@@ -62,7 +65,7 @@ def _forward(
     """As `GradientCheckpointingLayer` does it."""
     if not (layer.gradient_checkpointing and layer.training):
         return compiled(layer, *args, **more)
-    if recomputing is not None:
+    if recomputing is not None and not any(part.training for part in layer.children()):
         return recomputing(layer, *args, **more)
     return layer._gradient_checkpointing_func(partial(compiled, layer, **more), *args)
 
@@ -74,7 +77,9 @@ def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps nothing but its inputs for the backward pass. Python has less to do than when torch calls a layer again."""
+    """Keeps nothing but its inputs for the backward pass, which takes the host less than torch's checkpoint: that calls
+    a layer again. Random operations, such as dropout in training mode, would draw other numbers there.
+    """
 
     def compiled(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         with torch._functorch.config.patch(activation_memory_budget=0.0):

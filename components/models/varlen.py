@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -28,9 +27,8 @@ def choose_kernels(model: PreTrainedModel) -> None:
     """Let the vision tower of a model that was loaded with `sdpa` use this module; code of a checkpoint keeps that."""
     if is_remote(model):
         return
-    modules = {type(module) for module in model.modules()}
     vision = getattr(model.config, "vision_config", None)
-    if vision is not None and any("cu_seqlens" in signature(kind.forward).parameters for kind in modules):
+    if vision is not None and _takes_lengths(model):
         vision._attn_implementation = WINDOWS
 
 
@@ -63,18 +61,31 @@ def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors
 
 
-_HAS_WINDOWS = "window_size" in signature(varlen_attn).parameters
+def in_one_graph(tower: nn.Module) -> bool:
+    """Whether attention of this vision tower becomes part of a compiled layer: nobody has to read lengths for it."""
+    if not _takes_lengths(tower):
+        return True
+    weight = next(tower.parameters())
+    fits = has_kernel(torch.empty(0, 8, dtype=weight.dtype, device=weight.device))
+    return fits and getattr(tower.config, "_attn_implementation", None) == WINDOWS
+
+
+def _takes_lengths(model: nn.Module) -> bool:
+    kinds = {type(module) for module in model.modules()}
+    return any("cu_seqlens" in signature(kind.forward).parameters for kind in kinds)
 
 
 def has_kernel(q: Tensor) -> bool:
-    if not q.is_cuda or not _HAS_WINDOWS:
+    if not q.is_cuda:
         return False
     fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     return fits and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float) -> Tensor:
-    """`varlen_attn` without its operators in Python, which take a host longer than a short layer takes a GPU."""
+    """What `torch.nn.attention.varlen` calls, without its operators in Python: their host time exceeds the GPU time of
+    a short layer.
+    """
     ends, tensors = ends.int(), (q.contiguous(), k.contiguous(), v.contiguous())
     out: Tensor
     out, *_ = torch.ops.aten._flash_attention_forward(

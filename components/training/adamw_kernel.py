@@ -112,8 +112,8 @@ def update(
     step: int,
     clip: float = 1.0,
 ) -> None:
-    """As `components.training.optimizer.rounded_update` of each parameter, with one kernel for all of them: hundreds
-    take a host longer to launch than small parameters take a GPU.
+    """As `components.training.optimizer.rounded_update` of each parameter, with one kernel for all of them: launching
+    hundreds takes the host longer than small parameters take the GPU.
 
     Each of the sequences has one dtype, and all tensors but the gradients are contiguous. `rests` are the residuals,
     or in int16 what `components.training.master_weights.split` takes from the weights.

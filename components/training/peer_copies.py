@@ -15,7 +15,7 @@ from components.models.installed import is_installed
 from components.training.ranks import Ranks
 
 PIECE = 2**24
-"""Numbers of a tensor that are summed at a time; for each a lane holds four bytes, and as much again for its sums."""
+"""Numbers of a tensor that are summed at a time. A lane holds four bytes for each, and for each that a rank adds up."""
 LANES = 4
 """Pieces that are on their way at once."""
 FREE, SENT, SUMMED = range(3)
@@ -34,7 +34,7 @@ def peer_copies(ranks: Ranks) -> PeerCopies | None:
         return None
     try:
         made, failure = PeerCopies(ranks), None
-    except RuntimeError as error:  # a container may forbid that processes share memory of a GPU
+    except (ImportError, RuntimeError) as error:  # a container may forbid that processes share memory of a GPU
         made, failure = None, str(error).splitlines()[0]
     for other in ranks.gather(failure):
         if other is not None:
@@ -48,10 +48,11 @@ class PeerCopies:
 
     A product on a Hopper GPU uses all multiprocessors, so it waits for any kernel that holds some of them. Here the
     front end of the GPU waits for other ranks (`cuStreamWaitValue32`), and no kernel does. Each rank adds up its own
-    part of a tensor, so all get the same bits.
+    part of a tensor, so all get the same bits. Such a wait has no time limit: hosts have to find out by other means
+    that one of them is gone.
 
     Raises:
-        RuntimeError: the memory cannot be shared.
+        ImportError, RuntimeError: memory cannot be shared, or streams cannot wait for other GPUs.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -60,7 +61,7 @@ class PeerCopies:
         torch.cuda.synchronize(ranks.device)
 
     def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
-        """See `Ranks.begin_sum`. All ranks have been made before one of them calls this."""
+        """See `Ranks.begin_sum`. Every rank has to be constructed before one of them calls this."""
         here, done = torch.cuda.current_stream().record_event(), list[torch.cuda.Event]()
         for piece in tensor.view(-1).split(PIECE):
             done.append(self._lanes[self._next].sum(piece, here))
@@ -86,9 +87,11 @@ class _Lane:
         assert dist.group.WORLD is not None
         self._shared = symmetric_memory.rendezvous(buffer, dist.group.WORLD)
         self._words = [pointer + 4 * numbers for pointer in self._shared.buffer_ptrs]
+        self._tell(FREE)  # fails here if it cannot be done at all
+        self._hear(FREE)
 
     def sum(self, piece: Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
-        """Sum at most `PIECE` numbers in place. Returns what happens when they are."""
+        """Sum at most `PIECE` numbers in place. Returns an event that is recorded when they are summed."""
         share = -(-len(piece) // self._size)
         parts = [piece[rank * share : (rank + 1) * share] for rank in range(self._size)]
         own = parts[self._rank]

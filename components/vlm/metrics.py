@@ -109,7 +109,8 @@ class Meter:
             found = zip(part["rows"], pieces, strict=True)
             log_ratios |= {row: piece.numpy() for (row, _), piece in found if len(piece)}
         _, sharing = ranks.part
-        counted = [part["sums"] for part in parts[::sharing]]  # of ranks that share their tokens the first one counts
+        # Of ranks that share their tokens the first one counts. One without micro-batches lacks some of the sums.
+        counted = [part["sums"] for part in parts[::sharing]]
         sums = {name: sum(part.get(name, 0.0) for part in counted) for part in counted for name in part}
         tokens = max(sums.pop("tokens"), 1.0)
         report = {"loss": sums.pop("loss") / max(len(self.grad_norms), 1)}

@@ -12,10 +12,11 @@ from pydantic import ValidationError
 
 from components.contracts.errors import ConfigurationError
 from components.models.compiled import _compiled, _recomputing, compile_layers
-from components.models.families import FAMILIES
+from components.models.families import FAMILIES, family_of
 from components.models.padded import pad_widths
 from components.training.ranks import Ranks
 from components.vlm.learner import Learner
+from components.vlm.logprobs import Policy
 from tests.compiling import trace_only
 
 from .conftest import LORA, Tiny, trainer_settings
@@ -68,33 +69,46 @@ def test_kernels_of_compiled_layers_are_those_of_plain_ones(tiny: Tiny) -> None:
             assert (fused.grad - plain.grad).norm() <= 1e-5 * plain.grad.norm(), name
 
 
+def kept_by_tower(model: Any, pixels: torch.Tensor, **inputs: Any) -> tuple[float, list[torch.Tensor]]:
+    """How many numbers other than weights are kept for the backward pass, and outputs and gradients."""
+    tower = model.get_submodule(family_of(model.config).vision[0])
+    weights, sizes = {parameter.data_ptr() for parameter in tower.parameters()}, list[int]()
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(0 if tensor.data_ptr() in weights else tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        hidden = tower(pixels, **inputs).last_hidden_state
+    hidden.square().mean().backward()
+    return sum(sizes), [hidden.detach(), *(p.grad for p in tower.parameters() if p.grad is not None)]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_layers")
-def test_a_tower_that_recomputes_keeps_little_and_computes_the_same(make_tiny: Callable[..., Tiny]) -> None:
-    """Outputs and gradients against plain layers; kept are the layers' inputs, and what lies outside of layers."""
-    tiny = make_tiny("internvl")
-    found, kept = [], []
-    for compiled in (False, True):
-        model = tiny.model(gradient_checkpointing=compiled).train()
+@pytest.mark.parametrize("family", ["internvl", "qwen2.5-vl"])
+def test_a_compiled_tower_that_recomputes_keeps_no_more_and_computes_the_same(
+    family: str, make_tiny: Callable[..., Tiny]
+) -> None:
+    """Of the second, attention on a CPU is not compiled."""
+    tiny, random = make_tiny(family), torch.Generator().manual_seed(0)
+    kept, found = {}, {}
+    for compiled, recomputing in ((False, False), (False, True), (True, True)):
+        model = tiny.model(gradient_checkpointing=recomputing)
+        Policy(model, logprobs="torch", temperature=1.0)  # which lets its layers recompute
         if compiled:
             compile_layers(model)
-        tower = model.model.vision_tower
-        pixels = torch.randn(2, 3, *tower.config.image_size, generator=torch.Generator().manual_seed(0))
-        weights = {parameter.data_ptr() for parameter in tower.parameters()}
-        sizes: list[int] = []
-
-        def count(tensor: torch.Tensor, sizes: list[int] = sizes, weights: set[int] = weights) -> torch.Tensor:
-            sizes.append(0 if tensor.data_ptr() in weights else tensor.numel())
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            hidden = tower(pixels).last_hidden_state
-        hidden.square().mean().backward()
-        found.append([hidden.detach(), *(p.grad for p in tower.parameters() if p.grad is not None)])
-        kept.append(sum(sizes) / hidden.numel())
-    for ours, theirs in zip(*found, strict=True):
+        vision = model.config.vision_config
+        if family == "internvl":
+            inputs = {"pixels": torch.ones(2, 3, *vision.image_size)}
+        else:
+            grid = torch.tensor([[1, 8, 8], [1, 4, 8]])
+            inputs = {"pixels": torch.ones(96, 3 * vision.temporal_patch_size * vision.patch_size**2), "grid_thw": grid}
+        inputs["pixels"] = torch.randn(inputs["pixels"].shape, generator=random.manual_seed(0))
+        kept[compiled, recomputing], found[compiled, recomputing] = kept_by_tower(model, **inputs)
+    for ours, theirs in zip(found[True, True], found[False, False], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    assert kept[1] < kept[0] / 3
+    assert kept[True, True] <= kept[False, True] < kept[False, False]
 
 
 def test_a_step_with_a_padded_tower_is_the_step(make_tiny: Callable[..., Tiny]) -> None:
