@@ -77,8 +77,8 @@ def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps nothing but its inputs for the backward pass, which takes the host less than torch's checkpoint: that calls
-    a layer again. Random operations, such as dropout in training mode, would draw other numbers there.
+    """Keeps nothing but its inputs for the backward pass. Cheaper for the host than torch's checkpoint, which runs the
+    layer's Python again. Random operations, such as dropout in training mode, would draw other numbers there.
     """
 
     def compiled(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:

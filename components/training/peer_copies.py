@@ -61,7 +61,7 @@ class PeerCopies:
         torch.cuda.synchronize(ranks.device)
 
     def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
-        """See `Ranks.begin_sum`. Every rank has to be constructed before one of them calls this."""
+        """See `Ranks.begin_sum`. Every rank constructs its own before one of them calls this."""
         here, done = torch.cuda.current_stream().record_event(), list[torch.cuda.Event]()
         for piece in tensor.view(-1).split(PIECE):
             done.append(self._lanes[self._next].sum(piece, here))
