@@ -1,4 +1,4 @@
-"""Which packages with kernels for GPUs are installed."""
+"""Which packages for GPUs are installed."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ class OverlappedAllReduce:
         self._order, self._in_last_pass = list[nn.Parameter](), False
         self._arrived = dict[nn.Parameter, None]()
         self._pending = dict[nn.Parameter, Callable[[], None]]()
-        self._begin_sum = (peer_copies(ranks) or ranks).begin_sum
+        large = any(parameter.numel() >= ALONE_ELEMENTS for parameter in parameters)
+        self._begin_sum = ((peer_copies(ranks) if large else None) or ranks).begin_sum
         sums.added = self._added
 
     def start(self) -> None:

@@ -19,7 +19,7 @@ PIECE = 2**24
 LANES = 4
 """Pieces that are on their way at once."""
 FREE, SENT, SUMMED = range(3)
-"""What ranks tell each other of a piece: that they have all of its sums, have sent their numbers, have added them."""
+"""Flags of a piece: a rank has all of its sums, has sent its numbers, has added up its part."""
 
 log = logging.getLogger(__name__)
 
@@ -82,13 +82,13 @@ class _Lane:
         self._others = [(ranks.rank + step) % ranks.size for step in range(1, ranks.size)]
         self._stream = torch.cuda.Stream(ranks.device, priority=-1)
         self._share = -(-PIECE // ranks.size)
-        numbers, words = (ranks.size + 1) * self._share, 3 * ranks.size
-        buffer = symmetric_memory.empty(numbers + words, dtype=torch.float32, device=ranks.device).zero_()
+        numbers, flags = (ranks.size + 1) * self._share, 3 * ranks.size
+        buffer = symmetric_memory.empty(numbers + flags, dtype=torch.float32, device=ranks.device).zero_()
         assert dist.group.WORLD is not None
         self._shared = symmetric_memory.rendezvous(buffer, dist.group.WORLD)
-        self._words = [pointer + 4 * numbers for pointer in self._shared.buffer_ptrs]
-        self._tell(FREE)  # fails here if it cannot be done at all
-        self._hear(FREE)
+        self._flags = [pointer + 4 * numbers for pointer in self._shared.buffer_ptrs]
+        self._signal(FREE)  # fails here if it cannot be done at all
+        self._wait(FREE)
 
     def sum(self, piece: Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
         """Sum at most `PIECE` numbers in place. Returns an event that is recorded when they are summed."""
@@ -97,40 +97,40 @@ class _Lane:
         own = parts[self._rank]
         self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
-            self._hear(FREE)
+            self._wait(FREE)
             self._pieces += 1
             for other in self._others:
-                self._lent(other, self._rank, parts[other]).copy_(parts[other])
-            self._tell(SENT)
-            self._hear(SENT)
+                self._buffer(other, self._rank, parts[other]).copy_(parts[other])
+            self._signal(SENT)
+            self._wait(SENT)
             for other in self._others:
-                own.add_(self._lent(self._rank, other, own))
-            self._lent(self._rank, self._size, own).copy_(own)
-            self._tell(SUMMED)
-            self._hear(SUMMED)
+                own.add_(self._buffer(self._rank, other, own))
+            self._buffer(self._rank, self._size, own).copy_(own)
+            self._signal(SUMMED)
+            self._wait(SUMMED)
             for other in self._others:
-                parts[other].copy_(self._lent(other, self._size, parts[other]))
-            self._tell(FREE)
+                parts[other].copy_(self._buffer(other, self._size, parts[other]))
+            self._signal(FREE)
             return self._stream.record_event()
 
-    def _lent(self, rank: int, place: int, like: Tensor) -> Tensor:
+    def _buffer(self, rank: int, place: int, like: Tensor) -> Tensor:
         """Of the memory of `rank`: what the rank `place` sends to it, or behind that of all ranks its own sums."""
         return self._shared.get_buffer(rank, like.shape, torch.float32, place * self._share)
 
-    def _tell(self, what: int) -> None:
-        """Once the stream is here, the others know `what` of this piece."""
+    def _signal(self, flag: int) -> None:
+        """Set a flag for this piece on all other ranks, when the stream gets here."""
         for other in self._others:
-            address = self._word(other, what, self._rank)
+            address = self._flag(other, flag, self._rank)
             _checked(_driver().cuStreamWriteValue32(self._stream.cuda_stream, address, self._pieces, 0))
 
-    def _hear(self, what: int) -> None:
-        """The stream goes on when all others have told `what` of this piece."""
+    def _wait(self, flag: int) -> None:
+        """Let the stream wait until all other ranks have set a flag for this piece."""
         for other in self._others:
-            address = self._word(self._rank, what, other)
+            address = self._flag(self._rank, flag, other)
             _checked(_driver().cuStreamWaitValue32(self._stream.cuda_stream, address, self._pieces, 0))
 
-    def _word(self, rank: int, what: int, teller: int) -> int:
-        return self._words[rank] + 4 * (what * self._size + teller)
+    def _flag(self, rank: int, flag: int, sender: int) -> int:
+        return self._flags[rank] + 4 * (flag * self._size + sender)
 
 
 def _driver() -> Any:

@@ -34,7 +34,7 @@ class Ranks:
 
     `group` is a gloo group for small Python objects; None when there is one rank. A rank that died is noticed by its
     parent; one that is cut off, by the others when it did not answer for `timeout`. `context`: those of the ranks that
-    share each sequence with this one; None: it has all of its own.
+    share each sequence with this one; None: it has all of its own. `one_node`: no rank is on another one.
     """
 
     rank: int = 0

@@ -36,10 +36,8 @@ def test_the_kernel_updates_masters_as_fp32_weights() -> None:
     stock = torch.optim.AdamW([reference], lr=1e-3, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
     for step in range(1, 7):
         reference.grad = torch.randn(master.shape, generator=random)
-        tensors = (weight, reference.grad, first, second, low)
-        update(
-            *([tensor] for tensor in tensors), rate=1e-3, decay=0.1, betas=(0.9, 0.95), eps=1e-6, step=step, clip=0.25
-        )
+        tensors = [weight], [reference.grad], [first], [second], [low]
+        update(*tensors, rate=1e-3, decay=0.1, betas=(0.9, 0.95), eps=1e-6, step=step, clip=0.25)
         reference.grad *= 0.25
         stock.step()
     torch.testing.assert_close(joined(weight, low), reference.detach(), rtol=1e-6, atol=1e-9)

@@ -69,7 +69,7 @@ def test_kernels_of_compiled_layers_are_those_of_plain_ones(tiny: Tiny) -> None:
             assert (fused.grad - plain.grad).norm() <= 1e-5 * plain.grad.norm(), name
 
 
-def kept_by_tower(model: Any, pixels: torch.Tensor, **inputs: Any) -> tuple[float, list[torch.Tensor]]:
+def kept_by_tower(model: Any, pixels: torch.Tensor, **inputs: Any) -> tuple[int, list[torch.Tensor]]:
     """How many numbers other than weights are kept for the backward pass, and outputs and gradients."""
     tower = model.get_submodule(family_of(model.config).vision[0])
     weights, sizes = {parameter.data_ptr() for parameter in tower.parameters()}, list[int]()
@@ -91,7 +91,7 @@ def test_a_compiled_tower_that_recomputes_keeps_no_more_and_computes_the_same(
     family: str, make_tiny: Callable[..., Tiny]
 ) -> None:
     """Of the second, attention on a CPU is not compiled."""
-    tiny, random = make_tiny(family), torch.Generator().manual_seed(0)
+    tiny = make_tiny(family)
     kept, found = {}, {}
     for compiled, recomputing in ((False, False), (False, True), (True, True)):
         model = tiny.model(gradient_checkpointing=recomputing)
@@ -100,12 +100,12 @@ def test_a_compiled_tower_that_recomputes_keeps_no_more_and_computes_the_same(
             compile_layers(model)
         vision = model.config.vision_config
         if family == "internvl":
-            inputs = {"pixels": torch.ones(2, 3, *vision.image_size)}
+            shape, inputs = (2, 3, *vision.image_size), {}
         else:
-            grid = torch.tensor([[1, 8, 8], [1, 4, 8]])
-            inputs = {"pixels": torch.ones(96, 3 * vision.temporal_patch_size * vision.patch_size**2), "grid_thw": grid}
-        inputs["pixels"] = torch.randn(inputs["pixels"].shape, generator=random.manual_seed(0))
-        kept[compiled, recomputing], found[compiled, recomputing] = kept_by_tower(model, **inputs)
+            shape = (96, 3 * vision.temporal_patch_size * vision.patch_size**2)
+            inputs = {"grid_thw": torch.tensor([[1, 8, 8], [1, 4, 8]])}
+        pixels = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        kept[compiled, recomputing], found[compiled, recomputing] = kept_by_tower(model, pixels, **inputs)
     for ours, theirs in zip(found[True, True], found[False, False], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     assert kept[True, True] <= kept[False, True] < kept[False, False]
