@@ -18,8 +18,8 @@ PIECE = 2**24
 """Numbers of a tensor that are summed at a time. A lane holds four bytes for each, and for each that a rank adds up."""
 LANES = 4
 """Pieces that are on their way at once."""
-FREE, SENT, SUMMED = range(3)
-"""Flags of a piece: a rank has all of its sums, has sent its numbers, has added up its part."""
+SENT, SUMMED = range(2)
+"""Flags of a piece: a rank has sent its numbers, has added up its part."""
 
 log = logging.getLogger(__name__)
 
@@ -75,20 +75,24 @@ class PeerCopies:
 
 
 class _Lane:
-    """Sums pieces one after another, in a stream of its own."""
+    """Sums pieces one after another, in a stream of its own.
+
+    Buffers are free for the next piece without a flag for it: who has added up its part has read what others sent, and
+    who sends numbers of the next piece has read the sums of this one.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self._rank, self._size, self._pieces = ranks.rank, ranks.size, 0
         self._others = [(ranks.rank + step) % ranks.size for step in range(1, ranks.size)]
         self._stream = torch.cuda.Stream(ranks.device, priority=-1)
         self._share = -(-PIECE // ranks.size)
-        numbers, flags = (ranks.size + 1) * self._share, 3 * ranks.size
+        numbers, flags = (ranks.size + 1) * self._share, 2 * ranks.size
         buffer = symmetric_memory.empty(numbers + flags, dtype=torch.float32, device=ranks.device).zero_()
         assert dist.group.WORLD is not None
         self._shared = symmetric_memory.rendezvous(buffer, dist.group.WORLD)
         self._flags = [pointer + 4 * numbers for pointer in self._shared.buffer_ptrs]
-        self._signal(FREE)  # fails here if it cannot be done at all
-        self._wait(FREE)
+        self._signal(SENT)  # fails here if it cannot be done at all
+        self._wait(SENT)
 
     def sum(self, piece: Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
         """Sum at most `PIECE` numbers in place. Returns an event that is recorded when they are summed."""
@@ -97,7 +101,6 @@ class _Lane:
         own = parts[self._rank]
         self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
-            self._wait(FREE)
             self._pieces += 1
             for other in self._others:
                 self._buffer(other, self._rank, parts[other]).copy_(parts[other])
@@ -110,7 +113,6 @@ class _Lane:
             self._wait(SUMMED)
             for other in self._others:
                 parts[other].copy_(self._buffer(other, self._size, parts[other]))
-            self._signal(FREE)
             return self._stream.record_event()
 
     def _buffer(self, rank: int, place: int, like: Tensor) -> Tensor:

@@ -183,9 +183,9 @@ class Learner(TrainingEngine[Any]):
         for number, (micro, batch) in enumerate(batches, 1):
             batch = self._ready(batch)
             at = predicting(batch.loss_mask, self.ranks.device)
-            given = self._given(batch, at[0])
             with offloaded_activations() if self.settings.activation_offloading else nullcontext():
                 logprobs, entropy = _run(self.policy, batch, at)
+            given = self._given(batch, at[0])
             at_start = _at_start(micro, logprobs, start)
             corrected = self.settings.correction.mode != "none"
             tokens = Tokens(logprobs, at_start if corrected else given["behavior"], **given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,24 @@ with joined(TrainerProcesses(processes=2, gpus=(0, 1)), seed=0) as ranks:
         open(sys.argv[1], "w").write("done")
 """
 
+DYING = """
+import os, signal, sys, torch
+from components.training.launch import joined
+from components.training.peer_copies import peer_copies
+from components.training.processes import TrainerProcesses
+
+with joined(TrainerProcesses(processes=2, gpus=(0, 1)), seed=0) as ranks:
+    peers = peer_copies(ranks)
+    assert peers is not None
+    if not ranks.first:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ones = torch.ones(2**24, device=ranks.device)
+    peers.begin_sum(ones)()
+    open(sys.argv[1], "w").write("waits")
+    ones.sum().item()
+    open(sys.argv[1], "w").write("has a sum of what nobody sent")
+"""
+
 
 def test_on_a_cpu_there_are_none() -> None:
     assert peer_copies(Ranks()) is None
@@ -51,12 +70,24 @@ def test_on_a_cpu_there_are_none() -> None:
 @pytest.mark.gpu(2)
 @pytest.mark.timeout(200)
 def test_two_gpus_sum_to_the_bit(tmp_path: Path) -> None:
-    script, told = tmp_path / "ranks.py", tmp_path / "told"
-    script.write_text(SCRIPT)
+    assert two_ranks(SCRIPT, tmp_path) == (0, "done")
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.timeout(200)
+def test_a_gpu_that_waits_for_a_dead_rank_ends_with_it(tmp_path: Path) -> None:
+    assert two_ranks(DYING, tmp_path) == (128 + signal.SIGKILL, "waits")
+
+
+def two_ranks(script: str, folder: Path) -> tuple[int, str]:
+    """The exit code, and what the script says in the file that is its argument."""
+    path, told = folder / "ranks.py", folder / "told"
+    path.write_text(script)
     processes = TrainerProcesses(processes=2, gpus=(0, 1))
-    program = processes.start([script, told], rendezvous=private_folder(tmp_path / "rendezvous"), log=tmp_path / "log")
+    program = processes.start([path, told], rendezvous=private_folder(folder / "rendezvous"), log=folder / "log")
     try:
-        assert program.wait(180) == 0, program.tail(40)
+        code = program.wait(180)
+        print(program.tail(40))
     finally:
         program.stop()
-    assert told.read_text() == "done"
+    return code, told.read_text()
