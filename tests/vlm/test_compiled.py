@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from components.contracts.errors import ConfigurationError
 from components.models.compiled import _compiled, _recomputing, compile_layers
 from components.models.families import FAMILIES, family_of
-from components.models.load import RECOMPUTATION
 from components.models.padded import pad_widths
 from components.training.ranks import Ranks
 from components.vlm.learner import Learner
@@ -172,19 +171,14 @@ def test_settings_from_before_keep_their_fingerprint() -> None:
 @pytest.mark.parametrize("family", ["qwen2.5-vl", "gemma3"])
 def test_on_a_gpu_compiled_layers_in_bf16_are_those_of_fp32(family: str, make_tiny: Callable[..., Tiny]) -> None:
     tiny, norms = make_tiny(family), []
-    in_bf16 = {"torch_compile": True, "weights": "bfloat16"}
-    ways: list[tuple[dict[str, Any], bool]] = [({}, False), ({"torch_compile": True}, False)]
-    ways += [(in_bf16, False), (in_bf16, True)]
-    for way, recomputing in ways:
+    ways: list[dict[str, Any]] = [{}, {"torch_compile": True}, {"torch_compile": True, "weights": "bfloat16"}]
+    for way in ways:
         model = tiny.model(dtype=way.get("weights", "float32"))
-        if recomputing:
-            model.gradient_checkpointing_enable(RECOMPUTATION)
         settings = trainer_settings(packing=True, **way)
         learner = Learner(model, settings, temperature=1.0, ranks=Ranks(device=torch.device("cuda")))
         norms.append(step(learner, tiny, conversations(tiny))["grad_norm"])
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
     assert norms[2] == pytest.approx(norms[0], rel=3e-2)
-    assert norms[3] == pytest.approx(norms[2], rel=1e-3)
 
 
 @pytest.mark.gpu
