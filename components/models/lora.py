@@ -66,10 +66,10 @@ def add_adapters(model: PreTrainedModel, family: Family, settings: LoraSettings,
             where="model.lora.targets",
             remedy="leave lm_head out, or use a checkpoint with tie_word_embeddings = false",
         )
-    return get_peft_model(model, lora_config(names, settings.rank, settings.alpha, settings.dropout))
+    return get_peft_model(model, lora_config(names, settings.rank, settings.alpha))
 
 
-def lora_config(names: list[str], rank: int, alpha: float, dropout: float) -> LoraConfig:
+def lora_config(names: list[str], rank: int, alpha: float, dropout: float = 0.0) -> LoraConfig:
     """Adapters on the layers of these full names: alpha / rank * B A dropout(x) is added to their output."""
     return LoraConfig(r=rank, lora_alpha=cast(int, alpha), lora_dropout=dropout, target_modules=names, bias="none")
 

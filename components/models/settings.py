@@ -101,7 +101,7 @@ class LoraSettings(Settings):
 
     rank: PositiveInt = Field(16, description="Rank of each adapter.")
     alpha: PositiveFloat = Field(32.0, description="Scale: an adapter's output is multiplied by alpha / rank.")
-    dropout: float = Field(0.0, description="Dropout before an adapter; 0 keeps log-probs exact.", ge=0, lt=1)
+    dropout: float = Field(0.0, description="There is none: 0 is the only value.")
     targets: tuple[str, ...] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         description="Last names of the linear layers that get adapters, e.g. q_proj; 'all' for every linear.",
@@ -116,6 +116,13 @@ class LoraSettings(Settings):
         description="What servers get at a sync: the whole weights with the adapters merged in, or, beside the weights "
         "that they started with, the adapters alone. These are megabytes, and cost time in sampling.",
     )
+
+    @field_validator("dropout")
+    @classmethod
+    def _without_dropout(cls, dropout: float) -> float:
+        if dropout:
+            raise ValueError("a VLM is trained without dropout, so that log-probs are the sampler's: leave it out")
+        return dropout
 
 
 class ModelSettings(Settings):

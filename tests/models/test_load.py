@@ -34,7 +34,6 @@ SETTINGS = ModelSettings(
 LORA = LoraSettings(
     rank=4,
     alpha=8.0,
-    dropout=0.0,
     targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     scope="language",
 )
@@ -339,6 +338,7 @@ def test_a_folder_without_configuration_is_refused(tmp_path: Path) -> None:
         {"freeze": ("vision", "projector", "language")},
         {"source": "tiny/qwen2-vl"},
         {"freeze": ("visual",)},
+        {"lora": {"dropout": 0.1}},
     ),
 )
 def test_settings_that_contradict_are_refused(change: dict[str, Any]) -> None:

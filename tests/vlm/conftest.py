@@ -51,7 +51,7 @@ def model_settings(**changes: Any) -> ModelSettings:
     return ModelSettings.model_validate(values | changes)
 
 
-LORA = LoraSettings(rank=4, alpha=8, dropout=0.0, targets=("q_proj", "v_proj"), scope="language")
+LORA = LoraSettings(rank=4, alpha=8, targets=("q_proj", "v_proj"), scope="language")
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def _one_by_one(tiny: Tiny, model: Any, forbidden: tuple[int, ...]) -> tuple[Ten
 
 
 def test_adapters_on_the_head_count_and_can_be_switched_off(tiny: Tiny) -> None:
-    lora = LoraSettings(rank=4, alpha=8, dropout=0.0, targets=("q_proj", "lm_head"), scope="all")
+    lora = LoraSettings(rank=4, alpha=8, targets=("q_proj", "lm_head"), scope="all")
     model = tiny.model(lora=lora).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
