@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from prefect.blocks.system import Secret
+from prefect.context import TagsContext
 from prefect.runtime import deployment, flow_run
 from pydantic import BaseModel
 
@@ -53,6 +54,9 @@ def deployment_name() -> str:
 def tracked_flow(sections: Mapping[str, BaseModel]) -> Iterator[TrackedRun]:
     """The flow's parent run in MLflow, with every section as parameters; its stages share model servers.
 
+    Tasks do not inherit the tags of the flow run: before each, Prefect would ask its server for a slot of every tag,
+    and the server, on SQLite, answers some of these requests with an error that costs 2 s.
+
     Raises:
         ConfigurationError: a variable or a block that the machine's settings name is not there, or nothing can
             listen at `machine.metrics`.
@@ -65,6 +69,7 @@ def tracked_flow(sections: Mapping[str, BaseModel]) -> Iterator[TrackedRun]:
     tags = {names.FLOW_RUN_TAG: str(flow_run.id), "armature.deployment": deployment_name()}
     name = f"{deployment_name()}-{flow_run.name}"
     with (
+        TagsContext(current_tags=set()),
         serve_metrics(machine.metrics, machine.store),
         keep_servers(),
         tracked(flow_run.flow_name, name, tags, sections) as run,

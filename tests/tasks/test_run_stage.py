@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from prefect import flow
+from prefect import flow, tags
 from prefect.client.orchestration import get_client
+from prefect.client.schemas import TaskRun
 
 from components.contracts.errors import ConfigurationError, DataError
 from components.process import Program
@@ -34,17 +35,20 @@ def chain(demo_stages, machine):
     return demo_chain
 
 
-def task_runs(flow_run_id) -> dict[str, str]:
+def read_task_runs(flow_run_id) -> list[TaskRun]:
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
     from prefect.client.schemas.sorting import TaskRunSort
 
     with get_client(sync_client=True) as client:
-        runs = client.read_task_runs(
+        return client.read_task_runs(
             flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id])),
             limit=200,
             sort=TaskRunSort.NAME_ASC,
         )
-    return {run.name: run.state.name if run.state else "" for run in runs}
+
+
+def task_runs(flow_run_id) -> dict[str, str]:
+    return {run.name: run.state.name if run.state else "" for run in read_task_runs(flow_run_id)}
 
 
 def eventually(check, seconds=20.0):
@@ -82,6 +86,18 @@ def test_units_are_task_runs_and_lineage_walks_from_the_checkpoint_to_the_tasks(
     assert parent.data.tags["prefect.flow_run_id"] == str(flow_run_id)
     nested = client().get_run(tree.made_by)
     assert [point.value for point in client().get_metric_history(nested.info.run_id, "loss")] == [1, 1 / 2, 1 / 3]
+
+
+def test_tags_stay_with_the_flow_run(chain, demo_stages):
+    from tasks.mlflow_client import client
+
+    settings = demo_stages.TasksSettings(count=6), demo_stages.TrainSettings(steps=1, rate=0.1)
+    with tags("deployment:demo"):
+        state = chain(*settings, return_state=True)
+    flow_run_id = state.state_details.flow_run_id
+    eventually(lambda: len(task_runs(flow_run_id)) == 6)
+    assert not any(run.tags for run in read_task_runs(flow_run_id))
+    assert client().get_run(state.result()[0]).data.tags["armature.deployment"] == "demo"
 
 
 def test_second_run_reuses_everything_and_says_so(chain, demo_stages):
