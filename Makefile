@@ -5,7 +5,7 @@ BIN    := .venv/bin
 INTEROP := checkov cluster lerobot openenv ray skypilot verifiers-legacy verifiers-v1 vla-eval
 
 .DEFAULT_GOAL := help
-.PHONY: help run test end-to-end interop production lint docs check up down fuzz chaos bench images test-images clean
+.PHONY: help run test end-to-end interop production lint size docs check up down fuzz chaos bench images test-images clean
 
 help:  ## what each command does
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -49,6 +49,9 @@ lint: .venv/.made  ## style, types and the layer rule
 	$(BIN)/mypy
 	$(BIN)/mypy examples
 	$(BIN)/lint-imports
+
+size: .venv/.made  ## what the project weighs: code lines, files, packages, words
+	@$(BIN)/python -m tests.size
 
 docs: .venv/.made  ## the documentation site, in build/docs; a broken link or reference is an error
 	$(BIN)/sphinx-build --fresh-env --fail-on-warning --keep-going --quiet docs build/docs
