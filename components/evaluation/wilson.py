@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isnan, sqrt
+from math import erfc, isnan, sqrt
 from statistics import NormalDist, fmean
+
+from components.contracts.rollouts import all_equal
 
 CONFIDENCE = 0.95
 _NORMAL = NormalDist()
@@ -46,7 +48,7 @@ def normal_quantile(confidence: float) -> float:
     """z with P(|Z| <= z) = `confidence`, 0 < confidence < 1."""
     if not 0.0 < confidence < 1.0:
         raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
-    return _NORMAL.inv_cdf(0.5 + confidence / 2)
+    return -_NORMAL.inv_cdf((1 - confidence) / 2)  # the lower tail: near 1 the upper one has no digits left
 
 
 def wilson_interval(successes: float, trials: float, confidence: float = CONFIDENCE) -> Interval:
@@ -111,7 +113,7 @@ def mean_interval(clusters: Sequence[Sequence[float]]) -> Interval:
         return Interval(mean, nan, nan, 1)
     residuals = [sum(cluster) - mean * len(cluster) for cluster in kept]
     error = sqrt(tasks / (tasks - 1) * sum(r * r for r in residuals)) / n
-    if error == 0.0:
+    if error == 0.0 or all_equal([value for cluster in kept for value in cluster]):
         return Interval(mean, nan, nan, tasks)
     half = normal_quantile(CONFIDENCE) * error
     return Interval(mean, mean - half, mean + half, tasks)
@@ -134,5 +136,5 @@ def compare_proportions(first: tuple[int, int], second: tuple[int, int], confide
     high = difference + sqrt((b.high - b.estimate) ** 2 + (a.estimate - a.low) ** 2)
     pooled = (first[0] + second[0]) / (first[1] + second[1])
     variance = pooled * (1 - pooled) * (1 / first[1] + 1 / second[1])
-    p_value = 2 * (1 - _NORMAL.cdf(abs(difference) / sqrt(variance))) if variance > 0 else 1.0
+    p_value = erfc(abs(difference) / sqrt(2 * variance)) if variance > 0 else 1.0  # 1 - cdf is 0 below 1e-16
     return Comparison(difference, low, high, p_value)

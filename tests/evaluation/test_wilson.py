@@ -83,6 +83,20 @@ def test_newcombes_difference_of_proportions():
     assert comparison.p_value == pytest.approx(stats.chi2_contingency(table, correction=False).pvalue)
 
 
+@given(st.integers(1, 10**6), st.integers(1, 10**6), st.data())
+def test_p_values_have_all_digits_however_small(n, m, data):
+    first, second = (data.draw(st.integers(0, n)), n), (data.draw(st.integers(0, m)), m)
+    table = [[k, trials - k] for k, trials in (first, second)]
+    if all(map(sum, zip(*table, strict=True))):
+        expected = stats.chi2_contingency(table, correction=False).pvalue
+        assert compare_proportions(first, second).p_value == pytest.approx(expected, rel=1e-6, abs=1e-300)
+
+
+@pytest.mark.parametrize("confidence", [1e-9, 0.5, 0.95, 1 - 1e-12, 1 - 2**-53])
+def test_normal_quantiles_near_certainty(confidence):
+    assert normal_quantile(confidence) == pytest.approx(stats.norm.isf((1 - confidence) / 2), rel=1e-6)
+
+
 def test_comparing_equals_and_nothing():
     assert compare_proportions((10, 10), (20, 20)).p_value == 1.0
     with pytest.raises(ValueError):
@@ -131,3 +145,8 @@ def test_mean_interval_against_the_standard_error():
     assert math.isnan(mean_interval([[1.0, 0.0]]).low)
     assert str(mean_interval([[0.0]] * 8)) == "0.000"  # equal values say nothing of the error
     assert math.isnan(mean_interval([]).estimate)
+
+
+@given(st.floats(-10, 10), st.lists(st.integers(1, 9), min_size=1, max_size=9))
+def test_mean_interval_of_equal_values_has_no_limits(value, sizes):
+    assert math.isnan(mean_interval([[value] * size for size in sizes]).low)

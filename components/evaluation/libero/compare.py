@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import comb
 
 from components.contracts.errors import DataError
 from components.evaluation.libero.results import (
@@ -48,7 +47,10 @@ class PairedComparison:
 def sign_test(first: int, second: int) -> float:
     """Two-sided p-value of `first` against `second` falls of a fair coin: 2 P(X <= min), at most 1."""
     trials = first + second
-    tail = sum(comb(trials, k) for k in range(min(first, second) + 1))
+    tail = ways = 1
+    for k in range(min(first, second)):
+        ways = ways * (trials - k) // (k + 1)  # exact: the binomial coefficient of k + 1
+        tail += ways
     return min(1.0, 2 * tail / 2**trials)
 
 

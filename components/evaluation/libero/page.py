@@ -91,7 +91,7 @@ def comparison_report(
         names[0]: f"{(whole.both + whole.only_first) / whole.pairs:.3f}",
         names[1]: f"{(whole.both + whole.only_second) / whole.pairs:.3f}",
         "difference": f"{whole.difference:+.3f}",
-        "p, McNemar's exact test": f"{whole.p_value:.4f}",
+        "p, McNemar's exact test": f"{whole.p_value:.3g}",
         "pairs": f"{whole.pairs:,}",
     }
     columns = ["part", "pairs", "both", f"only {names[0]}", f"only {names[1]}", "neither", "difference"]
@@ -109,8 +109,8 @@ def _paired(part: PairedComparison) -> list[str]:
         *map(str, counts),
         f"{part.difference:+.3f}",
         f"{unpaired.low:+.3f} to {unpaired.high:+.3f}",
-        f"{part.p_value:.4f}",
-        f"{unpaired.p_value:.4f}",
+        f"{part.p_value:.3g}",
+        f"{unpaired.p_value:.3g}",
     ]
 
 
@@ -143,7 +143,7 @@ def _by_perturbation(results: Sequence[LiberoResult], perturbed: Sequence[Pertur
         pairs = compare_results(results, group)
         without = f"{(pairs.both + pairs.only_first) / pairs.pairs:.3f}"
         compared = [without, f"{pairs.difference:+.3f}", str(pairs.only_first), str(pairs.only_second)]
-        rows.append([label, *_cells(group), *compared, f"{pairs.p_value:.4f}"])
+        rows.append([label, *_cells(group), *compared, f"{pairs.p_value:.3g}"])
     return Table("With perturbations", columns, rows)
 
 

@@ -207,4 +207,4 @@ def compare_libero(
 
 
 EVALUATE_LIBERO_STAGE = Stage("evaluate-libero", 1, EvaluateLiberoStageSettings, ("policy",), evaluate_libero)
-COMPARE_LIBERO_STAGE = Stage("compare-libero", 2, CompareLiberoSettings, ("first", "second"), compare_libero)
+COMPARE_LIBERO_STAGE = Stage("compare-libero", 3, CompareLiberoSettings, ("first", "second"), compare_libero)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from scipy.stats import binomtest
+from scipy.stats import binomtest, chi2_contingency
 
 from components.contracts.errors import DataError
 from components.evaluation.libero.compare import compare_parts, compare_results, sign_test
@@ -21,7 +21,10 @@ def results(ends: str, task: int = 0) -> list[LiberoResult]:
     ]
 
 
-@pytest.mark.parametrize(("first", "second"), [(0, 0), (1, 0), (3, 9), (9, 3), (8, 8), (40, 61), (0, 12), (700, 640)])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(0, 0), (1, 0), (3, 9), (9, 3), (8, 8), (40, 61), (0, 12), (0, 200), (700, 640), (900, 50), (4000, 4100)],
+)
 def test_the_sign_test_is_scipys(first: int, second: int) -> None:
     expected = binomtest(first, first + second).pvalue if first + second else 1.0
     assert sign_test(first, second) == pytest.approx(expected, rel=1e-9)
@@ -51,6 +54,15 @@ def test_parts_are_all_suites_and_tasks(tmp_path: Path) -> None:
     assert (parts["libero_goal/7"].only_second, parts["libero_goal/7"].pairs) == (1, 2)
     write_report(tmp_path / "report.html", comparison_report(parts, ("old", "new"), {}))
     assert "new against old" in (tmp_path / "report.html").read_text()
+
+
+def test_the_page_shows_a_small_p_value_as_a_number_above_zero() -> None:
+    parts = compare_parts(results("-" * 40), results("+" * 40))
+    page = comparison_report(parts, ("old", "new"), {})
+    (table,) = page.tables
+    shown = [page.figures["p, McNemar's exact test"], *table.rows[0][-2:]]
+    expected = [2 * 0.5**40, 2 * 0.5**40, chi2_contingency([[40, 0], [0, 40]], correction=False).pvalue]
+    assert list(map(float, shown)) == pytest.approx(expected, rel=1e-2)
 
 
 def test_other_episodes_are_no_pairs() -> None:
