@@ -14,13 +14,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from components.contracts.errors import DataError
 from components.models.installed import TRITON
 from components.models.transfer import to_device
 from components.training.master_weights import joined, split
 from components.training.moments import FIRST, LOW, RESIDUAL, SECOND, STORAGES, OptimizerStates, State
+from components.training.optimizer_state import misfit
 from components.training.sharded_tensors import TensorSpec
 
 STEP, EMA = "step", "ema"
+COMPLETED = {RESIDUAL, LOW, EMA}
+"""Slots that torch's AdamW has not: a state is complete without them."""
 
 
 class CompensatedAdamW(torch.optim.Optimizer):
@@ -64,7 +68,7 @@ class CompensatedAdamW(torch.optim.Optimizer):
         for group, clip in zip(self.param_groups, clips or [1.0] * len(self.param_groups), strict=True):
             trained = [p for p in group["params"] if p.grad is not None]
             for parameter in trained:
-                self._prepare(parameter)
+                self._complete(parameter, self.state[parameter])
             for parameters, states in self._storage.at_work(trained, [self.state[p] for p in trained]):
                 pairs = list(zip(parameters, states, strict=True))
                 self._step_fp32([pair for pair in pairs if pair[0].dtype == torch.float32], group, clip)
@@ -73,6 +77,30 @@ class CompensatedAdamW(torch.optim.Optimizer):
             if self._average is not None and trained:
                 averages = [self.state[p][EMA] for p in trained]
                 self._average(averages, [self._exact(p) for p in trained], torch.tensor(1))
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what an optimizer of this class or torch's AdamW has saved.
+
+        torch would cast each state to the dtype of its weight, which cuts fp32 moments and averages.
+
+        Raises:
+            DataError: an option or a state does not fit; then nothing has changed.
+        """
+        for number, group in enumerate(state_dict["param_groups"]):
+            decay = group.get("weight_decay", 0) if group.get("decoupled_weight_decay") is False else 0
+            options = {name: group.get(name) for name in ("amsgrad", "maximize")} | {"weight_decay in the loss": decay}
+            if faults := [f"{name} = {value} is not supported" for name, value in options.items() if value]:
+                raise _misfits(f"group {number}", faults)
+        trained = [p for group in self.param_groups for p in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        states = {
+            parameter: self._converted(parameter, saved)
+            for parameter, number in zip(trained, numbers, strict=False)  # torch refuses other groups, below
+            if (saved := state_dict["state"].get(number))
+        }
+        super().load_state_dict({**state_dict, "state": {}})
+        self.state.update(states)
 
     def slots(self, parameter: nn.Parameter) -> dict[str, TensorSpec]:
         """What is kept for a parameter that was updated; see `components.training.optimizer_state`."""
@@ -107,14 +135,32 @@ class CompensatedAdamW(torch.optim.Optimizer):
                 for parameter, value in kept.items():
                     parameter.copy_(value)
 
-    def _prepare(self, parameter: nn.Parameter) -> None:
-        state = self.state[parameter]
-        if FIRST in state:
-            return
+    def _complete(self, parameter: nn.Parameter, state: State) -> None:
+        """Add the slots that `state` lacks, as they are before the first update.
+
+        torch's AdamW has no residual of a bf16 weight: what its rounding took is lost, so that 0 is exact.
+        """
         for name, spec in self.slots(parameter).items():
-            state[name] = self.empty_slot(parameter, name, spec).zero_()
-        if EMA in state:
-            state[EMA].copy_(parameter)
+            if name not in state:
+                state[name] = self.empty_slot(parameter, name, spec).zero_()
+                if name == EMA:
+                    state[name].copy_(parameter)
+
+    def _converted(self, parameter: nn.Parameter, saved: Mapping[str, Any]) -> State:
+        """Copy the saved state of a parameter into slots of this optimizer."""
+        slots, state = self.slots(parameter), dict[str, Tensor]()
+        faults = [f"{name} is unknown here" for name in saved.keys() - slots.keys()]
+        faults += [f"{name} is missing" for name in slots.keys() - saved.keys() - COMPLETED]
+        for name in slots.keys() & saved.keys():
+            value = torch.as_tensor(saved[name], dtype=torch.float32 if name == STEP else None)
+            if fault := misfit(TensorSpec(value.shape, value.dtype), slots[name]):
+                faults.append(f"{name} {fault}")
+            else:
+                state[name] = self.empty_slot(parameter, name, slots[name]).copy_(value)
+        if faults:
+            raise _misfits(f"the state of a parameter of shape {list(parameter.shape)}", sorted(faults))
+        self._complete(parameter, state)
+        return state
 
     def _exact(self, parameter: nn.Parameter) -> Tensor:
         """The weight in fp32, with what rounding took from it."""
@@ -234,6 +280,14 @@ def _grouped(pairs: Sequence[tuple[nn.Parameter, State]]) -> Collection[list[tup
         key = (parameter.dtype, parameter.grad.dtype, state[STEP].item()) if fused else place
         found[key].append((parameter, state))
     return found.values()
+
+
+def _misfits(where: str, faults: Sequence[str]) -> DataError:
+    return DataError(
+        f"the optimizer's state cannot be loaded: {'; '.join(faults)}",
+        where=where,
+        remedy="load the state of this optimizer, or of torch's AdamW, with weights of the same dtypes",
+    )
 
 
 def _on_gpu(weight: Tensor) -> bool:

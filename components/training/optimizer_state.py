@@ -75,6 +75,15 @@ def refuse_counts(counts: Iterable[tuple[str, Tensor]], where: Path) -> None:
             raise refusal(f"{name}|step is {count.item()}, not a number of updates", where)
 
 
+def misfit(found: TensorSpec, wanted: TensorSpec) -> str:
+    """Say why a saved tensor cannot be read into the wanted one; empty if it can, without a loss of precision."""
+    if found.shape != wanted.shape:
+        return f"has shape {list(found.shape)}, {list(wanted.shape)} is needed"
+    if found.dtype.is_complex or torch.promote_types(found.dtype, wanted.dtype) != wanted.dtype:
+        return f"is {found.dtype}, which does not fit into {wanted.dtype}"
+    return ""
+
+
 def refusal(what: str, where: Path) -> DataError:
     """A checkpoint that does not fit."""
     remedy = "use a checkpoint that this training wrote: delete this folder, and the one before it is used"
@@ -92,10 +101,8 @@ def _empty(optimizer: Optimizer, parameter: nn.Parameter, slot: str, spec: Tenso
 
 
 def _refuse_misfit(found: TensorSpec, wanted: TensorSpec, name: str, where: Path) -> None:
-    if found.shape != wanted.shape:
-        raise refusal(f"{name} has shape {list(found.shape)}, {list(wanted.shape)} is needed", where)
-    if found.dtype.is_complex or torch.promote_types(found.dtype, wanted.dtype) != wanted.dtype:
-        raise refusal(f"{name} is {found.dtype}, which does not fit into {wanted.dtype}", where)
+    if fault := misfit(found, wanted):
+        raise refusal(f"{name} {fault}", where)
 
 
 def _same_names(what: str, wanted: set[str], found: set[str], where: Path) -> None:

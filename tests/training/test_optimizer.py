@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
+from components.contracts.errors import DataError
 from components.training.optimizer import CompensatedAdamW
 
 HYPER: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -80,6 +81,90 @@ def test_the_average_is_that_of_the_weights_and_goes_again() -> None:
     with optimizer.averaged():
         torch.testing.assert_close(parameter.detach(), average)
     assert torch.equal(parameter, trained)
+
+
+def updated(dtype: torch.dtype, **options: Any) -> tuple[nn.Parameter, CompensatedAdamW]:
+    """A parameter with enough numbers for moments of 8 bits, after two updates."""
+    parameter = nn.Parameter(torch.randn(70, 60, generator=torch.Generator().manual_seed(0)).to(dtype))
+    parameter.grad_dtype = torch.float32 if options.get("masters") else dtype
+    optimizer = CompensatedAdamW([{"params": [parameter], "lr": 1e-2}], **HYPER, **options)
+    for gradient in gradients(2, (70, 60)):
+        update(parameter, optimizer, gradient)
+    return parameter, optimizer
+
+
+def update(parameter: nn.Parameter, optimizer: torch.optim.Optimizer, gradient: Tensor) -> None:
+    parameter.grad = gradient.to(parameter.grad_dtype or parameter.dtype)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"ema_decay": 0.5}, {"masters": True}, {"states": "8bit"}, {"states": "cpu"}], ids=str
+)
+def test_a_saved_state_continues_to_the_bit(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    (one, first), (two, second) = updated(dtype, **options), updated(dtype, **options)
+    second.load_state_dict(first.state_dict())
+    for parameter, optimizer in ((one, first), (two, second)):
+        update(parameter, optimizer, gradients(3, (70, 60))[2])
+    assert torch.equal(one, two)
+    for slot, value in first.state[one].items():
+        assert torch.equal(value, second.state[two][slot]) and value.dtype == second.state[two][slot].dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"ema_decay": 0.5}, {"masters": True}, {"states": "cpu"}], ids=str)
+@pytest.mark.parametrize("assigned", [False, True])
+def test_a_state_of_torch_s_adamw_is_continued(dtype: torch.dtype, options: dict[str, Any], assigned: bool) -> None:
+    theirs = nn.Parameter(start(dtype).detach())
+    stock = torch.optim.AdamW([theirs], lr=0.1, **HYPER)
+    *before, after = gradients(3, (7, 5))
+    for gradient in before:
+        update(theirs, stock, gradient)
+    ours = nn.Parameter(theirs.detach().clone())
+    ours.grad_dtype = torch.float32 if options.get("masters") else dtype
+    optimizer = CompensatedAdamW([{"params": [ours], "lr": 0.1}], **HYPER, **options)
+    if assigned and not options.get("masters"):
+        optimizer.state[ours] = {name: value.clone() for name, value in stock.state[theirs].items()}
+    else:
+        optimizer.load_state_dict(stock.state_dict())
+    tolerance = 2**-7 if dtype == torch.bfloat16 else 0  # torch computes in bf16
+    update(ours, optimizer, after)
+    update(theirs, stock, after)
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    assert optimizer.state[ours]["step"] == 3
+    if "ema_decay" in options:
+        begin = theirs.detach()  # the average begins with the weights that it finds
+        assert (optimizer.state[ours]["ema"] - begin.float()).abs().max() < 0.2
+
+
+def foreign(make: Any, **options: Any) -> dict[str, Any]:
+    parameter = start(torch.bfloat16)
+    optimizer = make([parameter], lr=1e-2, **options)
+    update(parameter, optimizer, gradients(1, (7, 5))[0])
+    state: dict[str, Any] = optimizer.state_dict()
+    return state
+
+
+FOREIGN: dict[str, Any] = {
+    "amsgrad": lambda: foreign(torch.optim.AdamW, amsgrad=True),
+    "maximize": lambda: foreign(torch.optim.AdamW, maximize=True),
+    "decay in the loss": lambda: foreign(torch.optim.Adam, weight_decay=0.1),
+    "sgd": lambda: foreign(torch.optim.SGD, momentum=0.9),
+    "masters": lambda: updated(torch.bfloat16, masters=True)[1].state_dict(),
+    "8 bits": lambda: updated(torch.bfloat16, states="8bit")[1].state_dict(),
+    "no moment": lambda: {**foreign(torch.optim.AdamW), "state": {0: {"step": torch.tensor(1.0)}}},
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_a_state_that_does_not_fit_is_refused_by_name(case: str) -> None:
+    parameter = start(torch.bfloat16)
+    optimizer = CompensatedAdamW([{"params": [parameter], "lr": 1e-3}], **HYPER)
+    with pytest.raises(DataError) as refused:
+        optimizer.load_state_dict(FOREIGN[case]())
+    assert refused.value.where.startswith(("group 0", "the state of a parameter of shape [7, 5]"))
+    assert not optimizer.state and optimizer.param_groups[0]["lr"] == 1e-3
 
 
 @contextmanager
