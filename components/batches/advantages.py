@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from components.batches.gigpo import gigpo
-from components.batches.groups import Group, Values, groups_of
-from components.batches.settings import RLOO, BatchSettings, GroupMean
+from components.batches.groups import Group, Values, deviation, groups_of
+from components.batches.settings import RLOO, BatchSettings, Deviation, GroupMean
 from components.contracts.batches import TurnAdvantages
 from components.contracts.rollouts import Trajectory, all_equal
 
@@ -59,17 +59,16 @@ def group_mean(groups: Sequence[Group], settings: GroupMean) -> tuple[list[Value
     """A = (S - mean_group S) / s, with s = std_group S + 1e-4 (GRPO, arXiv 2402.03300, eq. for outcome
     supervision), std over the batch of all centered scores, or 1 (Dr. GRPO, arXiv 2503.20783).
 
-    S is the trajectory's reward less the turn's penalty. Every trajectory counts once, and the standard deviation
-    is the population's.
+    S is the trajectory's reward less the turn's penalty. Every trajectory counts once.
     """
     centered = [_centered(group) for group in groups]
     if settings.scale == "none":
         return centered, {}
     if settings.scale == "group_std":
         pairs = zip(groups, centered, strict=True)
-        return [own / (_deviation([group], [own]) + EPSILON) for group, own in pairs], {}
-    deviation = _deviation(groups, centered)
-    return [own / (deviation + EPSILON) for own in centered], {}
+        return [own / (_spread([group], [own], settings.deviation) + EPSILON) for group, own in pairs], {}
+    whole = _spread(groups, centered, settings.deviation)
+    return [own / (whole + EPSILON) for own in centered], {}
 
 
 def rloo(groups: Sequence[Group], settings: RLOO) -> tuple[list[Values], dict[str, float]]:
@@ -92,10 +91,10 @@ def _centered(group: Group) -> Values:
     return group.scores - group.trajectory_scores.mean()
 
 
-def _deviation(groups: Sequence[Group], centered: Sequence[Values]) -> float:
-    """The root of the mean square of `centered`, every trajectory counted once."""
+def _spread(groups: Sequence[Group], centered: Sequence[Values], kind: Deviation) -> float:
+    """The standard deviation of `centered`, every trajectory counted once; 0 where there is nothing to compare."""
     squares = sum(float(group.weights @ own**2) for group, own in zip(groups, centered, strict=True))
-    return float(np.sqrt(squares / max(1, sum(len(group.rewards) for group in groups))))
+    return deviation(squares, sum(len(group.rewards) for group in groups), kind)
 
 
 def _mean(values: Values) -> float:

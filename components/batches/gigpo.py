@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from components.batches.anchors import Labels, anchor_labels
-from components.batches.groups import Group, Values
+from components.batches.groups import Group, Values, deviation
 from components.batches.settings import GiGPO, MeanNorm, MeanStdNorm
 from components.contracts.errors import ConfigurationError
 from components.contracts.rollouts import all_equal
@@ -73,16 +73,16 @@ def discounted_returns(group: Group, gamma: float) -> Values:
 def normalized(values: Values, weights: Values, norm: MeanNorm | MeanStdNorm) -> Values:
     """(N,) `values` less their weighted mean, over max(std, floor) + 1e-6 if `norm` says so.
 
-    std^2 = sum w d^2 / (sum w - 1), unbiased: with weights of 1 over the rows, with weights that sum to 1 per
-    trajectory over the trajectories. Equal values give exactly 0.
+    std^2 = sum w d^2 / (sum w - 1) of the sample, / sum w of the population: with weights of 1 over the rows, with
+    weights that sum to 1 per trajectory over the trajectories. Equal values give exactly 0.
     """
     if all_equal(values):
         return np.zeros(len(values))
     centered = values - np.average(values, weights=weights)
     if isinstance(norm, MeanNorm):
         return centered
-    deviation = float(np.sqrt(weights @ centered**2 / (weights.sum() - 1.0)))
-    return centered / (max(deviation, norm.std_floor) + EPSILON)
+    spread = deviation(float(weights @ centered**2), float(weights.sum()), norm.deviation)
+    return centered / (max(spread, norm.std_floor) + EPSILON)
 
 
 def _metrics(episode: Sequence[Values], step: Sequence[Values], labels: Sequence[Labels]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from components.batches.settings import PenaltySettings
+from components.batches.settings import Deviation, PenaltySettings
 from components.contracts.errors import DataError
 from components.contracts.rollouts import Trajectory, Turn
 
@@ -41,6 +41,11 @@ class Group:
     def trajectory_scores(self) -> Values:
         """(M,) the mean score of each trajectory's turns."""
         return self.rewards - np.bincount(self.member, self.penalties * self.weights, len(self.rewards))
+
+
+def deviation(squares: float, count: float, kind: Deviation) -> float:
+    """The standard deviation of `count` numbers whose squared distances from their mean sum to `squares`."""
+    return float(np.sqrt(squares / max(1.0, count - (kind == "sample"))))
 
 
 def groups_of(trajectories: Sequence[Trajectory], penalty: PenaltySettings) -> list[Group]:

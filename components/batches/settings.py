@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveInt
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveInt, model_validator
 
 from components.contracts.settings import Settings
+
+Deviation = Literal["sample", "population"]
+DEVIATION = (
+    "Standard deviation of n numbers: sample divides their squares by n - 1, as TRL and verl do, population by n."
+)
 
 
 class GroupMean(Settings):
@@ -16,6 +21,13 @@ class GroupMean(Settings):
     scale: Literal["group_std", "batch_std", "none"] = Field(
         "group_std", description="What centered rewards are divided by; none is Dr. GRPO's choice."
     )
+    deviation: Deviation = Field("sample", description=DEVIATION)
+
+    @model_validator(mode="after")
+    def _deviation_has_an_effect(self) -> GroupMean:
+        if self.scale == "none" and self.deviation != "sample":
+            raise ValueError("scale none divides by no deviation: leave deviation out")
+        return self
 
 
 class RLOO(Settings):
@@ -34,6 +46,7 @@ class MeanStdNorm(Settings):
     """Scores less their mean, over their standard deviation."""
 
     name: Literal["mean_std_norm"] = Field(description="Which normalization: mean_std_norm.")
+    deviation: Deviation = Field("sample", description=DEVIATION)
     std_floor: NonNegativeFloat = Field(
         0.0,
         description="Standard deviations below this count as this, in units of reward: without a floor the small "

@@ -78,7 +78,7 @@ def played_as_listed(
 
 TRAIN_VLM_STAGE = Stage(
     name="train-vlm",
-    version=4,
+    version=5,
     settings=TrainVLMSettings,
     inputs=("tasks", "model"),
     run=train_vlm,

@@ -10,6 +10,7 @@ from math import exp
 import numpy as np
 
 from components.batches.advantages import EPSILON
+from components.batches.settings import Deviation
 from components.contracts.rollouts import Failure
 from components.vla_rl.gae import answer_advantages
 from components.vla_rl.settings import GAE, EpisodeGroupMean, RewardWeighted
@@ -56,7 +57,8 @@ def build_batch(
     else:
         differing = groups_that_differ(answers)
         chosen, surplus = set(differing[:wanted]), set(differing) - set(differing[:wanted])
-        samples = _compared([each for each in answers if each.group_id in chosen], groups)
+        compared = {name: group for name, group in groups.items() if name in chosen}
+        samples = _compared(answers, compared, advantage.deviation)
         drops["surplus_group"] = sum(each.group_id in surplus for each in answers)
         drops["group_agrees"] = len(answers) - len(samples) - drops["surplus_group"]
         metrics = {"groups/zero_advantage_fraction": (len(groups) - len(differing)) / len(groups)}
@@ -106,16 +108,19 @@ def _weighted(answers: Sequence[Answer], settings: RewardWeighted) -> list[Answe
     return [with_advantage(each, weight) for each in answers if (weight := weights[each.episode_id]) >= least]
 
 
-def _compared(answers: Sequence[Answer], returns: dict[str, dict[str, float]]) -> list[AnswerSample]:
-    """Each answer of an episode with its advantage A = (R - mean_group R) / (std_group R + 1e-4) (GRPO, arXiv
-    2402.03300): R is the sum of the episode's rewards, std the population's."""
+def _compared(
+    answers: Sequence[Answer], returns: dict[str, dict[str, float]], deviation: Deviation
+) -> list[AnswerSample]:
+    """Each answer of the groups in `returns` with its advantage A = (R - mean_group R) / (std_group R + 1e-4) (GRPO,
+    arXiv 2402.03300): R is the sum of the episode's rewards. Each group has two episodes or more."""
     scales = {
-        name: (float(np.mean(earned)), float(np.std(earned)) + EPSILON)
+        name: (float(np.mean(earned)), float(np.std(earned, ddof=deviation == "sample")) + EPSILON)
         for name, group in returns.items()
         if (earned := list(group.values()))
     }
     samples = []
     for answer in answers:
-        mean, deviation = scales[answer.group_id]
-        samples.append(with_advantage(answer, (returns[answer.group_id][answer.episode_id] - mean) / deviation))
+        if answer.group_id in returns:
+            mean, scale = scales[answer.group_id]
+            samples.append(with_advantage(answer, (returns[answer.group_id][answer.episode_id] - mean) / scale))
     return samples

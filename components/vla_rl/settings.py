@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from components.batches.settings import DEVIATION, Deviation
 from components.contracts.settings import Settings
 from components.environments.libero.settings import SimulatorSettings, Suite
 from components.evaluation.libero.settings import TrainLiberoEvaluationSettings
@@ -166,6 +167,7 @@ class EpisodeGroupMean(Settings):
     """An episode is as good as it is better than the mean of its group, in its standard deviations: GRPO."""
 
     name: Literal["group_mean"] = Field(description="Which advantage: group_mean.")
+    deviation: Deviation = Field("sample", description=DEVIATION)
 
 
 class GAE(Settings):
@@ -226,7 +228,6 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
     advantage: EpisodeGroupMean | GAE = Field(
         EpisodeGroupMean(name="group_mean"),
         discriminator="name",
-        exclude_if=lambda value: isinstance(value, EpisodeGroupMean),  # what was made before it keeps its fingerprint
         description="How good an answer was.",
     )
     ratio: Literal["chunk", "dimension", "token"] = Field(

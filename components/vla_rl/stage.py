@@ -172,4 +172,4 @@ def _best_figures(best: Mapping[str, float]) -> dict[str, str]:
     }
 
 
-TRAIN_VLA_RL_STAGE = Stage("train-vla-rl", 1, TrainVLARLSettings, ("policy",), train_vla_rl)
+TRAIN_VLA_RL_STAGE = Stage("train-vla-rl", 2, TrainVLARLSettings, ("policy",), train_vla_rl)

@@ -33,8 +33,8 @@ def of(trajectories: list[Trajectory], advantage: dict[str, Any], **penalty: flo
     return {one.trajectory_id: [by_turn[one.trajectory_id, each.index] for each in one.turns] for one in trajectories}
 
 
-def group_mean(scale: str) -> dict[str, Any]:
-    return {"name": "group_mean", "scale": scale}
+def group_mean(scale: str, **more: str) -> dict[str, Any]:
+    return {"name": "group_mean", "scale": scale, **more}
 
 
 def expect(**values: list[float]) -> Any:
@@ -42,7 +42,7 @@ def expect(**values: list[float]) -> Any:
 
 
 def test_group_std_by_hand() -> None:
-    std = math.sqrt(2 / 3)  # rewards 1, 0, 2: mean 1, population variance 2/3
+    std = 1.0  # rewards 1, 0, 2: mean 1, sample variance 2 / (3 - 1)
     high, low = 1 / (std + 1e-4), -1 / (std + 1e-4)
     assert of(GROUPS, group_mean("group_std")) == expect(a=[0], b=[low], c=[high, high], d=[0], e=[0], f=[0])
     found = turn_advantages(GROUPS, batch_settings(group_mean("group_std")))
@@ -53,8 +53,36 @@ def test_group_std_by_hand() -> None:
 
 def test_unscaled_and_batch_scaled_by_hand() -> None:
     assert of(GROUPS, group_mean("none")) == expect(a=[0], b=[-1], c=[1, 1], d=[0], e=[0], f=[0])
-    std = math.sqrt(2 / 6)  # centered rewards 0, -1, 1, 0, 0, 0
+    std = math.sqrt(2 / 5)  # centered rewards 0, -1, 1, 0, 0, 0
     assert of(GROUPS, group_mean("batch_std"))["c"] == pytest.approx([1 / (std + 1e-4)] * 2)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.sampled_from([-1.5, 0.0, 0.25, 1.0, 7.0])), max_size=20),
+    st.sampled_from(["group_std", "batch_std"]),
+    st.sampled_from(["sample", "population", None]),
+)
+def test_each_deviation_is_numpy_s(members: list[tuple[int, float]], scale: str, deviation: str | None) -> None:
+    """The sample's where none is named: what torch.std, and so TRL and verl, divide by."""
+    rows = [trajectory(str(number), f"g{group}", reward) for number, (group, reward) in enumerate(members)]
+    ddof = 0 if deviation == "population" else 1
+    centered = {}
+    for group in {group for group, _ in members}:
+        rewards = {number: reward for number, (other, reward) in enumerate(members) if other == group}
+        centered[group] = {number: reward - np.mean([*rewards.values()]) for number, reward in rewards.items()}
+    every = [value for group in centered.values() for value in group.values()]
+    expected = {}
+    for group in centered.values():
+        compared = every if scale == "batch_std" else [*group.values()]
+        std = np.std(compared, ddof=ddof) if len(compared) > 1 else 0.0
+        expected |= {str(number): [value / (std + 1e-4)] for number, value in group.items()}
+    found = of(rows, group_mean(scale, **({"deviation": deviation} if deviation else {})))
+    assert found == {name: pytest.approx(value, abs=1e-9) for name, value in expected.items()}
+
+
+def test_a_deviation_that_nothing_is_divided_by_is_refused() -> None:
+    with pytest.raises(ValueError, match="deviation"):
+        batch_settings(group_mean("none", deviation="population"))
 
 
 def test_leave_one_out_by_hand() -> None:
@@ -75,7 +103,7 @@ def test_a_penalty_lowers_its_own_turn_and_a_little_the_baseline() -> None:
 
 def test_a_penalty_within_equal_trajectories_is_not_divided_by_next_to_nothing() -> None:
     pair = [walk("a", "xy", [0, 0], "f"), walk("b", "xy", [0, 0], "f")]
-    found = of(pair, group_mean("group_std"), format=0.1)  # scores -0.1, 0, -0.1, 0
+    found = of(pair, group_mean("group_std", deviation="population"), format=0.1)  # scores -0.1, 0, -0.1, 0
     assert found["a"] == found["b"] == pytest.approx([-1, 1], rel=3e-3)
 
 

@@ -26,8 +26,8 @@ GROUP = [  # x is met five times, y twice with equal returns, z and w once
 ]
 
 
-def std(floor: float = 0.0) -> dict[str, Any]:
-    return {"name": "mean_std_norm", "std_floor": floor}
+def std(floor: float = 0.0, deviation: str = "sample") -> dict[str, Any]:
+    return {"name": "mean_std_norm", "std_floor": floor, "deviation": deviation}
 
 
 def gigpo(norm: dict[str, Any], count: str = "trajectories", **changes: Any) -> dict[str, Any]:
@@ -60,6 +60,11 @@ def test_by_hand(count: str, episode: list[float], variance: float) -> None:
     scales = math.sqrt(variance) + 1e-6, math.sqrt(0.212) + 1e-6
     scaled = [first / scales[0] + 3 * second / scales[1] for first, second in zip(episode, AT_STATE, strict=True)]
     assert of(GROUP, gigpo(std(), count)) == pytest.approx(scaled, abs=2e-6)
+    assert of(GROUP, gigpo({"name": "mean_std_norm"}, count)) == of(GROUP, gigpo(std(), count))
+    counted = 3 if count == "trajectories" else 9
+    scales = math.sqrt(variance * (counted - 1) / counted) + 1e-6, math.sqrt(0.212 * 4 / 5) + 1e-6
+    scaled = [first / scales[0] + 3 * second / scales[1] for first, second in zip(episode, AT_STATE, strict=True)]
+    assert of(GROUP, gigpo(std(deviation="population"), count)) == pytest.approx(scaled, abs=2e-6)
 
 
 def test_what_a_batch_says_of_its_groups() -> None:

@@ -43,7 +43,7 @@ OUTPUTS = GenerateOutputs(
         walk("e", "xy", [0, 1], group="2"),
     ]
 )
-SCALED = 2 / ((8 / 3) ** 0.5 + 1e-4)
+SCALED = 2 / (2 + 1e-4)  # rewards 4, 2 and 0 have the sample variance 8 / (3 - 1)
 FIRST_GROUP = {"a": [SCALED, SCALED], "b": [0.0], "c": [-SCALED]}
 PLAIN = {"a": [2.0, 2.0], "b": [0.0], "c": [-2.0]}
 # At x the returns are 2, 2, 0 in group 1 and 1, 0.5 in group 2.

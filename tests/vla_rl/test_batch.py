@@ -58,13 +58,19 @@ def test_advantages_are_those_of_a_hand_computation_and_agreeing_groups_are_coun
     built = build_batch(
         [*answers("a", (2, 1.0), (3, 0.0), (3, 0.0), (3, 0.0)), *answers("b", (1, 1.0), (2, 1.0))], GRPO
     )
-    mean, std = 0.25, (0.25 * 0.75) ** 0.5
+    mean, std = 0.25, 0.5  # of 1, 0, 0, 0 the sample's: (0.75^2 + 3 * 0.25^2) / 3 = 0.25
     expected = [(1 - mean) / (std + 1e-4)] * 2 + [-mean / (std + 1e-4)] * 9
     assert [each.advantage for each in built.samples] == pytest.approx(expected, rel=1e-12)
     assert built.drops == {"group_agrees": 3}
     assert built.metrics["groups/zero_advantage_fraction"] == 0.5
     assert built.metrics["reward"] == pytest.approx(0.5)
     assert (built.metrics["rollouts/planned"], built.metrics["answers/trained"]) == (6, 11)
+
+
+def test_the_deviation_of_a_group_can_be_the_population_s() -> None:
+    advantage = EpisodeGroupMean(name="group_mean", deviation="population")
+    built = build_batch(answers("a", (1, 1.0), (1, 0.0), (1, 0.0), (1, 0.0)), advantage)
+    assert built.samples[0].advantage == pytest.approx(0.75 / (np.std([1, 0, 0, 0]) + 1e-4), rel=1e-12)
 
 
 def test_the_first_groups_that_differ_are_trained_on_and_the_others_counted() -> None:
