@@ -26,6 +26,7 @@ PER_TOKEN = {
     "ratio_out_of_range": "ratio/out_of_range_fraction",
     "advantage_abs": "advantage/absmean",
     "weight": "correction/mean_weight",
+    "weight_floored": "correction/floored_fraction",
     "weight_capped": "correction/capped_fraction",
 }
 """Sums of a loss, and the name of their mean over the trained tokens."""

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from components.registry import Registry
-from components.vlm.settings import CISPO, GSPO, PPO, ImportanceCorrection, Likelihood, MaskRatio, TrainerSettings
+from components.vlm.settings import (
+    CISPO,
+    GSPO,
+    PPO,
+    ImportanceCorrection,
+    KLEstimator,
+    Likelihood,
+    MaskRatio,
+    TrainerSettings,
+)
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are held within ±20, so that exp stays finite and one token cannot poison a mean."""
@@ -67,11 +76,11 @@ def mask_ratio(tokens: Tokens, settings: MaskRatio) -> PerToken:
 
     The gradient is -r A grad(lp). Source: the trainer of verifiers 0.1.7 and its multimodal sibling.
     """
-    raw = tokens.logprobs - tokens.denominator
-    ratio = raw.detach().exp()
+    held = log_ratio(tokens.logprobs, tokens.denominator)
+    ratio = held.detach().exp()
     low, high = ratio < settings.mask_ratio_low, ratio > settings.mask_ratio_high
     kept = ~(low | high)
-    loss = -torch.where(kept, raw, 0.0).exp() * tokens.advantages * kept
+    loss = -torch.where(kept, held, 0.0).exp() * tokens.advantages * kept
     return PerToken(loss, low, high)
 
 
@@ -136,27 +145,37 @@ OBJECTIVES = Registry(
 )
 
 
-def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """(N,) exp(d) - d - 1 with d = reference - lp: an unbiased, non-negative estimate of KL(policy || reference).
+def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: KLEstimator) -> Tensor:
+    """(N,) estimates of KL(policy || reference): with d = reference - lp, k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d.
 
-    Schulman, "Approximating KL divergence" (2020).
+    Schulman, "Approximating KL divergence" (2020). k1 and k3 have the right mean, k3 is never negative, and k2 alone
+    has the right gradient where tokens are sampled from the policy; that of k1 is 0 on average.
     """
     difference = log_ratio(reference, logprobs)
-    return difference.exp() - difference - 1
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return difference.square() / 2
+    return difference.expm1() - difference
 
 
-def importance_weights(tokens: Tokens, start: Tensor, settings: ImportanceCorrection) -> Tensor:
-    """(N,) weights w = exp(start - behavior), per token or multiplied over the sequence, cut or zeroed at the cap.
+def importance_weights(tokens: Tokens, start: Tensor, settings: ImportanceCorrection) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights w = exp(start - behavior), per token or multiplied over the sequence, cut or zeroed at floor and cap.
 
-    `start` (N,): log-probs of the policy at the start of the step. No gradient.
+    Args:
+        start: (N,) log-probs of the policy at the start of the step.
+
+    Returns:
+        (N,) each, without gradient: the weights, and which of them (bool) were below the floor and above the cap.
     """
     difference = (start - tokens.behavior).detach()
     if settings.level == "sequence":
         difference = tokens.row_sums(difference)[tokens.rows]
     weights = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    low, high = weights < settings.floor, weights > settings.cap
     if settings.mode == "mask":
-        return weights * (weights <= settings.cap)
-    return weights.clamp(max=settings.cap)
+        return weights * ~(low | high), low, high
+    return weights.clamp(settings.floor, settings.cap), low, high
 
 
 def aggregate(loss: Tensor, tokens: Tokens, settings: TrainerSettings) -> Tensor:
@@ -204,11 +223,11 @@ def loss_of(
     loss = result.loss
     sums: dict[str, Tensor] = {"masked_low": result.low, "masked_high": result.high}
     if isinstance(settings.correction, ImportanceCorrection):
-        weights = importance_weights(tokens, start, settings.correction)
+        weights, below, above = importance_weights(tokens, start, settings.correction)
         loss = loss * weights
-        sums |= {"weight": weights, "weight_capped": (weights == 0) | (weights == settings.correction.cap)}
+        sums |= {"weight": weights, "weight_floored": below, "weight_capped": above}
     if reference is not None:
-        penalty = k3(tokens.logprobs, reference)
+        penalty = kl_estimate(tokens.logprobs, reference, settings.kl_estimator)
         loss = loss + settings.kl_coefficient * penalty
         sums["kl_reference"] = penalty
     if settings.entropy_coefficient > 0:

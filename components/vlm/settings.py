@@ -20,6 +20,7 @@ from components.contracts.settings import Settings
 from components.training.schedule import Scheduler
 
 Aggregation = Literal["sum", "token", "sequence", "dr_grpo"]
+KLEstimator = Literal["k1", "k2", "k3"]
 Logprobs = Literal["normal", "torch", "triton"]
 
 
@@ -88,12 +89,19 @@ class ImportanceCorrection(Settings):
     """
 
     mode: Literal["truncate", "mask"] = Field(
-        description="Which correction: weights above the cap are cut to it (truncate) or set to 0 (mask)."
+        description="Which correction: weights outside floor and cap are cut to them (truncate) or set to 0 (mask)."
     )
     level: Literal["token", "sequence"] = Field(
         "token", description="One weight per token, or their product per sequence."
     )
     cap: PositiveFloat = Field(2.0, description="Largest importance weight.")
+    floor: NonNegativeFloat = Field(0.0, description="Smallest importance weight; 0: any.")
+
+    @model_validator(mode="after")
+    def _bounds(self) -> ImportanceCorrection:
+        if self.floor > self.cap:
+            raise ValueError(f"floor ({self.floor}) must not be above cap ({self.cap})")
+        return self
 
 
 class WholeLogprobs(Settings):
@@ -205,7 +213,12 @@ class TrainerSettings(UpdateSettings):
         discriminator="mode",
         description="Importance correction for the sampler's log-probs.",
     )
-    kl_coefficient: NonNegativeFloat = Field(0.0, description="Weight of the k3 KL to the initial model; 0: none.")
+    kl_coefficient: NonNegativeFloat = Field(0.0, description="Weight of the KL to the initial model; 0: none.")
+    kl_estimator: KLEstimator = Field(
+        "k3",
+        description="What estimates this KL, with d = log-prob of the initial model - log-prob: k1 is -d, k2 is "
+        "d^2 / 2, k3 is exp(d) - 1 - d.",
+    )
     entropy_coefficient: NonNegativeFloat = Field(0.0, description="Weight of the entropy bonus; 0: none.")
     max_steps: PositiveInt = Field(description="Steps of the run; the decay ends there.")
     samples_per_update: NonNegativeInt = Field(0, description="Sequences per optimizer update; 0: the whole batch.")
@@ -220,6 +233,8 @@ class TrainerSettings(UpdateSettings):
             raise ValueError(
                 "objective mask_ratio already weighs tokens by the sampler's ratio: set correction.mode to none"
             )
+        if self.kl_coefficient == 0 and self.kl_estimator != "k3":
+            raise ValueError(f"kl_estimator {self.kl_estimator} has no effect with kl_coefficient 0: leave it out")
         if self.warmup_steps > self.max_steps:
             raise ValueError(f"warmup_steps ({self.warmup_steps}) exceeds max_steps ({self.max_steps})")
         return self

@@ -81,6 +81,17 @@ def test_published_methods_are_settings_that_are_taken() -> None:
         load_recipe("train-vlm/colors", overrides)
 
 
+def test_settings_that_follow_other_libraries_are_taken() -> None:
+    rows = table("algorithms.md", "Conventions beside TRL's and verl's")
+    found = [re.findall(r"`([\w.]+) = ([^`]+)`", cells[-1]) for cells in rows]
+    assert sum(map(bool, found)) >= 6
+    for settings in filter(None, found):
+        base = ["trainer.objective={ name = 'ppo' }", "trainer.kl_coefficient=0.1"]
+        if "norm" in settings[-1][0]:
+            load_recipe("train-vlm/colors", [*base, "batches.advantage={name='gigpo'}", "=".join(settings.pop())])
+        load_recipe("train-vlm/colors", [*base, *map("=".join, settings)])
+
+
 def test_families() -> None:
     rows = table("models.md", "Families")
     assert names(rows) == list(FAMILIES)

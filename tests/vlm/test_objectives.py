@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from components.contracts.errors import ConfigurationError
-from components.vlm.objectives import OBJECTIVES, Loss, Tokens, importance_weights, k3, loss_of, normalizer
+from components.vlm.objectives import OBJECTIVES, Loss, Tokens, importance_weights, kl_estimate, loss_of, normalizer
 from components.vlm.settings import TrainerSettings
 
 from .conftest import trainer_settings
@@ -210,7 +210,41 @@ def test_importance_weights() -> None:
             ("mask", np.where(weights <= 1.5, weights, 0)),
         ):
             correction = trainer_settings(correction={"level": level, "mode": mode, "cap": 1.5}).correction
-            np.testing.assert_allclose(importance_weights(tokens, start, correction), expected)
+            np.testing.assert_allclose(importance_weights(tokens, start, correction)[0], expected)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.sampled_from([-1e4, -3.0, -0.8, -0.1, 0.0, 0.1, 0.8, 3.0, 1e4]), min_size=9, max_size=9),
+    st.sampled_from(["truncate", "mask"]),
+    st.sampled_from(["token", "sequence"]),
+)
+def test_two_sided_bounds_are_icepop_s(gaps: list[float], mode: str, level: str) -> None:
+    """IcePop (arXiv:2510.18855): k(w) = w if alpha <= w <= beta, else 0, token by token."""
+    alpha, beta = 0.5, 5.0
+    tokens = make_tokens(np.full(9, -1.0), np.full(9, -1.0), np.ones(9))
+    together = gaps if level == "token" else [sum(np.array(gaps)[row == ROWS]) for row in ROWS]
+    exact = [np.exp(np.clip(gap, -20, 20)) for gap in together]
+    expected = [weight if alpha <= weight <= beta else 0.0 for weight in exact]
+    if mode == "truncate":
+        expected = [min(max(weight, alpha), beta) for weight in exact]
+    values = trainer_settings(correction={"mode": mode, "level": level, "floor": alpha, "cap": beta})
+    loss = loss_of(tokens, torch.ones(9), None, tokens.behavior + torch.tensor(gaps, dtype=torch.float64), values)
+    loss.total.backward()
+    np.testing.assert_allclose(tokens.logprobs.grad, -np.array(expected), rtol=1e-9)
+    assert loss.sums["weight"].item() == pytest.approx(sum(expected))
+    assert loss.sums["weight_floored"].item() == sum(weight < alpha for weight in exact)
+    assert loss.sums["weight_capped"].item() == sum(weight > beta for weight in exact)
+
+
+@pytest.mark.parametrize(
+    "contradiction",
+    [{"correction": {"mode": "mask", "floor": 3.0, "cap": 2.0}}, {"kl_coefficient": 0.0, "kl_estimator": "k1"}],
+    ids=str,
+)
+def test_bounds_and_estimators_without_an_effect_are_refused(contradiction: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"floor|kl_estimator"):
+        trainer_settings(**contradiction)
 
 
 def test_the_seeds_objective_refuses_a_second_correction() -> None:
@@ -220,8 +254,74 @@ def test_the_seeds_objective_refuses_a_second_correction() -> None:
 
 def test_k3_is_not_negative_and_zero_at_the_reference() -> None:
     lp = torch.linspace(-5, 0, 50, dtype=torch.float64)
-    assert (k3(lp, lp.flip(0)) >= 0).all()
-    assert not k3(lp, lp).any()
+    assert (kl_estimate(lp, lp.flip(0), "k3") >= 0).all()
+    assert not kl_estimate(lp, lp, "k3").any()
+
+
+@settings(max_examples=40)
+@given(st.lists(st.floats(-30, 30), min_size=1, max_size=20))
+def test_kl_estimates_are_schulman_s(gaps: list[float]) -> None:
+    """With r = reference / policy: -log r, (log r)^2 / 2 and r - 1 - log r; log r is held within 20."""
+    held = np.clip(gaps, -20, 20)
+    expected = {"k1": -held, "k2": held**2 / 2, "k3": np.exp(held) - 1 - held}
+    gradients = {"k1": 1.0, "k2": -held, "k3": 1 - np.exp(held)}
+    inside = np.abs(gaps) <= 20
+    for name, values in expected.items():
+        logprobs = torch.full((len(gaps),), -1.0, dtype=torch.float64, requires_grad=True)
+        reference = -1.0 + torch.tensor(gaps, dtype=torch.float64)
+        estimate = kl_estimate(logprobs, reference, name)  # type: ignore[arg-type]
+        np.testing.assert_allclose(estimate.detach(), values, rtol=1e-9, atol=1e-12)
+        estimate.sum().backward()
+        near = np.isclose(np.abs(gaps), 20)
+        wanted = np.where(inside, gradients[name], 0.0)
+        np.testing.assert_allclose(np.asarray(logprobs.grad)[~near], wanted[~near], rtol=1e-9, atol=1e-9)
+
+
+def test_k3_of_a_small_difference_keeps_its_digits_in_fp32() -> None:
+    reference = torch.tensor([1e-3, 1e-4, -1e-4])
+    estimate = kl_estimate(torch.zeros(3), reference, "k3")
+    np.testing.assert_allclose(estimate, reference.double() ** 2 / 2, rtol=1e-2)
+
+
+@pytest.mark.parametrize(("estimator", "factor"), [("k1", 0.0), ("k2", 1.0)])
+def test_the_expected_gradient_of_an_estimator(estimator: str, factor: float) -> None:
+    """Over all tokens, weighted by their probability: that of KL(policy || reference) for k2, and 0 for k1."""
+    rng = np.random.default_rng(5)
+    logits = torch.tensor(rng.normal(size=7), requires_grad=True)
+    reference = torch.tensor(rng.normal(size=7)).log_softmax(0)
+    logprobs = logits.log_softmax(0)
+    (exact,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)
+    estimate = kl_estimate(logprobs, reference, estimator)  # type: ignore[arg-type]
+    (found,) = torch.autograd.grad((logprobs.detach().exp() * estimate).sum(), logits)
+    torch.testing.assert_close(found, factor * exact)
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from(ALL),
+    st.sampled_from(["k1", "k2", "k3"]),
+    st.sampled_from([None, "truncate", "mask"]),
+    st.lists(st.floats(-1e4, 1e4, width=32), min_size=9, max_size=9),
+    st.lists(st.floats(-1e4, 0, width=32), min_size=9, max_size=9),
+)
+def test_log_ratios_of_any_size_leave_loss_and_gradient_finite(
+    objective: dict[str, Any], estimator: str, mode: str | None, gaps: list[float], reference: list[float]
+) -> None:
+    """In fp32, as trainers compute it. Beyond 20 a token has no gradient of its ratio."""
+    correction = {"correction": {"mode": mode}} if mode and objective is not MASK else {}
+    behavior = torch.full((9,), -1.0)
+    logprobs = (behavior + torch.tensor(gaps)).requires_grad_()
+    advantages, rows = torch.tensor([0.5, -1.0, 0.0, 2.0])[torch.as_tensor(ROWS)], torch.as_tensor(ROWS)
+    tokens = Tokens(logprobs, behavior, behavior, advantages, rows, 4)
+    values = trainer_settings(objective=objective, kl_coefficient=0.1, kl_estimator=estimator, **correction)
+    loss = run(tokens, values, torch.tensor(reference))
+    loss.total.backward()
+    assert torch.isfinite(loss.total) and logprobs.grad is not None and torch.isfinite(logprobs.grad).all()
+    assert all(torch.isfinite(value) for value in loss.sums.values())
+    if objective in (MASK, PPO):
+        alone = make_tokens(logprobs.detach(), behavior, advantages)
+        run(alone, trainer_settings(objective=objective)).total.backward()
+        assert alone.logprobs.grad is not None and not alone.logprobs.grad[np.abs(gaps) > 20.001].any()
 
 
 def test_the_kl_term_pulls_toward_the_reference() -> None:
