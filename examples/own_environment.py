@@ -115,4 +115,4 @@ def train(work: Path, steps: int) -> dict[str, float]:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory(prefix="own-environment-") as folder:
-        print(f"reward in the last step {train(Path(folder), steps=8)['reward/mean']:.3f}; a guess earns 0.5")
+        print(f"reward in the last step {train(Path(folder), steps=8)['reward']:.3f}; a guess earns 0.5")

@@ -16,6 +16,7 @@ from mlflow.entities import LoggedModel
 
 from components.artifacts.manifest import read_manifest
 from components.contracts.machine import Machine
+from components.contracts.metrics import metric_part, metrics_below
 from components.contracts.stages import Artifact
 from components.stages import open_store
 from tasks.tracking import TrackedRun
@@ -38,9 +39,7 @@ def record_output(
     """
     model = _models(run, artifact, inputs)
     manifest = read_manifest(artifact.path)
-    counts = {f"rows/{key}": float(count) for key, count in manifest.rows.items()}
-    counts |= {f"drops/{key}": float(count) for key, count in manifest.drops.items()}
-    run.log_numbers(counts)
+    run.log_numbers(metrics_below("rows", manifest.rows) | metrics_below("drops", manifest.drops))
     rows = _history(artifact.path / "history.json")
     curves = set().union(*rows)
     whole = {f"final/{key}" if key in curves else key: value for key, value in numbers(artifact).items()}
@@ -54,7 +53,10 @@ def record_output(
 
 
 def numbers(artifact: Artifact) -> dict[str, float]:
-    """The numbers of the artifact's `metrics.json`, nested ones under names joined by slashes."""
+    """The numbers of the artifact's `metrics.json`, nested ones under names joined by slashes.
+
+    Names of kinds and reward parts are as users chose them: they become parts of a metric's name here.
+    """
     path = artifact.path / "metrics.json"
     return _flat_numbers(json.loads(path.read_text())) if path.is_file() else {}
 
@@ -77,7 +79,8 @@ def _models(run: TrackedRun, artifact: Artifact, inputs: Mapping[str, Artifact])
 
 def _flat_numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     flat: dict[str, float] = {}
-    for key, value in values.items():
+    for name, value in values.items():
+        key = "/".join(map(metric_part, name.split("/")))
         if isinstance(value, Mapping):
             flat.update(_flat_numbers(value, f"{prefix}{key}/"))
         elif (isinstance(value, int | float) and not isinstance(value, bool)) or value in NOT_FINITE:

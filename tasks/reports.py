@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ from prefect import task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
+from components.contracts.metrics import metric_part
 from components.contracts.stages import Artifact
 from tasks.flow_run import provenance
 from tasks.mlflow_client import served_by
@@ -75,7 +75,7 @@ def _final_numbers(findings: Sequence[CheckpointResult], made: Mapping[str, Arti
     results = {finding.name: finding.artifact for finding in findings if finding.artifact}
     if len(findings) == 1 and results:
         return numbers(*results.values())
-    named = {re.sub(r"[^\w. -]", "_", name): numbers(artifact) for name, artifact in {**made, **results}.items()}
+    named = {metric_part(name): numbers(artifact) for name, artifact in {**made, **results}.items()}
     return {f"{name}/{key}": value for name, values in named.items() for key, value in values.items()}
 
 

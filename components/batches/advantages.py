@@ -12,6 +12,7 @@ from components.batches.gigpo import gigpo
 from components.batches.groups import Group, Values, deviation, groups_of
 from components.batches.settings import RLOO, BatchSettings, Deviation, GroupMean
 from components.contracts.batches import TurnAdvantages
+from components.contracts.metrics import merged
 from components.contracts.rollouts import Trajectory, all_equal
 
 EPSILON = 1e-4
@@ -40,8 +41,8 @@ def turn_advantages(trajectories: Sequence[Trajectory], settings: BatchSettings)
     without = frozenset(group.group_id for group, own in zip(groups, values, strict=True) if not own.any())
     every = np.concatenate([np.zeros(0), *values])
     penalties = np.concatenate([np.zeros(0), *(group.penalties for group in groups)])
-    metrics |= {
-        "advantage/absmean": _mean(np.abs(every)),
+    turns = {
+        "advantage/turn_absmean": _mean(np.abs(every)),
         "groups/count": float(len(groups)),
         "groups/zero_advantage_fraction": len(without) / max(len(groups), 1),
         "penalty/turns": float(np.count_nonzero(penalties)),
@@ -52,7 +53,7 @@ def turn_advantages(trajectories: Sequence[Trajectory], settings: BatchSettings)
         for group, own in zip(groups, values, strict=True)
         for member, turn, value in zip(group.member, group.turns, own, strict=True)
     }
-    return Advantages(by_turn, without, metrics)
+    return Advantages(by_turn, without, merged(estimator=metrics, turns=turns))
 
 
 def group_mean(groups: Sequence[Group], settings: GroupMean) -> tuple[list[Values], dict[str, float]]:

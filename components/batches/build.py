@@ -12,6 +12,7 @@ from components.batches.advantages import turn_advantages
 from components.batches.check import MOST_TOKENS, Vocabulary, sample_defect
 from components.batches.settings import BatchSettings
 from components.contracts.batches import Sample, TurnAdvantages
+from components.contracts.metrics import merged
 from components.contracts.rollouts import GenerateOutputs
 
 log = logging.getLogger(__name__)
@@ -52,8 +53,5 @@ def build_batch(
             log.warning("sample %s is left out: %s %s", sample.sample_id, *defect)
         else:
             kept.append(sample)
-    metrics = advantages.metrics | {
-        "samples/count": float(len(kept)),
-        "samples/dropped": float(drops.total()),
-    }
-    return BuiltBatch(kept, drops, metrics)
+    counts = {"samples/count": float(len(kept)), "samples/dropped": float(drops.total())}
+    return BuiltBatch(kept, drops, merged(advantages=advantages.metrics, samples=counts))

@@ -226,7 +226,7 @@ class _Steps:
     def evaluate(self, step: int) -> bool:
         return False
 
-    def record(self, step: int, metrics: dict[str, float]) -> None:
+    def record(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         outputs = self.outputs.pop(step)
         busy, decoded = self.pool.work(self.loop.time())
         self.records.append(
@@ -240,6 +240,7 @@ class _Steps:
                 flow=self.pool.flow.busy,
             )
         )
+        return metrics
 
     # Episodes
 

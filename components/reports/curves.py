@@ -43,7 +43,7 @@ class Panel:
 
 
 PANELS = (
-    Panel("Reward of the rollouts", ("reward",), band="reward/std"),
+    Panel("Reward of the rollouts", ("reward",), band="reward/rollout_std"),
     Panel("Success of the rollouts", ("success",), limits=(-0.02, 1.02)),
     Panel("Held-out accuracy", ("heldout/accuracy",), band=("heldout/low", "heldout/high"), limits=(-0.02, 1.02)),
     Panel("Held-out success", ("heldout/success",), band=("heldout/low", "heldout/high"), limits=(-0.02, 1.02)),
@@ -51,7 +51,7 @@ PANELS = (
     Panel("Actions of a held-out episode", ("heldout/steps",), limits=(0.0, None)),
     Panel("Answers of an episode", ("answers/per_episode",), limits=(0.0, None)),
     Panel("Answers of a step that say no actions", ("answers/undecoded",), limits=(0.0, None)),
-    Panel("Reward by part", (r"^reward/(?!std|mean)",)),
+    Panel("Reward by part", (r"^reward_parts/",)),
     Panel(
         "Mismatch KL, trainer against sampler",
         ("mismatch_kl", "mismatch_kl/first_update"),
@@ -94,7 +94,7 @@ PANELS = (
     ),
     Panel(
         "Advantages",
-        ("advantage/absmean", "advantage/episode_absmean", "advantage/step_absmean", "penalty/mean"),
+        ("advantage/turn_absmean", "advantage/episode_absmean", "advantage/step_absmean", "penalty/mean"),
         limits=(0.0, None),
     ),
     Panel("Turns at one state", ("anchors/size", "anchors/size_max", "anchors/singleton_fraction"), log=True),

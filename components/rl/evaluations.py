@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from components.artifacts.history import History
 from components.artifacts.manifest import write_manifest
 from components.artifacts.store import ArtifactStore
 from components.contracts.errors import DataError
+from components.contracts.metrics import merged
 from components.contracts.numbers import write_json
 from components.contracts.stages import Artifact, StageContext
 
@@ -76,6 +78,14 @@ class Evaluations(ABC):
         """The numbers of `step` for the run's history; none where it has no evaluation."""
         found = self.metrics.get(step, {})
         return {key: float(found[name]) for key, name in self.HISTORY_KEYS.items() if name in found}
+
+    def complete(self, history: History, step: int) -> dict[str, float]:
+        """Add the numbers of `step` to its row of a run's history, which may have them; returns the row."""
+        row = next((row for row in history.read() if row["step"] == step), {})
+        before = {key: value for key, value in row.items() if key != "step" and key not in self.HISTORY_KEYS}
+        whole = merged(run=before, evaluation=self.history(step))
+        history.append(step, whole)
+        return whole
 
     @property
     def best(self) -> int:

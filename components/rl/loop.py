@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+from components.contracts.metrics import merged
 from components.contracts.stages import Artifact, Events, Units
 
 SHOWN = {
@@ -27,6 +28,7 @@ class StepUnits(Protocol):
     """The units of one step. Each can be asked again after a crash and returns what it made before.
 
     `awaits` is no unit: it says that nothing goes on without the rollouts of `step`, by the bound of staleness.
+    `record` returns the metrics that it has recorded: those of the trainer and the loop, and all others of the step.
     """
 
     def rollouts(self, step: int) -> Artifact: ...
@@ -45,7 +47,7 @@ class StepUnits(Protocol):
 
     def evaluate(self, step: int) -> bool: ...
 
-    def record(self, step: int, metrics: dict[str, float]) -> None: ...
+    def record(self, step: int, metrics: dict[str, float]) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True)
@@ -123,8 +125,8 @@ def run_loop(
             clock.lap("timing/evaluation")
         if not ends:
             begin(step + 1)
-        metrics = metrics | clock.laps | {"timing/step": sum(clock.laps.values())}
-        steps.record(step, metrics)
+        metrics = merged(trainer=metrics, loop=clock.laps | {"timing/step": sum(clock.laps.values())})
+        metrics = steps.record(step, metrics)
         events.metrics(metrics, step)
         # Until the next evaluation.
         kept = {short: value for short, value in postfix.items() if SHOWN[short].startswith("heldout/")}

@@ -6,27 +6,30 @@ from collections import defaultdict
 
 import numpy as np
 
+from components.contracts.metrics import merged, metrics_below
 from components.contracts.rollouts import GenerateOutputs
 
 
 def rollout_metrics(outputs: GenerateOutputs) -> dict[str, float]:
-    """Rewards, lengths, truncation and failures; times are seconds, lengths are tokens."""
+    """Rewards, lengths, truncation and failures; times are seconds, lengths are tokens.
+
+    Rewards and their parts are means over rollouts, where a part that a rollout lacks counts as 0.
+    """
     planned = len(outputs.trajectories) + len(outputs.failures)
-    metrics = {"rollouts/planned": float(planned), "rollouts/failed": float(len(outputs.failures))}
-    metrics |= {f"failures/{reason}": float(count) for reason, count in outputs.drops.items()}
+    counts = {"rollouts/planned": float(planned), "rollouts/failed": float(len(outputs.failures))}
+    failures = metrics_below("failures", outputs.drops)
     if not outputs.trajectories:
-        return metrics
+        return merged(counts=counts, failures=failures)
     rewards = np.array([trajectory.reward for trajectory in outputs.trajectories])
     turns = [turn for trajectory in outputs.trajectories for turn in trajectory.turns]
     lengths = np.array([len(turn.completion_token_ids) for turn in turns])
-    parts: dict[str, list[float]] = defaultdict(list)
+    parts: dict[str, float] = defaultdict(float)
     for trajectory in outputs.trajectories:
         for name, value in trajectory.reward_parts.items():
-            parts[name].append(value)
-    return metrics | {
+            parts[name] += value / len(outputs.trajectories)
+    rollouts = {
         "reward": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        **{f"reward/{name}": sum(values) / len(outputs.trajectories) for name, values in parts.items()},
+        "reward/rollout_std": float(rewards.std()),
         "tokens/completion": float(lengths.mean()),
         "tokens/completion_max": float(lengths.max()),
         "tokens/prompt": float(np.mean([len(turn.prompt_token_ids) for turn in turns])),
@@ -37,3 +40,4 @@ def rollout_metrics(outputs: GenerateOutputs) -> dict[str, float]:
         "actions/inadmissible": float(np.mean([turn.action_defect == "inadmissible" for turn in turns])),
         "timing/generate_mean": float(np.mean([turn.generate_seconds for turn in turns])),
     }
+    return merged(counts=counts, failures=failures, rollouts=rollouts, parts=metrics_below("reward_parts", parts))

@@ -24,6 +24,7 @@ from components.batches.ratios import ratios_file
 from components.batches.table import write_batch
 from components.contracts.episodes import Environment, Task
 from components.contracts.errors import TrainerError
+from components.contracts.metrics import merged, metrics_below
 from components.contracts.rollouts import GenerateOutputs
 from components.contracts.stages import Artifact, StageContext
 from components.inference.endpoint import Endpoint
@@ -122,9 +123,8 @@ class RLRun:
         units, events = self.context.units, self.context.events
         if self.evaluates(done):  # before the pre-flight, which then leaves the servers as it does without a panel
             ends = units.submit(f"evaluation-{done:05d}", self.evaluate, done).result()
-            row = next((row for row in self.history.read() if row["step"] == done), {})
-            self.record(done, row)
-            events.metrics({key: value for key, value in row.items() if key != "step"}, done)
+            assert self.evaluations is not None
+            events.metrics(self.evaluations.complete(self.history, done), done)
             if ends:
                 return done
         if self.evaluations is not None:
@@ -164,7 +164,7 @@ class RLRun:
         outputs = read_rollouts(rollouts.path)
         if (made := self.store.find("batches", self._batch_key(step))) is None:
             built = self._built(step, outputs)
-            metrics = built.metrics | {f"drops/{reason}": float(count) for reason, count in built.drops.items()}
+            metrics = merged(batch=built.metrics, drops=metrics_below("drops", built.drops))
 
             def fill(folder: Path) -> None:
                 write_batch(folder, built.samples)
@@ -174,7 +174,8 @@ class RLRun:
 
             made = self.store.write("batches", self._batch_key(step), fill)
             self.context.events.artifact(made, "output", step)
-        self._step_metrics[step] = rollout_metrics(outputs) | json.loads((made.path / BATCH_METRICS).read_text())
+        batch = json.loads((made.path / BATCH_METRICS).read_text())
+        self._step_metrics[step] = merged(rollouts=rollout_metrics(outputs), batch=batch)
         return made
 
     def _built(self, step: int, outputs: GenerateOutputs) -> BuiltBatch:
@@ -183,7 +184,8 @@ class RLRun:
             return BuiltBatch([], Counter(batch_skipped=len(outputs.trajectories)), {"batch/skipped": 1.0})
         chosen = choose_groups(outputs, self.settings.rollouts)
         built = build_batch(chosen.outputs, self.parts.adapter, self.settings.batches, self.parts.vocabulary)
-        return BuiltBatch(built.samples, built.drops + Counter(chosen.drops), built.metrics | chosen.metrics)
+        metrics = merged(batch=built.metrics, rounds=chosen.metrics)
+        return BuiltBatch(built.samples, built.drops + Counter(chosen.drops), metrics)
 
     def train(self, step: int, batch: Artifact) -> dict[str, float]:
         """Apply `step`."""
@@ -259,17 +261,20 @@ class RLRun:
         self.context.events.message(evaluations.said(step) + "; training ends here" * ends)
         return ends
 
-    def record(self, step: int, metrics: dict[str, float]) -> None:
-        metrics.update(self._step_metrics.pop(step, {}))
-        if self.evaluations is not None:
-            metrics.update(self.evaluations.history(step))
-        if "timing/step" in metrics:
-            metrics |= self._cpu.since()
-        if step:
-            machine = self.context.machine
-            metrics["machine/servers"] = len(self.pool.replicas)
-            metrics["machine/ranks"] = machine.trainer_nodes * machine.trainer_processes
-        self.history.append(step, metrics)
+    def record(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        machine = self.context.machine
+        whole = merged(
+            trainer=metrics,
+            rollouts=self._step_metrics.pop(step, {}),
+            evaluation=self.evaluations.history(step) if self.evaluations is not None else {},
+            cpu=self._cpu.since() if "timing/step" in metrics else {},
+            machine={
+                "machine/servers": float(len(self.pool.replicas)),
+                "machine/ranks": float(machine.trainer_nodes * machine.trainer_processes),
+            },
+        )
+        self.history.append(step, whole)
+        return whole
 
     def complete_history(self, done: int) -> None:
         """Record the applied steps that a crash kept out of the history; the trainer still knows their metrics."""

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from math import isnan
 from pathlib import Path
 
+from components.contracts.metrics import counted_reasons, merged
 from components.contracts.numbers import write_json
 from components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from components.environments.sources import environment_sources, evaluated_sources
@@ -41,11 +42,11 @@ def train_vlm(
     best = evaluations.summary() if evaluations is not None else {}
     write_json(out / "history.json", history)
     write_json(out / "lineage.json", lineage)
-    write_json(out / "metrics.json", summary(steps) | best | difficulty_counts(tasks))
+    write_json(out / "metrics.json", merged(run=summary(steps), best=best, tasks=difficulty_counts(tasks)))
     write_table(out / "difficulty.parquet", [asdict(task) for task in tasks], DIFFICULTY)
     write_pages(out, settings, history, shown, context.images, best, difficulty_counts(tasks))
-    drops = _total(history, "failures/") | _total(history, "drops/")
-    return StageReport(rows={"steps": len(steps), "rollouts": _total(history, "rollouts/")["planned"]}, drops=drops)
+    rows = {"steps": len(steps), "rollouts": int(sum(step.get("rollouts/planned", 0) for step in history))}
+    return StageReport(rows=rows, drops=counted_reasons(history))
 
 
 def summary(history: list[dict[str, float]]) -> dict[str, float]:
@@ -55,11 +56,6 @@ def summary(history: list[dict[str, float]]) -> dict[str, float]:
     means = {key: sum(step[key] for step in tail) / len(tail) for key in keys if all(key in step for step in tail)}
     kls = [step[FIRST_UPDATE] for step in history if FIRST_UPDATE in step]
     return means | ({"mismatch_kl_max": max(kls, key=lambda kl: (isnan(kl), kl))} if kls else {})
-
-
-def _total(history: list[dict[str, float]], prefix: str) -> dict[str, int]:
-    names = sorted({name for step in history for name in step if name.startswith(prefix)})
-    return {name.removeprefix(prefix): int(sum(step.get(name, 0) for step in history)) for name in names}
 
 
 def played_as_listed(

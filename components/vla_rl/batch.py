@@ -11,6 +11,7 @@ import numpy as np
 
 from components.batches.advantages import EPSILON
 from components.batches.settings import Deviation
+from components.contracts.metrics import merged, metrics_below
 from components.contracts.rollouts import Failure
 from components.vla_rl.gae import answer_advantages
 from components.vla_rl.settings import GAE, EpisodeGroupMean, RewardWeighted
@@ -66,7 +67,7 @@ def build_batch(
             played = groups.keys() | {each.group_id for each in failures}
             metrics |= {"groups/rounds": len(played) / wanted, "groups/surplus": float(len(surplus))}
     earned = [value for group in groups.values() for value in group.values()]
-    metrics |= {
+    played_metrics = {
         "reward": float(np.mean(earned)),
         "success": sum(answer.done and not answer.truncated for answer in answers) / len(earned),
         "groups/count": float(len(groups)),
@@ -75,10 +76,10 @@ def build_batch(
         "answers/per_episode": len(answers) / len(earned),
         "answers/trained": float(len(samples)),
     }
-    metrics |= {f"failures/{name}": float(n) for name, n in Counter(each.reason for each in failures).items()}
     if undecoded := sum(not each.decoded for each in answers):
-        metrics["answers/undecoded"] = float(undecoded)
-    return RobotBatch(samples, +drops, metrics)
+        played_metrics["answers/undecoded"] = float(undecoded)
+    failed = metrics_below("failures", Counter(each.reason for each in failures))
+    return RobotBatch(samples, +drops, merged(advantages=metrics, episodes=played_metrics, failures=failed))
 
 
 def groups_that_differ(answers: Sequence[Answer]) -> list[str]:

@@ -16,6 +16,7 @@ from components.artifacts.history import History
 from components.artifacts.manifest import write_manifest
 from components.artifacts.store import ArtifactStore
 from components.contracts.errors import MismatchError, TrainerError
+from components.contracts.metrics import merged, metrics_below
 from components.contracts.rollouts import Failure
 from components.contracts.stages import Artifact, StageContext
 from components.environments.libero.tasks import LiberoTask
@@ -91,9 +92,8 @@ class RobotRLRun:
             self.sync(done)
         if self.evaluates(done):
             ends = units.submit(f"evaluation-{done:05d}", self.evaluate, done).result()
-            row = next((row for row in self.history.read() if row["step"] == done), {})
-            self.record(done, row)
-            events.metrics({key: value for key, value in row.items() if key != "step"}, done)
+            assert self.evaluations is not None
+            events.metrics(self.evaluations.complete(self.history, done), done)
             if ends:
                 return done
         if self.evaluations is not None:
@@ -157,7 +157,7 @@ class RobotRLRun:
                 f"warning: step {step} changes no weight: {why}. Where that stays so, the tasks are {hard} for the "
                 f"policy: imitate longer, {advice}"
             )
-        metrics = built.metrics | {f"drops/{reason}": float(count) for reason, count in built.drops.items()}
+        metrics = merged(batch=built.metrics, drops=metrics_below("drops", built.drops))
 
         def fill(folder: Path) -> None:
             write_batch(folder, built.samples)
@@ -172,7 +172,7 @@ class RobotRLRun:
     def train(self, step: int, batch: Artifact) -> dict[str, float]:
         """Apply `step`; its metrics, with those of its rollouts."""
         own = json.loads((batch.path / BATCH_METRICS).read_text())
-        return own | self._of_trainer(step - 1, lambda: self.trainer.step(step, batch.path))
+        return merged(batch=own, trainer=self._of_trainer(step - 1, lambda: self.trainer.step(step, batch.path)))
 
     def save(self, step: int) -> None:
         """Write a checkpoint, if one is due after `step`."""
@@ -212,17 +212,23 @@ class RobotRLRun:
         self.context.events.message(evaluations.said(step) + "; training ends here" * ends)
         return ends
 
-    def record(self, step: int, metrics: dict[str, float]) -> None:
-        metrics.update(self._played.pop(step, {}))
+    def record(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        here: dict[str, float] = {}
         if "timing/step" in metrics:
             machine = self.context.machine
-            metrics |= self._cpu.since()
-            metrics["machine/simulators"] = len(self._collector.arenas)
-            metrics["machine/ranks"] = machine.trainer_nodes * machine.trainer_processes
-            metrics["policy/rows_per_pass"] = self._policy.rows_per_pass
-        if self.evaluations is not None:
-            metrics.update(self.evaluations.history(step))
-        self.history.append(step, metrics)
+            here = self._cpu.since() | {
+                "machine/simulators": len(self._collector.arenas),
+                "machine/ranks": machine.trainer_nodes * machine.trainer_processes,
+                "policy/rows_per_pass": self._policy.rows_per_pass,
+            }
+        whole = merged(
+            trainer=metrics,
+            rollouts=self._played.pop(step, {}),
+            machine=here,
+            evaluation=self.evaluations.history(step) if self.evaluations is not None else {},
+        )
+        self.history.append(step, whole)
+        return whole
 
     def finish(self, folder: Path, last: int) -> None:
         """Write the policy, which needs nothing else: that of the best evaluation, else that after step `last`."""

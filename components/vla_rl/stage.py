@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from components.contracts.metrics import counted_reasons, merged
 from components.contracts.numbers import write_json
 from components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from components.evaluation.wilson import Interval
@@ -108,20 +109,16 @@ def train_vla_rl(
         newest = read_rollouts(run.rollouts(last).path)
     history, lineage = run.history.read(), run.lineage(last)
     steps, best = [row for row in history if row["step"] > 0], {} if evaluations is None else evaluations.summary()
-    numbers = summary(steps) | best
+    numbers = merged(run=summary(steps), best=best)
     write_json(out / "history.json", history)
     write_json(out / "lineage.json", lineage)
     write_json(out / "metrics.json", numbers)
     write_pages(out, settings, history, newest, best)
-    names = sorted({name for row in steps for name in row if name.startswith(DROPS)})
-    episodes, *dropped = (int(sum(row.get(name, 0) for row in steps)) for name in ("rollouts/planned", *names))
+    episodes = int(sum(row.get("rollouts/planned", 0) for row in steps))
     return StageReport(
         rows={"steps": len(steps), "episodes": episodes},
-        drops={name.partition("/")[2]: count for name, count in zip(names, dropped, strict=True)},
+        drops=counted_reasons(steps),
     )
-
-
-DROPS = ("drops/", "failures/")
 
 
 def summary(history: History) -> dict[str, float]:

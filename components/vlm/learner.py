@@ -20,6 +20,7 @@ from components.adapters.validate import model_inputs
 from components.batches.check import check_samples
 from components.contracts.batches import MultimodalBatch, Sample
 from components.contracts.errors import ConfigurationError
+from components.contracts.metrics import merged
 from components.models.compiled import compile_layers
 from components.models.families import family_of
 from components.models.lora import base_model
@@ -201,13 +202,14 @@ class Learner(TrainingEngine[Any]):
 
     def _finish(self, meter: Meter, batch: dict[str, float], began: float) -> dict[str, float]:
         report, self.log_ratios = meter.report(self.ranks, peak_memory_gib(self.ranks.device))
-        report |= batch
         self.steps_done += 1
         seconds = perf_counter() - began
-        report["learning_rate"] = _learning_rates(self.settings)(self.steps_done)
-        report["timing/train_s"] = seconds
-        report["tokens_per_second"] = batch.get("tokens/total", batch["tokens/trained"]) / seconds
-        return report
+        position = {
+            "learning_rate": _learning_rates(self.settings)(self.steps_done),
+            "timing/train_s": seconds,
+            "tokens_per_second": batch.get("tokens/total", batch["tokens/trained"]) / seconds,
+        }
+        return merged(meter=report, batch=batch, step=position)
 
     @torch.no_grad()
     def _score(self, samples: Sequence[Sample], load: Load) -> dict[int, Tensor]:

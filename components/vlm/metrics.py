@@ -24,7 +24,7 @@ PER_TOKEN = {
     "masked_low": "masked_low_fraction",
     "masked_high": "masked_high_fraction",
     "ratio_out_of_range": "ratio/out_of_range_fraction",
-    "advantage_abs": "advantage/absmean",
+    "advantage_abs": "advantage/token_absmean",
     "weight": "correction/mean_weight",
     "weight_floored": "correction/floored_fraction",
     "weight_capped": "correction/capped_fraction",
@@ -150,8 +150,8 @@ def batch_report(samples: Sequence[Sample]) -> dict[str, float]:
     for sample in samples:
         groups[sample.group_id] |= bool(np.any(sample.advantages))
     report = {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
+        "reward/sample_mean": float(rewards.mean()),
+        "reward/sample_std": float(rewards.std()),
         "groups": float(len(groups)),
         "groups_without_signal": float(sum(not signal for signal in groups.values())),
         "sequences": float(len(samples)),

@@ -48,7 +48,7 @@ def test_group_std_by_hand() -> None:
     found = turn_advantages(GROUPS, batch_settings(group_mean("group_std")))
     assert found.without_gradient == {"g2", "g3"}
     assert found.metrics["groups/count"] == 3 and found.metrics["groups/zero_advantage_fraction"] == 2 / 3
-    assert found.metrics["advantage/absmean"] == pytest.approx(3 * high / 7)
+    assert found.metrics["advantage/turn_absmean"] == pytest.approx(3 * high / 7)
 
 
 def test_unscaled_and_batch_scaled_by_hand() -> None:

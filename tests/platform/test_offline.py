@@ -109,7 +109,7 @@ def test_images_play_no_part_in_rewards_and_advantages(name):
         build_batch(GenerateOutputs([_played(index, refs) for index in range(4)]), _NoSamples(), settings).metrics
         for refs in ((), (shown,), (shown, replace(shown, width=28)))
     ]
-    assert metrics[0] == metrics[1] == metrics[2] and metrics[0]["advantage/absmean"] > 0
+    assert metrics[0] == metrics[1] == metrics[2] and metrics[0]["advantage/turn_absmean"] > 0
 
 
 def _played(index, refs):

@@ -19,7 +19,7 @@ HISTORY = [
     {
         "step": step,
         "reward": step / 10,
-        "reward/std": 0.1,
+        "reward/rollout_std": 0.1,
         "mismatch_kl": 10.0**-step,
         "timing/wait_for_rollouts": 1.0,
         "timing/train": 2.0,
@@ -62,7 +62,7 @@ def test_images_are_svg_in_the_readers_ink():
     [
         [],
         [{"step": 0}],
-        [{"reward": math.nan, "reward/std": math.nan, "mismatch_kl": 0.0}],
+        [{"reward": math.nan, "reward/rollout_std": math.nan, "mismatch_kl": 0.0}],
         [{"step": 3, "reward": 1.0}],
     ],
 )

@@ -81,8 +81,9 @@ class RecordingSteps:
         self._note(f"evaluation {step} end")
         return step == self.ends_at
 
-    def record(self, step: int, metrics: dict[str, float]) -> None:
+    def record(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         self.recorded[step] = metrics
+        return metrics
 
 
 def run(steps: RecordingSteps, staleness: int, first: int = 1, last: int = 5, in_flight: bool = False) -> int:
@@ -94,6 +95,15 @@ def test_on_policy_rollouts_are_sampled_by_the_weights_of_the_step_before():
     run(steps, staleness=0)
     assert steps.sampled_with == {1: 0, 2: 1, 3: 2, 4: 3, 5: 4}
     assert [steps.recorded[step]["loss"] for step in range(1, 6)] == [1, 2, 3, 4, 5]
+
+
+def test_a_metric_of_the_trainer_that_the_loop_writes_too_is_refused():
+    class TimingSteps(RecordingSteps):
+        def train(self, step: int, batch: Artifact) -> dict[str, float]:
+            return super().train(step, batch) | {"timing/train": 2.0}
+
+    with pytest.raises(ValueError, match="timing/train"):
+        run(TimingSteps(), staleness=0)
 
 
 def test_overlapped_rollouts_are_one_version_older_and_made_while_training():

@@ -173,7 +173,7 @@ def test_every_step_is_on_policy_and_weights_reach_the_sampler(
         assert one["mismatch_kl"] < 1e-5
         assert one["importance_ratio"] == pytest.approx(1.0, abs=1e-3)
         assert one["policy_version/min"] == one["step"] - 1
-        assert one["reward/std"] > 0
+        assert one["reward/rollout_std"] > 0
         assert one["grad_norm"] > 0
     printed = capsys.readouterr()
     assert "nothing could be learned" not in printed.out
@@ -325,7 +325,7 @@ def test_an_adapter_of_ones_own_and_one_reward_part(
     options = config(tmp_path, max_steps=1, micro_batch_size=3, primary_reward_key="format")
     metrics = with_own_adapter(tiny, MinimalAdapter(tiny), options, monkeypatch).train()
     assert metrics["sequences"] == 8
-    assert metrics["reward/mean"] > 2  # lengths of texts, not counts of a letter
+    assert metrics["reward"] == metrics["reward/sample_mean"] > 2  # lengths of texts, not counts of a letter
 
 
 def test_batches_of_wrong_shapes_are_refused(

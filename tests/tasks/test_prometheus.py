@@ -42,8 +42,8 @@ def test_a_stage_is_there_while_it_runs(tmp_path: Path) -> None:
     @task(name="stage", task_run_name="train-demo")
     def stage() -> str:
         with tracked("shown", "run", {}, {}) as run, PrefectEvents(run, set(), tmp_path) as events:
-            events.metrics({"reward/mean": 0.25, "loss": 3}, 4)
-            events.metrics({"reward/mean": 0.5}, 5)
+            events.metrics({"reward": 0.25, "loss": 3}, 4)
+            events.metrics({"reward": 0.5}, 5)
             events.progress("train", 5, 60)
             return httpx.get(f"http://{address}/metrics", trust_env=False).text
 
@@ -57,7 +57,7 @@ def test_a_stage_is_there_while_it_runs(tmp_path: Path) -> None:
     of_stage = {key: value for key, value in during.items() if "train-demo" in key}
     assert of_stage == {
         ("armature_step", "train-demo"): 5,
-        ("armature_step_metric", "reward/mean", "train-demo"): 0.5,
+        ("armature_step_metric", "reward", "train-demo"): 0.5,
         ("armature_step_metric", "loss", "train-demo"): 3,
         ("armature_progress_done", "train", "train-demo"): 5,
         ("armature_progress_total", "train", "train-demo"): 60,

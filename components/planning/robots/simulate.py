@@ -222,7 +222,7 @@ class _RobotSteps:
         chunk = evaluation.n_action_steps or self.run_.chunk
         await self.play.play(planned, episode_of, evaluation.batch, chunk, kept=False)
 
-    def record(self, step: int, metrics: dict[str, float]) -> None:
+    def record(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         self.records.append(
             _RobotRecord(
                 at=self.loop.time(),
@@ -235,6 +235,7 @@ class _RobotSteps:
                 trainer=self.trained,
             )
         )
+        return metrics
 
 
 def training_seconds(answers: int, settings: RobotRLTrainerSettings, costs: RobotCosts, ranks: int) -> float:

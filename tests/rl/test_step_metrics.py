@@ -1,0 +1,49 @@
+"""The metrics of a step: what users call their rewards replaces no number of the program."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from components.batches.build import build_batch
+from components.batches.settings import BatchSettings
+from components.contracts.metrics import merged
+from components.contracts.rollouts import GenerateOutputs
+from components.rl.metrics import rollout_metrics
+from components.vlm.metrics import batch_report
+from tests.batches.conftest import played, turn
+from tests.batches.test_recipes import TurnsAsSamples
+
+PLAIN = GenerateOutputs([played(f"t{n}", "g", [turn(reward)]) for n, reward in enumerate((0.0, 1.0, 1.0))])
+OURS = ["reward", "mean", "std", "rollout_std", "sample_mean", "total", "count", "", "a/b", "a_b", "../reward", "turns"]
+
+
+def step_metrics(outputs: GenerateOutputs) -> dict[str, float]:
+    """As a run joins them; a name with two writers is an error."""
+    built = build_batch(outputs, TurnsAsSamples(), BatchSettings(max_sequence_tokens=64))
+    return merged(batch=batch_report(built.samples), built=built.metrics, rollouts=rollout_metrics(outputs))
+
+
+@settings(max_examples=25)
+@given(st.lists(st.sampled_from(OURS), unique=True))
+def test_parts_of_any_name_replace_nothing(parts: list[str]) -> None:
+    values = {name: 100.0 + number for number, name in enumerate(parts)}
+    named = [played(f"t{n}", "g", [turn(one.reward, reward_parts=values)]) for n, one in enumerate(PLAIN.trajectories)]
+    metrics, plain = step_metrics(GenerateOutputs(named)), step_metrics(PLAIN)
+    below = {name: value for name, value in metrics.items() if name.startswith("reward_parts/")}
+    assert sorted(below.values()) == pytest.approx(sorted(values.values()))
+    others = {name: value for name, value in plain.items() if not name.startswith("reward_parts/")}
+    assert {name: value for name, value in metrics.items() if name not in below} == others
+
+
+def test_means_over_rollouts_and_over_samples_have_names_of_their_own() -> None:
+    """One rollout of two turns, whose samples are two, beside one of one turn."""
+    uneven = GenerateOutputs([played("a", "g", [turn(0.5, 0), turn(0.5, 1)]), played("b", "g", [turn(0.0)])])
+    metrics = step_metrics(uneven)
+    assert (metrics["reward"], metrics["reward/rollout_std"]) == (0.5, 0.5)
+    assert metrics["sequences"] == 3 and metrics["reward/sample_mean"] == pytest.approx(2 / 3)
+    assert metrics["reward_parts/correct"] == 0.5
+    assert Counter(name.partition("/")[0] for name in metrics)["advantage"] == 1

@@ -1,0 +1,65 @@
+"""Numbers of an artifact in MLflow: each has a name of its own, whatever users call their kinds and reward parts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlflow.utils.validation import _validate_metric_name
+
+from components.contracts.episodes import Task
+from components.contracts.rollouts import GenerateOutputs
+from components.contracts.stages import Artifact
+from components.evaluation.results import collect_results, metrics
+from tasks.outputs import numbers
+from tasks.reports import CheckpointResult, _final_numbers
+from tests.reports.conftest import make_trajectory
+
+KINDS = [
+    "mean",
+    "overall",
+    "accuracy",
+    "kinds",
+    "reward_parts/x",
+    "",
+    " ",
+    "a/b",
+    "a_b",
+    "a//b",
+    "../a",
+    ".",
+    "é?",
+    "x" * 300,
+]
+
+
+def evaluation(folder: Path, kinds: list[str]) -> Artifact:
+    tasks = [Task(f"colors/t{n}", "heldout", {"kind": kind}) for n, kind in enumerate(kinds)]
+    played = GenerateOutputs([make_trajectory(f"t{n}") for n in range(len(kinds))])
+    folder.mkdir(parents=True, exist_ok=True)
+    measured = metrics(collect_results(played, tasks, 1.0, "kind"), ["heldout"])
+    measured["reward_parts"] = {kind: float(number) for number, kind in enumerate(kinds)}
+    (folder / "metrics.json").write_text(json.dumps(measured))
+    return Artifact(kind="evaluate", path=folder, digest="digest")
+
+
+@settings(max_examples=25)
+@given(kinds=st.lists(st.sampled_from(KINDS), unique=True, min_size=1))
+def test_kinds_and_parts_of_any_name_replace_nothing(tmp_path_factory, kinds: list[str]) -> None:
+    found = numbers(evaluation(tmp_path_factory.mktemp("evaluation"), kinds))
+    assert sorted(value for name, value in found.items() if name.startswith("reward_parts/")) == list(range(len(kinds)))
+    assert sum(name.startswith("kinds/") and name.endswith("/episodes") for name in found) == len(kinds)
+    assert found["accuracy"] == 1.0 and found["episodes"] == len(kinds)
+    for name in found:
+        _validate_metric_name(name)
+
+
+def test_checkpoints_whose_names_differ_in_one_character_keep_their_numbers(tmp_path: Path) -> None:
+    named = ["runs/a", "runs_a", "runs:a"]
+    findings = [CheckpointResult(name, evaluation(tmp_path / str(n), ["all"])) for n, name in enumerate(named)]
+    found = _final_numbers(findings, {})
+    assert sum(name.endswith("/accuracy") and name.count("/") == 1 for name in found) == len(named)
+    for name in found:
+        _validate_metric_name(name)
