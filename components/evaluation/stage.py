@@ -112,4 +112,4 @@ async def play(
             )
 
 
-EVALUATE_STAGE = Stage("evaluate", 4, EvaluateStageSettings, ("tasks", "model"), evaluate, sources_of_tasks)
+EVALUATE_STAGE = Stage("evaluate", 5, EvaluateStageSettings, ("tasks", "model"), evaluate, sources_of_tasks)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from components.artifacts.history import History
 from components.artifacts.store import ArtifactStore
 from components.batches.check import MOST_TOKENS
 from components.configuration import load_recipe
@@ -21,7 +22,7 @@ from components.evaluation.settings import EvaluateStageSettings, PanelSettings
 from components.inference.client import Completion
 from components.rl.config import MultimodalRLConfig
 from components.rl.evaluations import best_step
-from components.rl.panel import HeldoutPanel
+from components.rl.panel import HeldoutPanel, PanelEvaluations
 from components.rl.run import RLRun, RunParts
 from components.rl.settings import LoopSettings, TrainVLMSettings
 from components.rl.trainer import MultimodalGRPOTrainer
@@ -357,3 +358,14 @@ def test_patience_without_evaluations_is_refused() -> None:
         load_recipe("train-vlm/colors", ["evaluation.patience=3"])
     with pytest.raises(ConfigurationError, match=r"evaluation.every is not a setting"):
         load_recipe("evaluate/vlm", ["evaluation.every=3"])
+
+
+def test_a_resumed_run_keeps_the_numbers_of_the_step_that_it_resumes_from(tmp_path: Path) -> None:
+    """They have one writer: the process that made the step, and for the evaluation its artifact."""
+    history = History(tmp_path / "history.jsonl")
+    history.append(2, {"loss": 1.0, "timing/step": 3.0, "timing/cpu": 2.5, "heldout/accuracy": 0.25})
+    evaluations = PanelEvaluations.__new__(PanelEvaluations)
+    evaluations.metrics = {2: {"accuracy": 0.5, "reward": 0.5}}
+    whole = {"loss": 1.0, "timing/step": 3.0, "timing/cpu": 2.5, "heldout/accuracy": 0.5, "heldout/reward": 0.5}
+    assert evaluations.complete(history, 2) == whole
+    assert history.read() == [whole | {"step": 2}]
