@@ -32,6 +32,7 @@ from pydantic import BaseModel
 from components.artifacts.digests import document_digest
 from components.artifacts.manifest import read_manifest
 from components.contracts.errors import TrackingError
+from components.contracts.metrics import metric_part
 from components.contracts.stages import Artifact
 from components.installation import installed_commit
 from tasks import mlflow_client as names
@@ -51,7 +52,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Nested tables as dotted keys; lists as JSON."""
     flat: dict[str, str] = {}
     for key, value in values.items():
-        name = f"{prefix}{key}"
+        name = f"{prefix}{metric_part(key)}"  # keys of an environment's tables are as users chose them
         if isinstance(value, Mapping):
             flat.update(flatten(value, f"{name}."))
         else:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlflow.utils.validation import _validate_metric_name
+from mlflow.utils.validation import _validate_metric_name, _validate_param_name
 
 from components.contracts.episodes import Task
 from components.contracts.rollouts import GenerateOutputs
@@ -15,6 +15,7 @@ from components.contracts.stages import Artifact
 from components.evaluation.results import collect_results, metrics
 from tasks.outputs import numbers
 from tasks.reports import CheckpointResult, _final_numbers
+from tasks.tracking import flatten
 from tests.reports.conftest import make_trajectory
 
 KINDS = [
@@ -54,6 +55,15 @@ def test_kinds_and_parts_of_any_name_replace_nothing(tmp_path_factory, kinds: li
     assert found["accuracy"] == 1.0 and found["episodes"] == len(kinds)
     for name in found:
         _validate_metric_name(name)
+
+
+def test_settings_with_keys_of_any_name_are_params_that_mlflow_takes() -> None:
+    values = {"environment": {"args": {"columns": dict.fromkeys(KINDS, "x")}, "name": "colors"}}
+    found = flatten(values)
+    assert len(found) == len(KINDS) + 1 and found["environment.name"] == "colors"
+    assert found["environment.args.columns.mean"] == "x"
+    for name in found:
+        _validate_param_name(name)
 
 
 def test_checkpoints_whose_names_differ_in_one_character_keep_their_numbers(tmp_path: Path) -> None:
