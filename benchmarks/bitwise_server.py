@@ -86,7 +86,7 @@ def engine(model: Path, how: Mapping[str, Any]) -> Any:
 
 def make_images(folder: Path, small: bool, count: int) -> list[Any]:
     """One for each prompt, and one for the dump."""
-    return [image for letter in "ABC" for image in Case(folder, letter, small).images][: count + 1]
+    return [image for letter in "ABC" for (image,) in Case(folder, letter, small).images][: count + 1]
 
 
 def prompts(folder: Path, small: bool, count: int) -> dict[str, list[list[int]]]:

@@ -60,8 +60,8 @@ STEPS, ROUNDS = 8, 3
 LAPS = {"ours": ("timing/wait_for_rollouts", "timing/sync"), "trl": ("generate", "sync_weights")}
 LONG, EVERY = 6.0, 8
 """Where episodes are uneven, the answers to one task in `EVERY` are judged for `LONG` seconds, as by a simulator."""
-TRL = ("16,1,0", "16,1,1")
-"""Fastest first: without its correction TRL need not score what was sampled."""
+TRL = ("16,0,0", "16,1,0", "16,0,1")
+"""The best first: TRL keeps activations, and without its correction it need not score what was sampled."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """TRL's half of the benchmark of whole RL steps: GRPOTrainer with vLLM in its process, on the same GPU.
 
 Usage: rl_step_trl.py CHECKPOINT RESULTS STEPS GROUPS GROUP_SIZE SIDE SAMPLED QUESTION WAY..., a way being
-ROWS,RECOMPUTE,CORRECTION such as 16,1,0: rows of a micro-batch, gradient checkpointing, importance sampling correction.
-The first step is not timed.
+ROWS,RECOMPUTE,CORRECTION such as 16,0,0: rows of a micro-batch, gradient checkpointing, importance sampling correction.
+The first step is not timed. On a CPU, to see that it runs, TRL samples by transformers instead of vLLM.
 
 TRL 1.16 gives vLLM prompts whose image tokens are already expanded, and vLLM expands the first of them again: the
 sampler sees more than the trainer, their log-probs differ by a nat, and the correction drops all that was sampled. Here
@@ -20,9 +20,11 @@ import torch
 from datasets import Dataset
 from rl_step_case import LEARNING_RATE, MODEL_LENGTH, SERVER_SHARE, TEMPERATURE, make_image, reward
 from step_case import clean, peak_gib, say, sync
-from step_trl import ATTENTION, DEVICE, LOADER_WORKERS
+from step_trl import DEVICE, LOADER_WORKERS
 from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+
+ATTENTION = "flash_attention_2" if DEVICE == "cuda" else "sdpa"
 
 
 class Noting(GRPOTrainer):
@@ -87,13 +89,13 @@ def measure(folder, processor, dataset, steps, groups, group_size, sampled, way)
             use_liger_kernel=DEVICE == "cuda",
             disable_tqdm=True,
             dataloader_num_workers=LOADER_WORKERS,
-            use_vllm=True,
+            use_vllm=DEVICE == "cuda",
             vllm_mode="colocate",
             vllm_gpu_memory_utilization=SERVER_SHARE,
             vllm_max_model_length=MODEL_LENGTH,
             vllm_importance_sampling_correction=correction == "1",
             # Random weights would sample an image's tokens, of which TRL's model then lacks the image.
-            generation_kwargs={"logit_bias": dict.fromkeys(placeholders(processor), -100.0)},
+            generation_kwargs=without(placeholders(processor)),
         )
         model = AutoModelForImageTextToText.from_pretrained(
             folder, dtype=torch.bfloat16, attn_implementation=ATTENTION, device_map=DEVICE
@@ -107,16 +109,8 @@ def measure(folder, processor, dataset, steps, groups, group_size, sampled, way)
         )
         clock = Clock()
         trainer.norms, trainer.sampled, trainer.laps = [], [], {}
-        sampler, image = trainer.vllm_generation, processor.image_token_id
-        generate, synced = sampler.generate, sampler.sync_weights
-
-        def sample(prompts, **more):
-            found = trainer._timed("generate", generate, prompts=[once(ids, image) for ids in prompts], **more)
-            assert found[0] == prompts, "the sampler's prompts are not the trainer's"
-            return found
-
-        sampler.generate = sample
-        sampler.sync_weights = lambda: trainer._timed("sync_weights", synced)
+        if settings.use_vllm:
+            time_sampler(trainer, processor.image_token_id)
         trainer.add_callback(clock)
         clean()
         trainer.train()
@@ -127,6 +121,27 @@ def measure(folder, processor, dataset, steps, groups, group_size, sampled, way)
         "laps": {name: taken[1:] for name, taken in trainer.laps.items()},
         "peak_gib": peak_gib(),
     }
+
+
+def time_sampler(trainer, image):
+    """Note how long vLLM samples and gets weights, and give it one token for each image."""
+    sampler = trainer.vllm_generation
+    generate, synced = sampler.generate, sampler.sync_weights
+
+    def sample(prompts, **more):
+        found = trainer._timed("generate", generate, prompts=[once(ids, image) for ids in prompts], **more)
+        assert found[0] == prompts, "the sampler's prompts are not the trainer's"
+        return found
+
+    sampler.generate = sample
+    sampler.sync_weights = lambda: trainer._timed("sync_weights", synced)
+
+
+def without(tokens):
+    """Settings of a sampler, vLLM's or transformers', that never samples these."""
+    if DEVICE == "cuda":
+        return {"logit_bias": dict.fromkeys(tokens, -100.0)}
+    return {"suppress_tokens": tokens}
 
 
 def once(ids, token):

@@ -36,8 +36,10 @@ def adapter_of(checkpoint: Path, images: ImageStore) -> FamilyAdapter:
     return get_adapter(checkpoint, load_processor(checkpoint, model_settings(checkpoint)), images.open, None)
 
 
-def one_turn(group: int, member: int, prompt: Ids, answer: Ids, image: ImageRef, reward: float) -> Trajectory:
-    """An episode of one answer to a prompt with one image."""
+def one_turn(
+    group: int, member: int, prompt: Ids, answer: Ids, images: tuple[ImageRef, ...], reward: float
+) -> Trajectory:
+    """An episode of one answer to a prompt with images."""
     turn = Turn(
         index=0,
         prompt_token_ids=prompt.astype(np.int32),
@@ -45,7 +47,7 @@ def one_turn(group: int, member: int, prompt: Ids, answer: Ids, image: ImageRef,
         completion_logprobs=np.full(len(answer), -2.0, np.float32),
         finish_reason="length",
         policy_version=0,
-        images=(image,),
+        images=images,
         messages="[]",
         completion="",
         reward=reward,
@@ -79,5 +81,5 @@ def make_rollouts(
         ids = np.array(text + [adapter.collator.image_token_id] * runs[0] + text, np.int32)
         for member in range(group_size):
             answer, reward = random.integers(8, 200, tokens), float(random.integers(0, 2))
-            trajectories.append(one_turn(group, member, ids, answer, ref, reward))
+            trajectories.append(one_turn(group, member, ids, answer, (ref,), reward))
     return GenerateOutputs(trajectories)

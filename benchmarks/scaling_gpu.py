@@ -27,6 +27,7 @@ from accelerate import init_empty_weights
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from benchmarks.step_case import Case, clean, make_model, model_config, sync
+from benchmarks.step_gpu import make_processor
 from benchmarks.step_ours import samples_of, settings_of
 from components.adapters import get_adapter
 from components.artifacts.images import ImageStore
@@ -34,7 +35,6 @@ from components.garbage import exempt_from_collection
 from components.models.attention import follow_image_attention
 from components.models.families import family_of
 from components.models.load import RECOMPUTATION
-from components.models.tiny.build import SMALL, make_tiny_checkpoint
 from components.models.varlen import choose_kernels
 from components.training.launch import joined
 from components.training.processes import TrainerProcesses, private_folder
@@ -193,10 +193,7 @@ def main(words: list[str]) -> None:
     small = "small" in words
     words += () if set(words) & set(CASES) else CASES
     with tempfile.TemporaryDirectory() as scratch:
-        settings = SMALL.model_copy(update={"image_side": 112 if small else 448, "max_positions": 32_768})
-        folder, out = make_tiny_checkpoint("qwen2.5-vl", Path(scratch) / "model", 0, settings), Path(scratch) / "out"
-        for file in folder.glob("*.safetensors"):
-            file.unlink()  # only the processor is wanted
+        folder, out = make_processor("qwen2.5-vl", Path(scratch) / "model", small=small), Path(scratch) / "out"
         for side in sides:
             arguments = ["-m", "benchmarks.scaling_gpu", "rank", folder, out, side, *words]
             rendezvous = private_folder(Path(scratch) / "rendezvous")

@@ -1,4 +1,4 @@
-"""What both sides of the GPU benchmark train: a model of Qwen2.5-VL-3B's sizes, prompts with images, answers, rewards.
+"""What both sides of the GPU benchmark train: models of Qwen-VL's sizes, prompts with images, answers, rewards.
 
 Knows nothing of this project: TRL's half imports it too.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen2_5_VLConfig
+from transformers import AutoModelForImageTextToText, AutoTokenizer, PretrainedConfig, Qwen2_5_VLConfig, Qwen3VLConfig
 
-GROUPS, GROUP_SIZE, PROMPT_TOKENS = 8, 8, 330
+GROUPS, GROUP_SIZE = 8, 8
 PEAK_FLOPS = 989e12
 """Dense bf16 of an H100 or H200 SXM, by their data sheets."""
 TEXT = {
@@ -69,17 +69,83 @@ TEXT_7B = TEXT | {
     "vocab_size": 152_064,
 }
 VISION_7B = VISION | {"out_hidden_size": 3584}
-LENGTHS = {"A": (256, 256), "B": (1024, 1024), "C": (32, 1024)}
-"""Least and most sampled tokens of an answer."""
+TEXT_4B = TEXT | {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+VISION_4B = {
+    "depth": 24,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_heads": 16,
+    "out_hidden_size": 2560,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [5, 11, 17],
+}
+ROPE_4B = ROPE | {"rope_theta": 5_000_000.0, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+SMALL_VISION_4B = VISION_4B | {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "deepstack_visual_indexes": [0],
+}
+SMALL_ROPE_4B = ROPE_4B | {"mrope_section": [6, 5, 5]}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Prompts and answers of a case.
+
+    Args:
+        lengths: least and most sampled tokens of an answer.
+        seed: of what is random.
+        family: of the model, by which `processors` has its processor.
+        rows: answers.
+        images: of a prompt.
+        pixels: of an image, its width and height.
+        shared: `GROUP_SIZE` answers have one prompt; otherwise each has its own.
+    """
+
+    lengths: tuple[int, int]
+    seed: int
+    family: str = "qwen2.5-vl"
+    rows: int = GROUPS * GROUP_SIZE
+    prompt_tokens: int = 330
+    images: int = 1
+    pixels: tuple[int, int] = (448, 448)
+    shared: bool = True
+
+    @property
+    def prompts(self) -> int:
+        return self.rows // GROUP_SIZE if self.shared else self.rows
+
+
+QWEN3 = Work((100, 700), 777, "qwen3-vl", rows=48, prompt_tokens=500, images=2, pixels=(308, 420))
+WORK = {
+    "A": Work((256, 256), ord("A")),
+    "B": Work((1024, 1024), ord("B")),
+    "C": Work((32, 1024), ord("C")),
+    "Q": QWEN3,
+    "U": replace(QWEN3, shared=False),
+}
+"""Q and U are of Qwen3-VL-4B's sizes and differ in one thing: in U nothing is shared."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Answers to `GROUPS` prompts with one image each, `GROUP_SIZE` to a prompt, in order.
+    """Answers to prompts with images; advantages are over blocks of `GROUP_SIZE`, in order.
 
     Args:
-        folder: where the processor is.
-        name: of `LENGTHS`.
+        folder: where the processor of `work.family` is.
+        name: of `WORK`.
         small: few tokens, to see on a CPU that it runs.
     """
 
@@ -88,14 +154,13 @@ class Case:
     small: bool = False
 
     @property
-    def side(self) -> int:
-        """Pixels of an image."""
-        return 112 if self.small else 448
+    def work(self) -> Work:
+        return WORK[self.name]
 
     @cached_property
     def lengths(self) -> np.ndarray[Any, Any]:
-        least, most = (n // 16 for n in LENGTHS[self.name]) if self.small else LENGTHS[self.name]
-        return self._random(1).integers(least, most + 1, GROUPS * GROUP_SIZE)
+        least, most = (n // 16 for n in self.work.lengths) if self.small else self.work.lengths
+        return self._random(1).integers(least, most + 1, self.work.rows)
 
     @cached_property
     def answers(self) -> list[np.ndarray[Any, Any]]:
@@ -103,62 +168,79 @@ class Case:
         return [self._random(2 + row).integers(low, high, n).astype(np.int32) for row, n in enumerate(self.lengths)]
 
     @cached_property
-    def images(self) -> list[Image.Image]:
-        found = []
-        for group in range(GROUPS):
-            coarse = self._random(1000 + group).integers(0, 255, (self.side // 14, self.side // 14, 3), dtype=np.uint8)
-            found.append(Image.fromarray(coarse).resize((self.side, self.side), Image.Resampling.BICUBIC))
-        return found
+    def images(self) -> list[list[Image.Image]]:
+        """The images of each prompt."""
+        width, height = (side // 4 for side in self.work.pixels) if self.small else self.work.pixels
+        numbers = np.arange(self.work.prompts * self.work.images).reshape(self.work.prompts, -1)
+        return [[self._image(int(number), width, height) for number in prompt] for prompt in numbers]
+
+    def _image(self, number: int, width: int, height: int) -> Image.Image:
+        coarse = self._random(1000 + number).integers(0, 255, (height // 14, width // 14, 3), dtype=np.uint8)
+        return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
     @property
     def rewards(self) -> list[float]:
-        return [0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0] * GROUPS
+        return [0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0] * (self.work.rows // GROUP_SIZE)
+
+    def prompt_of(self, row: int) -> int:
+        """The number of the prompt that answer `row` belongs to."""
+        return row * self.work.prompts // self.work.rows
 
     def question(self, processor: Any) -> str:
-        """A text that makes the prompt `PROMPT_TOKENS` long, or 44."""
-        wanted, words = 44 if self.small else PROMPT_TOKENS, "What is this thing in the image and why do you think so"
-        text = "What"
+        """A text that makes the prompt `work.prompt_tokens` long, or 44."""
+        wanted = 44 if self.small else self.work.prompt_tokens
+        text, words = "What", "What is this thing in the image and why do you think so"
         while (n := len(self.prompt(processor, text))) < wanted:
             text += " " + words.split()[len(text.split()) % 13] if n < wanted - 8 else "?"
         return text
 
     def prompt(self, processor: Any, text: str) -> np.ndarray[Any, Any]:
-        """Its token ids, those of the image included."""
-        content = [{"type": "image", "image": self.images[0]}, {"type": "text", "text": text}]
+        """Its token ids, with the tokens of its images."""
+        content = [{"type": "image", "image": image} for image in self.images[0]] + [{"type": "text", "text": text}]
         chat = [[{"role": "user", "content": content}]]
         ids = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=True)
         return np.asarray(ids["input_ids"][0])
 
     def _random(self, seed: int) -> np.random.Generator:
-        return np.random.default_rng([seed, ord(self.name)])
+        return np.random.default_rng([seed, self.work.seed])
 
 
-def model_config(folder: Path, small: bool, seven: bool = False) -> Qwen2_5_VLConfig:
-    """Of the 3B's sizes; `seven`: of the 7B's, whose head is not tied."""
+def model_config(folder: Path, small: bool, size: str = "3b") -> PretrainedConfig:
+    """A configuration of the sizes of Qwen2.5-VL-3B, of the 7B (`7b`, whose head is not tied) or of Qwen3-VL-4B (`4b`).
+
+    `small`: a tiny model of the same family.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder)
     names = {"image_token_id": "image_pad", "video_token_id": "video_pad"}
     names |= {"vision_start_token_id": "vision_start", "vision_end_token_id": "vision_end"}
     ids = {key: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for key, name in names.items()}
+    tied = size != "7b"
     special = {
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
-        "tie_word_embeddings": not seven,
+        "tie_word_embeddings": tied,
     }
-    text, vision, rope = (SMALL_TEXT, SMALL_VISION, SMALL_ROPE) if small else (TEXT, VISION, ROPE)
-    if seven:
-        text, vision = TEXT_7B, VISION_7B
-    return Qwen2_5_VLConfig(
+    if size == "4b":
+        config, text, vision, rope = Qwen3VLConfig, TEXT_4B, VISION_4B, ROPE_4B
+        small_text, small_vision, small_rope = SMALL_TEXT | {"head_dim": 32}, SMALL_VISION_4B, SMALL_ROPE_4B
+    else:
+        config, rope = Qwen2_5_VLConfig, ROPE
+        text, vision = (TEXT_7B, VISION_7B) if size == "7b" else (TEXT, VISION)
+        small_text, small_vision, small_rope = SMALL_TEXT, SMALL_VISION, SMALL_ROPE
+    if small:
+        text, vision, rope = small_text, small_vision, small_rope
+    return config(
         text_config=text | special | {"rope_parameters": rope},
         vision_config=dict(vision),
-        tie_word_embeddings=not seven,
+        tie_word_embeddings=tied,
         **ids,
     )
 
 
-def make_model(folder: Path, attention: str, device: str, small: bool, seven: bool = False) -> Any:
+def make_model(folder: Path, attention: str, device: str, small: bool, size: str = "3b") -> Any:
     """Random weights in bf16, the same on both sides; see `model_config`."""
-    config = model_config(folder, small, seven)
+    config = model_config(folder, small, size)
     with torch.device(device):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
     generator = torch.Generator(device).manual_seed(1)
@@ -171,19 +253,33 @@ def make_model(folder: Path, attention: str, device: str, small: bool, seven: bo
     return model
 
 
-def needed_flops(lengths: np.ndarray[Any, Any], shared: bool) -> float:
-    """Operations of one update of the 3B model, forward and backward, nothing twice: 6 per weight and token, and
-    attention. `shared`: a group's image and prompt count once.
+def needed_flops(case: Case, shared: bool = True) -> float:
+    """Operations of one update, forward and backward, nothing twice: 6 per weight and token, and attention.
+
+    `shared`: a prompt and its images count once, as often as there are different ones.
     """
-    d, layers, n = TEXT["hidden_size"], TEXT["num_hidden_layers"], PROMPT_TOKENS
-    v, m, patches, window = VISION["hidden_size"], VISION["intermediate_size"], 1024, 64
-    weights = layers * (2 * d * d + 2 * d * 256 + 3 * d * TEXT["intermediate_size"])
-    prompts = GROUPS if shared else len(lengths)
-    tokens = lengths.sum() + prompts * n
-    attention = sum(6 * layers * d * (length + n) ** 2 for length in lengths)
-    blocks, merger = VISION["depth"] * (4 * v * v + 3 * v * m) + 1176 * v, (4 * v) * (4 * v) + 4 * v * d
-    image = 6 * blocks * patches + 6 * merger * patches / 4 + 12 * patches * v * (4 * patches + 28 * window)
-    return float(6 * weights * tokens + attention + 6 * TEXT["vocab_size"] * d * lengths.sum() + image * prompts)
+    work, qwen3 = case.work, case.work.family == "qwen3-vl"
+    text, vision = (TEXT_4B, VISION_4B) if qwen3 else (TEXT, VISION)
+    d, layers, n = text["hidden_size"], text["num_hidden_layers"], work.prompt_tokens
+    heads, keys = 128 * text["num_attention_heads"], 128 * text["num_key_value_heads"]
+    weights = layers * (2 * d * heads + 2 * d * keys + 3 * d * text["intermediate_size"])
+    prompts = work.prompts if shared else work.rows
+    tokens = case.lengths.sum() + prompts * n
+    attention = sum(6 * layers * heads * (length + n) ** 2 for length in case.lengths)
+    image = _image_flops(vision, d, 520, qwen3=True) if qwen3 else _image_flops(vision, d, 1024, qwen3=False)
+    head = 6 * text["vocab_size"] * d * case.lengths.sum()
+    return float(6 * weights * tokens + attention + head + image * work.images * prompts)
+
+
+def _image_flops(vision: dict[str, Any], d: int, patches: int, *, qwen3: bool) -> float:
+    """Operations of an image's way through the vision tower. Each layer of Qwen3-VL's attends to all patches, and three
+    layers have a merger of their own; of Qwen2.5-VL's, four layers do, and the others attend to windows of 64.
+    """
+    v, m, depth = vision["hidden_size"], vision["intermediate_size"], vision["depth"]
+    layer, attended = 4 * v * v + (2 if qwen3 else 3) * v * m, depth * patches if qwen3 else 4 * patches + 28 * 64
+    mergers = (4 if qwen3 else 1) * ((4 * v) * (4 * v) + 4 * v * d)
+    blocks = depth * layer + 2 * 3 * vision["patch_size"] ** 2 * v
+    return float(6 * blocks * patches + 6 * mergers * patches / 4 + 12 * patches * v * attended)
 
 
 def clean() -> None:

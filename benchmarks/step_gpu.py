@@ -1,9 +1,10 @@
-"""An update of a vision-language model of 3.75 B weights on a GPU, ours and TRL's, on the same tokens and advantages.
+"""An update of a vision-language model on a GPU, ours and TRL's, on the same tokens and advantages.
 
 TRL runs in `.venv-trl`, or in the Python that ARMATURE_TRL_PYTHON names. It has its best settings: workers that load,
 Liger's layers, and the faster of FlashAttention 4, for which requirements/cuda.txt has to be installed there, and 2.
 The latter is PyTorch's own kernel under flash-attn's names, in `flash_attention/`: flash-attn has no wheel for most
-versions of torch. `ROUNDS` times, one side after the other.
+versions of torch. Both sides keep activations, and both recompute them (gradient checkpointing): a row has one or the
+other. `ROUNDS` times, one side after the other. The cases are those of `benchmarks.step_case`; in U nothing is shared.
 
 Usage: python -m benchmarks.step_gpu WAY..., ways of ours alone as `benchmarks.step_ours` has them; on a CPU of a small
 model.
@@ -24,22 +25,30 @@ from typing import Any
 
 import torch
 
-from benchmarks.step_case import PEAK_FLOPS, Case, needed_flops
+from benchmarks.step_case import PEAK_FLOPS, WORK, Case, needed_flops
 from components.gpus import VISIBLE, visible_devices
 
 HERE = Path(__file__).parent
 STEPS, ROUNDS = 3, 3
-OURS = (
-    "A,24000,packing,bf16,compile",
-    "B,70000,packing,bf16,compile",
-    "C,40000,packing,bf16,compile",
-    "A,24000,packing,bf16,compile,keep",
-    "B,18000,packing,bf16,compile,keep",
-    "C,20000,packing,bf16,compile,keep",
+OURS = tuple(
+    f"{case},packing,bf16,compile{words}"
+    for words, cases in {
+        ",keep": ("A,24000", "B,18000", "C,20000", "Q,24000", "U,21000"),
+        "": ("A,24000", "B,70000", "C,40000", "Q,24000", "U,42000"),
+    }.items()
+    for case in cases
 )
 """For the 141 GB of an H200."""
-TRL = tuple(f"bf16,1,1,{rows},{version}" for version in (4, 2) for rows in ("A,16", "B,8", "C,8"))
-"""TRL's micro-batches are those it is fastest with: more rows do not fit, or gain nothing."""
+TRL = tuple(
+    f"bf16,1,{recompute},{rows},{version}"
+    for recompute, cases in (
+        (0, ("A,16", "B,16", "C,16", "Q,16", "U,16")),
+        (1, ("A,16", "B,8", "C,8", "Q,8", "U,8")),
+    )
+    for version in (4, 2)
+    for rows in cases
+)
+"""TRL's micro-batches are those it is fastest with on an H200: more rows do not fit, or gain nothing."""
 
 
 def record() -> None:
@@ -64,14 +73,12 @@ def sides(ours: Sequence[str], trl: Sequence[str], steps: int, *, small: bool = 
     Raises:
         SystemExit: a way failed.
     """
-    from components.models.tiny.build import SMALL, make_tiny_checkpoint
-
     with tempfile.TemporaryDirectory() as scratch:
-        settings = SMALL.model_copy(update={"image_side": 112 if small else 448, "max_positions": 32_768})
-        folder, out = make_tiny_checkpoint("qwen2.5-vl", Path(scratch) / "model", 0, settings), Path(scratch) / "out"
-        for file in folder.glob("*.safetensors"):
-            file.unlink()  # only the processor is wanted
-        shared = [str(folder), str(out), str(steps), "1" if small else "0"]
+        processors, out = Path(scratch) / "processors", Path(scratch) / "out"
+        named = [way.split(",")[0] for way in ours] + [way.split(",")[3] for way in trl]
+        for family in {WORK[case].family for case in named}:
+            make_processor(family, processors / family, small=small)
+        shared = [str(processors), str(out), str(steps), "1" if small else "0"]
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "OMP_NUM_THREADS": "8"}
         environment |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TOKENIZERS_PARALLELISM": "false"}
         environment |= {"CUDA_SCALE_LAUNCH_QUEUES": "4x"}  # as our trainer sets it
@@ -92,15 +99,28 @@ def sides(ours: Sequence[str], trl: Sequence[str], steps: int, *, small: bool = 
     return found
 
 
+def make_processor(family: str, folder: Path, *, small: bool) -> Path:
+    """Write a checkpoint without weights, of which only the processor is wanted."""
+    from components.models.tiny.build import SMALL, make_tiny_checkpoint
+
+    settings = SMALL.model_copy(update={"image_side": 112 if small else 448, "max_positions": 32_768})
+    make_tiny_checkpoint(family, folder, 0, settings)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    return folder
+
+
 def rows_of(taken: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One of our ways each, beside TRL's fastest on the same case; the spread is over all steps of both."""
+    """Each of our ways beside TRL's fastest on the same case with activations treated alike: kept by both sides, or
+    recomputed by both. The spread is over all steps of both.
+    """
     rows = []
     for way in dict.fromkeys(one["way"] for one in taken if one["side"] == "ours"):
-        case, words = Case(Path(), way.split(",")[0]), way.split(",")[2:]
+        case, kept = Case(Path(), way.split(",")[0]), "keep" in way.split(",")
         ours = [one for one in taken if one["way"] == way]
         named: dict[str, list[dict[str, Any]]] = {}
         for one in taken:
-            if one["side"] == "trl" and one["way"].split(",")[3] == case.name:
+            if one["side"] == "trl" and one["way"].split(",")[2:4] == ["0" if kept else "1", case.name]:
                 named.setdefault(one["way"], []).append(one)
         medians = {other: statistics.median(_seconds(found)) for other, found in named.items()}
         fastest = min(medians, key=medians.__getitem__)
@@ -109,28 +129,27 @@ def rows_of(taken: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "case": case.name,
-                "kept": "keep" in words,
+                "kept": kept,
                 "sampled": int(case.lengths.sum()),
                 "computed": ours[0]["computed"],
                 "trl_computed": theirs[0]["computed"],
                 "ms": median * 1e3,
+                "range": [1e3 * min(seconds), 1e3 * max(seconds)],
                 "trl_ms": medians[fastest] * 1e3,
-                "trl_flash": _flash(fastest),
-                "trl_others": {_flash(other): seen * 1e3 for other, seen in medians.items() if other != fastest},
+                "trl_range": [1e3 * min(baseline), 1e3 * max(baseline)],
+                "trl_rows": int(fastest.split(",")[4]),
+                "trl_flash": fastest.split(",")[5],
                 "ratio": median / medians[fastest],
-                "spread": [min(seconds) / max(baseline), max(seconds) / min(baseline)],
+                "machines": 1,
                 "peak_gib": max(one["peak_gib"] for one in ours),
                 "trl_peak_gib": max(one["peak_gib"] for one in theirs),
                 "norm": ours[0]["norm"],
                 "trl_norm": theirs[0]["norm"],
-                "mfu": needed_flops(case.lengths, shared=True) / median / PEAK_FLOPS,
+                "mismatch_kl": ours[0]["mismatch_kl"],
+                "mfu": needed_flops(case) / median / PEAK_FLOPS,
             }
         )
     return rows
-
-
-def _flash(way: str) -> str:
-    return way.split(",")[-1]
 
 
 def _seconds(found: Sequence[dict[str, Any]]) -> list[float]:

@@ -1,6 +1,6 @@
 """Our half of the GPU benchmark: updates on tensors at hand.
 
-Usage: python -m benchmarks.step_ours PROCESSOR RESULTS STEPS SMALL WAY..., a way being words joined by commas: a case,
+Usage: python -m benchmarks.step_ours PROCESSORS RESULTS STEPS SMALL WAY..., a way being words joined by commas: a case,
 the tokens of a micro-batch, then `packing`, `bf16`, `compile`, `keep` (activations), `lora`, `profile` as wanted. `cpu`
 or `8bit` is where the optimizer's states are, `7b` a larger model; with `lora`, `nf4` has base weights in 4 bits, and
 `rounded` what these stand for. `padded` pads widths whatever the trainer would choose, `unpadded` does not.
@@ -24,7 +24,7 @@ import torch
 from transformers import AutoProcessor
 
 from benchmarks.rollouts import one_turn
-from benchmarks.step_case import GROUP_SIZE, Case, clean, make_model, peak_gib, say, sync
+from benchmarks.step_case import GROUP_SIZE, WORK, Case, clean, make_model, peak_gib, say, sync
 from components.adapters import SampleCollator, get_adapter
 from components.artifacts.images import ImageStore, encode_png
 from components.batches.build import build_batch
@@ -76,11 +76,11 @@ def settings_of(tokens: int, words: set[str]) -> TrainerSettings:
 
 
 def samples_of(case: Case, adapter: Any, store: ImageStore, prompt: np.ndarray[Any, Any]) -> list[Sample]:
-    refs = [store.put(encode_png(image)) for image in case.images]
+    refs = [tuple(store.put(encode_png(image)) for image in images) for images in case.images]
     trajectories = []
     for row, answer in enumerate(case.answers):
         group, member = divmod(row, GROUP_SIZE)
-        trajectories.append(one_turn(group, member, prompt, answer, refs[group], case.rewards[row]))
+        trajectories.append(one_turn(group, member, prompt, answer, refs[case.prompt_of(row)], case.rewards[row]))
     built = build_batch(GenerateOutputs(trajectories), adapter, BATCH)
     assert not built.drops, built.drops
     return list(built.samples)
@@ -159,16 +159,17 @@ def profiled(step: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    folder, out, steps, small = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "1"
-    processor = AutoProcessor.from_pretrained(folder)
+    processors, out, steps, small = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "1"
     with tempfile.TemporaryDirectory() as scratch:
         store = ImageStore(Path(scratch) / "images")
-        adapter = get_adapter("qwen2_5_vl", processor, store.open)
         for way in sys.argv[5:]:
             name, words = way.split(",")[0], way.split(",")[2:]
-            case = Case(folder, name, small)
+            family = WORK[name].family
+            folder, size = processors / family, "4b" if family == "qwen3-vl" else "7b" if "7b" in words else "3b"
+            case, processor = Case(folder, name, small), AutoProcessor.from_pretrained(folder)
             prompt = case.prompt(processor, case.question(processor))
-            model = make_model(folder, "sdpa", str(DEVICE), small, seven="7b" in words)
+            model = make_model(folder, "sdpa", str(DEVICE), small, size)
+            adapter = get_adapter(model.config.model_type, processor, store.open)
             choose_kernels(model)
             follow_image_attention(model)
             try:

@@ -1,6 +1,6 @@
 """TRL's half of the GPU benchmark. Answers are given instead of generated, so a step is an update on a batch at hand.
 
-Usage: step_trl.py PROCESSOR RESULTS STEPS SMALL WAY..., a way being DTYPE,LIGER,RECOMPUTE,CASE,ROWS,FLASH such as
+Usage: step_trl.py PROCESSORS RESULTS STEPS SMALL WAY..., a way being DTYPE,LIGER,RECOMPUTE,CASE,ROWS,FLASH such as
 bf16,1,1,A,16,2; FLASH is the version of FlashAttention, which a CPU does without. The first update, which also scores
 and processes images, is not timed.
 """
@@ -14,14 +14,17 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from step_case import GROUP_SIZE, Case, clean, make_model, peak_gib, say, sync
+from step_case import GROUP_SIZE, WORK, Case, clean, make_model, peak_gib, say, sync
 from transformers import AutoProcessor, TrainerCallback
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
+from transformers.models.qwen3_vl import modeling_qwen3_vl
 from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import RepeatSampler
 
-# Liger 0.8.5 imports it, and transformers 5.23 no longer has it: without this line TRL fails with Liger.
+# Liger 0.8.5 imports these, and transformers 5.23 no longer has them: without these lines TRL fails with Liger.
 modeling_qwen2_5_vl.Qwen2_5_VLCausalLMOutputWithPast = CausalLMOutputWithPast
+modeling_qwen3_vl.Qwen3VLCausalLMOutputWithPast = CausalLMOutputWithPast
 LOADER_WORKERS = 4
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -32,6 +35,13 @@ class Given(GRPOTrainer):
     case: Case
     norms: list
     tokens: list
+
+    def _get_train_sampler(self, dataset=None):
+        """TRL's own sampler takes each prompt `num_generations` times, and here each may have one answer."""
+        if self.case.work.shared:
+            return super()._get_train_sampler(dataset)
+        repeats = self.num_iterations * self.args.steps_per_generation
+        return RepeatSampler(self.train_dataset, 1, self.case.work.rows, repeats, shuffle=False)
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
         return [ids.tolist() for ids in self.case.answers], None
@@ -60,7 +70,7 @@ class Clock(TrainerCallback):
 
 def measure(model, processor, case, text, steps, way):
     _, liger, recompute, _, micro, _ = way.split(",")
-    rows = [{"prompt": [{"role": "user", "content": text}], "image": image} for image in case.images]
+    rows = [{"prompt": [{"role": "user", "content": text}], "images": images} for images in case.images]
     n = len(case.answers)
     with tempfile.TemporaryDirectory() as scratch:
         settings = GRPOConfig(
@@ -109,15 +119,19 @@ def measure(model, processor, case, text, steps, way):
 
 def main():
     warnings.filterwarnings("ignore")
-    folder, out, steps, small = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "1"
-    processor = AutoProcessor.from_pretrained(folder)
-    model = None
+    processors, out, steps, small = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "1"
+    model, made = None, None
     for way in sys.argv[5:]:
         dtype, _, _, name, _, version = way.split(",")
         attention = f"flash_attention_{version}" if DEVICE == "cuda" else "sdpa"
-        case = Case(folder, name, small)
+        family = WORK[name].family
+        folder = processors / family
+        case, processor = Case(folder, name, small), AutoProcessor.from_pretrained(folder)
         text = case.question(processor)
-        model = model or make_model(folder, attention, DEVICE, small)
+        if made != family:
+            model = None
+            clean()
+            model, made = make_model(folder, attention, DEVICE, small, "4b" if family == "qwen3-vl" else "3b"), family
         model.set_attn_implementation(attention)
         # Liger and Trainer replace methods of the instance.
         for method in ("forward", "_original_forward"):

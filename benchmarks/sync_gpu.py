@@ -249,7 +249,7 @@ async def measure(size: str, work: Path, rows: list[dict[str, Any]]) -> None:
         file.unlink()  # only the processor is wanted
     given = ModelSettings(source=str(tiny))
     processor = load_processor(tiny, given)
-    model = make_model(tiny, "sdpa", DEVICE, size == "small", size == "7b").eval()
+    model = make_model(tiny, "sdpa", DEVICE, size == "small", "7b" if size == "7b" else "3b").eval()
     trainer, began = Trainer(model, processor, work), time.perf_counter()
     base = work / "base"
     trainer.publish(base)
