@@ -95,6 +95,7 @@ def render(results: dict[str, object]) -> str:
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False)
     environment.filters["short"] = short
     environment.filters["by_size"] = by_size
+    environment.filters["spread"] = spread
     template = environment.from_string(TEMPLATE.read_text())
     return template.render(results=results, benchmarks=BENCHMARKS) + "\n"
 
@@ -105,6 +106,11 @@ def by_size(figures: list[dict[str, Any]]) -> list[tuple[int, int, dict[str, dic
     for figure in figures:
         sizes.setdefault((figure["width"], figure["tokens"]), {})[figure["name"]] = figure
     return [(width, tokens, named) for (width, tokens), named in sizes.items()]
+
+
+def spread(values: Sequence[float] | None) -> str:
+    """The smallest and the largest of some measurements, in brackets; nothing where they were not kept."""
+    return "" if values is None else f" ({short(min(values))} to {short(max(values))})"
 
 
 def short(value: float | None) -> str:
