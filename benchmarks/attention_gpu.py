@@ -26,7 +26,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from benchmarks.step_case import clean, sync
+from benchmarks.step_case import clean, need_gpu, sync
 from components.adapters import get_adapter, model_inputs
 from components.artifacts.images import ImageStore, encode_png
 from components.contracts.batches import Sample
@@ -211,6 +211,8 @@ def measure(words: list[str]) -> None:
 def main(words: list[str]) -> None:
     if unknown := set(words) - {"small", "flex", *GEOMETRIES}:
         raise SystemExit(f"unknown: {', '.join(sorted(unknown))}\n{__doc__}")
+    if "small" not in words:
+        need_gpu("python -m benchmarks.attention_gpu small")
     paths = [str(Path(__file__).parent / "flash_attention")] if CUDA else []  # before transformers is imported
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "benchmarks.attention_gpu", "measure", *words]

@@ -75,7 +75,7 @@ def _rank(checkpoint: Path, folder: Path) -> None:
     )
     machine = Machine(trainer_processes=RANKS, threads=1, loader_workers=0)
     settings = service_settings(policy, machine, folder / "trainer")
-    split = settings.processes.model_copy(update={"shard": True})
+    split = settings.processes.model_copy(update={"sharding": "full"})
     settings = settings.model_copy(update={"processes": split})
     with joined(split, seed=0) as ranks:
         engine = TrainerWorker(settings, ranks).learner

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.step_case import need_gpu
 from components.vlm.heads import HEADS, HeadSettings
 
 VOCABULARY, WIDTHS, TOKENS = 151_936, (2048, 2560, 3584), (4096, 8192, 16_384)
@@ -88,6 +89,7 @@ def record() -> None:
     """
     from benchmarks.table import write
 
+    need_gpu("python -m benchmarks.run logprobs")
     steps = {"all logits": all_logits, "normal": ours("normal"), "torch": ours("torch"), "triton": ours("triton")}
     steps["triton, 512"] = ours("triton", 512)
     if find_spec("trl"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import sys
 
+from benchmarks.step_case import need_gpu
 from benchmarks.step_gpu import sides
 
 FULL = ("", ",cpu", ",8bit")
@@ -15,6 +16,8 @@ ADAPTERS = ("", ",rounded", ",nf4")
 
 
 def main(small: bool) -> None:
+    if not small:
+        need_gpu("python -m benchmarks.memory_gpu small")
     size = "" if small else ",7b"
     ways = [f"A,24000,packing,bf16{words}" for words in FULL]
     ways += [f"A,8000,packing,bf16,lora{size}{words}" for words in ADAPTERS]

@@ -19,6 +19,8 @@ class Sleeping:
         time.sleep(GENERATE)
         return step
 
+    def awaits(self, step: int) -> None: ...
+
     def batch(self, step: int, rollouts: Any) -> Any:
         return step
 
@@ -53,7 +55,7 @@ class Silent:
 
 
 def measure() -> list[Row]:
-    from components.rl.loop import run_loop
+    from components.rl.loop import Ahead, run_loop
     from components.stages import ThreadUnits
 
     def bare() -> float:
@@ -67,7 +69,7 @@ def measure() -> list[Row]:
         return seconds(work) / STEPS * 1000
 
     def threads() -> float:
-        return seconds(lambda: run_loop(Sleeping(), 1, STEPS, 0, ThreadUnits(), Silent())) / STEPS * 1000
+        return seconds(lambda: run_loop(Sleeping(), 1, STEPS, Ahead(), ThreadUnits(), Silent())) / STEPS * 1000
 
     loop = alternate(3, threads, bare)
     tasks = _prefect()
@@ -92,13 +94,13 @@ def _prefect() -> float:
     from prefect import flow, task
     from prefect.testing.utilities import prefect_test_harness
 
-    from components.rl.loop import run_loop
+    from components.rl.loop import Ahead, run_loop
     from tasks.units import PrefectUnits
 
     @task
     def stage() -> float:
         with PrefectUnits() as units:
-            return seconds(lambda: run_loop(Sleeping(), 1, STEPS, 0, units, Silent())) / STEPS * 1000
+            return seconds(lambda: run_loop(Sleeping(), 1, STEPS, Ahead(), units, Silent())) / STEPS * 1000
 
     @flow
     def measured() -> float:

@@ -26,7 +26,7 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from benchmarks.step_case import Case, clean, make_model, model_config, sync
+from benchmarks.step_case import Case, clean, make_model, model_config, need_gpu, sync
 from benchmarks.step_gpu import make_processor
 from benchmarks.step_ours import samples_of, settings_of
 from components.adapters import get_adapter
@@ -191,6 +191,8 @@ def main(words: list[str]) -> None:
     if CUDA and torch.cuda.device_count() < 2 and sides != ["one"]:
         raise SystemExit(f"{' and '.join(set(sides) - {'one'})} need two GPUs, and there is one: say `one` alone")
     small = "small" in words
+    if not small:
+        need_gpu("python -m benchmarks.scaling_gpu small")
     words += () if set(words) & set(CASES) else CASES
     with tempfile.TemporaryDirectory() as scratch:
         folder, out = make_processor("qwen2.5-vl", Path(scratch) / "model", small=small), Path(scratch) / "out"

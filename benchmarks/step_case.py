@@ -295,6 +295,16 @@ def sync() -> None:
         torch.cuda.synchronize()
 
 
+def need_gpu(otherwise: str) -> None:
+    """`otherwise` says what runs without a GPU.
+
+    Raises:
+        SystemExit: torch sees no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise SystemExit(f"this measurement needs a GPU, and torch sees none; without one: {otherwise}")
+
+
 def peak_gib() -> float:
     return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
 

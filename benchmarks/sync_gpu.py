@@ -26,7 +26,7 @@ import httpx
 import torch
 from peft import PeftModel
 
-from benchmarks.step_case import make_model
+from benchmarks.step_case import make_model, need_gpu
 from components.contracts.machine import Machine
 from components.inference.adapters import ServedAdapters, served_name
 from components.inference.checkpoint import placeholder_token_ids, vocabulary
@@ -297,6 +297,8 @@ def main() -> None:
     size = sys.argv[1] if len(sys.argv) > 1 else "3b" if CUDA else "small"
     if size not in ("3b", "7b", "small"):
         raise SystemExit(f"{size!r} is not 3b, 7b or small")
+    if size != "small":
+        need_gpu("python -m benchmarks.sync_gpu small")
     device, rows = torch.cuda.get_device_name() if CUDA else "CPU", list[dict[str, Any]]()
     began = time.perf_counter()
     try:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.policy_case import RELEASED
+from benchmarks.step_case import need_gpu
 from components.artifacts.images import ImageStore
 from components.contracts.robots import RobotObservation
 from components.cpus import available_cpus
@@ -184,6 +185,8 @@ def main() -> None:
     parser.add_argument("--fp8", action="store_true", help="text layers of players and trainer compute in 8 bits")
     parser.add_argument("--eager", action="store_true", help="layers are not compiled")
     given = parser.parse_args()
+    if not given.small:
+        need_gpu("python -m benchmarks.vla_rl_gpu --small")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def say(**found: Any) -> None:

@@ -1,0 +1,153 @@
+"""Every benchmark starts: it imports what exists, quick ones run at toy sizes, and large ones say that they need a GPU.
+
+The halves that take longer run in tests/end_to_end/test_benchmarks.py, and those of other projects in tests/interop.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import step_case
+from benchmarks.table import Row
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
+FOREIGN = ("policy_lerobot", "rl_step_trl", "step_trl", "store_s3", "trl_side")
+"""Scripts that run in an environment of their own, with packages that only this has."""
+
+SIZES: dict[str, dict[str, Any]] = {
+    "alfworld": {"GAMES": 1, "GROUP": 2, "STEPS": 2},
+    "batches": {"GROUPS": 2, "GROUP_SIZE": 2, "SIDE": 56, "TOKENS": 8},
+    "frames": {"SIDE": 32, "CHUNK": 2, "SAMPLES": 4},
+    "large_dataset": {"SIZE": 2000, "VIDEO_FILES": 4, "WORKERS": 1},
+    "processor": {"EXAMPLES": 2, "ROUNDS": 1},
+    "quantiles": {"FRAMES": 1000, "EPISODES": 10, "WIDTH": 2, "BINS": 50, "PYTHON": Path("absent")},
+    "view": {"STEPS": 4, "GROUPS": 2, "SIZE": 2, "ROUNDS": 1, "TOKENS": 4},
+}
+
+
+def names_of(script: str) -> set[str]:
+    """What a script has on its top level, without running it."""
+    names: set[str] = set()
+    for node in ast.parse((BENCHMARKS / f"{script}.py").read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    return names
+
+
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in FOREIGN])
+def test_script_imports(script: str) -> None:
+    import_module("benchmarks" if script == "__init__" else f"benchmarks.{script}")
+
+
+@pytest.mark.parametrize("script", FOREIGN)
+def test_foreign_half_takes_names_that_exist(script: str) -> None:
+    """The names that it imports from scripts beside it are there."""
+    tree = ast.parse((BENCHMARKS / f"{script}.py").read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    for node in imports:
+        beside = (node.module or "").removeprefix("benchmarks.")
+        if beside in SCRIPTS:
+            assert {alias.name for alias in node.names} <= names_of(beside)
+
+
+@pytest.mark.parametrize("script", SIZES)
+def test_benchmark_runs_at_toy_size(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = import_module(f"benchmarks.{script}")
+    for name, value in SIZES[script].items():
+        monkeypatch.setattr(module, name, value)
+    rows: list[Row] = module.measure()
+    assert rows and all(math.isfinite(row.ours) and row.baseline > 0 for row in rows)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
+@pytest.mark.parametrize(
+    ("script", "function", "words"),
+    [
+        ("attention_gpu", "main", [["qwen2.5-vl"]]),
+        ("logprobs_gpu", "record", []),
+        ("memory_gpu", "main", [False]),
+        ("scaling_gpu", "main", [["one", "A"]]),
+        ("step_gpu", "record", []),
+        ("sync_gpu", "main", []),
+        ("vla_rl_gpu", "main", []),
+    ],
+)
+def test_large_sizes_without_a_gpu_are_refused(
+    script: str, function: str, words: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", [script, *(["3b"] if script == "sync_gpu" else [])])
+    start: Callable[..., None] = getattr(import_module(f"benchmarks.{script}"), function)
+    with pytest.raises(SystemExit) as refused:
+        start(*words)
+    assert "GPU" in str(refused.value)
+
+
+class TestSteps:
+    def taken(self, side: str, way: str, *seconds: float) -> dict[str, Any]:
+        return {"side": side, "way": way, "seconds": list(seconds), "computed": 1, "peak_gib": 1.0, "norm": 1.0}
+
+    def test_activations_are_treated_alike_on_both_sides_of_a_row(self) -> None:
+        from benchmarks.step_gpu import rows_of
+
+        taken = [
+            self.taken("trl", "bf16,1,0,A,16,4", 4.0),
+            self.taken("trl", "bf16,1,0,A,16,2", 5.0),
+            self.taken("trl", "bf16,1,1,A,16,4", 9.0),
+            self.taken("trl", "bf16,1,1,A,16,2", 8.0),
+            self.taken("trl", "bf16,1,0,U,16,4", 1.0),
+            self.taken("ours", "A,1,packing,keep", 1.0, 3.0),
+            self.taken("ours", "A,1,packing", 2.0),
+        ]
+        rows = {row["kept"]: (row["ratio"], row["trl_flash"], row["range"]) for row in rows_of(taken)}
+        assert rows == {True: (0.5, "4", [1000.0, 3000.0]), False: (0.25, "2", [2000.0, 2000.0])}
+
+    def test_each_of_our_ways_has_one_of_trl(self) -> None:
+        from benchmarks.step_gpu import OURS, TRL
+
+        ours = {(way.split(",")[0], "keep" in way.split(",")) for way in OURS}
+        theirs = {(way.split(",")[3], way.split(",")[2] == "0") for way in TRL}
+        assert ours == theirs == {(case, kept) for case in step_case.WORK for kept in (True, False)}
+
+    def test_trl_without_recomputation_is_among_whole_steps(self) -> None:
+        from benchmarks.rl_step_gpu import TRL
+
+        assert {way.split(",")[1] for way in TRL} == {"0", "1"}
+
+    def test_one_case_shares_nothing(self) -> None:
+        """Case U differs from Q in that alone: answers have the same lengths, and each has images of its own."""
+        shared, alone = (step_case.Case(Path(), name, small=True) for name in ("Q", "U"))
+        assert shared.lengths.tolist() == alone.lengths.tolist()
+        images = [[image.tobytes() for each in case.images for image in each] for case in (shared, alone)]
+        assert [len(set(each)) for each in images] == [12, 96]
+        assert [len({case.prompt_of(row) for row in range(48)}) for case in (shared, alone)] == [6, 48]
+
+    @pytest.mark.parametrize(
+        ("case", "tokens"), [("A", 37_504), ("B", 86_656), ("C", 58_194), ("Q", 42_129), ("U", 42_129)]
+    )
+    def test_cases_have_the_tokens_that_were_measured(self, case: str, tokens: int) -> None:
+        """Tokens of rows without padding, as verl 0.9.1 computed them."""
+        work = step_case.WORK[case]
+        rows = step_case.Case(Path(), case).lengths.sum() + work.rows * work.prompt_tokens
+        assert rows == tokens
+
+    @pytest.mark.parametrize(
+        ("case", "seconds", "mfu"), [("A", 0.75, 0.53), ("B", 2.464, 0.55), ("C", 1.514, 0.53), ("U", 2.232, 0.5)]
+    )
+    def test_needed_operations_are_those_of_another_count(self, case: str, seconds: float, mfu: float) -> None:
+        """Shares of the peak that were counted apart from this code, to the percent."""
+        found = step_case.needed_flops(step_case.Case(Path(), case)) / seconds / step_case.PEAK_FLOPS
+        assert found == pytest.approx(mfu, abs=0.01)
