@@ -1,4 +1,7 @@
-"""1,024 episodes of ALFWorld at once: collected by actors on four nodes of a Ray cluster, and by one process."""
+"""1,024 episodes of ALFWorld at once: collected by actors on four nodes of a Ray cluster, and by one process.
+
+Usage, in an environment that has Ray: python -m benchmarks.rollout_workers [EPISODES].
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,8 @@ from components.workers.worker import workers_on
 
 ROOT = Path(__file__).parents[1]
 RAY = ROOT / ".venv-ray/bin/python"
-HOSTS, EPISODES, GROUP, TURNS, SLOTS = 4, 1024, 2, 3, 256
+HOSTS, GROUP, TURNS, SLOTS = 4, 2, 3, 256
+EPISODES = int(sys.argv[1]) if __name__ == "__main__" and sys.argv[1:] else 1024
 KEY = "a-key"
 GAMES = {"source": "generated", "kinds": ["pick_and_place_simple"], "rooms": ["Bathroom"]}
 ENVIRONMENT = EnvironmentSettings(

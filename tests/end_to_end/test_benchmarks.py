@@ -1,0 +1,94 @@
+"""Benchmarks at toy sizes on a CPU, as far as they start servers, trainers or simulators; see tests/benchmarks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import rl_step_gpu, step_gpu
+from tests.environments.libero.simulated import needs_libero
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.slow
+
+SIZES: dict[str, dict[str, Any]] = {
+    "checkpoints": {"SIZES": {"hidden_size": 64, "intermediate_size": 128, "layers": 2}},
+    "determinism": {"ROUNDS": 1, "TOKENS": 2, "AT_ONCE": {1: 1}},
+    "in_flight": {"ROUNDS": 1, "SHORT": 0.01, "LONG": 0.05},
+    "logprobs": {},  # a child reads the sizes again
+    "overhead": {"STEPS": 2, "GENERATE": 0.01, "TRAIN": 0.01, "SYNC": 0.01},
+    "policy_server": {"CLIENTS": 2, "ANSWERS": 1, "ROUNDS": 1, "BATCH": 2},
+    "pool": {"REQUESTS": 4, "CONCURRENT": 2, "TOKENS": 2, "ROUNDS": 1},
+}
+SIMULATED: dict[str, dict[str, Any]] = {
+    "episodes": {"EPISODES": 2, "STEPS": 2, "BATCH": 2, "ROUNDS": 1},
+    "libero": {"CHUNK": 2, "ROUNDS": 1, "DRAWN": 1, "STEPPED": 2, "RESETS": 1, "SIDES": (64,)},
+}
+GPU_SCRIPTS = [
+    ["attention_gpu", "small", "qwen2.5-vl"],
+    ["bitwise_gpu", "small", "kernels"],
+    ["memory_gpu", "small"],
+    ["plans_gpu", "2"],
+    ["scaling_gpu", "small", "one", "copies", "A"],
+    ["sync_gpu", "small"],
+]
+"""As they are started, and what makes them small."""
+
+
+def measure(name: str, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = import_module(f"benchmarks.{name}")
+    for key, value in sizes.items():
+        monkeypatch.setattr(module, key, value)
+    rows = module.measure()
+    assert rows and all(math.isfinite(row.ours) and row.baseline > 0 for row in rows)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_benchmark_runs_at_toy_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure(name, SIZES[name], monkeypatch)
+
+
+@needs_libero
+@pytest.mark.parametrize("name", SIMULATED)
+def test_benchmark_of_simulators_runs_at_toy_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure(name, SIMULATED[name], monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "words", [*GPU_SCRIPTS, pytest.param(["vla_rl_gpu", "--small"], marks=needs_libero)], ids=lambda words: words[0]
+)
+def test_gpu_script_runs_small_on_a_cpu(words: list[str], tmp_path: Path) -> None:
+    # The project's folder is found by its path, since some keep runs in the working folder.
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OUT": str(tmp_path), "PYTHONPATH": paths}
+    environment |= {"ARMATURE_TEST_VLLM_PYTHON": str(ROOT / ".venv-vllm/bin/python")}
+    name, *arguments = words
+    done = subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *arguments], cwd=tmp_path, env=environment)
+    assert done.returncode == 0
+
+
+def test_our_half_of_a_trainers_step_runs() -> None:
+    """Keeping activations changes no gradient, and where no prompt is shared more tokens are computed."""
+    ways = ["Q,2000,packing", "Q,2000,packing,keep", "U,2000,packing", "A,2000,packing"]
+    shared, kept, alone, image = step_gpu.sides(ways, (), 1, small=not torch.cuda.is_available())
+    assert kept["norm"] == pytest.approx(shared["norm"], rel=1e-5)
+    assert alone["computed"] > 2 * shared["computed"] == 2 * kept["computed"]
+    assert image["norm"] > 0
+
+
+def test_our_half_of_a_whole_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rl_step_gpu, "STEPS", 1)
+    question = rl_step_gpu.checkpoint(tmp_path / "model")
+    found = rl_step_gpu.ours(tmp_path / "model", question, "in turn", tmp_path / "store")
+    assert len(found["seconds"]) == 1 and max(found["kl"]) < 1e-4
+    assert json.dumps(found)

@@ -1,0 +1,47 @@
+"""TRL's halves of the benchmarks run beside ours, at toy sizes on a CPU, in the environment that `make bench` makes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import rl_step_gpu, step_gpu, trl_step
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="toy sizes are those of a CPU"),
+]
+
+
+def test_both_sides_of_a_trainers_step_do_the_same_work() -> None:
+    """Norms of first gradients agree in every case, also where no two answers share a prompt, and however TRL treats
+    activations. Without Liger, which is for GPUs.
+    """
+    cases = ("A", "Q", "U")
+    ours = [f"{case},2000,packing{words}" for case in cases for words in ("", ",keep")]
+    theirs = [f"fp32,0,{recompute},{case},16,2" for case in cases for recompute in (0, 1)]
+    taken = step_gpu.sides(ours, theirs, 1, small=True)
+    norms = {(one["side"], one["way"]): one["norm"] for one in taken}
+    for case in cases:
+        named = [norm for (_, way), norm in norms.items() if case in way.split(",")]
+        assert len(named) == 4 and max(named) < 1.005 * min(named)
+    rows = step_gpu.rows_of(taken)
+    assert [(row["case"], row["kept"]) for row in rows] == [(case, kept) for case in cases for kept in (False, True)]
+    assert all(row["computed"] < row["trl_computed"] for row in rows)
+
+
+def test_both_sides_of_a_small_step_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"ROWS": 2, "TOKENS": 4, "STEPS": 1, "ROUNDS": 1}.items():
+        monkeypatch.setattr(trl_step, name, value)
+    assert all(math.isfinite(row.ratio) for row in trl_step.measure())
+
+
+@pytest.mark.parametrize("way", ["16,0,0", "16,1,0"])
+def test_trls_half_of_a_whole_step_runs(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rl_step_gpu, "STEPS", 1)
+    question = rl_step_gpu.checkpoint(tmp_path / "model")
+    found = rl_step_gpu.measured(way, tmp_path / "model", question, 0)
+    assert len(found["seconds"]) == len(found["sampled"]) == 1 and all(found["norms"])
