@@ -158,4 +158,8 @@ class LeRobot(Side):
 
 
 if __name__ == "__main__":
+    if "compile_model" not in MolmoAct2Config.__dataclass_fields__:
+        sys.exit(
+            "LeRobot's MolmoAct2 has no compile_model, so it is 0.6.1 or older: install main of August 2026 or newer"
+        )
     serve(LeRobot("small" in sys.argv, "compiled" in sys.argv))

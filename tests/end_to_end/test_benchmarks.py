@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import rl_step_gpu, step_gpu
+from benchmarks import lerobot_gpu, rl_step_gpu, step_gpu
 from tests.environments.libero.simulated import needs_libero
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +84,17 @@ def test_our_half_of_a_trainers_step_runs() -> None:
     assert kept["norm"] == pytest.approx(shared["norm"], rel=1e-5)
     assert alone["computed"] > 2 * shared["computed"] == 2 * kept["computed"]
     assert image["norm"] > 0
+
+
+def test_our_half_of_robot_policies_runs() -> None:
+    ours = lerobot_gpu.Side("ours", [sys.executable, "-m", "benchmarks.policy_ours", "small"])
+    try:
+        ours.ask(do="open", case="full 8")
+        assert ours.answer()["loss"] > 0
+        ours.ask(do="measure", count=1)
+        assert len(ours.answer()["seconds"]) == 1
+    finally:
+        ours.stop()
 
 
 def test_our_half_of_a_whole_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

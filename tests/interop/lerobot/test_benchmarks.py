@@ -1,8 +1,9 @@
-"""LeRobot's half of the GPU benchmark runs beside ours, at toy sizes on a CPU."""
+"""LeRobot's half of the GPU benchmark runs beside ours, at toy sizes on a CPU, and is refused for an older LeRobot."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,25 @@ from benchmarks import lerobot_gpu
 
 from .conftest import PYTHON
 
+HALF = Path(lerobot_gpu.__file__).with_name("policy_lerobot.py")
+HAS_COMPILE = (
+    "from lerobot.policies.molmoact2.configuration_molmoact2 import MolmoAct2Config as c;"
+    "raise SystemExit('compile_model' not in c.__dataclass_fields__)"
+)
+
+
+def old() -> bool:
+    """The released 0.6.1, which `make interop` installs; the benchmark is against main of August 2026."""
+    return subprocess.run([PYTHON, "-c", HAS_COMPILE]).returncode != 0
+
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="toy sizes are those of a CPU")
 def test_both_sides_do_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if old():
+        refused = subprocess.run([PYTHON, HALF, "small"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        assert refused.returncode == 1 and "compile_model" in refused.stderr
+        pytest.skip("the installed LeRobot has no compile_model")
     monkeypatch.setenv("ARMATURE_LEROBOT_PYTHON", str(PYTHON))
     monkeypatch.setenv("OUT", str(tmp_path))
     monkeypatch.setattr(lerobot_gpu, "ROUNDS", 1)
