@@ -6,6 +6,7 @@ The halves that take longer run in tests/end_to_end/test_benchmarks.py, and thos
 from __future__ import annotations
 
 import ast
+import json
 import math
 from collections.abc import Callable
 from importlib import import_module
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import step_case
+from benchmarks import step_case, table
 from benchmarks.table import Row
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -63,6 +64,10 @@ def test_foreign_half_takes_names_that_exist(script: str) -> None:
         beside = (node.module or "").removeprefix("benchmarks.")
         if beside in SCRIPTS:
             assert {alias.name for alias in node.names} <= names_of(beside)
+
+
+def test_page_shows_the_results() -> None:
+    assert table.PAGE.read_text() == table.render(json.loads(table.RESULTS.read_text()))
 
 
 @pytest.mark.parametrize("script", SIZES)
