@@ -645,7 +645,7 @@ def main() -> None:
         folder = Path(scratch)
         (folder / "sizes.json").write_text(json.dumps(asdict(sizes)))
         (folder / "rows.jsonl").touch()
-        seconds = {}
+        seconds, failed = {}, list[str]()
         try:
             for part in ([] if wanted == ["kernels"] else ["make"]) + wanted:
                 print(f"--- {part}", flush=True)
@@ -658,13 +658,16 @@ def main() -> None:
                     said = "timed out"
                 seconds[part] = time.perf_counter() - start
                 print(f"--- {part}: {said}, {seconds[part]:.0f} s", flush=True)
-                if part == "make" and said != "exit status 0":
+                failed += [part] if said != "exit status 0" else []
+                if failed == ["make"]:
                     break
         finally:
             rows = [json.loads(text) for text in (folder / "rows.jsonl").read_text().splitlines()]
             document = {"device": name, "torch": torch.__version__, **asdict(sizes), "seconds": seconds, "rows": rows}
             (Path(os.environ.get("OUT", ".")) / "bitwise.json").write_text(json.dumps(document, indent=1) + "\n")
             print(f"{name}, torch {torch.__version__}; all of it took {time.perf_counter() - began:.0f} s")
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -164,8 +164,8 @@ def main() -> None:
         store = ImageStore(Path(scratch) / "images")
         for way in sys.argv[5:]:
             name, words = way.split(",")[0], way.split(",")[2:]
-            family = WORK[name].family
-            folder, size = processors / family, "4b" if family == "qwen3-vl" else "7b" if "7b" in words else "3b"
+            folder = processors / WORK[name].family
+            size = "4b" if folder.name == "qwen3-vl" else "7b" if "7b" in words else "3b"
             case, processor = Case(folder, name, small), AutoProcessor.from_pretrained(folder)
             prompt = case.prompt(processor, case.question(processor))
             model = make_model(folder, "sdpa", str(DEVICE), small, size)
