@@ -43,6 +43,25 @@ GPU_SCRIPTS = [
     ["sync_gpu", "small"],
 ]
 """As they are started, and what makes them small."""
+ROBOT = [
+    "demonstrations.episodes_per_task=1",
+    "training.max_steps=2",
+    "training.warmup_steps=1",
+    "training.save_every=2",
+    "training.batch_size=4",
+    "training.micro_batch_size=4",
+    "trainer.max_steps=1",
+    "rollouts.groups_per_step=1",
+    "rollouts.group_size=2",
+    "rollouts.max_steps=10",
+    "evaluation.episodes_per_task=1",
+    "evaluation.initial_states=[0]",
+    "evaluation.max_steps.libero_spatial=10",
+]
+ROBOT_SCRIPTS = [
+    ["vla_rl_gpu", "--small"],
+    ["robot_rl_gpu", "train-vla-rl/tiny", "--seeds", "0", *(word for one in ROBOT for word in ("--set", one))],
+]
 
 
 def measure(name: str, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +84,9 @@ def test_benchmark_of_simulators_runs_at_toy_size(name: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    "words", [*GPU_SCRIPTS, pytest.param(["vla_rl_gpu", "--small"], marks=needs_libero)], ids=lambda words: words[0]
+    "words",
+    [*GPU_SCRIPTS, *(pytest.param(words, marks=needs_libero) for words in ROBOT_SCRIPTS)],
+    ids=lambda words: words[0],
 )
 def test_gpu_script_runs_small_on_a_cpu(words: list[str], tmp_path: Path) -> None:
     # The project's folder is found by its path, since some keep runs in the working folder.
