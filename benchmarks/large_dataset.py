@@ -116,6 +116,7 @@ def _write_episodes(root: Path, episodes: int, of_video_file: int) -> None:
             columns[f"videos/{camera}/chunk_index"] = file // 1000
             columns[f"videos/{camera}/file_index"] = file % 1000
             columns[f"videos/{camera}/from_timestamp"] = within * LENGTH / FPS
+            columns[f"videos/{camera}/to_timestamp"] = (within + 1) * LENGTH / FPS
         path = root / place(EPISODES, **_file(number))
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.table(columns), path)

@@ -79,7 +79,11 @@ def measure_unit(unit: MeasurementUnit, dataset: Dataset) -> Measured:
     values, counted = {}, {}
     lengths = dataset.episodes.lengths(unit.first, unit.last)
     first, last = dataset.episodes[unit.first], dataset.episodes[unit.last]
-    for name, rows in (dataset.columns(unit.numbers, first, last) if unit.numbers else {}).items():
+    columns = dataset.columns([*unit.numbers, "timestamp"], first, last)
+    starts = np.cumsum(lengths) - lengths
+    timestamps = np.split(columns["timestamp"][:, 0], starts[1:])
+    for name in unit.numbers:
+        rows = columns[name]
         each, values[name] = quantiles.measure_columns(rows, lengths, name, unit.first)
         shape = dataset.feature(name).shape
         found[name] = {
@@ -87,10 +91,10 @@ def measure_unit(unit: MeasurementUnit, dataset: Dataset) -> Measured:
         }
     for name in unit.images:
         parts = []
-        for episode in dataset.episodes[unit.first : unit.last + 1]:
+        for episode, times in zip(dataset.episodes[unit.first : unit.last + 1], timestamps, strict=True):
             frames = range(episode.length) if unit.all_images else sampled(episode.length)
             histogram = Histogram.empty()
-            for image in dataset.images(name, episode, frames):
+            for image in dataset.images(name, episode, frames, times):
                 histogram = histogram.add(image)
             parts.append(histogram)
         arrays = [part.statistics().arrays() for part in parts]

@@ -29,7 +29,7 @@ def statistics_report(
         "episodes": f"{measured.episodes.num_rows:,}",
         "frames": f"{max(each.count for each in whole.values()):,}",
         "frames per second": ", ".join(sorted({f"{dataset.info.fps:g}" for dataset in datasets})),
-        "tasks": f"{len({task for dataset in datasets for task in dataset.tasks}):,}",
+        "tasks": f"{len({task for dataset in datasets for task in dataset.tasks.values()}):,}",
     }
     drawn = [_image(name, *_columns(measured.values[name])) for name in whole if name in measured.values]
     drawn += [_image(name, *_channels(measured.histograms[name])) for name in whole if name in measured.histograms]

@@ -275,7 +275,7 @@ def list_files(url: str, wanted: Callable[[str], bool]) -> FileListing:
     for full, facts in found.items():
         name = full[full.index(base) + len(base) :].lstrip("/")
         if wanted(name):
-            files[str(confined(name, url))] = RemoteFile(size=facts["size"], version=_version(facts))
+            files[str(confined(name, url))] = _remote_file(facts, f"{url}/{name}")
     return FileListing(files=files)
 
 
@@ -283,11 +283,22 @@ def _keep(listing: FileListing, path: Path) -> None:
     path.write_text(listing.model_dump_json())
 
 
-def _version(facts: Mapping[str, Any]) -> str:
-    """Of what a filesystem says of a file; a hub names the content itself."""
+def _remote_file(facts: Mapping[str, Any], where: str) -> RemoteFile:
+    """What a filesystem says of a file; a hub names the content itself.
+
+    Raises:
+        DataError: it says nothing that changes with the content, so that a kept copy could be an old one.
+    """
+    version = next((str(facts[key]) for key in VERSIONS if facts.get(key) is not None), None)
     if facts.get("blob_id"):
-        return str(facts["lfs"]["sha256"] if facts.get("lfs") else facts["blob_id"])
-    return next((str(facts[key]) for key in VERSIONS if facts.get(key) is not None), "")
+        version = str(facts["lfs"]["sha256"] if facts.get("lfs") else facts["blob_id"])
+    if version is None or facts.get("size") is None:
+        raise DataError(
+            "the filesystem says neither version nor time of this file, so a changed one would not be noticed",
+            where=where,
+            remedy="copy the files into a folder or a bucket",
+        )
+    return RemoteFile(size=facts["size"], version=version)
 
 
 def _home(url: str, cache: DownloadCache) -> Path:

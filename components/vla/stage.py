@@ -109,4 +109,4 @@ def compared_errors(error: float, constant: float) -> str:
     return f"{error:.3g}, {said} that of the mean action ({constant:.3g})"
 
 
-TRAIN_VLA_STAGE = Stage("train-vla", 2, TrainVLASettings, INPUTS, train_vla)
+TRAIN_VLA_STAGE = Stage("train-vla", 3, TrainVLASettings, INPUTS, train_vla)

@@ -21,16 +21,17 @@ from components.datasets.statistics import Array
 
 AT_ONCE = 2**16
 """Rows of meta/episodes in memory while the numbers are written."""
-_CLIP = np.dtype([("chunk", "<i8"), ("file", "<i8"), ("start", "<f8")])
+_CLIP = np.dtype([("chunk", "<i8"), ("file", "<i8"), ("start", "<f8"), ("stop", "<f8")])
 
 
 @dataclass(frozen=True)
 class Clip:
-    """An episode's part of a video file, in seconds."""
+    """An episode's part of a video file, in seconds; `stop` is exclusive."""
 
     chunk: int
     file: int
     start: float
+    stop: float
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class EpisodeRange:
 class EpisodeIndex(MappedFile, Sequence[EpisodeRange]):
     """Episodes in their order, with no object for those that nobody asks for.
 
-    `numbers` (episodes,) has `stop`, `row`, `chunk` and `file` of each, and its `clips` by video: 32 bytes and 24 more
+    `numbers` (episodes,) has `stop`, `row`, `chunk` and `file` of each, and its `clips` by video: 32 bytes and 32 more
     for each video.
     """
 
@@ -192,7 +193,7 @@ class EpisodeIndex(MappedFile, Sequence[EpisodeRange]):
             file.write(_header(self._record, count))
 
 
-_COLUMNS_OF_CLIP = ("chunk_index", "file_index", "from_timestamp")
+_COLUMNS_OF_CLIP = ("chunk_index", "file_index", "from_timestamp", "to_timestamp")
 
 
 def _header(record: np.dtype[Any], count: int) -> bytes:

@@ -97,7 +97,7 @@ class LocalFiles:
         """By the times that the file was changed, which costs no reading."""
         path = (self.root / name).resolve()
         state = path.stat()
-        return f"{path}\0{state.st_size}\0{state.st_mtime_ns}\0{state.st_ino}"
+        return f"{path}\0{state.st_size}\0{state.st_mtime_ns}\0{state.st_ctime_ns}\0{state.st_ino}"
 
     def digest(self) -> str:
         """

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 import pyarrow as pa
@@ -17,12 +16,14 @@ from components.artifacts.cache import DownloadCache, make_once
 from components.contracts.errors import DataError
 from components.datasets.lerobot.episodes import EpisodeRange
 from components.datasets.lerobot.layout import VIDEO
-from components.datasets.lerobot.reader import TOLERANCE, Dataset, window
+from components.datasets.lerobot.reader import Dataset, window
 from components.datasets.lerobot.video import VideoReaders
 from components.datasets.statistics import Array
 
 SMALL = 1 << 30
 """Bytes of all frames of a dataset up to which its videos are decoded once."""
+FORMAT = 2
+"""Raised when the same files give other columns or frames, or are checked for more."""
 PAGE = 4096
 """A frame counts as so many bytes at least."""
 
@@ -73,9 +74,10 @@ class FrameReader:
         if dataset.feature(name).dtype == VIDEO:
             if self._small and (decoded := self._decoded(name, episode)) is not None:
                 return np.array(decoded[frame])
-            time = episode.clips[name].start + frame / dataset.info.fps
+            row = self.numbers("timestamp", episode, np.array([frame]))[:, 0]
+            (time,), tolerance = dataset.video_times(name, episode, row)
             where = f"episode {episode.index}, frame {frame}"
-            return self._videos.at(dataset.video(name, episode)).frame(time, 0.5 / dataset.info.fps - TOLERANCE, where)
+            return self._videos.at(dataset.video(name, episode)).frame(float(time), tolerance, where)
         stored = self._column(name, episode)[episode.row + frame].as_py()
         return np.asarray(dataset.decoded(name, episode, frame, stored))
 
@@ -116,9 +118,9 @@ class FrameReader:
             DataError: the frame's task_index is not in meta/tasks.parquet.
         """
         number = int(self.numbers("task_index", episode, np.array([frame]))[0, 0])
-        if not 0 <= number < len(self.dataset.tasks):
+        if number not in self.dataset.tasks:
             raise DataError(
-                f"task_index {number}, and meta/tasks.parquet has {len(self.dataset.tasks)} tasks",
+                f"task_index {number} is not one of the {len(self.dataset.tasks)} tasks in meta/tasks.parquet",
                 where=f"{self.dataset.files}, episode {episode.index}, frame {frame}",
                 remedy="meta/tasks.parquet and the data files do not belong together; fetch the dataset again",
             )
@@ -135,42 +137,48 @@ class FrameReader:
         """An episode's clip (frames, height, width, 3); None where a frame is damaged: who asks for it hears that."""
         key = (name, episode.index)
         if key not in self._clips:
-            clip = episode.clips[name]
-            folder = self._folder(self.dataset.info.video_file(name, clip.chunk, clip.file))
+            clip, info = episode.clips[name], self.dataset.info
+            source = info.video_file(name, clip.chunk, clip.file)
             try:
-                made = make_once(folder / f"{episode.index}.npy", partial(self._decode, name, episode))
+                rows = self.numbers("timestamp", episode, np.arange(episode.length))[:, 0]
+                times, _ = self.dataset.video_times(name, episode, rows)
+                target = self._kept(source, info.features[name].shape, times.tobytes())
+                made = make_once(target, partial(self._decode, name, episode, rows))
                 self._clips[key] = np.load(made, mmap_mode="r")
             except DataError:
                 self._clips[key] = None
         return self._clips[key]
 
-    def _decode(self, name: str, episode: EpisodeRange, target: Path) -> None:
+    def _decode(self, name: str, episode: EpisodeRange, timestamps: Array, target: Path) -> None:
         shape = tuple(self.dataset.feature(name).shape)
         frames = np.empty((episode.length, *shape), np.uint8)
-        for number, image in enumerate(self.dataset.images(name, episode, range(episode.length))):
+        for number, image in enumerate(self.dataset.images(name, episode, range(episode.length), timestamps)):
             if (found := np.asarray(image)).shape != shape:
                 raise DataError(f"an image {found.shape} where {shape} is described", where=f"{name}, frame {number}")
             frames[number] = found
         with target.open("wb") as file:
             np.save(file, frames)
 
-    def _folder(self, source: PurePosixPath) -> Path:
-        """For what is made of one file of the dataset, as it is now."""
-        version = self.dataset.files.version(source)
-        return self._cache.folder / "columns" / hashlib.sha256(version.encode()).hexdigest()[:24]
+    def _kept(self, source: PurePosixPath, *facts: object) -> Path:
+        """The file for what is made of one file of the dataset, as it is now, and of these facts."""
+        made_of = repr((FORMAT, self.dataset.files.version(source), *facts))
+        return self._cache.folder / "columns" / hashlib.sha256(made_of.encode()).hexdigest()
 
     def _mapped(self, name: str, episode: EpisodeRange) -> Any:
-        folder = self._folder(self.dataset.info.data_file(episode.chunk, episode.file))
-        number = self.dataset.feature(name).is_number
-        target = folder / f"{quote(name, safe='')}.{'npy' if number else 'arrow'}"
-        make_once(target, partial(self._write, name, episode, number))
-        if number:
+        """Depends on what its rows are checked against, too: a hit is not checked again."""
+        dataset, feature = self.dataset, self.dataset.feature(name)
+        first, last = dataset.episodes.in_file(episode.chunk, episode.file)
+        lengths = dataset.episodes.lengths(first.index, last.index).tobytes()
+        rows = (first.index, first.start, first.row, lengths, dataset.info.fps)
+        source = dataset.info.data_file(episode.chunk, episode.file)
+        target = self._kept(source, name, feature.dtype, feature.shape, *rows)
+        make_once(target, partial(self._write, name, first, last, feature.is_number))
+        if feature.is_number:
             return np.load(target, mmap_mode="r")
         return pa.ipc.open_file(pa.memory_map(str(target))).read_all()[name]
 
-    def _write(self, name: str, episode: EpisodeRange, number: bool, target: Path) -> None:
+    def _write(self, name: str, first: EpisodeRange, last: EpisodeRange, number: bool, target: Path) -> None:
         """The column of all episodes in the data file."""
-        first, last = self.dataset.episodes.in_file(episode.chunk, episode.file)
         with target.open("wb") as file:
             if number:
                 np.save(file, self.dataset.columns([name], first, last)[name])

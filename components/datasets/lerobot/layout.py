@@ -49,7 +49,7 @@ OWN_FEATURES = {
 class DatasetInfo(BaseModel):
     """`meta/info.json`; what this version does not know is kept."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
     codebase_version: str
     fps: PositiveFloat
@@ -94,11 +94,19 @@ def read_info(path: Path) -> DatasetInfo:
             remedy="convert it with lerobot's convert_dataset_v21_to_v30",
         )
     try:
-        return DatasetInfo.model_validate(document)
+        info = DatasetInfo.model_validate(document)
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(str(part) for part in problem["loc"])
         raise DataError(f"{key}: {problem['msg']} (given {problem['input']!r:.80})", where=str(path)) from error
+    for name in OWN_FEATURES:
+        if name not in info.features or not info.features[name].is_number:
+            raise DataError(
+                f"features.{name} is missing, or is not a number",
+                where=str(path),
+                remedy="every LeRobot dataset has this column; describe it, or record or convert the dataset again",
+            )
+    return info
 
 
 def place(template: str, **values: str | int) -> PurePosixPath:

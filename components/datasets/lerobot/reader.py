@@ -21,12 +21,10 @@ from components.datasets.lerobot.columns import to_numpy
 from components.datasets.lerobot.episodes import EpisodeIndex, EpisodeRange
 from components.datasets.lerobot.files import DatasetFiles, LocalFiles
 from components.datasets.lerobot.layout import IMAGE, INFO, STATS, VIDEO, DatasetInfo, Feature, read_info
+from components.datasets.lerobot.rows import PLACES, TOLERANCE, ExpectedRows
 from components.datasets.lerobot.tasks import TaskList
 from components.datasets.lerobot.video import VideoFile, read_frames
 from components.datasets.statistics import Array
-
-TOLERANCE = 1e-4
-"""Seconds that a time may be off, beside half a frame in a video."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class Dataset:
         """These columns of `episode`, or of all episodes to `last`, which is in the same file.
 
         Raises:
-            DataError: the file or a column is missing, or the rows are those of other episodes.
+            DataError: the file or a column is missing, or the rows are not the episodes', one after another.
         """
         last = last or episode
         name = self.info.data_file(episode.chunk, episode.file)
@@ -81,25 +79,17 @@ class Dataset:
         try:
             # numbers beside images are a small part of the file
             with self.files.view(name, whole=not stored or bool(stored & set(names))) as file:
-                columns = sorted({"episode_index", *names})
+                columns = sorted({*PLACES, *names})
                 skipped, whole = _rows(file, columns, episode.row, last.stop - episode.start)
         except (OSError, pa.ArrowException) as error:
             raise DataError(
                 f"the data file cannot be read: {error}", where=f"{path}, episode {episode.index}"
             ) from error
-        if missing := sorted({"episode_index", *names} - set(whole.column_names)):
+        if missing := sorted({*names} - set(whole.column_names)):
             raise DataError(f"the data file has no column {missing[0]!r}", where=str(path))
         table = whole.slice(episode.row - skipped, last.stop - episode.start)
-        found = table["episode_index"].to_numpy()
-        numbers = np.arange(episode.index, last.index + 1)
-        expected = np.repeat(numbers, self.episodes.lengths(episode.index, last.index))
-        if len(found) != len(expected) or (found != expected).any():
-            wrong = int(np.argmax(found != expected[: len(found)])) if len(found) else 0
-            raise DataError(
-                f"{len(found)} of {len(expected)} frames are there, and row {episode.row + wrong} is not the episode's",
-                where=f"{path}, episode {expected[min(wrong, len(expected) - 1)]}",
-                remedy="meta/episodes and the data files do not belong together; fetch the dataset again",
-            )
+        lengths = self.episodes.lengths(episode.index, last.index)
+        ExpectedRows(episode.index, episode.start, lengths, self.info.fps).check(table, path, episode.row)
         return table
 
     def columns(
@@ -110,16 +100,41 @@ class Dataset:
         where = f"{self.files}/{self.info.data_file(episode.chunk, episode.file)}, from episode {episode.index}"
         return {name: to_numpy(table[name], name, self.feature(name), where) for name in names}
 
-    def images(self, name: str, episode: EpisodeRange, frames: Sequence[int]) -> Iterator[Image.Image]:
+    def video_times(self, name: str, episode: EpisodeRange, timestamps: Array) -> tuple[Array, float]:
+        """Where rows with these `timestamps` (frames,) are in a camera's video: seconds, and how far off they may be.
+
+        As LeRobot has it: a row shows the frame at the clip's beginning plus the row's time.
+
+        Raises:
+            DataError: one lies behind the clip's end, where the frames of another episode are.
+        """
+        clip = episode.clips[name]
+        times = clip.start + timestamps.astype(np.float64)
+        tolerance = TOLERANCE + (float(np.spacing(timestamps.max())) if timestamps.dtype.kind == "f" else 0.0)
+        if (times >= clip.stop - tolerance).any():
+            raise DataError(
+                f"a row has the time {timestamps.max():.9g} s, and its video only {clip.stop - clip.start:.9g} s",
+                where=f"{self.video(name, episode).name}, episode {episode.index}, {name!r}",
+                remedy="correct from_timestamp and to_timestamp in meta/episodes, or the rows' timestamp",
+            )
+        return times, tolerance
+
+    def images(
+        self, name: str, episode: EpisodeRange, frames: Sequence[int], timestamps: Array | None = None
+    ) -> Iterator[Image.Image]:
         """RGB images of a camera at these frames of the episode, ascending.
+
+        Args:
+            timestamps: Of all rows of the episode, where they were read before; (frames,).
 
         Raises:
             DataError: one is missing or damaged.
         """
         if self.feature(name).dtype == VIDEO:
-            times = [episode.clips[name].start + frame / self.info.fps for frame in frames]
-            tolerance = 0.5 / self.info.fps - TOLERANCE
-            yield from read_frames(self.video(name, episode), times, tolerance, f"episode {episode.index}")
+            if timestamps is None:
+                timestamps = self.columns(["timestamp"], episode)["timestamp"][:, 0]
+            times, tolerance = self.video_times(name, episode, timestamps[list(frames)])
+            yield from read_frames(self.video(name, episode), times.tolist(), tolerance, f"episode {episode.index}")
             return
         column = self.table(episode, [name])[name].take(list(frames))
         for frame, stored in zip(frames, column, strict=True):

@@ -98,8 +98,7 @@ class VideoReader:
             "the video cannot be decoded", where=f"{self._file.name}, {where}", remedy="fetch or record it again"
         ):
             stream = self._open()
-            self._container.seek(max(0, int((times[0] - tolerance) / stream.time_base)), stream=stream)
-            for frame in self._container.decode(stream):
+            for frame in self._decoded(stream, times[0], tolerance):
                 if frame.rotation:
                     raise DataError(
                         f"the video is to be shown turned by {frame.rotation} degrees, which is not supported",
@@ -116,12 +115,31 @@ class VideoReader:
         raise DataError(
             f"the video has no frame at {wanted[0]:.4f} s",
             where=f"{self._file.name}, {where}, frame {len(times) - len(wanted)} of the {len(times)} asked for",
-            remedy="the video is cut short, or fps in meta/info.json is not the video's",
+            remedy="the video is cut short, its frames are not at the rows' times, or from_timestamp is wrong",
         )
 
     def close(self) -> None:
         self._opened.close()
         self._container = None
+
+    def _decoded(self, stream: Any, time: float, tolerance: float) -> Iterator[Any]:
+        """Frames from one at `time`, or before it, on.
+
+        A container finds the keyframe by the time at which it is decoded, which comes before the time at which it is
+        shown where frames refer to later ones: where that is too late, an earlier keyframe is looked for.
+        """
+        back = tolerance
+        while True:
+            begin = max(0, int((time - back) / stream.time_base))
+            self._container.seek(begin, stream=stream)
+            frames = self._container.decode(stream)
+            first = next(frames, None)
+            if not begin or (first is not None and first.time <= time + tolerance):
+                break
+            back = max(1.0, 4 * back)
+        if first is not None:
+            yield first
+            yield from frames
 
     def _open(self) -> Any:
         if self._container is None:
@@ -166,7 +184,7 @@ class VideoWriter:
         av = pyav()
         path.parent.mkdir(parents=True, exist_ok=True)
         rate = Fraction(fps).limit_denominator(1001)
-        self.frames, self.bytes, self._fps = 0, 0, fps
+        self.frames, self.bytes = 0, 0
         self._container = av.open(str(path), "w")
         self._stream: Any = self._container.add_stream(settings.codec, rate=rate)
         self._stream.width, self._stream.height = width, height
@@ -179,7 +197,7 @@ class VideoWriter:
     @property
     def seconds(self) -> float:
         """Where the next episode begins."""
-        return self.frames / self._fps
+        return float(self.frames * self._tick)
 
     def append(self, frames: Iterable[np.ndarray[Any, Any]]) -> None:
         """Frames are uint8 (height, width, 3)."""

@@ -47,7 +47,11 @@ def test_we_read_what_lerobot_writes(datasets_side: Side, tmp_path: Path) -> Non
     datasets_side("write", root, tmp_path / "written.npz")
     kept = np.load(tmp_path / "written.npz")
     dataset = open_dataset(root)
-    assert [episode.length for episode in dataset.episodes] == [6, 9] and dataset.tasks == ("task 0", "task 1")
+    assert [episode.length for episode in dataset.episodes] == [6, 9]
+    assert dict(dataset.tasks) == {
+        0: "task 0",
+        1: "task 1",
+    }
     frames = FrameReader(dataset, DownloadCache.standard())
     for index in range(15):
         item = frames.item(index, {})

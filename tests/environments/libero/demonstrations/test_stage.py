@@ -85,7 +85,7 @@ def test_the_dataset_s_actions_reach_the_goal_and_a_crash_costs_one_episode(tmp_
     dataset = open_sources(out)[0].dataset
     assert done == [1, 2] and dict(report.rows) == {"episodes": 2, "frames": dataset.info.total_frames}
     assert json.loads((out / "failures.json").read_text()) == []
-    assert dataset.tasks == (TASK,) and dataset.info.fps == 20 and dataset.info.robot_type == "panda"
+    assert dict(dataset.tasks) == {0: TASK} and dataset.info.fps == 20 and dataset.info.robot_type == "panda"
     assert dataset.info.features["action"].names == list(ACTION_NAMES)
     assert dataset.info.features["observation.state"].names == list(STATE_NAMES)
     assert [path.name for path in (out / "videos").iterdir()] == ["libero_spatial-00-00000.mp4"]
