@@ -239,6 +239,22 @@ def test_an_unknown_tag_names_those_there_are(folder: Path) -> None:
         load_parts(folder, released.SETTINGS.model_copy(update={"norm_tag": "cellar"}))
 
 
+@pytest.mark.parametrize("feature", ["action_stats", "state_stats"])
+def test_policy_that_cannot_reach_its_actions_is_refused(copy: Path, feature: str) -> None:
+    """At least 98 % of the values of dimension 3 are alike; a state is only read, as it was trained."""
+    stats = json.loads((copy / "norm_stats.json").read_text())
+    entry = stats["metadata_by_tag"]["kitchen"][feature]
+    entry["q99"][3] = entry["q01"][3]
+    (copy / "norm_stats.json").write_text(json.dumps(stats))
+    parts = load_parts(copy, KITCHEN)
+    if feature == "state_stats":
+        assert parts.processor().state.normalize(np.full(8, 9.0))[3] == 1
+        return
+    with pytest.raises(ConfigurationError) as caught:
+        parts.processor()
+    assert "'joint_3'" in str(caught.value)
+
+
 def test_without_statistics_there_is_no_processor(folder: Path) -> None:
     with pytest.raises(ConfigurationError, match="norm_tag"):
         load_parts(folder, released.SETTINGS).processor()

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from components.contracts.errors import ConfigurationError, DataError
+from components.datasets import quantiles
 from components.datasets.lerobot.layout import Feature
 from components.policies.molmoact2.processing.norm_stats import (
     FeatureNormStats,
@@ -22,6 +24,7 @@ from components.policies.molmoact2.processing.norm_stats import (
     training_robot,
 )
 from components.policies.molmoact2.processing.normalizer import Normalizer
+from components.policies.settings import Normalization
 from tests.policies.plain import policy_settings
 
 NAMES = ("x", "left_Gripper", "z")
@@ -89,12 +92,109 @@ def test_libero_leaves_one_finger_and_the_gripper_action_alone() -> None:
 
 def test_a_gripper_out_of_range_is_refused_at_building_and_at_use() -> None:
     with pytest.raises(ConfigurationError, match=r"(?s)action 'left_Gripper' is -40, outside.*normalize_gripper"):
-        Normalizer.build("action", STATS.model_copy(update={"min": (0.0, -40.0, 0.0)}), "quantiles", False)
+        Normalizer.build("action", STATS.model_copy(update={"min": (0.0, -40.0, 5.0)}), "quantiles", False)
     normalizer = Normalizer.build("action", STATS, "quantiles", normalize_gripper=False)
     with pytest.raises(DataError, match=r"(?s)'left_Gripper' is 1.5 at step 2, outside.*episode 7"):
         normalizer.normalize([[0, 0, 0], [0, 1, 0], [0, 1.5, 0]], where="episode 7")
     with pytest.raises(DataError, match=r"\(4,\), its statistics have 3"):
         normalizer.normalize([0, 0, 0, 0])
+
+
+def measured(values: NDArray[np.float32], names: tuple[str, ...]) -> FeatureNormStats:
+    """As a dataset's statistics become those of its robot."""
+    _, parts = quantiles.measure(values, [len(values)], "action")
+    document = quantiles.merge([parts]).statistics().document()
+    features = {
+        name: Feature(dtype="float32", shape=(len(names),), names=list(names))
+        for name in ("observation.state", "action")
+    }
+    robot = robot_metadata(dict.fromkeys(features, document), features, policy_settings())
+    assert robot.state_stats == robot.action_stats
+    return robot.action_stats
+
+
+def rare(rest: float, other: float, count: int, noise: float = 0.0) -> NDArray[np.float32]:
+    values = rest + noise * np.random.default_rng(0).uniform(-1, 1, 2000)
+    values[700 : 700 + count] = other
+    return values.astype(np.float32)
+
+
+RARE = {
+    "closes": rare(-1, 1, 15),
+    "opens": rare(1, -1, 15),
+    "once": rare(0, 0.04, 1),
+    "far": rare(5e3, 5e3 + 1, 19),
+    "noise_of_float32": rare(-1, 1, 15, 1e-7),
+    "sensor_noise": rare(-1, 1, 15, 1e-3),
+    "much_noise": rare(0, 90, 19, 0.3),
+}
+
+
+@pytest.mark.parametrize("mode", ["quantiles", "mean_std"])
+@pytest.mark.parametrize("name", RARE)
+def test_dimension_that_moves_rarely_comes_back(name: str, mode: Normalization) -> None:
+    steps = np.sin(np.arange(2000)).astype(np.float32)
+    values = np.stack([steps, RARE[name], np.full(2000, 0.3, np.float32)], axis=1)
+    stats = measured(values, ("x", "gripper", "still"))
+    normalizer = Normalizer.build("action", stats, mode, normalize_gripper=True)
+    restored = normalizer.restore(normalizer.normalize(values))
+    spread = np.ptp(values[:, 1])
+    assert np.abs(restored - values)[:, 1].max() <= 1e-4 * spread + 2 * np.spacing(np.abs(values[:, 1]).max())
+    assert np.abs(restored[:, 2] - values[:, 2]).max() <= 1e-7
+    expected = np.quantile(values[:, 0].astype(np.float64), [0.01, 0.99])
+    assert ((stats.q01 or ())[0], (stats.q99 or ())[0]) == tuple(expected)
+
+
+def test_quantiles_of_a_dimension_with_outliers_stay() -> None:
+    values = np.stack([rare(0, 1e4, 1, 1.0), rare(0, 1, 30)], axis=1)
+    stats = measured(values, ("x", "gripper"))
+    assert np.abs(stats.q99 or ()).max() <= 1 == (stats.q99 or ())[1]
+    Normalizer.build("action", stats, "quantiles", normalize_gripper=True)
+
+
+def refused(mode: Normalization, **numbers: tuple[float, float, float]) -> str:
+    stats = STATS.model_copy(update=numbers)
+    with pytest.raises(ConfigurationError) as caught:
+        Normalizer.build("action", stats, mode, normalize_gripper=True)
+    return str(caught.value).partition("\n")[0]
+
+
+@pytest.mark.parametrize("gripper", [0.0, 1e-9, 1e-3])
+def test_action_that_no_answer_reaches_is_refused_by_name(gripper: float) -> None:
+    q01, q99 = (-2.0, -1.0, 5.0), (6.0, -1.0 + gripper, 5.0)
+    assert "'left_Gripper'" in refused("quantiles", q01=q01, q99=q99)
+    stats = STATS.model_copy(update={"q01": q01, "q99": q99})
+    Normalizer.build("action", stats, "quantiles", normalize_gripper=False)  # it is passed on
+    assert Normalizer.build("state", stats, "quantiles", True).normalize([0, 1, 5])[1] == 1  # as released
+    unknown = STATS.model_copy(update={"q01": q01, "q99": q99, "min": None, "max": None})
+    Normalizer.build("action", unknown, "quantiles", normalize_gripper=True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "numbers"),
+    [
+        ("quantiles", {"q01": (7.0, -1.0, 5.0)}),
+        ("quantiles", {"q99": (1e39, 1.0, 5.0)}),
+        ("quantiles", {"q01": (-3e38, -1.0, 5.0), "q99": (3e38, 1.0, 5.0)}),
+        ("quantiles", {"min": (10.0, -1.0, 5.0)}),
+        ("mean_std", {"mean": (1e39, 0.0, 5.0)}),
+        ("mean_std", {"std": (-1.0, 0.5, 0.0)}),
+        ("mean_std", {"std": (0.0, 0.5, 0.0)}),
+        ("mean_std", {"std": (1e-9, 0.5, 0.0)}),
+    ],
+)
+def test_statistics_that_cannot_be_are_refused_by_dimension(
+    mode: Normalization, numbers: dict[str, tuple[float, float, float]]
+) -> None:
+    assert "'x'" in refused(mode, **numbers)
+
+
+@pytest.mark.parametrize("std", [1e-10, 1e-8, 3e-7])
+def test_small_deviations_are_inverted(std: float) -> None:
+    stats = FeatureNormStats(mean=(0.0, 0.0), std=(std, 0.0), min=(-9 * std, 0.0), max=(9 * std, 0.0))
+    normalizer = Normalizer.build("action", stats, "mean_std", normalize_gripper=True)
+    values = np.array([[9 * std, 0], [-2 * std, 0]])
+    np.testing.assert_allclose(normalizer.restore(normalizer.normalize(values)), values, rtol=1e-6)
 
 
 def test_statistics_that_a_mode_needs_are_named() -> None:

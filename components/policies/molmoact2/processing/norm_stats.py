@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -31,6 +33,11 @@ FORMAT = "molmoact2_norm_stats.v1"
 STATE, ACTION = "observation.state", "action"
 NORM_MODES = {"quantiles": "q01_q99", "mean_std": "mean_std", "identity": "identity"}
 _ARRAYS = ("min", "max", "mean", "std", "q01", "q10", "q50", "q90", "q99")
+
+RARE, RARE_GRIPPER = 1e-5, 1e-2
+"""Shares of max - min below which q99 - q01 says that a dimension moves rarely. Outliers of other dimensions make small
+shares too, and are to be clipped; one that is named a gripper has none, but noise while it rests.
+"""
 
 Numbers = tuple[FiniteFloat, ...]
 Words = Annotated[str, BeforeValidator(lambda value: "" if value is None else value)]
@@ -64,6 +71,31 @@ class FeatureNormStats(BaseModel):
     @property
     def dimensions(self) -> int:
         return next(len(value) for name in _ARRAYS if (value := getattr(self, name)) is not None)
+
+    def narrow(self, share: float | NDArray[np.float64]) -> NDArray[np.bool_]:
+        """(dimensions,): where min and max differ, and q99 - q01 is 0 or less than this `share` of max - min."""
+        if self.q01 is None or self.q99 is None or self.min is None or self.max is None:
+            return np.zeros(self.dimensions, bool)
+        with np.errstate(over="ignore", invalid="ignore"):
+            q01, q99, low, high = (np.array(each, np.float32) for each in (self.q01, self.q99, self.min, self.max))
+            narrow: NDArray[np.bool_] = (high > low) & (q99 - q01 < share * (high - low))
+        return narrow
+
+    def rarely_moving(self) -> NDArray[np.bool_]:
+        """(dimensions,): where at least 98 % of all values are alike, so that their quantiles hide the others.
+
+        No value in [-1, 1] stands for what is outside the quantiles: a gripper could never close.
+        """
+        names = self.names if self.names is not None and len(self.names) == self.dimensions else [""] * self.dimensions
+        return self.narrow(np.where(["gripper" in name.lower() for name in names], RARE_GRIPPER, RARE))
+
+    def widened(self) -> FeatureNormStats:
+        """With min and max in place of q01 and q99 of dimensions that move rarely."""
+        rare = self.rarely_moving()
+        if not rare.any():
+            return self
+        ends = {"q01": np.where(rare, self.min, self.q01), "q99": np.where(rare, self.max, self.q99)}
+        return self.model_copy(update={name: tuple(each.tolist()) for name, each in ends.items()})
 
 
 class RobotMetadata(BaseModel):
@@ -142,6 +174,8 @@ def robot_metadata(
         statistics: LeRobot's stats.json.
         features: Of info.json. The names of a feature's dimensions say which is the gripper.
 
+    Quantiles of dimensions that move rarely are widened.
+
     Raises:
         DataError: state or action are not there, or their statistics cannot be.
     """
@@ -212,9 +246,19 @@ def _feature_stats(
         )
     entry = {name: value for name, value in statistics[key].items() if name in (*_ARRAYS, "count")}
     try:
-        return FeatureNormStats(**entry, names=_names(features[key].names))
+        stats = FeatureNormStats(**entry, names=_names(features[key].names))
     except ValidationError as error:
         raise DataError(_first(error), where=f"statistics of {key!r}") from error
+    if rare := np.flatnonzero(stats.rarely_moving()).tolist():
+        log.warning("dimensions %s of %s move rarely: their q01 and q99 are widened to min and max", rare, key)
+    if narrow := np.flatnonzero(stats.narrow(RARE_GRIPPER) & ~stats.rarely_moving()).tolist():
+        log.warning(
+            "q01 and q99 of dimensions %s of %s are much nearer than min and max, and what is outside is clipped: "
+            "right for outliers; a dimension that moves rarely is widened if its name says gripper",
+            narrow,
+            key,
+        )
+    return stats.widened()
 
 
 def _names(names: Any) -> tuple[str, ...] | None:

@@ -12,7 +12,7 @@ from components.policies.molmoact2.processing.batch import Flags, Floats
 from components.policies.molmoact2.processing.norm_stats import FeatureNormStats
 from components.policies.settings import Normalization
 
-_TINY = np.float32(1e-8)
+_TINY, _SMALL = np.float32(1e-8), np.float32(1e-6)
 _NEEDED = {"quantiles": ("q01", "q99"), "mean_std": ("mean", "std"), "identity": ()}
 
 
@@ -20,8 +20,10 @@ _NEEDED = {"quantiles": ("q01", "q99"), "mean_std": ("mean", "std"), "identity":
 class Normalizer:
     """One feature, in float32 throughout, the statistics being rounded to it first.
 
-    quantiles: y = 2 (x - q01) / (q99 - q01) - 1, clipped to [-1, 1]; a span of 0 counts as 1e-8.
-    mean_std: y = (x - mean) / (std + 1e-8), not clipped. identity: y = x, clipped to [-1, 1].
+    quantiles: y = 2 (x - q01) / (q99 - q01) - 1, clipped to [-1, 1]; a span of 0 counts as 1e-8, so that a dimension
+    that never moves is restored to its constant.
+    mean_std: y = (x - mean) / (std + 1e-8), not clipped; restored without the 1e-8, which is as released, but where
+    std is below 1e-6. identity: y = x, clipped to [-1, 1].
     Dimensions that `mask` leaves out are passed on as they are and must lie in [-1, 1].
     """
 
@@ -36,8 +38,9 @@ class Normalizer:
     def build(cls, feature: str, stats: FeatureNormStats, mode: Normalization, normalize_gripper: bool) -> Normalizer:
         """
         Raises:
-            ConfigurationError: the statistics lack what the mode needs; nothing says which dimension is the gripper;
-                or a gripper that is passed on has values outside [-1, 1].
+            ConfigurationError: the statistics lack what the mode needs, or cannot be; no value of the policy would
+                reach an action that the data has; nothing says which dimension is the gripper; or a gripper that is
+                passed on has values outside [-1, 1].
         """
         width = stats.dimensions
         needed = {key: getattr(stats, key) for key in _NEEDED[mode]}
@@ -48,10 +51,12 @@ class Normalizer:
                 where=f"statistics of {feature}",
                 remedy="run quantile-stats on the dataset, or choose another normalization",
             )
-        first, second = (np.array(values, np.float32) for values in needed.values() or [[0.0] * width] * 2)
+        with np.errstate(over="ignore"):
+            first, second = (np.array(values, np.float32) for values in needed.values() or [[0.0] * width] * 2)
         mask = gripper_mask(feature, stats, normalize_gripper)
         names = stats.names if stats.names is not None and len(stats.names) == width else tuple(map(str, range(width)))
         normalizer = cls(feature, mode, names, mask, first, second)
+        normalizer._check(stats)
         for bound in (stats.min, stats.max):
             if bound is not None and (problem := normalizer._passed_outside(np.array(bound, np.float32))):
                 raise ConfigurationError(
@@ -88,7 +93,9 @@ class Normalizer:
         """The inverse, (..., dimensions); what was clipped is clipped first, passed-on dimensions too."""
         y = np.asarray(values, np.float32)
         if self.mode == "mean_std":
-            return np.where(self.mask, y * self.second + self.first, np.clip(y, -1, 1)).astype(np.float32)
+            small = (self.second > 0) & (self.second < _SMALL)
+            std = np.where(small, self.second + _TINY, self.second)
+            return np.where(self.mask, y * std + self.first, np.clip(y, -1, 1)).astype(np.float32)
         y = np.clip(y, -1, 1)
         x = (y + 1) * self._span / 2 + self.first if self.mode == "quantiles" else y
         return np.where(self.mask, x, y).astype(np.float32)
@@ -97,6 +104,38 @@ class Normalizer:
     def _span(self) -> Floats:
         span = self.second - self.first
         return np.where(span == 0, _TINY, span)
+
+    def _check(self, stats: FeatureNormStats) -> None:
+        """
+        Raises:
+            ConfigurationError: see `build`.
+        """
+        spread = np.zeros(self.dimensions)
+        if stats.min is not None and stats.max is not None:
+            spread = np.array(stats.max) - np.array(stats.min)
+        with np.errstate(over="ignore", invalid="ignore"):
+            span = self.second if self.mode == "mean_std" else self.second - self.first
+        rare = np.zeros(self.dimensions, bool)
+        if self.feature == "action" and self.mode == "quantiles":
+            rare = stats.rarely_moving()
+        elif self.feature == "action" and self.mode == "mean_std":
+            rare = span < 1e-6 * spread  # of n values, std is at least (max - min) / sqrt(2 n)
+        problems = {
+            "are not finite in float32": ~(np.isfinite(self.first) & np.isfinite(span)),
+            "have max below min": spread < 0,
+            "have a negative std" if self.mode == "mean_std" else "have q99 below q01": span < 0,
+            "cannot be inverted: it moves so rarely that no answer of the policy reaches min and max": rare,
+        }
+        for problem, places in problems.items():
+            if (places & self.mask).any():
+                at = int(np.argmax(places & self.mask))
+                numbers = {name: getattr(stats, name) for name in ("min", "max", *_NEEDED[self.mode])}
+                raise ConfigurationError(
+                    f"statistics of {self.feature} {self.names[at]!r} {problem}",
+                    where=", ".join(f"{name} {each[at]:.9g}" for name, each in numbers.items() if each is not None),
+                    remedy="train with the dataset's own statistics of quantile-stats: quantiles of a dimension that "
+                    "moves rarely are widened to min and max there",
+                )
 
     def _passed_outside(self, values: Floats) -> str:
         """What is wrong with the dimensions that are passed on, or nothing."""
