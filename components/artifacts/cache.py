@@ -6,11 +6,15 @@ import fcntl
 import hashlib
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from components.contracts.errors import ConfigurationError
+
+TICK_S = 0.02
+"""Longer than a tick of a local file system's clock."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +51,22 @@ class DownloadCache:
             ) from error
 
 
+def file_state(path: Path) -> str:
+    """Size, times and inode of a file (a link's target). The change time cannot be put back by who edits the file.
+
+    A file that changed just now is waited for: another change within the same tick of the file system's clock would
+    leave all of them as they are.
+    """
+    state = path.stat()
+    age = time.time() - state.st_ctime
+    if 0 <= age < TICK_S:
+        time.sleep(TICK_S - age)
+    return f"{state.st_size}\0{state.st_mtime_ns}\0{state.st_ctime_ns}\0{state.st_ino}"
+
+
 def file_sha256(path: Path) -> str:
     """SHA-256 of a file's content, kept in the standard cache for as long as its size, times and inode stay."""
-    state = path.resolve().stat()
-    facts = f"{path.resolve()}\0{state.st_size}\0{state.st_mtime_ns}\0{state.st_ctime_ns}\0{state.st_ino}"
-    key = hashlib.sha256(facts.encode()).hexdigest()
+    key = hashlib.sha256(f"{path.resolve()}\0{file_state(path)}".encode()).hexdigest()
 
     def write(target: Path) -> None:
         with path.open("rb") as file:

@@ -7,11 +7,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from components.artifacts.digests import document_digest, folder_digest, listing_digest
 from components.artifacts.record import Record, differences, examine
 from components.contracts.errors import DataError
+from components.contracts.settings import not_json
 from components.contracts.stages import Artifact
 from components.installation import installed_version
 
@@ -38,6 +39,13 @@ class Manifest(BaseModel):
     settings: dict[str, Any]
     settings_digest: str
     code_version: str
+
+    @field_validator("settings")
+    @classmethod
+    def _numbers_are_finite(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if problem := not_json(values, "settings"):
+            raise ValueError(problem)
+        return values
 
 
 def write_manifest(

@@ -35,16 +35,16 @@ def _make_exact(schema: Any) -> None:
             _make_exact(part)
 
 
-def _odd(value: Any, where: str) -> str:
-    """What is wrong with a value that JSON lacks, however deep in `value` it is; "" if there is none."""
+def not_json(value: Any, where: str) -> str:
+    """Say what is wrong with the first value that JSON has no word for, however deep in `value`; "" if all is well."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"{where} is not a finite number"
     if isinstance(value, date | time):
         return f"{where} is a date or a time; write it as text"
     if isinstance(value, Mapping):
-        return next(filter(None, (_odd(item, f"{where}.{key}") for key, item in value.items())), "")
+        return next(filter(None, (not_json(item, f"{where}.{key}") for key, item in value.items())), "")
     if isinstance(value, list | tuple):
-        return next(filter(None, (_odd(item, f"{where}[{index}]") for index, item in enumerate(value))), "")
+        return next(filter(None, (not_json(item, f"{where}[{index}]") for index, item in enumerate(value))), "")
     return ""
 
 
@@ -133,6 +133,6 @@ class Settings(BaseModel):
     @model_validator(mode="after")
     def _values_of_any_type_are_json(self) -> Self:
         for name in type(self).model_fields:
-            if said := _odd(getattr(self, name), name):
+            if said := not_json(getattr(self, name), name):
                 raise ValueError(said)
         return self

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from components.artifacts.disk import write_file
 from components.contracts.errors import DataError
 from components.contracts.stages import Artifact, Stage, StageContext, StageReport
-from components.datasets.lerobot.layout import STATS
+from components.datasets.lerobot.layout import STATS, read_stats
 from components.datasets.measure import cores, measure_dataset, overall, plan
 from components.datasets.measured import Measured, merge
 from components.datasets.page import statistics_report
@@ -110,15 +110,11 @@ def augment(root: Path, statistics: Path) -> None:
     however this ends, it is the old one or the new one.
 
     Raises:
-        DataError: the dataset's own statistics are no JSON object.
+        DataError: the dataset's own statistics are not a JSON object of finite numbers.
     """
     path = root / STATS
-    try:
-        old: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
-        merged = old | json.loads((statistics / "stats.json").read_bytes())
-    except (ValueError, TypeError) as error:
-        raise DataError(f"not a JSON object: {error}", where=str(path), remedy="remove the file") from error
-    write_file(path, _text(merged).encode())
+    old = read_stats(path) if path.is_file() else {}
+    write_file(path, _text(old | read_stats(statistics / "stats.json")).encode())
 
 
 def _text(values: Mapping[str, Any]) -> str:

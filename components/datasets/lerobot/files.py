@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Protocol
 
-from components.artifacts.cache import file_sha256
+from components.artifacts.cache import file_sha256, file_state
 from components.contracts.errors import DataError
 from components.datasets.lerobot.layout import INFO, TASKS
 
@@ -96,8 +96,7 @@ class LocalFiles:
     def version(self, name: str | PurePosixPath) -> str:
         """By the times that the file was changed, which costs no reading."""
         path = (self.root / name).resolve()
-        state = path.stat()
-        return f"{path}\0{state.st_size}\0{state.st_mtime_ns}\0{state.st_ctime_ns}\0{state.st_ino}"
+        return f"{path}\0{file_state(path)}"
 
     def digest(self) -> str:
         """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -11,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 from components.contracts.errors import DataError
 from components.contracts.names import confined
+from components.contracts.numbers import read_finite
 
 VERSION = "v3.0"
 INFO, STATS, TASKS = "meta/info.json", "meta/stats.json", "meta/tasks.parquet"
@@ -77,7 +77,7 @@ def read_info(path: Path) -> DatasetInfo:
         DataError: no such file, another version of the layout, or values that cannot be.
     """
     try:
-        document = json.loads(path.read_bytes())
+        document = read_finite(path.read_bytes())
         version = document.get("codebase_version")
     except FileNotFoundError as error:
         raise DataError(
@@ -86,7 +86,7 @@ def read_info(path: Path) -> DatasetInfo:
             remedy="give the dataset's own folder",
         ) from error
     except (ValueError, AttributeError, RecursionError) as error:
-        raise DataError(f"not a JSON object: {error}", where=str(path)) from error
+        raise DataError(f"not a JSON object of finite numbers: {error}", where=str(path)) from error
     if version != VERSION:
         raise DataError(
             f"the dataset is of version {version!r}, not {VERSION!r}",
@@ -107,6 +107,23 @@ def read_info(path: Path) -> DatasetInfo:
                 remedy="every LeRobot dataset has this column; describe it, or record or convert the dataset again",
             )
     return info
+
+
+def read_stats(path: Path) -> dict[str, Any]:
+    """Read meta/stats.json.
+
+    Raises:
+        DataError: it is not a JSON object of finite numbers.
+    """
+    try:
+        document: dict[str, Any] = dict(read_finite(path.read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"not a JSON object of finite numbers: {error}",
+            where=str(path),
+            remedy="remove the file, or compute it again with quantile-stats",
+        ) from error
+    return document
 
 
 def place(template: str, **values: str | int) -> PurePosixPath:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,7 +19,7 @@ from components.contracts.images import EncodedImage
 from components.datasets.lerobot.columns import to_numpy
 from components.datasets.lerobot.episodes import EpisodeIndex, EpisodeRange
 from components.datasets.lerobot.files import DatasetFiles, LocalFiles
-from components.datasets.lerobot.layout import IMAGE, INFO, STATS, VIDEO, DatasetInfo, Feature, read_info
+from components.datasets.lerobot.layout import IMAGE, INFO, STATS, VIDEO, DatasetInfo, Feature, read_info, read_stats
 from components.datasets.lerobot.rows import PLACES, TOLERANCE, ExpectedRows
 from components.datasets.lerobot.tasks import TaskList
 from components.datasets.lerobot.video import VideoFile, read_frames
@@ -43,8 +42,12 @@ class Dataset:
 
     @cached_property
     def stats(self) -> dict[str, Any]:
-        """meta/stats.json, empty where there is none."""
-        return json.loads(self.files.path(STATS).read_text()) if self.files.has(STATS) else {}
+        """meta/stats.json, empty where there is none.
+
+        Raises:
+            DataError: it is not a JSON object of finite numbers.
+        """
+        return read_stats(self.files.path(STATS)) if self.files.has(STATS) else {}
 
     def video(self, name: str, episode: EpisodeRange) -> VideoFile:
         """A camera's video file with the episode."""

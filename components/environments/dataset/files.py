@@ -14,7 +14,7 @@ from typing import Protocol
 
 from fsspec.utils import glob_translate
 
-from components.artifacts.cache import DownloadCache, file_sha256, make_once
+from components.artifacts.cache import DownloadCache, file_sha256, file_state, make_once
 from components.artifacts.digests import document_digest
 from components.contracts.errors import DataError
 from components.contracts.names import confined
@@ -101,10 +101,7 @@ class FolderFiles:
         there = [name for name in names if self._is_here(name)]
         facts = sha256(self._real.encode())
         for name in there:
-            state = (self.root / name).stat()
-            facts.update(
-                f"{name}\0{state.st_size}\0{state.st_mtime_ns}\0{state.st_ctime_ns}\0{state.st_ino}\n".encode()
-            )
+            facts.update(f"{name}\0{file_state(self.root / name)}\n".encode())
 
         def write(target: Path) -> None:
             with ThreadPoolExecutor(READERS) as pool:

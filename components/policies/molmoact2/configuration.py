@@ -34,7 +34,7 @@ Depth = Annotated[int, Field(gt=0, le=1024)]
 class _Section(BaseModel):
     """Part of the file: what was not read into a field is kept, and written again."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
 
 class VitConfig(_Section):

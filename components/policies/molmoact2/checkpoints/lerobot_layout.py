@@ -7,7 +7,6 @@ normalizer's statistics are the tensors of a processor step.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from components.contracts.errors import DataError
 from components.contracts.names import bare_name
+from components.contracts.numbers import read_finite
 from components.models.source import locate
 from components.policies.molmoact2.checkpoints.weights import TensorFiles
 from components.policies.molmoact2.processing.norm_stats import ACTION, STATE, FeatureNormStats, RobotMetadata, resolve
@@ -196,11 +196,11 @@ def _released(name: str, folder: Path) -> str:
 
 def read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_bytes())
+        content = read_finite(file.read_bytes())
     except FileNotFoundError as error:
         raise DataError("a checkpoint needs this file", where=str(file), remedy="give a policy's folder") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"not JSON: {error}", where=str(file)) from error
+        raise DataError(f"not JSON of finite numbers: {error}", where=str(file)) from error
     if not isinstance(content, dict):
         raise DataError(f"not a JSON object: {content!r:.80}", where=str(file))
     return content

@@ -18,6 +18,7 @@ from scipy.fft import dct, idct
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.numbers import read_finite
 from components.policies.molmoact2.processing.batch import Floats
 
 TOKENIZER, TOKENIZER_CONFIG, CONFIG = "tokenizer.json", "tokenizer_config.json", "processor_config.json"
@@ -89,10 +90,10 @@ class ActionTokens:
             DataError: a file is missing or cannot be read.
         """
         try:
-            config = json.loads((folder / CONFIG).read_bytes())
-            return cls(
-                Tokenizer.from_file(str(folder / TOKENIZER)), float(config["scale"]), int(config.get("min_token", 0))
-            )
+            config = read_finite((folder / CONFIG).read_bytes())
+            if not (scale := float(config["scale"])) > 0:
+                raise ValueError(f"scale is {scale}, not above 0")
+            return cls(Tokenizer.from_file(str(folder / TOKENIZER)), scale, int(config.get("min_token", 0)))
         except Exception as error:  # tokenizers raises bare exceptions
             raise DataError(f"not an action tokenizer: {error}", where=str(folder)) from error
 

@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.numbers import read_finite
 from components.datasets.lerobot.layout import Feature
 from components.policies.settings import RobotPolicySettings
 
@@ -132,7 +133,7 @@ class NormStats(BaseModel):
             DataError: no such file, or not of this format.
         """
         try:
-            return cls.model_validate(json.loads(path.read_bytes()))
+            return cls.model_validate(read_finite(path.read_bytes()))
         except FileNotFoundError as error:
             raise DataError(
                 "the checkpoint has no statistics", where=str(path), remedy="give a checkpoint with norm_stats.json"
@@ -140,7 +141,7 @@ class NormStats(BaseModel):
         except ValidationError as error:
             raise DataError(_first(error), where=str(path)) from error
         except (ValueError, RecursionError) as error:
-            raise DataError(f"not JSON: {error}", where=str(path)) from error
+            raise DataError(f"not JSON of finite numbers: {error}", where=str(path)) from error
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(self.model_dump(mode="json", exclude_unset=True), indent=2) + "\n")
