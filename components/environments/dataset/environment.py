@@ -19,7 +19,7 @@ from components.environments.dataset.files import DataFiles
 from components.environments.dataset.rows import RowExample, demonstration_of, example_of, row_for_rewards
 from components.environments.dataset.select import RowReference, image_paths, selected
 from components.environments.dataset.settings import DatasetEnvironmentSettings
-from components.environments.dataset.shards import Row
+from components.environments.dataset.shards import COPY, Row
 from components.environments.dataset.source import RowTable, is_hub_name, open_table
 from components.hub import commit_of
 from components.project import project_folder
@@ -167,7 +167,7 @@ class DatasetEpisode:
 def _image_names(table: RowTable, settings: DatasetEnvironmentSettings) -> list[str]:
     """Of images that are files; kept for as long as the table stays, because every row is read for it."""
     asked = settings.model_dump(mode="json", exclude={"rewards", "split", "filters", "check_images", "on_bad_row"})
-    kept = DownloadCache.standard().folder / "tables" / f"{document_digest([table.digest, asked])}.images.json"
+    kept = DownloadCache.standard().folder / "tables" / f"{document_digest([COPY, table.digest, asked])}.images.json"
     make_once(kept, lambda path: _write(path, sorted(set(image_paths(table, settings)))))
     return list(json.loads(kept.read_text()))
 

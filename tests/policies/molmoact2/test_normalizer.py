@@ -113,9 +113,9 @@ def measured(values: NDArray[np.float32], names: tuple[str, ...]) -> FeatureNorm
     return robot.action_stats
 
 
-def rare(rest: float, other: float, count: int, noise: float = 0.0) -> NDArray[np.float32]:
-    values = rest + noise * np.random.default_rng(0).uniform(-1, 1, 2000)
-    values[700 : 700 + count] = other
+def rare(rest: float, other: float, count: int, noise: float = 0.0, frames: int = 2000) -> NDArray[np.float32]:
+    values = rest + noise * np.random.default_rng(0).uniform(-1, 1, frames)
+    values[70 : 70 + count] = other
     return values.astype(np.float32)
 
 
@@ -125,6 +125,10 @@ RARE = {
     "once": rare(0, 0.04, 1),
     "far": rare(5e3, 5e3 + 1, 19),
     "noise_of_float32": rare(-1, 1, 15, 1e-7),
+    "between": rare(-1, 1, 20),
+    "between_of_few": rare(-1, 1, 2, frames=150),
+    "between_and_opens": rare(1, 0, 2, frames=130),
+    "between_with_noise": rare(-1, 1, 2, 1e-3, frames=150),
     "sensor_noise": rare(-1, 1, 15, 1e-3),
     "much_noise": rare(0, 90, 19, 0.3),
 }
@@ -133,9 +137,10 @@ RARE = {
 @pytest.mark.parametrize("mode", ["quantiles", "mean_std"])
 @pytest.mark.parametrize("name", RARE)
 def test_dimension_that_moves_rarely_comes_back(name: str, mode: Normalization) -> None:
-    steps = np.sin(np.arange(2000)).astype(np.float32)
-    values = np.stack([steps, RARE[name], np.full(2000, 0.3, np.float32)], axis=1)
-    stats = measured(values, ("x", "gripper", "still"))
+    steps = np.sin(np.arange(len(RARE[name]))).astype(np.float32)
+    values = np.stack([steps, RARE[name], np.full(len(steps), 0.3, np.float32)], axis=1)
+    moving = "gripper" if "noise" in name else "valve"
+    stats = measured(values, ("x", moving, "still"))
     normalizer = Normalizer.build("action", stats, mode, normalize_gripper=True)
     restored = normalizer.restore(normalizer.normalize(values))
     spread = np.ptp(values[:, 1])
@@ -145,11 +150,31 @@ def test_dimension_that_moves_rarely_comes_back(name: str, mode: Normalization) 
     assert ((stats.q01 or ())[0], (stats.q99 or ())[0]) == tuple(expected)
 
 
-def test_quantiles_of_a_dimension_with_outliers_stay() -> None:
-    values = np.stack([rare(0, 1e4, 1, 1.0), rare(0, 1, 30)], axis=1)
-    stats = measured(values, ("x", "gripper"))
-    assert np.abs(stats.q99 or ()).max() <= 1 == (stats.q99 or ())[1]
+def test_quantiles_of_other_dimensions_stay() -> None:
+    tails = np.random.default_rng(1).standard_t(2, 2000).astype(np.float32)
+    values = np.stack([rare(0, 1e4, 1, 1.0), rare(0, 1, 30), tails, np.where(np.abs(tails) > 3, tails, 0)], axis=1)
+    stats = measured(values, ("x", "gripper", "tails", "rests_with_tails"))
+    expected = np.quantile(values.astype(np.float64), [0.01, 0.99], axis=0)
+    np.testing.assert_array_equal([stats.q01, stats.q99], expected)
     Normalizer.build("action", stats, "quantiles", normalize_gripper=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(20, 400), st.integers(1, 20), st.floats(-10, 10), st.floats(-10, 10))
+def test_two_values_come_back_or_are_refused(frames: int, count: int, rest: float, other: float) -> None:
+    """However often the other one comes: a dataset's robot brings both back, unwidened statistics do or are refused."""
+    values = np.full((frames, 1), rest, np.float32)
+    values[:count] = other
+    _, parts = quantiles.measure(values, [frames], "action")
+    plain = FeatureNormStats(**quantiles.merge([parts]).statistics().document(), names=("valve",))
+    for stats in (plain, measured(values, ("valve",))):
+        try:
+            normalizer = Normalizer.build("action", stats, "quantiles", normalize_gripper=True)
+        except ConfigurationError as error:
+            assert stats is plain and "'valve'" in str(error)
+            continue
+        restored = normalizer.restore(normalizer.normalize(values))
+        assert np.abs(restored - values).max() <= 1e-3 * np.ptp(values) + 1e-6 * np.abs(values).max()
 
 
 def refused(mode: Normalization, **numbers: tuple[float, float, float]) -> str:

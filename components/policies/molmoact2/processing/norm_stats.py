@@ -73,30 +73,53 @@ class FeatureNormStats(BaseModel):
     def dimensions(self) -> int:
         return next(len(value) for name in _ARRAYS if (value := getattr(self, name)) is not None)
 
+    @property
+    def _grippers(self) -> NDArray[np.bool_]:
+        names = self.names if self.names is not None and len(self.names) == self.dimensions else ()
+        return np.array(["gripper" in name.lower() for name in names] or [False] * self.dimensions)
+
     def narrow(self, share: float | NDArray[np.float64]) -> NDArray[np.bool_]:
-        """(dimensions,): where min and max differ, and q99 - q01 is 0 or less than this `share` of max - min."""
+        """(dimensions,): where min and max differ, and q99 - q01 is 0 or less than this `share` of max - min.
+
+        Of grippers q90 - q10 counts where it is known, as q99 may lie anywhere between a rest and a few moves. A tenth
+        of max - min has to be outside q01 and q99.
+        """
         if self.q01 is None or self.q99 is None or self.min is None or self.max is None:
             return np.zeros(self.dimensions, bool)
+        rows = (self.q01, self.q99, self.min, self.max, self.q10 or self.q01, self.q90 or self.q99)
         with np.errstate(over="ignore", invalid="ignore"):
-            q01, q99, low, high = (np.array(each, np.float32) for each in (self.q01, self.q99, self.min, self.max))
-            narrow: NDArray[np.bool_] = (high > low) & (q99 - q01 < share * (high - low))
+            q01, q99, low, high, q10, q90 = (np.array(each, np.float32) for each in rows)
+            inner = np.where(self._grippers, q90 - q10, q99 - q01)
+            clipped = np.maximum(high - q99, q01 - low)
+            narrow: NDArray[np.bool_] = (high > low) & (inner < share * (high - low)) & (clipped > 0.1 * (high - low))
         return narrow
 
     def rarely_moving(self) -> NDArray[np.bool_]:
-        """(dimensions,): where at least 98 % of all values are alike, so that their quantiles hide the others.
+        """(dimensions,): where values are so much alike that their quantiles hide the others.
 
-        No value in [-1, 1] stands for what is outside the quantiles: a gripper could never close.
+        No value in [-1, 1] stands for what is outside the quantiles: a gripper could never close. So it is where a
+        dimension is `narrow`, or has two values of which one is clipped.
         """
-        names = self.names if self.names is not None and len(self.names) == self.dimensions else [""] * self.dimensions
-        return self.narrow(np.where(["gripper" in name.lower() for name in names], RARE_GRIPPER, RARE))
+        rare = self.narrow(np.where(self._grippers, RARE_GRIPPER, RARE))
+        if None in (self.q01, self.q99, self.min, self.max, self.mean, self.std):
+            return rare
+        q01, q99, low, high, mean, std = (
+            np.array(each, np.float64) for each in (self.q01, self.q99, self.min, self.max, self.mean, self.std)
+        )
+        # Bhatia and Davis (2000): a variance is at most (max - mean) (mean - min), which it is of two values alone.
+        largest = (high - mean) * (mean - low)
+        two_values = (high > low) & (np.abs(std * std - largest) <= 1e-3 * np.abs(largest))
+        clipped = np.maximum(high - q99, q01 - low) > 1e-3 * (high - low)
+        found: NDArray[np.bool_] = rare | (two_values & clipped)
+        return found
 
     def widened(self) -> FeatureNormStats:
         """With min and max in place of q01 and q99 of dimensions that move rarely."""
-        rare = self.rarely_moving()
-        if not rare.any():
-            return self
-        ends = {"q01": np.where(rare, self.min, self.q01), "q99": np.where(rare, self.max, self.q99)}
-        return self.model_copy(update={name: tuple(each.tolist()) for name, each in ends.items()})
+        ends = {name: list(getattr(self, name) or ()) for name in ("q01", "q99", "min", "max")}
+        for place in np.flatnonzero(self.rarely_moving()):
+            ends["q01"][place], ends["q99"][place] = ends["min"][place], ends["max"][place]
+        changed = {name: tuple(ends[name]) for name in ("q01", "q99") if ends[name]}
+        return self.model_copy(update=changed)
 
 
 class RobotMetadata(BaseModel):
