@@ -57,7 +57,7 @@ def test_mean_and_deviation_are_not_clipped() -> None:
 
 
 def test_identity_clips_only() -> None:
-    normalizer = Normalizer.build("action", STATS, "identity", normalize_gripper=True)
+    normalizer = Normalizer.build("state", STATS, "identity", normalize_gripper=True)
     assert normalizer.normalize([0.25, -4, 5]).tolist() == [0.25, -1, 1]
     assert normalizer.restore([0.25, -4, 5]).tolist() == [0.25, -1, 1]
 
@@ -206,6 +206,8 @@ def test_action_that_no_answer_reaches_is_refused_by_name(gripper: float) -> Non
         ("mean_std", {"std": (-1.0, 0.5, 0.0)}),
         ("mean_std", {"std": (0.0, 0.5, 0.0)}),
         ("mean_std", {"std": (1e-9, 0.5, 0.0)}),
+        ("identity", {"min": (-1.0, -1.0, 0.0), "max": (1.5, 1.0, 1.0)}),
+        ("identity", {"min": (-1.5, -1.0, 0.0), "max": (0.0, 1.0, 1.0)}),
     ],
 )
 def test_statistics_that_cannot_be_are_refused_by_dimension(

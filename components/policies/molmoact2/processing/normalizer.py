@@ -110,21 +110,22 @@ class Normalizer:
         Raises:
             ConfigurationError: see `build`.
         """
-        spread = np.zeros(self.dimensions)
+        low, high = np.zeros((2, self.dimensions))
         if stats.min is not None and stats.max is not None:
-            spread = np.array(stats.max) - np.array(stats.min)
+            low, high = np.array(stats.min), np.array(stats.max)
+        spread = high - low
         with np.errstate(over="ignore", invalid="ignore"):
             span = self.second if self.mode == "mean_std" else self.second - self.first
-        rare = np.zeros(self.dimensions, bool)
-        if self.feature == "action" and self.mode == "quantiles":
-            rare = stats.rarely_moving()
-        elif self.feature == "action" and self.mode == "mean_std":
-            rare = span < 1e-6 * spread  # of n values, std is at least (max - min) / sqrt(2 n)
+        lost = {
+            "quantiles": stats.rarely_moving(),
+            "mean_std": span < 1e-6 * spread,  # of n values, std is at least (max - min) / sqrt(2 n)
+            "identity": np.maximum(-low, high) > 1 + 1e-3,
+        }[self.mode]
         problems = {
             "are not finite in float32": ~(np.isfinite(self.first) & np.isfinite(span)),
             "have max below min": spread < 0,
             "have a negative std" if self.mode == "mean_std" else "have q99 below q01": span < 0,
-            "cannot be inverted: it moves so rarely that no answer of the policy reaches min and max": rare,
+            "cannot be inverted: no answer of the policy reaches min and max": lost & (self.feature == "action"),
         }
         for problem, places in problems.items():
             if (places & self.mask).any():
@@ -133,8 +134,8 @@ class Normalizer:
                 raise ConfigurationError(
                     f"statistics of {self.feature} {self.names[at]!r} {problem}",
                     where=", ".join(f"{name} {each[at]:.9g}" for name, each in numbers.items() if each is not None),
-                    remedy="train with the dataset's own statistics of quantile-stats: quantiles of a dimension that "
-                    "moves rarely are widened to min and max there",
+                    remedy="train with the dataset's own statistics of quantile-stats, where those of a dimension that "
+                    "moves rarely are widened to min and max, or choose another normalization",
                 )
 
     def _passed_outside(self, values: Floats) -> str:
