@@ -1,4 +1,15 @@
-"""Multiple choice: which letter a completion chooses."""
+r"""Multiple choice: which letter a completion chooses.
+
+A letter that stands alone is a label. Labels joined by "or", "and", a comma and the like are one list, which is
+
+- declared: "the answer is B", "B is correct", "I choose B", \boxed{B}, "B." at the start, "So B." at the end, or a line
+  that holds nothing else;
+- rejected: "not B", "B is wrong";
+- or else only mentioned: "option C shows a dog".
+
+The last declared list is the choice. If nothing is declared, the only label that is mentioned is the choice. A list of
+two letters is not a choice.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +20,136 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from components.rewards.extract import ExtractingSettings, extracted, last_boxed
+from components.rewards.extract import ExtractingSettings, extracted, folded
 from components.rewards.reward import BadAnswer, Reward, RewardInput
 
-_WRAPPED = r"(?:\\(?:text|textbf|mathrm|mathbf)\s?\{|[(\[{*_\"'`$])"
-_ALONE = re.compile(rf"\W{{0,8}}{_WRAPPED}{{0,4}}([A-Za-z])(?:\W*|[^\w\s'][\s\S]*)")
-_ANNOUNCED = re.compile(
-    rf"\b(?:answer|option|choice)\b\W{{0,4}}(?:is|be|:|=)?\W{{0,4}}{_WRAPPED}{{0,4}}([A-Za-z])(?![\w'])", re.IGNORECASE
+
+def _words(spaced: str, unspaced: str = "") -> str:
+    """Return a pattern for one of the words, in which `_` is a space; `unspaced` are of languages without spaces."""
+    whole = "|".join(spaced.split()).replace("_", r"\s")
+    return rf"(?:\b(?:{whole})\b{''.join(f'|{word}' for word in unspaced.split())})"
+
+
+# Words in English, German and Chinese. They are looked for in what `_with_labels` returns: labels are the only
+# upper-case letters there: ASCII for a capital, full-width for a lower-case letter, _SEVERAL for a list of two.
+_SEVERAL = "Ω"
+FULL_WIDTH = 0xFEE0
+"""From a character of ASCII to its full-width form."""
+_LABEL = f"[A-Z\uff21-\uff3a{_SEVERAL}]"
+_ANSWER = _words("answers? ans solution conclusion guess vote antwort lösung", "答案 结论 結論")
+_OPTION = _words("option choice selection pick wahl letter", "选项 選項")
+_GOOD = _words("final correct right best my richtige korrekte", "正确 正確")
+_IS = _words("is are be was ist lautet wäre", r"[应應]?[该該]?[是为為选選] [:=?→] -+>?")
+_CHOOSE = _words(
+    "choos(?:e|ing) chose pick(?:ed|ing)? select(?:ed|ing)? (?:go|going|went)_(?:with|for) vote_for opt_for prefer"
+    " settle_on nehme wähle",
+    "[选選][择擇]?(?![项項])",
 )
-_PARENTHESIZED = re.compile(r"\(([A-Za-z])\)")
-_UPPER_CASE = re.compile(r"(?<![\w'])([A-Z])(?![\w'])")
-_ARTICLE = re.compile(r"\s+[a-z]")
+_SUPPOSE = _words(
+    "think believe guess say suppose denke glaube sage"
+    " (?:it|that|this|es)(?:'s|_(?:is|ist|(?:must|should|would|will|has_to)_be))",
+    "认为 認為 觉得 覺得 是",
+)
+_VERB_OF_I = r"\s+" + _words(
+    "think believe guess suppose assume say feel know would will could should can cannot must may might am was have had"
+    " do did see saw choose chose pick select go went conclude prefer need want find found just also really personally"
+    " honestly still now first"
+)
+_FILLER = "|".join(
+    (
+        rf"\bi(?={_VERB_OF_I})",
+        _words(
+            "we i'd i'll i'm would will must should think believe say suppose that it it's is be the this one likely"
+            " probably most clearly definitely certainly obviously actually indeed just simply surely either both"
+            " between all maybe perhaps possibly therefore thus hence so finally wait no yes well ok okay then to go"
+            " with for number in opinion labell?ed ich denke glaube würde es also wohl die vermutlich wahrscheinlich"
+            " eindeutig daher entweder",
+            "我 认为 認為 觉得 覺得 [应應][该該] 可能 大概 [是为為选選] 所以 因此",
+        ),
+        *(_ANSWER, _OPTION, _GOOD),
+    )
+)
+_FILLERS = rf"(?>(?:(?:{_FILLER})\W{{0,4}}){{0,8}})"
+_NOT = _words(
+    "not never cannot neither nor except without unlike than if whether unless instead_of all_but anything_but"
+    " (?:rul|eliminat|exclud|reject|dismiss)(?:e|es|ed|ing)(?:_out)? nicht weder noch kein statt außer ob wenn",
+    r"n't\b 不\w{0,4} 非 排除 除",
+)
+_UNSPACED_SUBJECT = r"[)\"]?\s?(?:选项|選項|[项項])?[都也]?"
+_RIGHT = (
+    r"(?:[^\w\n]{0,4}\s(?:is|are|seems?|looks?|(?:must|should|would|has to) be|ist|sind|wäre)\s"
+    r"(?:(?!not\b|nicht\b)\w+\s){0,3}?(?:correct|right|best|true|answer|antwort|richtig|korrekt)\b|\s+stimmt\b"
+    rf"|{_UNSPACED_SUBJECT}[是为為]?(?:最?正[确確]|答案|[对對](?![应應比])))"
+)
+_WRONG = (
+    r"(?:\s(?:(?:is|are|was|were|do|does|did|can|could|would|ist|sind|kann)(?:n't\b|\s(?:\w+\s)?"
+    r"(?:not|wrong|incorrect|false|impossible|out|nicht|falsch)\b)|cannot\b|can't\b)"
+    rf"|{_UNSPACED_SUBJECT}(?:不|是?[错錯]))"
+)
+_VERB = (
+    r"(?:\s(?:(?!(?:as|plus|this|thus|perhaps|always|besides)\b)[a-z]+s(?:n't)?|would|could|might|did|that|which|who)\b"
+    r"|\s?[错錯不是有显顯])"
+)
+"""The label before it is a subject: a new clause begins with it."""
+_OR = _words("or nor and/or vs versus oder noch", "或者 或 还是 還是 和 与 與 及 以及")
+_AND = _words("and as_well_as und als_auch")
+_MAYBE = rf"(?:{_words('maybe perhaps possibly even also the')}\s|{_OPTION}\s)"
+
+# Of the completion, upper and lower case as it is.
+_MARKS = re.compile(r"(\*{1,3}|_{1,3}|`|\$|\")([A-Za-z])\1|(?<!\w)(')([A-Za-z])'(?!\w)|[\[{<]\s?([A-Za-z])\s?[\]}>]")
+"""Around a single letter they count as parentheses."""
+_TEXT_COMMANDS = re.compile(r"\\(?:text(?:bf|it|rm|sf)?|math(?:bf|it|rm|sf)|bf|rm|emph)\b\s?|\\(?=[()\[\]])")
+_BOXES = re.compile(r"\\(?:boxed|fbox)(?![a-z])")
+_TAGS = re.compile(r"</?(?:[A-Za-z_][\w.-]{1,63}|[a-z])>|<\|[^<>|]{1,64}\|>")
+_EMPHASIS = re.compile(r"[*`$]|(?<![^\W_])_+|_+(?![^\W_])|(?<=\n)[#>]+")
+_BOX, _TAG = "\x02", "\n\f"
+_PUNCTUATION = str.maketrans({"。": ".", **dict.fromkeys("“”„«»「」『』", '"'), **dict.fromkeys("\u2013\u2014", " - ")})
+_LETTER = re.compile(
+    r"(?<![\w'°\\])(?<!\w-)(?<![A-Za-z0-9_]\()(?<![A-Za-z]\.)[A-Za-z]"
+    r"(?![\w'#]|-\w|\(\w\)|\s?[=^]|\+(?!\s?[A-Za-z]\b)|\.[A-Za-z](?![A-Za-z]))"
+)
+_WORD = re.compile(
+    r"[ \t]+(?!(?:is|are|or|and|nor|because|since|as|but|not|for|if|which|with|seems|fits|matches|shows|looks|has|does"
+    r"|depicts|describes|represents|contains|makes|ist|sind|als|oder|und|weil|da|denn|zeigt)\b)[A-Za-zÀ-ɏ]{2}",
+    re.IGNORECASE,
+)
+"""Words before which "a" is the article and "I" the pronoun."""
+_PRONOUN = re.compile(_VERB_OF_I, re.IGNORECASE)
+_SENTENCE_START = re.compile(r"[.!?:;\n\f\"()-][^\w\n]*\Z")
+
+_ANNOUNCED = (
+    rf"(?:(?:(?<!wrong )(?<!other )(?<!false )(?<!incorrect )(?:{_ANSWER}|{_OPTION})"
+    rf"(?:[\s,]+(?!(?:not|cannot|never|nicht|is|are|be|was|ist|answer)\b)[^\W\d_]{{2,}}){{0,6}}?\W{{0,4}}{_IS}"
+    rf"|{_GOOD}\s(?:{_ANSWER}|{_OPTION})|{_ANSWER}\W{{0,3}}\n|答案|{_CHOOSE}|{_BOX})\W{{0,8}}{_FILLERS})"
+)
+_ANNOUNCED_WORD = re.compile(rf"{_ANNOUNCED}(?=[AI]\b)", re.IGNORECASE)
+_LIST = re.compile(
+    rf"{_LABEL}(?:(?:"
+    rf"[^\w\s]{{0,4}}\s[^\w\s]{{0,2}}{_MAYBE}?{_OR}[.,]?\s{_MAYBE}{{0,2}}[^\w\s]{{0,4}}{_LABEL}"
+    rf"|(?:[^\w\s]{{0,4}}\s{_AND}\s|[)}}\"]{{0,3}}\s{{0,2}}(?:[,;/&|+、]|-\s)\s{{0,2}}(?:(?:{_AND}|{_OR})\s)?"
+    rf"|[)}}\"]{{0,3}}[ \t]?){_MAYBE}{{0,2}}[^\w\s]{{0,4}}{_LABEL}(?:(?={_RIGHT})|(?!{_VERB}))"
+    rf"))+"
+    rf"|^[^\w\n]{{0,8}}{_LABEL}[^\w\n:]{{0,8}}(?:\n[^\w\n]{{0,8}}{_LABEL}[^\w\n:]{{0,8}})+$",
+    re.MULTILINE,
+)
+_OPTION_TEXT = re.compile(rf"({_LABEL})(\W{{1,4}}(?:both|either|neither|all of)\s)({_LABEL}\W.{{0,20}}{_LABEL})")
+"""As in "D. Both A and B"."""
+_REJECTED = re.compile(
+    rf"{_NOT}(?:\s(?!(?:but|sondern|so|therefore|hence|because|since|answer|antwort)\b)[^\W\d_]{{2,}}){{0,3}}"
+    rf"[^\w.!?\n]{{0,4}}{_LABEL}|{_LABEL}{_WRONG}"
+)
+_DECLARED = re.compile(
+    rf"{_ANNOUNCED}(?P<announced>{_LABEL})"
+    rf"|{_SUPPOSE}\W{{0,4}}{_FILLERS}(?P<supposed>{_LABEL})(?!{_VERB})"
+    rf"|(?P<confirmed>{_LABEL}){_RIGHT}"
+    rf"|^[^\w\n]{{0,8}}(?P<line>{_LABEL})[^\w\n:]{{0,8}}$"
+    rf"|(?:\A|\f)\W{{0,8}}{_FILLERS}(?P<first>{_LABEL})"
+    r"(?=[)}\"]{0,3}(?:\s?[.,:;!?)(-]|\s(?:because|since|as|weil|da|denn|因)))"
+    rf"|(?:^|[.!?,;])\W{{0,8}}(?!{_OPTION})(?={_FILLER}){_FILLERS}(?P<concluded>{_LABEL})\W{{0,40}}\Z"
+    rf"|[.!?,;][^\w\n]{{0,8}}(?P<last>{_LABEL})(?:(?<![AI])|(?=\W))\W{{0,40}}\Z",
+    re.MULTILINE,
+)
+_ITEMS = re.compile(rf"^[^\w\n]{{0,8}}({_LABEL})[)}}.:]", re.MULTILINE)
 
 
 class ChoiceSettings(ExtractingSettings):
@@ -29,7 +159,7 @@ class ChoiceSettings(ExtractingSettings):
 
 
 class Choice(Reward[ChoiceSettings]):
-    r"""Reads B, (B), B. because ..., the answer is B, \boxed{B}; two letters without any of that are no choice.
+    r"""Reads B, (B), B. because ..., the answer is B, \boxed{B}; an answer of two letters is not a choice.
 
     The answer is a letter, or a whole number that counts from 0.
     """
@@ -58,27 +188,56 @@ class Choice(Reward[ChoiceSettings]):
 
 
 def chosen_letter(text: str, letters: str) -> str | None:
-    """The upper-case letter that `text` chooses, None where it chooses none or several. Takes linear time."""
-    text = text.strip()
-    boxed = last_boxed(text)
-    if boxed is not None:
-        text = boxed
-    if (alone := _ALONE.fullmatch(text)) and not _is_article(alone):
-        return _one_of(letters, sorted({letter.upper() for letter in [alone.group(1), *_PARENTHESIZED.findall(text)]}))
-    announced = [match.group(1).upper() for match in _ANNOUNCED.finditer(text) if not _is_article(match)]
-    if announced:
-        return _one_of(letters, announced[-1:])
-    for pattern in (_PARENTHESIZED, _UPPER_CASE):
-        found = {match.group(1).upper() for match in pattern.finditer(text) if not _is_article(match)}
-        if chosen := sorted(found & set(letters)):
-            return _one_of(letters, chosen)
+    """Return the upper-case letter that `text` chooses, None if it chooses none or several. Takes linear time."""
+    text = _LIST.sub(_joined, _OPTION_TEXT.sub(_without_text, _with_labels(text)))
+    text = _REJECTED.sub(lambda match: folded(match.group()).lower(), text)
+    enumerated = [folded(letter) for letter in _ITEMS.findall(text)][:2] == ["A", "B"]
+    declared = [
+        match[match.lastgroup]
+        for match in _DECLARED.finditer(text)
+        if match.lastgroup is not None and not (enumerated and match.lastgroup == "first")
+    ]
+    if declared:
+        letter = folded(declared[-1])
+        return letter if letter in letters else None
+    for pattern in (rf"\(({_LABEL})\)", f"[A-Z{_SEVERAL}]"):
+        mentioned = {folded(letter) for letter in re.findall(pattern, text)} & {*letters, _SEVERAL}
+        if mentioned:
+            return mentioned.pop() if len(mentioned) == 1 and _SEVERAL not in mentioned else None
     return None
 
 
-def _is_article(match: re.Match[str]) -> bool:
-    """Whether it is the word in "a dog"."""
-    return match.group(1) in "aA" and bool(_ARTICLE.match(match.string, match.end(1)))
+def _with_labels(text: str) -> str:
+    """Return the text in lower case but for its labels, without markup."""
+    text = _BOXES.sub(_BOX, _TAGS.sub(_TAG, "\n" + folded(text).translate(_PUNCTUATION)))
+    text = _MARKS.sub(lambda match: f"({match[2] or match[4] or match[5]})", _TEXT_COMMANDS.sub("", text))
+    text = _EMPHASIS.sub("", text)
+    announced = {match.end() for match in _ANNOUNCED_WORD.finditer(text)}
+    parts, end = [], 0
+    for match in _LETTER.finditer(text):
+        if not _is_word(match, match.start() in announced):
+            letter = match.group()
+            letter = letter if letter.isupper() else chr(ord(letter.upper()) + FULL_WIDTH)
+            parts += [text[end : match.start()].lower(), letter]
+            end = match.end()
+    return "".join([*parts, text[end:].lower()]).strip(" \n")
 
 
-def _one_of(letters: str, found: list[str]) -> str | None:
-    return found[0] if len(found) == 1 and found[0] in letters else None
+def _is_word(match: re.Match[str], announced: bool) -> bool:
+    """Return whether the letter is the article or the pronoun."""
+    letter, text, start, end = match.group(), match.string, match.start(), match.end()
+    if letter not in "AaIi" or not _WORD.match(text, end):
+        return False
+    if letter == "A":
+        return not announced and _SENTENCE_START.search(text, max(0, start - 8), start) is not None
+    return letter == "a" or not announced or _PRONOUN.match(text, end) is not None
+
+
+def _without_text(match: re.Match[str]) -> str:
+    label, between, named = match.groups()
+    return match.group() if label in named else f"{label}{between}{named.lower()}"
+
+
+def _joined(match: re.Match[str]) -> str:
+    letters = {folded(letter) for letter in re.findall(_LABEL, match.group())}
+    return letters.pop() if len(letters) == 1 else _SEVERAL

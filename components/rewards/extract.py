@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import deque
 
 from pydantic import Field
@@ -11,6 +12,11 @@ from components.rewards.settings import NamedReward
 
 EXTRACT = r"^(all|boxed|</?[A-Za-z_][\w.-]{0,63}>)$"
 """What `extracted` takes."""
+_UNSPACED = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"
+"""Japanese, Chinese and Korean, which put no space before a letter or a number."""
+_SCRIPT_CHANGE = re.compile(rf"(?<=[{_UNSPACED}])(?=[A-Za-z0-9])|(?<=[A-Za-z0-9])(?=[{_UNSPACED}])")
+_APOSTROPHES = str.maketrans("\u2018\u2019\u02bc", "'''")
+_INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff]")
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s{0,8}\{|\\.|[{}]", re.DOTALL)
 
 
@@ -37,6 +43,12 @@ def extracted(completion: str, extract: str) -> str | None:
     before, found, _ = completion.rpartition(f"</{extract[1:]}")
     _, opened, inside = before.rpartition(extract)
     return inside.strip() if found and opened else None
+
+
+def folded(text: str) -> str:
+    """Return the text in one form (NFKC), without invisible characters, with spaces where its script changes."""
+    text = _INVISIBLE.sub("", unicodedata.normalize("NFKC", text)).translate(_APOSTROPHES)
+    return _SCRIPT_CHANGE.sub(" ", text)
 
 
 def last_boxed(completion: str) -> str | None:
