@@ -12,9 +12,9 @@ from components.rewards.settings import NamedReward
 
 EXTRACT = r"^(all|boxed|</?[A-Za-z_][\w.-]{0,63}>)$"
 """What `extracted` takes."""
-_UNSPACED = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"
+UNSPACED = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"
 """Japanese, Chinese and Korean, which put no space before a letter or a number."""
-_SCRIPT_CHANGE = re.compile(rf"(?<=[{_UNSPACED}])(?=[A-Za-z0-9])|(?<=[A-Za-z0-9])(?=[{_UNSPACED}])")
+_SCRIPT_CHANGE = re.compile(rf"(?<=[{UNSPACED}])(?=[A-Za-z0-9])|(?<=[A-Za-z0-9])(?=[{UNSPACED}])")
 _APOSTROPHES = str.maketrans("\u2018\u2019\u02bc", "'''")
 _INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff]")
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s{0,8}\{|\\.|[{}]", re.DOTALL)

@@ -8,17 +8,52 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat
 
-from components.rewards.extract import ExtractingSettings, extracted, last_match
+from components.rewards.extract import UNSPACED, ExtractingSettings, extracted, folded, last_match
 from components.rewards.reward import BadAnswer, Reward, RewardInput
 
-_SIGN = "[-+\N{MINUS SIGN}]"
-_PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
-_TEN = r"(?:[eE]|\s?(?:[x*\N{MULTIPLICATION SIGN}]|\\times|\\cdot)\s?10\s?(?:\^|\*\*)\s?\{?\s?)"
+# From a text to one with one form of each number: its minus is "-", its digits are not grouped, a fraction is 1/2, a
+# power 2^3.
+_SUPERSCRIPT = re.compile("[\u00b9\u00b2\u00b3\u2070\u2074-\u2079\u207a\u207b]+")
+_AFTER_WHOLE = re.compile("(?<=[0-9])(?=[\u00bc-\u00be\u2150-\u215e])")
+"""Between a whole number and a fraction that is one character."""
+_CHARACTERS = str.maketrans(
+    {
+        **dict.fromkeys("\u2010\u2012\u2013\u2212\u02d7\u2796", "-"),
+        **dict.fromkeys("\u2014\u2015", " - "),
+        **dict.fromkeys("\u2044\u2215", "/"),
+        **dict.fromkeys("\u00b7\u00d7\u22c5", "*"),
+    }
+)
+_LATEX = (
+    (re.compile(r"\\(?:!|left|right)|\{(?=,\})|(?<=\{,)\}"), ""),
+    (re.compile(r"\\[,;:> ()\[\]]|(?<=\d)~(?=\d)|\.{2,}|_\{[^{}]{0,40}\}"), " "),
+    (re.compile(r"\\(?:times|cdot)(?![A-Za-z])"), "*"),
+    (re.compile(r"(?<=\d)\s?(?=\\[cdst]?frac)"), " "),
+    (
+        re.compile(r"\\[cdst]?frac\s?(?:\{\s?([-+]?[\d.,]{1,40})\s?\}|(\d))\s?(?:\{\s?([-+]?[\d.,]{1,40})\s?\}|(\d))"),
+        r"\1\2/\3\4",
+    ),
+    (re.compile(r"(\\[A-Za-z]+)(?=\d)"), r"\1 "),
+)
+_EXPONENT = re.compile(
+    r"\s?(?:\^|(?<=[0-9)])\*\*(?=[-+]?\d)|(?<=[A-Za-z])\*\*(?=[-+]?\d+(?![\d*]|\.\d)))\s?"
+    r"(?:\{([^{}]{0,40})\}|([-+]?\d+(?:\.\d+)?|\\?[A-Za-z]+))"
+)
+_GROUPED = re.compile(
+    r"(?<![\w.^])(?<!\d[ ,'])(?:"
+    r"\d{1,3}(?P<mark>[,'_])\d{3}(?:(?P=mark)\d{3})*(?!\d|(?P=mark)\d)"
+    r"|\d{1,2}(?:,\d{2})+,\d{3}(?!\d|,\d)"
+    r"|\d{1,3}(?: \d{3})+(?!\d| \d|\s?/\s?\d)"
+    r"|\d+\.\d{3}(?: \d{3})+(?: \d{1,2})?(?!\d|[ .]\d|\s?/\s?\d))"
+)
+
+_ALNUM = rf"[^\W_{UNSPACED}]"
+_PLAIN = r"(?:\d+(?:\.\d*)?|\.\d+)(?!\.?\d)"
 _NUMBER = re.compile(
-    rf"(?<![\w.])(?P<sign>{_SIGN}\s?)?(?:"
-    rf"\\[dt]?frac\s?\{{\s?(?P<over>{_SIGN}?{_PLAIN})\s?\}}\s?\{{\s?(?P<under>{_PLAIN})\s?\}}"
-    rf"|(?P<whole>\d{{1,9}})\s(?P<part>\d{{1,9}})\s?/\s?(?P<parts>\d{{1,9}})(?![\w.])"
-    rf"|(?P<plain>{_PLAIN})(?:{_TEN}(?P<power>{_SIGN}?\d{{1,4}})\}}?|\s?/\s?(?P<divisor>{_PLAIN}))?"
+    rf"(?<!{_ALNUM})(?<![.^])(?<!{_ALNUM}_)(?P<sign>(?<![_)\]%])(?<!\D-)[-+])?(?:\\?[$€£¥₹]\s?)?(?:"
+    r"(?P<whole>\d{1,15}) {1,2}(?P<part>\d{1,9})\s?/\s?(?P<parts>\d{1,9})(?!\.?\d)"
+    rf"|(?P<plain>{_PLAIN})(?:(?:[eE]|\s?[x*]\s?10\^)(?P<ten>[-+]?\d{{1,4}})|\^(?P<power>[-+]?\d{{1,4}}(?:\.\d{{1,4}})?)"
+    rf"|\s?/\s?(?P<divisor>-?{_PLAIN}))?"
     r")(?P<percent>\s?\\?%)?"
 )
 
@@ -35,7 +70,7 @@ class NumberSettings(ExtractingSettings):
 
 
 class Number(Reward[NumberSettings]):
-    r"""Reads 1,234.5, -3, .5, 12%, 3/4, 1 1/2, \frac{3}{4}, 6.02e23 and 6.02 x 10^23.
+    r"""Reads 1,234.5, -3, .5, 12%, 3/4, 1 1/2, \frac{3}{4}, 6.02e23 and 6.02 x 10^23; docs/rewards.md has the rules.
 
     The answer is a number, a text that is one, or a list of those: any of them is right.
     """
@@ -67,40 +102,48 @@ class Number(Reward[NumberSettings]):
 
 
 def read_number(text: str, take: Literal["last", "first", "only"], percent: float) -> float | None:
-    """The number that `text` says; None: there is none, or it is not finite. Takes linear time.
+    """Return the number that `text` says, None if there is none or it is not finite. Takes linear time.
 
     `percent`: what one percent is worth.
     """
+    text = _normalized(text)
     if take == "only":
-        match = _NUMBER.fullmatch(text.strip().strip("$ ").removesuffix("."))
-        return None if match is None else _value(match, percent)
-    match = _NUMBER.search(text) if take == "first" else last_match(_NUMBER, text)
+        match = _NUMBER.fullmatch(text.strip(" \t\r\n$€£¥₹*`").removesuffix("."))
+    else:
+        match = _NUMBER.search(text) if take == "first" else last_match(_NUMBER, text)
     return None if match is None else _value(match, percent)
 
 
+def _normalized(text: str) -> str:
+    text = _SUPERSCRIPT.sub(lambda match: f"^{{{folded(match.group())}}}", text)
+    text = folded(_AFTER_WHOLE.sub(" ", text)).translate(_CHARACTERS)
+    for pattern, replacement in _LATEX:
+        text = pattern.sub(replacement, text)
+    text = _EXPONENT.sub(_exponent, text)
+    return _GROUPED.sub(lambda match: re.sub("[ ,'_]", "", match.group()), f" {text}")
+
+
+def _exponent(match: re.Match[str]) -> str:
+    """Keep the exponent of a number; one of a unit or a variable is not a number."""
+    exponent = (match[1] or match[2]).replace(" ", "")
+    of_number = match.start() > 0 and match.string[match.start() - 1].isdigit()
+    return f"^{exponent}" if of_number and exponent[-1:].isdigit() else " "
+
+
 def _value(match: re.Match[str], percent: float) -> float | None:
-    groups = match.groupdict()
-    if groups["over"]:
-        value = _divided(_float(groups["over"]), _float(groups["under"]))
-    elif groups["whole"]:
-        value = _float(groups["whole"]) + _divided(_float(groups["part"]), _float(groups["parts"]))
-    elif groups["power"]:
-        value = _float(f"{groups['plain']}e{groups['power']}")
-    elif groups["divisor"]:
-        value = _divided(_float(groups["plain"]), _float(groups["divisor"]))
-    else:
-        value = _float(groups["plain"])
-    if groups["sign"] and groups["sign"][0] != "+":
+    groups = {name: group for name, group in match.groupdict().items() if group}
+    try:
+        if "whole" in groups:
+            value = float(groups["whole"]) + float(groups["part"]) / float(groups["parts"])
+        elif "ten" in groups:
+            value = float(f"{groups['plain']}e{groups['ten']}")
+        else:
+            value = float(groups["plain"]) ** float(groups.get("power", 1)) / float(groups.get("divisor", 1))
+    except ArithmeticError:  # a division by zero, a power that a float cannot hold
+        return None
+    if groups.get("sign") == "-":
         value = -value
-    return _finite(value * percent if groups["percent"] else value)
-
-
-def _float(text: str) -> float:
-    return float(text.replace(",", "").replace("\N{MINUS SIGN}", "-"))
-
-
-def _divided(over: float, under: float) -> float:
-    return over / under if under else math.nan
+    return _finite(value * percent if "percent" in groups else value)
 
 
 def _finite(value: Any) -> float | None:
