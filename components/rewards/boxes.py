@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field
 
-from components.rewards.extract import ExtractingSettings, extracted, last_match
+from components.rewards.extract import ExtractingSettings, extracted, folded, last_match
 from components.rewards.reward import BadAnswer, Reward, RewardInput
 
 Box = tuple[float, float, float, float]
@@ -104,12 +104,13 @@ class PointInBox(BoxReward[PointInBoxSettings]):
 
 def read_box(text: str) -> Sequence[float] | None:
     """The last box in `text`. Takes linear time."""
-    found = last_match(_BOXES, text)
+    found = last_match(_BOXES, folded(text))
     return None if found is None else [float(each) for each in found.groups()]
 
 
 def read_point(text: str) -> Sequence[float] | None:
     """The last point in `text`. Takes linear time."""
+    text = folded(text)
     matches = [match for pattern in (_PAIRS, _MOLMO) if (match := last_match(pattern, text))]
     return [float(each) for each in max(matches, key=re.Match.end).groups()] if matches else None
 

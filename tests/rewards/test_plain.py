@@ -121,6 +121,7 @@ def test_an_answer_that_is_no_number_is_a_fault_of_the_data(answer: Any) -> None
         ("(0,0),(10,10)", 1.0),
         ("<|box_start|>(0,0),(10,10)<|box_end|>", 1.0),
         ('```json\n[{"bbox_2d": [0, 0, 10, 10], "label": "cat"}]\n```', 1.0),
+        ("\uff080\uff0c0\uff09\uff0c\uff0810\uff0c10\uff09", 1.0),
         ("no [0,0,1,1], rather [0.0, 0.0, 10.0, 10.0]", 1.0),
         ("[5, 0, 15, 10]", 50 / 150),
         ("[0, 0, 10, 5]", 0.5),
@@ -155,6 +156,7 @@ def test_units_and_the_form_of_the_answer() -> None:
     [
         ("(50, 20)", "answer", 1.0),
         ("[50, 20]", "answer", 1.0),
+        ("\uff08\uff15\uff10\uff0c\uff12\uff10\uff09", "answer", 1.0),
         ('{"point_2d": [50.5, 20]}', "answer", 1.0),
         ("(40, 10)", "answer", 1.0),
         ("(39.9, 10)", "answer", 0.0),
