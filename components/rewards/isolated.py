@@ -35,11 +35,11 @@ class IsolatedReward:
     """
 
     def __init__(self, settings: IsolatedSettings, folder: Path, processes: int) -> None:
-        self._timeout, self._part = settings.timeout, settings.part
+        self._timeout, self._part = settings.patience, settings.part
         self.weights = {settings.part: settings.weight}
         place = str(folder.resolve())
         described, env = {"settings": settings.model_dump(mode="json"), "folder": place}, {PROJECT: place}
-        workers = [make_worker(WORKER, described, timeout=settings.timeout, env=env) for _ in range(processes)]
+        workers = [make_worker(WORKER, described, timeout=settings.patience, env=env) for _ in range(processes)]
         self._beginning = Lock()
         self._sources: dict[str, str] = {}
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()

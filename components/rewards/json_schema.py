@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
+import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, Self
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
@@ -20,13 +20,11 @@ from referencing.jsonschema import DRAFT202012
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.names import confined
 from components.rewards.extract import ExtractingSettings, extracted
-from components.rewards.reward import IsolatedSettings, Reward, RewardInput
+from components.rewards.reward import CpuBoundSettings, Reward, RewardInput
 from components.sources.data import named_files, versions
 
-_FENCED = re.compile(r"\s*```(?:json)?\s*\n([\s\S]*)\n\s*```\s*", re.IGNORECASE)
 
-
-class JsonSchemaSettings(ExtractingSettings, IsolatedSettings):
+class JsonSchemaSettings(ExtractingSettings, CpuBoundSettings):
     """1 if the completion is JSON that the schema allows, else 0."""
 
     json_schema: dict[str, Any] | None = Field(None, description="The schema; of the draft that its $schema names.")
@@ -67,11 +65,10 @@ class JsonSchema(Reward[JsonSchemaSettings]):
         text = extracted(given.completion, self._settings.extract)
         if text is None:
             return 0.0
-        fenced = _FENCED.fullmatch(text)
         try:
-            document = json.loads(fenced.group(1) if fenced else text, parse_constant=_refuse)
+            document = json.loads(_unfenced(text), parse_float=_finite, parse_constant=_finite)
             return float(self._validator.is_valid(document))
-        except (ValueError, RecursionError):
+        except (ValueError, ArithmeticError, RecursionError):
             return 0.0
 
 
@@ -111,5 +108,16 @@ def _read(folder: Path, name: str) -> Any:
         raise ConfigurationError(f"the schema cannot be read: {error}", where=str(folder / name)) from error
 
 
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
+def _unfenced(text: str) -> str:
+    """Return what is between lines of ```, if that is the first and the last line."""
+    first, _, rest = text.strip().partition("\n")
+    inside, _, last = rest.rpartition("\n")
+    fenced = first.rstrip().lower() in ("```", "```json") and last.strip() == "```"
+    return inside if fenced else text
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{number} is not a number that JSON and a float can hold")
+    return value

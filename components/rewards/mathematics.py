@@ -14,7 +14,7 @@ from components.contracts.errors import ConfigurationError
 from components.installation import DISTRIBUTION
 from components.rewards.exact_match import accepted_texts
 from components.rewards.extract import ExtractingSettings, extracted
-from components.rewards.reward import BadAnswer, IsolatedSettings, Reward, RewardInput
+from components.rewards.reward import BadAnswer, CpuBoundSettings, Reward, RewardInput
 from components.sources.data import versions
 
 MEMORY = 4 * 2**30
@@ -24,7 +24,7 @@ _WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2,}")
 """Which an expression alone does not contain, but for LaTeX's commands."""
 
 
-class MathSettings(ExtractingSettings, IsolatedSettings):
+class MathSettings(ExtractingSettings, CpuBoundSettings):
     """1 if the completion's last expression equals the answer mathematically, else 0."""
 
     longest: PositiveInt = Field(
@@ -35,7 +35,7 @@ class MathSettings(ExtractingSettings, IsolatedSettings):
 class Math(Reward[MathSettings]):
     """Reads LaTeX and plain expressions. The answer is either, or a number, or a list of those: any of them is right.
 
-    One that takes longer than the time limit fails its rollout: nobody knows whether it is right.
+    A completion on which the library fails is worth 0, as one that takes too long is.
     """
 
     Settings: ClassVar = MathSettings
@@ -53,6 +53,10 @@ class Math(Reward[MathSettings]):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, most))
         super().__init__(settings, folder)
         self._library = math_verify
+        if not self._verified(self._parsed("1"), self._parsed("1")):
+            raise ConfigurationError(
+                "math-verify does not find that 1 equals 1", remedy="install another release of it"
+            )
 
     @staticmethod
     def sources(settings: MathSettings) -> dict[str, str]:
@@ -68,14 +72,20 @@ class Math(Reward[MathSettings]):
             return 0.0
         text = text[-self._settings.longest :]
         whole = self._settings.extract != "all" or not _WORD.search(text)
-        said = self._expression(text) if whole else self._parsed(text)
-        return float(any(self._library.verify(right, said, timeout_seconds=None) for right in accepted))
+        try:
+            said = self._expression(text) if whole else self._parsed(text)
+            return float(any(self._verified(right, said) for right in accepted))
+        except Exception:  # a library that fails on all completions is refused at the start
+            return 0.0
 
     def _accepted(self, answer: Any) -> list[list[Any]]:
         found = [self._expression(text) for text in accepted_texts(answer)]
         if not all(any(not isinstance(each, str) for each in parsed) for parsed in found):
             raise BadAnswer(f"{answer!r:.200} is not a mathematical expression")
         return found
+
+    def _verified(self, right: list[Any], said: list[Any]) -> bool:
+        return bool(self._library.verify(right, said, timeout_seconds=None))
 
     def _expression(self, text: str) -> list[Any]:
         """Of a text that is an expression as a whole; in a sentence, without dollar signs, only numbers are found."""

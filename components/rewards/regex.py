@@ -10,10 +10,10 @@ from pydantic import Field, field_validator
 
 from components.rewards.exact_match import accepted_texts, normalized
 from components.rewards.extract import ExtractingSettings, extracted, last_match
-from components.rewards.reward import IsolatedSettings, Reward, RewardInput
+from components.rewards.reward import CpuBoundSettings, Reward, RewardInput
 
 
-class RegexSettings(ExtractingSettings, IsolatedSettings):
+class RegexSettings(ExtractingSettings, CpuBoundSettings):
     """1 if the pattern is found, or if what a group of it found last is the answer; else 0."""
 
     pattern: str = Field(max_length=10_000, description="A regular expression of Python's, searched anywhere.")

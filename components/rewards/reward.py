@@ -30,6 +30,26 @@ class IsolatedSettings(NamedReward):
         10.0, le=3600, description="Seconds that one grade may take. The rollout of one that takes longer fails."
     )
 
+    @property
+    def patience(self) -> float:
+        """Seconds by the clock after which the process is ended."""
+        return self.timeout
+
+
+class CpuBoundSettings(IsolatedSettings):
+    """Of a reward whose code is ours: only the completion decides how long it takes."""
+
+    timeout: PositiveFloat = Field(
+        10.0,
+        le=3600,
+        description="Seconds of CPU time that one grade may take. A completion that takes more is worth 0; a process "
+        "that gives no grade for four times as long by the clock is ended, and the rollout fails.",
+    )
+
+    @property
+    def patience(self) -> float:
+        return 4 * self.timeout
+
 
 class BadAnswer(RolloutFailed):
     """The row's answer is not what this reward can compare with: an affair of the data, whatever the completion."""

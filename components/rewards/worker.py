@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,17 @@ import numpy as np
 from components.contracts.errors import ConfigurationError
 from components.contracts.failures import RolloutFailed, said
 from components.rewards import REWARDS
-from components.rewards.reward import Reward, RewardInput
+from components.rewards.reward import CpuBoundSettings, Reward, RewardInput
 from components.rewards.settings import NamedReward, own_settings
 from components.rewards.sources import sources_of
 from components.workers.serve import serve
 
 Answer = tuple[str, Any]
 """("graded", what the reward gave) or ("failed", reason and detail)."""
+
+
+class CpuTimeSpent(BaseException):
+    """The grade has taken its CPU time. Not an Exception: libraries catch those."""
 
 
 class RewardHandler:
@@ -29,6 +35,7 @@ class RewardHandler:
         name = settings["name"]
         own = own_settings(name, settings)
         self._reward: Reward[NamedReward] = REWARDS[name](own, Path(folder))
+        self._cpu_seconds = own.timeout if isinstance(own, CpuBoundSettings) else 0.0  # 0: no limit
         self._sources = sources_of(own)
 
     def begin(self) -> dict[str, str]:
@@ -44,7 +51,11 @@ class RewardHandler:
 
     def grade(self, completion: str, answer: Any, row: Mapping[str, Any]) -> Answer:
         try:
-            return "graded", _finite(self._reward.grade(RewardInput(completion, answer, row)))
+            with cpu_limit(self._cpu_seconds):
+                return "graded", _finite(self._reward.grade(RewardInput(completion, answer, row)))
+        except CpuTimeSpent:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            return "graded", 0.0
         except RolloutFailed as failed:
             return "failed", (failed.reason, failed.detail)
         except ConfigurationError:
@@ -54,6 +65,27 @@ class RewardHandler:
 
     def close(self) -> None:
         pass
+
+
+@contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """Raise `CpuTimeSpent` inside after so many seconds of CPU time, and again each second. 0 is no limit.
+
+    The clock is no measure of a completion: a machine that is busy would make a right one worth 0.
+    """
+
+    def stop(*_: object) -> None:
+        raise CpuTimeSpent
+
+    if not seconds:
+        yield
+        return
+    signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _finite(value: object) -> float:

@@ -70,6 +70,12 @@ def test_color_rewards(answer: str, correct: float, format: float) -> None:
     assert color_reward(answer, "red", LOOKS) == {"correct": correct, "format": format}
 
 
+@pytest.mark.timeout(20)
+def test_color_reward_takes_linear_time() -> None:
+    for answer in ("!" * 300_000 + "red" + "!" * 300_000, "red" + "!" * 300_000 + "a", "a!" * 200_000):
+        assert color_reward(answer, "red", LOOKS)["correct"] == float(answer.strip("!") == "red")
+
+
 @pytest.mark.parametrize("name", ["Red", "red.", "", " red", "_red"])
 def test_a_color_that_no_answer_can_name_is_refused(name: str) -> None:
     with pytest.raises(ValidationError, match="cannot be an answer"):

@@ -18,7 +18,7 @@ from components.contracts.episodes import Outcome
 from components.contracts.failures import RolloutFailed
 from components.contracts.settings import InvalidTable
 from components.environments.make import make_environment
-from components.environments.openenv.messages import NoAction, last_object, shown
+from components.environments.openenv.messages import NoAction, action_of, shown
 from components.environments.openenv.settings import OpenEnvSettings
 from components.environments.settings import EnvironmentSettings
 
@@ -141,6 +141,10 @@ def test_splits_never_share_a_seed() -> None:
     assert len(seen) == 300 and max(seen) < 2**31
 
 
+def nested(depth: int) -> list[Any]:
+    return [nested(depth - 1)] if depth > 1 else []
+
+
 @pytest.mark.parametrize(
     ("text", "action"),
     [
@@ -150,16 +154,23 @@ def test_splits_never_share_a_seed() -> None:
         ('```json\n{"a": 1}\n```', {"a": 1}),
         ("[1]", None),
         ('{"a": NaN}', None),
+        ('{"a": 1e400}', None),
+        ('{"a": [{"b": -1e999}]}', None),
+        ('{"a": "\\ud800"}', None),
+        ('{"\\udfff": 1}', None),
+        ('{"a": ' + "[" * 900 + "]" * 900 + "}", {"a": nested(900)}),
+        ('{"a": ' + "9" * 5000 + "}", None),
         ("{" * 100_000 + "}", None),
         ("", None),
     ],
 )
 def test_the_last_object_of_a_text(text: str, action: dict[str, Any] | None) -> None:
+    settings = OpenEnvSettings(base_url="http://127.0.0.1:9", max_turns=1)
     if action is not None:
-        assert last_object(text) == action
+        assert action_of(text, settings) == action
         return
     with pytest.raises(NoAction):
-        last_object(text)
+        action_of(text, settings)
 
 
 @pytest.mark.parametrize("screen", ["iVBORw0KGgo=@", "http://169.254.169.254/x.png", [[300]], [[1.5]], [], 7, {}])

@@ -70,15 +70,11 @@ def test_an_answer_without_mathematics_is_a_fault_of_the_data(math: Rewards) -> 
             grade(math, "3", answer)
 
 
-def test_mathematics_that_never_ends_costs_its_rollout() -> None:
+def test_mathematics_that_never_ends_is_worth_nothing() -> None:
     pytest.importorskip("math_verify")
-    with closing(made("math", timeout=3.0)) as rewards:
-        start = time.monotonic()
-        try:
-            assert grade(rewards, r"\boxed{" + "9^{" * 6 + "9" + "}" * 7, "3") == 0.0
-        except RolloutFailed as failed:
-            assert failed.reason in ("reward_timeout", "reward_died")
-        assert time.monotonic() - start < 60
+    with closing(made("math", timeout=0.5)) as rewards:
+        for endless in (r"\boxed{" + "9^{" * 6 + "9" + "}" * 7, "9!!!!!!", "$10^{1000000000}$", "$9999999999999999!$"):
+            assert grade(rewards, endless, "3") == 0.0
         assert grade(rewards, "3", "3") == 1.0
 
 
@@ -103,13 +99,39 @@ def test_a_pattern_that_is_none_is_refused(arguments: dict[str, Any]) -> None:
         made("regex", **arguments)
 
 
-def test_catastrophic_backtracking_ends_and_the_next_rollout_is_graded() -> None:
-    with closing(made("regex", pattern="^(a+)+$", timeout=1.0)) as rewards:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"name": "regex", "pattern": "^(a+)+$"},
+        {"name": "json_schema", "json_schema": {"pattern": "^(a+)+$"}, "extract": "<answer>"},
+    ],
+    ids=["regex", "json_schema"],
+)
+def test_catastrophic_backtracking_is_worth_nothing(arguments: dict[str, Any]) -> None:
+    form = "{}" if arguments["name"] == "regex" else '<answer>"{}"</answer>'
+    with closing(made(**arguments, timeout=0.5)) as rewards:
+        assert grade(rewards, form.format("aaa"), None) == 1.0
+        processes = children()
+        assert grade(rewards, form.format("a" * 40 + "b"), None) == 0.0
+        assert grade(rewards, form.format("aaa"), None) == 1.0
+        assert children() == processes
+
+
+def test_process_that_stands_still_fails_its_rollout() -> None:
+    """Without CPU time spent, the completion is not to blame."""
+    with closing(made("regex", pattern="^a+$", timeout=0.25)) as rewards:
         assert grade(rewards, "aaa", None) == 1.0
-        start = time.monotonic()
-        with pytest.raises(RolloutFailed, match=r"^reward_timeout: regex: no grade within 1 s"):
-            grade(rewards, "a" * 40 + "b", None)
-        assert time.monotonic() - start < 30
+        graders = [
+            each
+            for each in psutil.Process().children(recursive=True)
+            if each.cmdline()[1:3] == ["-m", "components.rewards.worker"]
+        ]
+        assert graders
+        for each in graders:
+            each.suspend()
+        with pytest.raises(RolloutFailed) as failed:
+            grade(rewards, "aaa", None)
+        assert failed.value.reason == "reward_timeout"
         assert grade(rewards, "aaa", None) == 1.0
 
 
@@ -139,6 +161,34 @@ def test_json_by_a_schema(tmp_path: Path) -> None:
                 "": 0.0,
             }.items():
                 assert grade(rewards, completion, None) == expected, completion[:100]
+
+
+NUMBERS = {"type": "object", "properties": {"c": {"multipleOf": 0.01}, "i": {"type": "integer"}, "n": {"minimum": 0}}}
+
+
+def test_json_that_a_float_cannot_hold_is_worth_nothing() -> None:
+    with closing(made("json_schema", json_schema=NUMBERS)) as rewards:
+        for completion, expected in {
+            '{"c": 0.5}': 1.0,
+            '{"c": 0.005}': 0.0,
+            '{"c": 1e999}': 0.0,
+            '{"c": -1e999}': 0.0,
+            '{"c": 1e308}': 0.0,
+            '{"c": 1' + "0" * 400 + "}": 0.0,
+            '{"i": 1' + "0" * 400 + "}": 1.0,
+            '{"i": 1' + "0" * 5000 + "}": 0.0,
+            '{"n": 1e400}': 0.0,
+            '{"other": [1e999]}': 0.0,
+            '{"n": Infinity}': 0.0,
+            "```json\n" + "\n" * 20_000: 0.0,
+            "```" + " \n" * 20_000 + "x": 0.0,
+            "```json\n" + "[" * 20_000 + "\n```": 0.0,
+            '```\n{"c": 0.5}\n```': 1.0,
+            '  ```JSON \n\n{"c": 0.5}\n\n ``` ': 1.0,
+            '```{"c": 0.5}```': 0.0,
+            '```python\n{"c": 0.5}\n```': 0.0,
+        }.items():
+            assert grade(rewards, completion, None) == expected, completion[:100]
 
 
 @pytest.mark.parametrize(
@@ -235,8 +285,7 @@ def test_a_grade_that_nobody_waits_for_is_not_begun() -> None:
             for _ in range(20):
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(rewards.grade(RewardInput("a" * 40 + "b", None, {})), 0.01)
-            with pytest.raises(RolloutFailed, match=r"^reward_timeout"):
-                await slow
+            assert await slow == {"regex": 0.0}
 
         start = time.monotonic()
         asyncio.run(given_up())

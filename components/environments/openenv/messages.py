@@ -62,16 +62,19 @@ def shown(fields: Mapping[str, Any], settings: OpenEnvSettings) -> Observation:
 def action_of(completion: str, settings: OpenEnvSettings) -> dict[str, Any]:
     """
     Raises:
-        NoAction: the part that `extract` names is missing, or has no JSON object.
+        NoAction: the part that `extract` names is missing, or has no JSON object, or has one that does not travel: with
+            a number or a character that JSON or UTF-8 cannot hold.
     """
     text = extracted(completion, settings.extract)
     if text is None:
         raise NoAction
-    if isinstance(settings.action, dict):
-        filled = _filled(settings.action, text)
-        assert isinstance(filled, dict)
-        return filled
-    return last_object(text)
+    fields = _filled(settings.action, text) if isinstance(settings.action, dict) else last_object(text)
+    try:
+        json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise NoAction from error
+    assert isinstance(fields, dict)
+    return fields
 
 
 def last_object(text: str) -> dict[str, Any]:
