@@ -82,7 +82,7 @@ def check_api(url: str) -> None:
         refused = isinstance(error, httpx.HTTPStatusError) and error.response.status_code == httpx.codes.UNAUTHORIZED
         raise ServerError(
             "Prefect's API rejects the auth string" if refused else f"Prefect's API does not answer: {error}",
-            where=f"PREFECT_API_URL = {url}",
+            where="PREFECT_API_URL",
             remedy='eval "$(armature env)" where the platform is up, or unset PREFECT_API_URL',
         ) from error
 
@@ -124,7 +124,7 @@ def _flow_state(recipe: Recipe) -> State[Any]:
         except httpx.HTTPError as error:
             raise ServerError(
                 f"Prefect's API no longer answers: {error!r:.300}",
-                where=os.environ.get("PREFECT_API_URL", ""),
+                where="PREFECT_API_URL",
                 remedy="start it, then run again: it resumes from what was finished",
             ) from error
     return state
@@ -151,7 +151,7 @@ def _imported_flow(kind: str) -> Any:
             raise
         raise ConfigurationError(
             f"Prefect refuses a setting: {wrong[0][0]}: {wrong[0][1]}",
-            where=", ".join(f"{key} = {os.environ[key]!r}" for key in named if "AUTH" not in key and "KEY" not in key),
+            where=", ".join(named),
             remedy="correct the variable, or unset it",
         ) from error
 

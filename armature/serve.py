@@ -15,6 +15,7 @@ from pathlib import Path
 from armature.services import STATE
 from components.contracts.errors import ServerError
 from components.contracts.machine import Machine
+from components.contracts.secret_values import keep_secret
 from components.inference.adapters import ServedAdapters
 from components.inference.checkpoint import longest_sequence, read_config
 from components.inference.server import VllmServer
@@ -59,6 +60,7 @@ def serve_model(
         family = family_of(str(read_config(folder).get("model_type")))
         adapters = ServedAdapters(max_lora_rank, "vision" in family.served_adapters)
     key = os.environ.get("VLLM_API_KEY") or secrets.token_urlsafe(32)
+    keep_secret(key)
     server = VllmServer(settings, machine, index=0, log_folder=private_folder(LOGS), api_key=key, adapters=adapters)
     with suppress(asyncio.CancelledError):
         asyncio.run(_serve(server, folder, say))
@@ -71,7 +73,7 @@ async def _serve(server: VllmServer, folder: Path, say: Callable[[str], None]) -
         asyncio.get_running_loop().add_signal_handler(interruption, own.cancel)
     await server.start(folder)
     try:
-        say("\n".join(how_to_join(server.url, server.api_key)))
+        say("\n".join(how_to_join(server.url, None if "VLLM_API_KEY" in os.environ else server.api_key)))
         while server.alive:
             await asyncio.sleep(POLL)
         raise ServerError(f"the server ended; its last lines:\n{server.tail()}", where=str(server.log))
@@ -79,12 +81,16 @@ async def _serve(server: VllmServer, folder: Path, say: Callable[[str], None]) -
         await server.stop()
 
 
-def how_to_join(url: str, key: str) -> list[str]:
-    """What a run, the trainer class and any client of the OpenAI protocol are told, for a shell."""
+def how_to_join(url: str, key: str | None) -> list[str]:
+    """What a run, the trainer class and any client of the OpenAI protocol are told, for a shell.
+
+    `key`: one that was made here. A key of the environment is known there, and not shown.
+    """
+    shown = "the key of this server" if key is None else key
     endpoints = shlex.quote(f"endpoints={json.dumps([url])}")
     return [
         f"serving at {url} as the model 'policy'; in the shell of whoever joins:",
-        f"  export VLLM_API_KEY={shlex.quote(key)}",
+        f"  export VLLM_API_KEY={shlex.quote(shown)}",
         f"  armature run RECIPE --machine {endpoints}",
         f"  or MultimodalRLConfig(vllm_server_port={url.rpartition(':')[2]}, ...)",
         "Ctrl-C ends it",

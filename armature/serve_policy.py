@@ -15,6 +15,7 @@ from pathlib import Path
 from armature.export import find_checkpoint
 from armature.services import STATE
 from components.contracts.errors import ConfigurationError
+from components.contracts.secret_values import keep_secret
 from components.policies.molmoact2.policy import open_policy
 from components.policy_server.events import EventFormatter, log
 from components.policy_server.metrics import PolicyServerMetrics
@@ -108,6 +109,7 @@ def _key() -> str:
             where=str(KEY_FILE) if given is None else KEY,
             remedy="remove it, and a new one is made" if given is None else "correct it, or unset it",
         )
+    keep_secret(found)
     return found
 
 

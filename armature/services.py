@@ -16,6 +16,7 @@ import httpx
 
 from armature.prefect_server import ALLOWED_HOSTS
 from components.contracts.errors import ConfigurationError, ServerError
+from components.contracts.secret_values import keep_secret
 from components.home import home_folder
 from components.ports import listener
 from components.private_files import private_database, private_folder, write_private
@@ -45,6 +46,8 @@ def auth_string() -> str:
             where=str(AUTH_STRING) if given is None else "PREFECT_SERVER_API_AUTH_STRING",
             remedy="remove it, and a new one is made" if given is None else "correct it, or unset it",
         )
+    keep_secret(found)
+    keep_secret(found.partition(":")[2])
     return found
 
 

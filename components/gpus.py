@@ -34,7 +34,7 @@ def visible_devices(gpus: Sequence[int]) -> str:
         return ",".join(map(str, gpus))
     if missing := [gpu for gpu in gpus if gpu >= len(left)]:
         raise ConfigurationError(
-            f"GPU {missing[0]} is named, but {VISIBLE}={os.environ[VISIBLE]} leaves {len(left)} GPUs, counted from 0",
+            f"GPU {missing[0]} is named, but {VISIBLE} leaves {len(left)} GPUs, counted from 0",
             where="machine.server_gpus, machine.trainer_gpus",
             remedy="name devices that are left, or leave the variable out",
         )

@@ -40,15 +40,13 @@ class DownloadCache:
         limit = os.environ.get("ARMATURE_FETCH_LIMIT_GB", "200")
         fetched = os.environ.get("ARMATURE_FETCH", "files")
         if fetched not in ("files", "ranges"):
-            raise ConfigurationError(
-                f"neither files nor ranges: {fetched!r}", where="ARMATURE_FETCH", remedy="set it to one, or not"
-            )
+            raise ConfigurationError("neither files nor ranges", where="ARMATURE_FETCH", remedy="set it to one, or not")
         try:
             return cls(Path(folder).absolute(), int(float(limit) * 1e9), fetched == "ranges")
-        except (ValueError, OverflowError) as error:
+        except (ValueError, OverflowError):
             raise ConfigurationError(
-                f"not a number of gigabytes: {limit!r}", where="ARMATURE_FETCH_LIMIT_GB", remedy="set it to one, or not"
-            ) from error
+                "not a number of gigabytes", where="ARMATURE_FETCH_LIMIT_GB", remedy="set it to one, or not"
+            ) from None
 
 
 def file_state(path: Path) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from components.contracts.secret_values import blanked
+
 
 class ArmatureError(Exception):
     """The base of every error that a user can act on."""
 
     def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
+        what, where, remedy = blanked(what), blanked(where), blanked(remedy)
         self.what, self.where, self.remedy = what, where, remedy
         parts = [what, f"  where: {where}" if where else "", f"  what to do: {remedy}" if remedy else ""]
         super().__init__("\n".join(part for part in parts if part))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from components.contracts.secret_values import blanked
+
 LONGEST_DETAIL = 2000
 
 
@@ -27,11 +29,11 @@ class RolloutFailed(Exception):
     bad_value             of a robot policy: what its value head says is not finite
     ...                   and the reasons of `components.inference.client.GenerationFailure`
 
-    `detail` is kept readable: at most `LONGEST_DETAIL` characters, all of them valid Unicode.
+    `detail` is kept readable and free of secrets: at most `LONGEST_DETAIL` characters, all of them valid Unicode.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
-        detail = detail[:LONGEST_DETAIL].encode(errors="replace").decode()
+        detail = blanked(detail)[:LONGEST_DETAIL].encode(errors="replace").decode()
         super().__init__(f"{reason}: {detail}")
         self.reason, self.detail = reason, detail
 

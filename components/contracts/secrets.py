@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from components.contracts.errors import ConfigurationError
+from components.contracts.secret_values import keep_secret
 from components.contracts.settings import Settings
 
 PLAIN_SECRET = "plain_secret"
@@ -110,7 +111,7 @@ Environment = Annotated[
 
 
 def resolve(environment: Variables, where: str) -> dict[str, str]:
-    """The variables with the values that references stand for.
+    """The variables with the values that references stand for, which no error shows from now on.
 
     Raises:
         ConfigurationError: a variable that is named is not set, or nobody has read the block.
@@ -125,6 +126,7 @@ def resolve(environment: Variables, where: str) -> dict[str, str]:
                     remedy="run the recipe as a flow, or name a variable of the environment",
                 )
             value = BLOCKS[value.prefect_secret]
+            keep_secret(value)
         elif isinstance(value, EnvironmentReference):
             if value.env not in os.environ:
                 raise ConfigurationError(
@@ -133,5 +135,6 @@ def resolve(environment: Variables, where: str) -> dict[str, str]:
                     remedy=f"set {value.env} where the flow runs: with `armature up`, before it is started",
                 )
             value = os.environ[value.env]
+            keep_secret(value)
         values[name] = value
     return values

@@ -11,6 +11,7 @@ import aiohttp
 
 from components.contracts.errors import ServerError
 from components.contracts.rollouts import LogProbs, TokenIds
+from components.contracts.secret_values import blanked
 from components.inference.endpoint import Endpoint
 from components.inference.replies import PLAIN, WEIGHTS, BadReply, Reply, ReplyReader
 from components.inference.settings import EvaluationSamplingSettings, SamplingSettings
@@ -182,6 +183,6 @@ async def ask(
 
 def _error_text(reply: Reply) -> str:
     try:
-        return str(reply.document["error"]["message"])[:300]
+        return blanked(str(reply.document["error"]["message"]))[:300]
     except (BadReply, KeyError, TypeError):
         return reply.text

@@ -16,6 +16,7 @@ from weakref import WeakSet
 import httpx
 
 from components.contracts.machine import Machine
+from components.contracts.secret_values import keep_secret
 from components.inference.adapters import ServedAdapters
 from components.inference.answers import AnswerLimits
 from components.inference.checkpoint import placeholder_token_ids, sampled_token_ids, vocabulary
@@ -109,6 +110,7 @@ class ServerPool:
             weights, transfer, proof, load_on_join, adapters is not None, in_flight_updates and adapters is None
         )
         self._api_key = os.environ.get("VLLM_API_KEY") or secrets.token_urlsafe(32)
+        keep_secret(self._api_key)
         self.lease = secrets.token_hex(16)
         self._own = OwnServers(weights, settings, machine, log_folder, self._api_key, adapters)
         self.replicas = self._make_replicas()

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from components.contracts.errors import ServerError
+from components.contracts.secret_values import blanked
 
 PLAIN = {"Accept-Encoding": "identity"}
 """For every request: vLLM compresses nothing, and what is not compressed cannot be a bomb."""
@@ -41,7 +42,7 @@ class Reply:
     @property
     def text(self) -> str:
         """The beginning, to be shown."""
-        return self.content[:300].decode(errors="replace")
+        return blanked(self.content.decode(errors="replace"))[:300]
 
     @cached_property
     def document(self) -> dict[str, Any]:

@@ -118,6 +118,14 @@ MOODS: dict[str, Callable[[Handler, int], object]] = {
     "flood": lambda handler, _: handler.send(b" " * (2**22 + 1)),
     "redirect": lambda handler, _: handler.say("Grade: 1", 307, Location="http://127.0.0.1:1/v1/chat/completions"),
     "bad": lambda handler, _: handler.send(b"the key sekrit-key is not known", 401),
+    "echo-status": lambda handler, _: handler.send(f"unknown: {handler.headers['Authorization']}".encode(), 401),
+    "echo-other": lambda handler, _: handler.send(json.dumps({"headers": dict(handler.headers)}).encode()),
+    "echo-late": lambda handler, _: handler.send(b"<" * 190 + handler.headers["Authorization"].encode()),
+    "echo-escaped": lambda handler, _: handler.send(
+        json.dumps({"sent": handler.headers["Authorization"]}).replace("/", "\\/").encode()
+    ),
+    "echo-chat": lambda handler, _: handler.say("x" * 985 + f"you sent {handler.headers['Authorization']}"),
+    "echo-grade": lambda handler, _: handler.say(f"{handler.headers['Authorization']} was sent. Grade: 1"),
     "busy": lambda handler, _: handler.say("busy", 429, Retry_After="0"),
     "broken": lambda handler, _: handler.say("broken", 500),
     "hung": lambda handler, _: handler.slowly(),

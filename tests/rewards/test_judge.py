@@ -213,6 +213,11 @@ def test_keys_and_addresses_are_named_and_never_shown(server: JudgeServer, monke
             asked(rewards, "bad")
     assert "sekrit" not in str(failed.value)
     assert "Bearer sekrit-key" in server.keys
+    monkeypatch.setenv("JUDGE_URL", "ftp://someone:password@host/v1")
+    with pytest.raises(ConfigurationError) as refused:
+        judge(server, **settings)
+    assert "JUDGE_URL" in refused.value.where
+    assert "password" not in str(refused.value) and refused.value.__cause__ is None
     with pytest.raises(ValidationError) as refused:
         JudgeSettings(name="judge", **{**SETTINGS, "base_url": server.url, "api_key": "sekrit-key"})
     said = explain(refused.value, "section", JudgeSettings)
@@ -312,6 +317,25 @@ def test_a_reply_without_a_grade_is_unreadable(reply: str, settings: dict[str, A
     made = JudgeSettings(name="judge", **{**SETTINGS, "base_url": "http://host/v1", **settings})
     with pytest.raises(RolloutFailed, match=r"^judge_unreadable: "):
         grade_in(reply, made)
+
+
+@pytest.mark.parametrize("key", ["case-key-0123456789", "a/b+c==/d", 'with "quotes" \\ and %'])
+@pytest.mark.parametrize("mood", ["echo-status", "echo-other", "echo-late", "echo-escaped", "echo-chat", "echo-grade"])
+def test_key_that_comes_back_is_blanked(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str, mood: str
+) -> None:
+    monkeypatch.setattr("components.contracts.secret_values._forms", set())
+    monkeypatch.setenv("JUDGE_KEY", key)
+    with closing(judge(server, api_key={"env": "JUDGE_KEY"}, attempts=1)) as rewards:
+        if mood == "echo-grade":
+            assert asked(rewards, mood)["judge"] == 1.0
+        else:
+            with pytest.raises(RolloutFailed) as failed:
+                asked(rewards, mood)
+            assert not any(part in str(failed.value) for part in (key, key[:6], key[-6:]))
+    assert f"Bearer {key}" in server.keys
+    stored = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert not any(key.encode() in path.read_bytes() for path in stored)
 
 
 def test_places_of_a_template_are_filled_once() -> None:

@@ -110,6 +110,8 @@ def gl_context(side: int) -> Any:
         ConfigurationError: it names none, or there is no driver.
     """
     kind = os.environ.get("MUJOCO_GL", "egl").lower()
+    if kind not in ("egl", "osmesa", "glfw"):
+        raise ConfigurationError("not a way to render", where="MUJOCO_GL", remedy="set it to egl, osmesa or glfw")
     try:
         return import_module(f"mujoco.{kind}").GLContext(side, side)
     except (ImportError, RuntimeError, AttributeError) as error:

@@ -77,7 +77,7 @@ def assets_folder(compact: bool) -> Path:
     if not (folder / "scenes").is_dir():
         raise ConfigurationError(
             "LIBERO's assets are not there",
-            where=str(given or folder),
+            where=ASSETS if given and not compact else str(folder),
             remedy=f"set {ASSETS} to a folder with scenes/, textures/ ..., let the package fetch them once, "
             "or set simulator.assets = 'compact'",
         )

@@ -13,6 +13,7 @@ import aiohttp
 
 from components.contracts.episodes import Observation, Outcome
 from components.contracts.failures import RolloutFailed
+from components.contracts.secret_values import blanked
 from components.environments.openenv.messages import NoAction, action_of, shown
 from components.environments.openenv.settings import OpenEnvSettings
 
@@ -105,14 +106,14 @@ class OpenEnvEpisode:
         except (aiohttp.ClientError, OSError) as error:
             raise RolloutFailed("environment_error", f"the connection to the server has ended: {error}") from error
         if message.type is not aiohttp.WSMsgType.TEXT:
-            what = f"{message.type.name}, {message.data!r:.200}"
+            what = f"{message.type.name}, {blanked(str(message.data))!r:.200}"
             raise RolloutFailed("environment_error", f"instead of answering {kind}, the server sent {what}")
         try:
             answer = json.loads(message.data)
         except (ValueError, RecursionError) as error:
             raise _malformed(f"it is not JSON: {error}") from error
         if not isinstance(answer, dict) or not isinstance(answer.get("data"), dict):
-            raise _malformed(f"{message.data[:200]!r} is no message")
+            raise _malformed(f"{blanked(message.data)[:200]!r} is no message")
         return str(answer.get("type")), answer["data"]
 
     def _read(self, kind: str, data: Mapping[str, Any]) -> tuple[Observation, bool, float | None]:

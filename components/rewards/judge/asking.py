@@ -17,6 +17,7 @@ from urllib.request import getproxies, proxy_bypass
 import aiohttp
 
 from components.contracts.failures import RolloutFailed
+from components.contracts.secret_values import blanked, keep_secret
 from components.rewards.judge.settings import JudgeSettings
 
 LARGEST_REPLY = 2**22
@@ -74,7 +75,7 @@ class JudgeClient:
     """Belongs to the event loop in which it is made. Who is told to wait makes the others wait as well."""
 
     def __init__(self, settings: JudgeSettings, base_url: str, key: str) -> None:
-        self._settings, self._key = settings, key
+        self._settings = settings
         self._url = f"{base_url.rstrip('/')}/chat/completions"
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._proxy = _proxy(self._url)
@@ -124,8 +125,7 @@ class JudgeClient:
         if status == 200:
             self._places.widen()
             return _reply(content)
-        said = content.decode(errors="replace")
-        said = f"status {status}: {said.replace(self._key, '***') if self._key else said}"[:500]
+        said = f"status {status}: {blanked(content.decode(errors='replace'))}"[:500]
         if status == TOO_MANY:
             self._places.narrow()
         if status in AGAIN or status >= 500:
@@ -151,12 +151,17 @@ def _reply(content: bytes) -> JudgeReply:
         usage = document.get("usage") or {}
         tokens = usage.get("total_tokens", 0)
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        raise _NotNow("judge_unavailable", f"the answer is not a chat completion: {content[:200]!r}") from error
+        raise _other_answer(content) from error
     if text is None:  # as a model that reasons does when its tokens end before it speaks
         text = ""
     if not isinstance(text, str) or type(tokens) is not int:
-        raise _NotNow("judge_unavailable", f"the answer is not a chat completion: {content[:200]!r}")
+        raise _other_answer(content)
     return JudgeReply(text, tokens)
+
+
+def _other_answer(content: bytes) -> _NotNow:
+    shown = blanked(content.decode(errors="replace"))[:200]
+    return _NotNow("judge_unavailable", f"the answer is not a chat completion: {shown!r}")
 
 
 def _asked_to_wait(header: str) -> float:
@@ -178,4 +183,7 @@ def _proxy(url: str) -> str | None:
     host = urlsplit(url).hostname or ""
     if host == "localhost" or host.startswith("127.") or host == "::1" or proxy_bypass(host):
         return None
-    return getproxies().get(urlsplit(url).scheme)
+    proxy = getproxies().get(urlsplit(url).scheme)
+    if proxy is not None:
+        keep_secret(proxy)
+    return proxy

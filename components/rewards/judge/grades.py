@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from components.contracts.failures import RolloutFailed
+from components.contracts.secret_values import blanked
 from components.rewards.judge.settings import PLACE, JudgeSettings
 from components.rewards.number import read_number
 from components.rewards.reward import BadAnswer, RewardInput
@@ -46,7 +47,7 @@ def grade_in(reply: str, settings: JudgeSettings) -> float:
     number = _number(said, settings)
     if number is None or not settings.is_grade(number):
         raise RolloutFailed(
-            "judge_unreadable", f"no grade from {settings.worst:g} to {settings.best:g} in {reply!r:.1000}"
+            "judge_unreadable", f"no grade from {settings.worst:g} to {settings.best:g} in {blanked(reply)!r:.1000}"
         )
     return (number - settings.worst) / (settings.best - settings.worst)
 

@@ -11,6 +11,7 @@ from weakref import finalize
 
 from components.contracts.errors import ConfigurationError
 from components.contracts.failures import RolloutFailed
+from components.contracts.secret_values import blanked
 from components.contracts.secrets import EnvironmentReference, resolve
 from components.rewards.extract import extracted
 from components.rewards.judge.asking import JudgeClient
@@ -97,7 +98,8 @@ class Judge:
     async def _asked(self, key: str, body: dict[str, Any]) -> tuple[float, int]:
         reply = await self._client.ask(body)
         grade = grade_in(reply.text, self._settings)
-        self._kept.keep(key, reply.text)
+        if blanked(reply.text) == reply.text:  # no secret is written to disk
+            self._kept.keep(key, reply.text)
         return grade, reply.tokens
 
     def _forget(self, key: str, done: asyncio.Task[tuple[float, int]]) -> None:
@@ -126,8 +128,11 @@ def _address(settings: JudgeSettings, where: str) -> str:
     url = resolve({"base_url": settings.base_url}, where)["base_url"]
     try:
         check_url(url)
-    except ValueError as error:
-        raise ConfigurationError(str(error), where=f"{where}, variable {settings.base_url.env}") from error
+    except ValueError:
+        raise ConfigurationError(
+            "the variable does not hold an address such as https://api.example.org/v1",
+            where=f"{where}, variable {settings.base_url.env}",
+        ) from None
     return url
 
 

@@ -1,0 +1,58 @@
+"""No error shows a secret that this process has read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from urllib.parse import quote
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from components.contracts.errors import ArmatureError, ConfigurationError
+from components.contracts.failures import LONGEST_DETAIL, RolloutFailed
+from components.contracts.secret_values import blanked, keep_secret
+from components.contracts.secrets import BLOCKS, BlockReference, EnvironmentReference, resolve
+
+SECRETS = st.text(st.characters(codec="utf-8", exclude_characters="*"), min_size=4, max_size=40)
+
+
+@pytest.fixture(autouse=True)
+def no_secrets() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("components.contracts.secret_values._forms", set())
+        yield
+
+
+@given(secret=SECRETS, before=st.sampled_from(["", "key=", "x" * (LONGEST_DETAIL - 10)]))
+def test_errors_blank_secrets(secret: str, before: str) -> None:
+    keep_secret(secret)
+    forms = [secret, json.dumps(secret)[1:-1], json.dumps(secret)[1:-1].replace("/", r"\/"), quote(secret, "")]
+    for form in forms:
+        text = f"{before}{form}!"
+        for shown in (
+            str(RolloutFailed("reason", text)),
+            str(ArmatureError(text, where=text, remedy=text)),
+            blanked(text),
+        ):
+            assert form not in shown.removeprefix("reason: ").replace(before, "")
+
+
+def test_referenced_values_are_secrets_and_plain_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "token-of-the-environment")
+    monkeypatch.setitem(BLOCKS, "block", "token-of-the-block")
+    variables = {
+        "A": EnvironmentReference(env="SOME_TOKEN"),
+        "B": BlockReference(prefect_secret="block"),
+        "C": "plain-value",
+    }
+    values = resolve(variables, "machine")
+    error = ConfigurationError(f"the program says {values}")
+    assert "token-of" not in str(error) + error.what and "plain-value" in str(error)
+
+
+def test_short_values_blank_nothing() -> None:
+    keep_secret("1")
+    keep_secret("")
+    assert blanked("status 401") == "status 401"
