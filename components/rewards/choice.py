@@ -92,7 +92,7 @@ _VERB = (
 )
 """The label before it is a subject: a new clause begins with it."""
 _OR = _words("or nor and/or vs versus oder noch", "或者 或 还是 還是 和 与 與 及 以及")
-_AND = _words("and as_well_as und als_auch")
+_AND = _words("and plus but_also as_well_as (?:along|together)_with und als_auch sondern_auch")
 _MAYBE = rf"(?:{_words('maybe perhaps possibly even also the')}\s|{_OPTION}\s)"
 
 # Of the completion, upper and lower case as it is.
@@ -109,8 +109,8 @@ _LETTER = re.compile(
     r"(?![\w'#]|-\w|\(\w\)|\s?[=^]|\+(?!\s?[A-Za-z]\b)|\.[A-Za-z](?![A-Za-z]))"
 )
 _WORD = re.compile(
-    r"[ \t]+(?!(?:is|are|or|and|nor|because|since|as|but|not|for|if|which|with|seems|fits|matches|shows|looks|has|does"
-    r"|depicts|describes|represents|contains|makes|ist|sind|als|oder|und|weil|da|denn|zeigt)\b)[A-Za-zÀ-ɏ]{2}",
+    r"[ \t]+(?!(?:is|are|or|and|nor|plus|together|because|since|as|but|not|for|if|which|with|seems|fits"
+    r"|matches|shows|looks|has|does|depicts|describes|represents|contains|makes|ist|sind|als|oder|und|weil|da|denn|zeigt)\b)[A-Za-zÀ-ɏ]{2}",
     re.IGNORECASE,
 )
 """Words before which "a" is the article and "I" the pronoun."""
@@ -144,7 +144,7 @@ _DECLARED = re.compile(
     rf"|(?P<confirmed>{_LABEL}){_RIGHT}"
     rf"|^[^\w\n]{{0,8}}(?P<line>{_LABEL})[^\w\n:]{{0,8}}$"
     rf"|(?:\A|\f)\W{{0,8}}{_FILLERS}(?P<first>{_LABEL})"
-    r"(?=[)}\"]{0,3}(?:\s?[.,:;!?)(-]|\s(?:because|since|as|weil|da|denn|因)))"
+    r"(?=[)}\"]{0,3}(?:\s?[.,:;!?)(-]|\s(?:because|since|as|weil|da|denn|因)|\Z))"
     rf"|(?:^|[.!?,;])\W{{0,8}}(?!{_OPTION})(?={_FILLER}){_FILLERS}(?P<concluded>{_LABEL})\W{{0,40}}\Z"
     rf"|[.!?,;][^\w\n]{{0,8}}(?P<last>{_LABEL})(?:(?<![AI])|(?=\W))\W{{0,40}}\Z",
     re.MULTILINE,

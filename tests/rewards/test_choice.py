@@ -173,7 +173,7 @@ DECLARED = (
 LOWER_CASE = (
     "x", "(x)", "x.", "x) a cup", "**x**", "Answer: x", "The answer is x.", "the answer is (x)", "The answer is x",
     "the answer is x because it is red", r"\boxed{x}", '{"answer": "x"}', "I choose x.", "x is correct",
-    "答案是x",
+    "option x", "choice x", "答案是x",
 )  # fmt: skip
 
 SEVERAL = (
@@ -184,6 +184,9 @@ SEVERAL = (
     "X) or Y)",
     "X, or maybe Y",
     "X or possibly Y",
+    "X plus Y",
+    "Not only X but also Y",
+    "X together with Y",
     "X/Y",
     "X / Y",
     "X, Y",
@@ -292,7 +295,7 @@ def test_two_letters_are_no_choice(wording: str) -> None:
 
 @pytest.mark.parametrize("wording", SEVERAL)
 def test_one_letter_twice_is_one_choice(wording: str) -> None:
-    if wording != "XY":
+    if wording not in ("XY", "Not only X but also Y"):
         assert chosen_letter(filled(wording, "C", "C"), "ABCD") == "C"
 
 
