@@ -130,7 +130,7 @@ def vulgar_value(character: str) -> Fraction:
     return Fraction(words.index(over) + 1, parts[under if under in parts else under.removesuffix("S")])
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     notation=notations(),
     sign=signs,
