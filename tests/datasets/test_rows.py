@@ -204,7 +204,8 @@ def test_clip_between_two_frames_is_refused(copied, frames):
 def test_row_behind_the_end_of_its_clip_is_refused(copied):
     shorten(copied, (0, 1))
     edit(copied, META, lambda t: t.assign(**{FROM: t[FROM] + 2 / FPS * (t.index == 1)}))
-    assert all("episode 1" in place for place in shown(copied)[LENGTH + LENGTH - 4 : 2 * LENGTH - 2])
+    late = shown(copied)[LENGTH : 2 * LENGTH - 2]
+    assert all(re.search(rf", episode 1, row {2 * LENGTH - 4}$", place) for place in late)
 
 
 @pytest.mark.parametrize("fps", [5, 9.9, 20])
@@ -269,6 +270,17 @@ def test_irregular_video_shows_the_nearest_frame(numbered, tmp_path_factory, bet
         patch.setenv("ARMATURE_CACHE", str(root.parent / "cache"))
         for small in (0, 1 << 30):
             assert shown(root, small) == [(n, n, n) for n in range(24)]
+
+
+@pytest.mark.parametrize("small", [0, 1 << 30], ids=["seeking", "decoded_once"])
+def test_float32_times_of_a_day_show_the_nearest_frame(copied, small):
+    """At 10^5 s neighbors in float32 are 7.8 ms apart, and frames 10 ms."""
+    times = 1e5 + np.arange(3 * LENGTH) / 100
+    write_video(copied / VIDEO, times, np.arange(3 * LENGTH))
+    edit(copied, DATA, lambda t: t.assign(timestamp=times.astype(np.float32)))
+    edit(copied, META, lambda t: t.assign(**{FROM: 0.0, TO: 2e5}))
+    edit_info(copied, fps=100)
+    assert shown(copied, small) == [(n, n, n) for n in range(3 * LENGTH)]
 
 
 def replace_in_place(path, content):

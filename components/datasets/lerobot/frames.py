@@ -75,7 +75,7 @@ class FrameReader:
             if self._small and (decoded := self._decoded(name, episode)) is not None:
                 return np.array(decoded[frame])
             row = self.numbers("timestamp", episode, np.array([frame]))[:, 0]
-            (time,), tolerance = dataset.video_times(name, episode, row)
+            (time,), tolerance = dataset.video_times(name, episode, [frame], row)
             where = f"episode {episode.index}, frame {frame}"
             return self._videos.at(dataset.video(name, episode)).frame(float(time), tolerance, where)
         stored = self._column(name, episode)[episode.row + frame].as_py()
@@ -141,7 +141,7 @@ class FrameReader:
             source = info.video_file(name, clip.chunk, clip.file)
             try:
                 rows = self.numbers("timestamp", episode, np.arange(episode.length))[:, 0]
-                times, _ = self.dataset.video_times(name, episode, rows)
+                times, _ = self.dataset.video_times(name, episode, range(episode.length), rows)
                 target = self._kept(source, info.features[name].shape, times.tobytes())
                 made = make_once(target, partial(self._decode, name, episode, rows))
                 self._clips[key] = np.load(made, mmap_mode="r")

@@ -103,8 +103,10 @@ class Dataset:
         where = f"{self.files}/{self.info.data_file(episode.chunk, episode.file)}, from episode {episode.index}"
         return {name: to_numpy(table[name], name, self.feature(name), where) for name in names}
 
-    def video_times(self, name: str, episode: EpisodeRange, timestamps: Array) -> tuple[Array, float]:
-        """Where rows with these `timestamps` (frames,) are in a camera's video: seconds, and how far off they may be.
+    def video_times(
+        self, name: str, episode: EpisodeRange, frames: Sequence[int], timestamps: Array
+    ) -> tuple[Array, float]:
+        """Seconds of `frames` in a camera's video by their `timestamps` (frames,), and how far off they may be.
 
         As LeRobot has it: a row shows the frame at the clip's beginning plus the row's time.
 
@@ -113,11 +115,12 @@ class Dataset:
         """
         clip = episode.clips[name]
         times = clip.start + timestamps.astype(np.float64)
-        tolerance = TOLERANCE + (float(np.spacing(timestamps.max())) if timestamps.dtype.kind == "f" else 0.0)
-        if (times >= clip.stop - tolerance).any():
+        tolerance = TOLERANCE + (float(np.spacing(timestamps.max())) / 2 if timestamps.dtype.kind == "f" else 0.0)
+        if (late := times >= clip.stop - tolerance).any():
+            at = int(np.argmax(late))
             raise DataError(
-                f"a row has the time {timestamps.max():.9g} s, and its video only {clip.stop - clip.start:.9g} s",
-                where=f"{self.video(name, episode).name}, episode {episode.index}, {name!r}",
+                f"the row has the time {timestamps[at]:.9g} s, and its video only {clip.stop - clip.start:.9g} s",
+                where=f"{self.video(name, episode).name}, episode {episode.index}, row {episode.row + frames[at]}",
                 remedy="correct from_timestamp and to_timestamp in meta/episodes, or the rows' timestamp",
             )
         return times, tolerance
@@ -136,7 +139,7 @@ class Dataset:
         if self.feature(name).dtype == VIDEO:
             if timestamps is None:
                 timestamps = self.columns(["timestamp"], episode)["timestamp"][:, 0]
-            times, tolerance = self.video_times(name, episode, timestamps[list(frames)])
+            times, tolerance = self.video_times(name, episode, frames, timestamps[list(frames)])
             yield from read_frames(self.video(name, episode), times.tolist(), tolerance, f"episode {episode.index}")
             return
         column = self.table(episode, [name])[name].take(list(frames))
