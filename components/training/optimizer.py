@@ -19,7 +19,7 @@ from components.models.installed import TRITON
 from components.models.transfer import to_device
 from components.training.master_weights import joined, split
 from components.training.moments import FIRST, LOW, RESIDUAL, SECOND, STORAGES, OptimizerStates, State
-from components.training.optimizer_state import misfit
+from components.training.optimizer_state import miscount, misfit
 from components.training.sharded_tensors import TensorSpec
 
 STEP, EMA = "step", "ema"
@@ -90,7 +90,9 @@ class CompensatedAdamW(torch.optim.Optimizer):
         for number, group in enumerate(state_dict["param_groups"]):
             decay = group.get("weight_decay", 0) if group.get("decoupled_weight_decay") is False else 0
             options = {name: group.get(name) for name in ("amsgrad", "maximize")} | {"weight_decay in the loss": decay}
-            if faults := [f"{name} = {value} is not supported" for name, value in options.items() if value]:
+            faults = [f"{name} = {value} is not supported" for name, value in options.items() if value]
+            faults += [f"{name} is missing" for name in ("lr", *self.defaults) if name not in group]
+            if faults:
                 raise _misfits(f"group {number}", faults)
         trained = [p for group in self.param_groups for p in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -99,7 +101,11 @@ class CompensatedAdamW(torch.optim.Optimizer):
             for parameter, number in zip(trained, numbers, strict=False)  # torch refuses other groups, below
             if (saved := state_dict["state"].get(number))
         }
-        super().load_state_dict({**state_dict, "state": {}})
+        groups = [
+            {**group, "lr": float(group["lr"]), "betas": tuple(map(float, group["betas"]))}  # torch takes tensors, too
+            for group in state_dict["param_groups"]
+        ]
+        super().load_state_dict({**state_dict, "param_groups": groups, "state": {}})
         self.state.update(states)
 
     def slots(self, parameter: nn.Parameter) -> dict[str, TensorSpec]:
@@ -152,8 +158,12 @@ class CompensatedAdamW(torch.optim.Optimizer):
         faults = [f"{name} is unknown here" for name in saved.keys() - slots.keys()]
         faults += [f"{name} is missing" for name in slots.keys() - saved.keys() - COMPLETED]
         for name in slots.keys() & saved.keys():
+            if not isinstance(saved[name], Tensor | float | int):
+                faults.append(f"{name} is a {type(saved[name]).__name__}")
+                continue
             value = torch.as_tensor(saved[name], dtype=torch.float32 if name == STEP else None)
-            if fault := misfit(TensorSpec(value.shape, value.dtype), slots[name]):
+            fault = misfit(TensorSpec(value.shape, value.dtype), slots[name])
+            if fault := fault or (miscount(value) if name == STEP else ""):
                 faults.append(f"{name} {fault}")
             else:
                 state[name] = self.empty_slot(parameter, name, slots[name]).copy_(value)

@@ -71,8 +71,14 @@ def refuse_counts(counts: Iterable[tuple[str, Tensor]], where: Path) -> None:
         DataError: a slot "step" that no number of updates leaves behind.
     """
     for name, count in counts:
-        if count.item() < 1 or count.item() != int(count.item()):
-            raise refusal(f"{name}|step is {count.item()}, not a number of updates", where)
+        if fault := miscount(count):
+            raise refusal(f"{name}|step {fault}", where)
+
+
+def miscount(count: Tensor) -> str:
+    """Say why no number of updates leaves this slot "step" behind; empty if one does."""
+    number = count.item()
+    return "" if number >= 1 and number % 1 == 0 else f"is {number}, not a number of updates"  # NaN compares false
 
 
 def misfit(found: TensorSpec, wanted: TensorSpec) -> str:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -146,6 +147,12 @@ def foreign(make: Any, **options: Any) -> dict[str, Any]:
     return state
 
 
+def counted(step: Any) -> dict[str, Any]:
+    state = foreign(torch.optim.AdamW)
+    state["state"][0]["step"] = step
+    return state
+
+
 FOREIGN: dict[str, Any] = {
     "amsgrad": lambda: foreign(torch.optim.AdamW, amsgrad=True),
     "maximize": lambda: foreign(torch.optim.AdamW, maximize=True),
@@ -153,6 +160,13 @@ FOREIGN: dict[str, Any] = {
     "sgd": lambda: foreign(torch.optim.SGD, momentum=0.9),
     "masters": lambda: updated(torch.bfloat16, masters=True)[1].state_dict(),
     "8 bits": lambda: updated(torch.bfloat16, states="8bit")[1].state_dict(),
+    "sgd without momentum": lambda: foreign(torch.optim.SGD),
+    "step is NaN": lambda: counted(torch.tensor(float("nan"))),
+    "step is infinite": lambda: counted(float("inf")),
+    "step is negative": lambda: counted(-3),
+    "step is a fraction": lambda: counted(torch.tensor(2.5)),
+    "step is text": lambda: counted("2"),
+    "step is missing": lambda: counted(None),
     "no moment": lambda: {**foreign(torch.optim.AdamW), "state": {0: {"step": torch.tensor(1.0)}}},
 }
 
@@ -165,6 +179,36 @@ def test_a_state_that_does_not_fit_is_refused_by_name(case: str) -> None:
         optimizer.load_state_dict(FOREIGN[case]())
     assert refused.value.where.startswith(("group 0", "the state of a parameter of shape [7, 5]"))
     assert not optimizer.state and optimizer.param_groups[0]["lr"] == 1e-3
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_groups_and_tensor_options_of_torch_s_adamw_are_continued(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    def groups() -> list[dict[str, Any]]:
+        parameters = [start(dtype) for _ in range(3)]
+        return [{"params": parameters[:1], "lr": 0.1, "weight_decay": 0.2}, {"params": parameters[1:]}]
+
+    stock = torch.optim.AdamW(groups(), lr=0.01, **HYPER, **options)
+    optimizer = CompensatedAdamW([{"lr": 9.0, **group} for group in groups()], **HYPER)
+    *before, after = gradients(3, (7, 5))
+    theirs, ours = ([p for group in each.param_groups for p in group["params"]] for each in (stock, optimizer))
+    for gradient in before:
+        for parameter in theirs:
+            parameter.grad = gradient.to(dtype)
+        stock.step()
+    saved = deepcopy(stock.state_dict())
+    saved["param_groups"][0] |= {"lr": torch.tensor([0.1]), "betas": tuple(map(torch.tensor, HYPER["betas"]))}
+    for state in saved["state"].values():
+        state["step"] = int(state["step"])  # as torch before 1.12
+    optimizer.load_state_dict(saved)
+    for mine, other in zip(ours, theirs, strict=True):
+        mine.data.copy_(other.detach())
+        mine.grad = other.grad = after.to(dtype)
+    optimizer.step()
+    stock.step()
+    tolerance = 2**-7 if dtype == torch.bfloat16 else 1e-6
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
 
 
 @contextmanager
