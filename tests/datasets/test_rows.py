@@ -363,6 +363,15 @@ def test_what_is_kept_depends_on_everything_that_it_was_made_of(copied, monkeypa
     assert warm == everything(copied) != before
 
 
+@pytest.mark.parametrize("name", ["meta/tasks.parquet", DATA, VIDEO])
+def test_file_that_is_missing_is_refused_by_its_name(copied, name):
+    (copied / name).unlink()
+    with pytest.raises(DataError) as caught:
+        dataset = open_dataset(copied)
+        FrameReader(dataset, DownloadCache.standard()).image(CAMERA, dataset.episodes[0], 0)
+    assert name in caught.value.where
+
+
 def tasks_of(root, table):
     pq.write_table(table, root / "meta/tasks.parquet")
     dataset = open_dataset(root)

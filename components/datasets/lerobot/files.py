@@ -94,9 +94,18 @@ class LocalFiles:
         return nullcontext(self.root / name)
 
     def version(self, name: str | PurePosixPath) -> str:
-        """By the times that the file was changed, which costs no reading."""
+        """By the times that the file was changed, which costs no reading.
+
+        Raises:
+            DataError: there is no such file.
+        """
         path = (self.root / name).resolve()
-        return f"{path}\0{file_state(path)}"
+        try:
+            return f"{path}\0{file_state(path)}"
+        except OSError as error:
+            raise DataError(
+                f"the file cannot be read: {error.strerror}", where=str(self.root / name), remedy="fetch it again"
+            ) from error
 
     def digest(self) -> str:
         """
