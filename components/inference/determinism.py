@@ -1,38 +1,77 @@
 """Answers whose bits depend on their request and the weights alone, not on what else a server computes.
 
-What a request shares a batch with depends on when requests arrive, and so on the load of the machine. On CPU one
-operation of vLLM's looks at it: with more than one thread, attention splits the keys of a decoded token into parts
-where there are too few requests to keep all threads busy, and adds up the parts (`VLLM_CPU_ATTN_SPLIT_KV`). The
-products of oneDNN, the norms and the sampler give a row the same bits alone and among others.
+What a request shares a batch with depends on when requests arrive, and so on the load of the machine. On CPU, vLLM
+looks at it in three places:
+
+- Attention, with more than one thread, splits the keys of a decoded token into parts where there are too few requests
+  to keep all threads busy, and adds up the parts. `VLLM_CPU_ATTN_SPLIT_KV=0` turns this off.
+- The images of all requests of a step are encoded as one batch, in which the products of MKL round otherwise. Our
+  plug-in encodes each image alone (`armature_served.images`).
+- The products of oneDNN round otherwise for one row than for several where the inner dimension is wide, on some
+  processors. Nothing turns this off: such a server is refused.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import httpx
+import numpy as np
 
 from components.contracts.errors import ServerError
 from components.contracts.machine import Machine
 from components.inference.command import is_deterministic
-from components.inference.replica import Replica
+from components.inference.lease import weights_mark
+from components.inference.probe import random_image, user_message
+from components.inference.replica import Replica, pause, reset_caches, resume
 from components.inference.settings import ServerSettings
 from components.inference.weights.base import post
 
 log = logging.getLogger(__name__)
 
-_LENGTHS = (300, 7, 180, 31, 90, 260, 55, 140)
-"""Tokens of the probe's prompts: long enough for attention to be split, and all different."""
+_SAMPLED = (8, 5, 7, 4, 6)
+"""Tokens that are sampled after each prompt: different numbers, so that prompts are read while others are answered."""
 
-_SAMPLED = 8
+_LENGTHS = (300, 7, 180, 31, 90)
+"""Tokens of the prompts without an image: some fill blocks of the prefix cache, and attention could be split."""
+
+_SIDES = (28, 28, 28, 28, 64)
+"""Pixels of the images: the number of rows in a product matters while there are few, as of the smallest images."""
+
+_AT_ONCE = 3
+_ARRIVAL = 0.5
+"""Seconds in which all requests reach an engine that is paused, which then computes them in one step."""
 
 Answer = tuple[float, ...]
 """Log-probs, in float32, of the tokens that were sampled."""
+LoadAgain = Callable[[], Awaitable[bool]]
+"""Loads a server's weights once more, in place; False where that is impossible."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    name: str
+    route: str
+    body: dict[str, Any]
+
+    async def ask(self, http: httpx.AsyncClient, replica: Replica) -> Answer:
+        reply = await post(http, replica.endpoint, self.route, self.body | {"model": replica.model})
+        try:
+            (choice,) = reply.document["choices"]
+            logprobs = choice["logprobs"]
+            if self.route == "/v1/completions":
+                return tuple(map(float, logprobs["token_logprobs"]))
+            return tuple(float(token["logprob"]) for token in logprobs["content"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerError(f"no log-probs in its answer: {error!r}", where=replica.url) from error
 
 
 class Repeatability:
-    """That the same request has the same bits alone, among others, and on every server of a pool.
+    """Check that the same request has the same bits alone, among others, and on every server of a pool.
 
     Attributes:
         promised: whether it is so, as far as it was asked.
@@ -45,73 +84,84 @@ class Repeatability:
         self.promised = is_deterministic(settings, machine)
         self._required = settings.deterministic is True
         tokens = [token for token in range(12 + len(forbidden)) if token not in forbidden][:12]
-        longest = settings.max_model_len - _SAMPLED
-        self._tokens = tokens
-        self._prompts = [
-            [tokens[(start + place) % len(tokens)] for place in range(min(length, longest))]
-            for start, length in enumerate(_LENGTHS)
-        ]
-        self._first: tuple[int, Answer, str] | None = None
+        self._requests = _requests(tokens, settings)
+        self._first: tuple[int, list[Answer], str] | None = None
 
-    async def check(self, http: httpx.AsyncClient, replica: Replica) -> None:
+    async def check(self, http: httpx.AsyncClient, replica: Replica, load_again: LoadAgain | None = None) -> None:
         """Ask a server that holds the weights of its version; nothing is asked where nothing is promised.
 
         Where `inference.deterministic` is left out, a processor whose products depend on the batch costs no more than
         the promise: a warning says so.
 
         Raises:
-            ServerError: it answers otherwise among other prompts, or otherwise than another server.
+            ServerError: it answers otherwise in other company, or otherwise than another server.
         """
         if not self.promised:
             return
         try:
-            await self._compare(http, replica)
+            await self._compare(http, replica, load_again)
         except ServerError as error:
             if self._required:
                 raise
             log.warning("%s", error)
             self.promised = False
+        replica.mark = await weights_mark(http, replica.endpoint)  # a pause counts as a change
 
-    async def _compare(self, http: httpx.AsyncClient, replica: Replica) -> None:
-        (alone,) = await _answers(http, replica, self._prompts[:1], self._tokens)
-        among = (await _answers(http, replica, self._prompts, self._tokens))[0]
-        if among != alone:
-            raise _refusal(f"{alone} alone and {among} among others", replica.name)
+    async def _compare(self, http: httpx.AsyncClient, replica: Replica, load_again: LoadAgain | None) -> None:
+        await reset_caches(http, replica.endpoint)
+        alone = [await request.ask(http, replica) for request in self._requests]
+        few = asyncio.Semaphore(_AT_ONCE)
+
+        async def among_few(request: _Request) -> Answer:
+            async with few:
+                return await request.ask(http, replica)
+
+        self._refuse_others(alone, await asyncio.gather(*map(among_few, self._requests)), "among others", replica)
+        self._refuse_others(alone, await self._in_one_step(http, replica), "in one step with all others", replica)
+        if load_again is not None and await load_again():
+            answers = await self._in_one_step(http, replica)
+            self._refuse_others(alone, answers, "after its weights were loaded once more", replica)
         if self._first is None or self._first[0] != replica.version:
             self._first = replica.version, alone, replica.name
-        elif alone != self._first[1]:
-            raise _refusal(f"{alone}, and {self._first[1]} of {self._first[2]}", replica.name)
+        else:
+            self._refuse_others(alone, self._first[1], f"from {self._first[2]}", replica)
+
+    async def _in_one_step(self, http: httpx.AsyncClient, replica: Replica) -> list[Answer]:
+        """The answers to all requests at once, of which nothing is cached."""
+        await pause(http, replica.endpoint)
+        answers = asyncio.gather(*(request.ask(http, replica) for request in self._requests))
+        try:
+            await asyncio.sleep(_ARRIVAL)
+        finally:
+            await resume(http, replica.endpoint)
+        return await answers
+
+    def _refuse_others(self, alone: Sequence[Answer], others: Sequence[Answer], company: str, replica: Replica) -> None:
+        for request, one, other in zip(self._requests, alone, others, strict=True):
+            if one != other:
+                place = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), -1)
+                raise ServerError(
+                    f"the same seed would not give the same run: after {request.name}, token {place} has the log-prob "
+                    f"{one[place]!r} if the server is asked alone, and {other[place]!r} {company}",
+                    where=replica.name,
+                    remedy="a joined server: start it on this kind of processor, in float32, with "
+                    "VLLM_CPU_ATTN_SPLIT_KV=0 and with our plug-in of this version; else set "
+                    "inference.deterministic = false",
+                )
 
 
-def _refusal(answers: str, name: str) -> ServerError:
-    return ServerError(
-        f"the same seed would not give the same run: the log-probs of a prompt are {answers}",
-        where=name,
-        remedy="a joined server: start it on this kind of processor, in float32 and with VLLM_CPU_ATTN_SPLIT_KV=0; "
-        "else set inference.deterministic = false",
-    )
-
-
-async def _answers(
-    http: httpx.AsyncClient, replica: Replica, prompts: list[list[int]], allowed: list[int]
-) -> list[Answer]:
-    """The log-probs of what is sampled after each prompt."""
-    body = {
-        "model": replica.model,
-        "prompt": prompts,
-        "max_tokens": _SAMPLED,
-        "temperature": 1.0,
-        "seed": 0,
-        "logprobs": 0,
-        "ignore_eos": True,
-        "allowed_token_ids": allowed,
-    }
-    try:
-        choices = (await post(http, replica.endpoint, "/v1/completions", body)).document["choices"]
-        in_order = sorted(choices, key=lambda choice: int(choice["index"]))
-        answers = [tuple(map(float, choice["logprobs"]["token_logprobs"])) for choice in in_order]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ServerError(f"no log-probs in its answer: {error!r}", where=replica.url) from error
-    if len(answers) != len(prompts):
-        raise ServerError(f"{len(answers)} answers to {len(prompts)} prompts", where=replica.url)
-    return answers
+def _requests(allowed: list[int], settings: ServerSettings) -> list[_Request]:
+    """Prompts of text, and messages with an image where servers take images; `allowed` tokens are sampled."""
+    common = {"temperature": 1.0, "seed": 0, "ignore_eos": True, "allowed_token_ids": allowed}
+    made = []
+    for start, (length, sampled) in enumerate(zip(_LENGTHS, _SAMPLED, strict=True)):
+        length = min(length, settings.max_model_len - sampled)
+        prompt = [allowed[(start + place) % len(allowed)] for place in range(length)]
+        body = common | {"prompt": prompt, "max_tokens": sampled, "logprobs": 0}
+        made.append(_Request(f"{length} tokens", "/v1/completions", body))
+    random = np.random.default_rng(0)
+    for side, sampled in zip(_SIDES, _SAMPLED, strict=True) if settings.max_images_per_prompt else ():
+        messages = user_message(random_image(random, side, side))
+        body = common | {"messages": messages, "max_completion_tokens": sampled, "logprobs": True}
+        made.append(_Request(f"an image of {side} x {side}", "/v1/chat/completions", body))
+    return made

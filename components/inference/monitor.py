@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import httpx
 
@@ -277,7 +278,8 @@ class ReplicaMonitor:
                 async with asyncio.timeout(pool.machine.sync_timeout):
                     ready = await pool.weights.make_current(pool.http, replica)
                     if ready:
-                        await pool.repeatability.check(pool.http, replica)
+                        again = partial(pool.weights.load_again, pool.http, replica)
+                        await pool.repeatability.check(pool.http, replica, again)
                     replica.ready = ready
             except TimeoutError as error:
                 raise ServerError(

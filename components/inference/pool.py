@@ -265,7 +265,11 @@ class ServerPool:
                     await self.weights.doubt_lost(self.http, self.replicas)
                     await self._router.reachable()
                 async with self.weights.changing, asyncio.timeout(self.machine.sync_timeout):
+                    first = self.weights.version == 0
                     await self.weights.give(self.http, self.replicas, weights, version, publish, answer)
+                    if first and self.adapters is not None:  # servers were tested without one
+                        ready = [replica for replica in self.replicas if replica.ready]
+                        await asyncio.gather(*(self.repeatability.check(self.http, replica) for replica in ready))
         except BaseException as error:
             # Some servers may have the new weights and others not, whatever it was that came between.
             self._router.broken = sync_failure(error, weights, version, self.machine.sync_timeout)

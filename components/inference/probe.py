@@ -57,10 +57,14 @@ def make_probe(vocabulary: int, forbidden: Sequence[int], max_tokens: int, image
     random = np.random.default_rng(0)
     drawn = random.choice(vocabulary, min(vocabulary, TOKENS + len(forbidden)), replace=False)
     tokens = [token for token in drawn.tolist() if token not in forbidden][: min(TOKENS, max_tokens)]
+    return Probe(tuple(tokens), random_image(random, 64, 48) if images else "")
+
+
+def random_image(random: np.random.Generator, width: int, height: int) -> str:
+    """A PNG of random pixels, in base64."""
     file = io.BytesIO()
-    Image.fromarray(random.integers(0, 256, (48, 64, 3), dtype=np.uint8)).save(file, "PNG")
-    image = base64.b64encode(file.getvalue()).decode() if images else ""
-    return Probe(tuple(tokens), image)
+    Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
 
 
 async def ask_probe(http: httpx.AsyncClient, endpoint: Endpoint, probe: Probe, model: str = MODEL_NAME) -> LogProbs:
@@ -77,7 +81,7 @@ async def ask_probe(http: httpx.AsyncClient, endpoint: Endpoint, probe: Probe, m
         pairs = zip(probe.tokens[1:], entries, strict=True)
         values = [entry[str(token)]["logprob"] for token, entry in pairs]
         if probe.image:
-            chat = common | {"messages": messages(probe), "logprobs": True, "top_logprobs": LIKELIEST}
+            chat = common | {"messages": user_message(probe.image), "logprobs": True, "top_logprobs": LIKELIEST}
             (choice,) = (await post(http, endpoint, "/v1/chat/completions", chat)).document["choices"]
             values += sorted((one["logprob"] for one in choice["logprobs"]["content"][0]["top_logprobs"]), reverse=True)
         if any(type(value) not in (int, float) for value in values):
@@ -91,7 +95,7 @@ async def ask_probe(http: httpx.AsyncClient, endpoint: Endpoint, probe: Probe, m
         ) from error
 
 
-def messages(probe: Probe) -> list[dict[str, Any]]:
-    """The user's message with the image, as the chat route wants it."""
-    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{probe.image}"}}
-    return [{"role": "user", "content": [image, {"type": "text", "text": WORDS}]}]
+def user_message(image: str) -> list[dict[str, Any]]:
+    """A message with a PNG in base64 and `WORDS`, as the chat route wants it."""
+    shown = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}}
+    return [{"role": "user", "content": [shown, {"type": "text", "text": WORDS}]}]

@@ -147,6 +147,21 @@ class ServedWeights:
         log.warning("%s gets weights with the next sync: only the trainer has version %d", replica.name, self.version)
         return False
 
+    async def load_again(self, http: httpx.AsyncClient, replica: Replica) -> bool:
+        """Load the weights that the server has into it once more, in place, as a sync does. False where no folder has
+        them all, or where the server has weights that are not ours.
+
+        Raises:
+            WeightSyncError: it refused, or does not answer as before.
+            httpx.TransportError: it is gone.
+        """
+        ours = self.version > 0 or self._load_on_join or replica.server is not None
+        if not self.single or self._adapters or not ours or not self._transfer.whole(self.latest):
+            return False
+        await self._load(http, [replica], self.latest, None)
+        await self._check(http, replica)
+        return True
+
     def _check_folder(self, weights: Path) -> None:
         shapes = _loaded_shapes(weights)
         if shapes == self._shapes:

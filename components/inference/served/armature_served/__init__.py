@@ -7,7 +7,9 @@ def register() -> None:
     """The plug-in. vLLM calls it in each of its processes, more than once."""
     from vllm import ModelRegistry
 
+    from .images import encode_one_by_one
     from .tied_head import share_the_embedding
 
     ModelRegistry.register_model("Molmo2ForConditionalGeneration", "armature_served.molmo2:Molmo2")
     share_the_embedding()
+    encode_one_by_one()
