@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +39,16 @@ class PlacementBundles:
                 bundles = [self.bundle.resources_of_node()] * (self._count if shared else 1)
                 self._groups[key] = placement_group(bundles, strategy=self.bundle.strategy)
             return self._groups[key], index if shared else 0
+
+    def wanted(self, index: int) -> str:
+        """The resources that the group of `index` waits for, and on how many nodes."""
+        each, strategy = self.bundle.resources_of_node(), self.bundle.strategy
+        if index >= self._count or self._count == 1:
+            return f"{each} of a node"
+        if strategy == "STRICT_SPREAD":
+            return f"{each} of each of {self._count} different nodes, as its strategy is {strategy}"
+        on = f" of one node, as its strategy is {strategy}" if strategy == "STRICT_PACK" else ""
+        return f"{self._count} times {each}{on}"
 
     def give_back(self, index: int) -> None:
         """What `index` had in a group of its own."""
@@ -201,14 +211,21 @@ class PlacedProgram:
     def _refuse_waiting(self, ray: Any, stopped: threading.Event, end: float) -> None:
         self._refuse_stopped(stopped)
         if time.monotonic() > end:
+            bundle, alive = self._places.bundle, [node for node in ray.nodes() if node["Alive"]]
             free = {key: value for key, value in ray.available_resources().items() if "node:" not in key}
             raise ConfigurationError(
-                f"no node of the cluster had room for {self._places.bundle.WHAT} within "
-                f"{self._places.cluster.start_timeout:g} s: that takes {self._places.bundle.resources_of_node()}, "
-                f"free on all nodes together: {free}",
-                where=self._places.bundle.SETTING,
-                remedy="add nodes, start fewer, or let it take less",
+                f"the cluster had no room for {bundle.WHAT} within {self._places.cluster.start_timeout:g} s: that "
+                f"takes {self._places.wanted(self._index)}; {large_enough(alive, bundle)} of {len(alive)} nodes have "
+                f"so much while nothing runs on them, free on all nodes together: {free}",
+                where=bundle.SETTING,
+                remedy="add nodes, start fewer, let it take less, or choose another strategy",
             )
+
+
+def large_enough(nodes: Sequence[Mapping[str, Any]], bundle: Bundle) -> int:
+    """The number of `nodes`, as Ray lists them, that have what one bundle takes if nothing else runs on them."""
+    each = bundle.resources_of_node()
+    return sum(all(node["Resources"].get(name, 0) >= amount for name, amount in each.items()) for node in nodes)
 
 
 class NodeActor:

@@ -126,10 +126,27 @@ def test_each_rank_has_a_gpu_of_its_own(ray_cluster: Any, tmp_path: Path, python
     ray_cluster.remove_node(node)
 
 
-def test_no_room_is_said_with_what_is_free(ray_cluster: Any, tmp_path: Path, python_path: str) -> None:
-    placed = machine(ray_cluster.address, {"num_cpus": 1000}, python_path)
+@pytest.mark.parametrize(
+    ("bundle", "nodes", "numbers"),
+    [
+        ({"resources": {"desks": 1000}}, 1, {"1000"}),
+        ({"resources": {"desks": 1}, "strategy": "STRICT_SPREAD"}, 2, {"2", "STRICT_SPREAD"}),
+        ({"resources": {"desks": 3}, "strategy": "STRICT_PACK"}, 2, {"2", "STRICT_PACK"}),
+    ],
+    ids=["too large", "on different nodes", "on one node"],
+)
+def test_no_room_is_said_with_what_is_wanted(
+    ray_cluster: Any, tmp_path: Path, python_path: str, bundle: dict[str, Any], nodes: int, numbers: set[str]
+) -> None:
+    """One node has what is asked for: four of them, which are free."""
+    node = ray_cluster.add_node(num_cpus=4, resources={"desks": 4})
+    placed = machine(ray_cluster.address, bundle, python_path, trainer_nodes=nodes)
     assert placed.cluster is not None
     impatient = placed.model_copy(update={"cluster": placed.cluster.model_copy(update={"start_timeout": 1.0})})
-    said = r"had room for the trainer's ranks within 1 s: that takes .*1000.*free(.|\n)*machine\.cluster\.trainer"
-    with pytest.raises(ConfigurationError, match=said), LinearClient(LinearTraining(), impatient, tmp_path / "trainer"):
+    client = LinearClient(LinearTraining(), impatient, tmp_path / "trainer")
+    with pytest.raises(ConfigurationError) as refusal, client:
         raise AssertionError
+    wanted, free = refusal.value.what.split(" free on all nodes ")
+    assert refusal.value.where == "machine.cluster.trainer"
+    assert numbers <= set(re.findall(r"\w+", wanted)) and "'desks': 4.0" in free
+    ray_cluster.remove_node(node)
