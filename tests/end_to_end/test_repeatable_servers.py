@@ -1,10 +1,13 @@
-"""A request has the same bits whatever else real servers compute."""
+"""A request has the same bits whatever else real servers compute, and whatever they have cached."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import io
+import json
+import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -16,11 +19,13 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from PIL import Image
 
 from components.contracts.machine import Machine
+from components.inference import determinism
 from components.inference.client import Completion
 from components.inference.pool import ServerPool
 from components.inference.settings import SamplingSettings, ServerSettings
 
-PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+ROOT = Path(__file__).parents[2]
+PYTHON, SERVED = ROOT / ".venv-vllm/bin/python", ROOT / "components/inference/served"
 SETTINGS = ServerSettings(max_model_len=512, max_images_per_prompt=2, dtype="float32")
 REQUESTS = 24
 
@@ -30,7 +35,7 @@ class Asked:
 
     def __init__(self, pool: ServerPool, portal: BlockingPortal, sampling: SamplingSettings) -> None:
         self.pool, self.portal, self.sampling = pool, portal, sampling
-        choose, images = Random(0), [image(seed) for seed in range(5)]
+        choose, images = Random(0), [image(seed) for seed in range(8)]
         words = ("go", "to", "the", "desk", "what", "color", "is", "it")
         self.messages = []
         for _ in range(REQUESTS):
@@ -70,8 +75,9 @@ class Asked:
 
 
 def image(seed: int) -> dict[str, Any]:
-    data, side = io.BytesIO(), 28 * (1 + seed % 3)
-    Image.fromarray(np.random.default_rng(seed).integers(0, 255, (side, 56, 3), dtype=np.uint8)).save(data, "PNG")
+    """Every second one is as small as the model's images get: few rows in a product, whose number matters then."""
+    data, height, width = io.BytesIO(), 28 * (1 + seed % 2), 28 * (1 + seed % 4)
+    Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)).save(data, "PNG")
     url = "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
     return {"type": "image_url", "image_url": {"url": url}}
 
@@ -80,9 +86,10 @@ def image(seed: int) -> dict[str, Any]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not PYTHON.exists():
         pytest.skip("needs .venv-vllm: make environments")
-    from components.models.tiny import make_tiny_checkpoint
+    from components.models.tiny import SMALL, make_tiny_checkpoint
 
-    return make_tiny_checkpoint("molmo2", tmp_path_factory.mktemp("model") / "0", seed=0, image_attention="causal")
+    folder, size = tmp_path_factory.mktemp("model") / "0", SMALL.model_copy(update={"image_side": 28})
+    return make_tiny_checkpoint("molmo2", folder, 0, size, image_attention="causal")
 
 
 @pytest.fixture
@@ -100,6 +107,9 @@ def test_bits_are_the_same_alone_and_among_others_on_every_server(asked: Asked) 
     answers = [asked.one_by_one(order), asked.together(order[::-1])]
     random.shuffle(order)
     answers += [asked.one_by_one(order), asked.among_others(order, random), asked.among_others(order, random)]
+    for again in (asked.together, asked.together, asked.one_by_one):
+        asked.portal.call(asked.pool.reset_caches)  # or images and prefixes are those of the first time
+        answers.append(again(order))
     servers = {index: {first[index].server} for index in order}
     for found in answers:
         for index in order:
@@ -107,6 +117,45 @@ def test_bits_are_the_same_alone_and_among_others_on_every_server(asked: Asked) 
             assert found[index].token_ids.tobytes() == first[index].token_ids.tobytes()
             assert found[index].logprobs.tobytes() == first[index].logprobs.tobytes()
     assert sum(len(names) == 2 for names in servers.values()) > REQUESTS // 3
+
+
+ENCODES = """
+import dataclasses, json
+from armature_served import register
+register()
+register()
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+batches = []
+
+class Runner(GPUModelRunner):
+    def __init__(self):
+        pass
+
+    def _batch_mm_inputs_from_scheduler(self, scheduler_output):
+        batches.append(scheduler_output.scheduled_encoder_inputs)
+        return [], [], []
+
+step = dataclasses.replace(SchedulerOutput.make_empty(), scheduled_encoder_inputs={"a": [0, 1], "b": [2]})
+Runner()._execute_mm_encoder(step)
+print("batches", json.dumps(batches))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("split", "batches"), [("0", [{"a": [0]}, {"a": [1]}, {"b": [2]}]), ("1", [{"a": [0, 1], "b": [2]}])]
+)
+def test_images_are_encoded_alone_where_bits_are_to_be_the_same(
+    split: str, batches: list[dict[str, list[int]]]
+) -> None:
+    if not PYTHON.exists():
+        pytest.skip("needs .venv-vllm: make environments")
+    environment = {**os.environ, "PYTHONPATH": str(SERVED), "VLLM_CPU_ATTN_SPLIT_KV": split}
+    ended = subprocess.run([PYTHON, "-c", ENCODES], env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout.rpartition("batches ")[2]) == batches
 
 
 @pytest.mark.slow
@@ -123,4 +172,5 @@ def test_a_server_that_depends_on_its_batch_is_said(
             pass
 
     asyncio.run(start())
-    assert not pool.repeatability.promised and "the same seed would not give the same run" in caplog.text
+    assert not pool.repeatability.promised
+    assert [record.name for record in caplog.records if "vllm-0" in record.message] == [determinism.__name__]

@@ -15,10 +15,17 @@ from typing import Any
 import pytest
 
 from components.contracts.machine import Machine
+from components.inference import determinism
 from components.inference.pool import ServerPool
 from components.inference.settings import SamplingSettings, ServerSettings
 
 KEY = "a-key"
+
+
+@pytest.fixture(autouse=True)
+def _requests_arrive_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a stand-in, which computes nothing."""
+    monkeypatch.setattr(determinism, "_ARRIVAL", 0.05)
 
 
 def _load(name: str) -> ModuleType:

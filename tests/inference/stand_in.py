@@ -47,8 +47,8 @@ class StandIn:
     delay: float = 0.0
     tokens: tuple[int, int, int] = (3, 4, 5)
     """Every completion."""
-    depends_on_others: float = 0.0
-    """How far a log-prob moves when other prompts come along."""
+    depends_on: str = ""
+    """What moves a log-prob of a check of its bits: "others", "images" in the same step, "reload" or "server"."""
     healthy: bool = True
     list_of_models: str = ""
     """In place of its own."""
@@ -67,6 +67,9 @@ class StandIn:
     adapters: dict[str, str] | None = field(default_factory=dict)
     """Folders by name; None: it takes none."""
     calls: list[str] = field(default_factory=list)
+    checked: Counter[bool] = field(default_factory=Counter)
+    """Requests of a check of its bits that it answers now, by whether they have an image."""
+    most_checked: Counter[bool] = field(default_factory=Counter)
     bodies: list[dict[str, Any]] = field(default_factory=list)
 
     def misbehave(self, fault: str, count: int = -1) -> None:
@@ -83,6 +86,9 @@ class StandIn:
         if "top_logprobs" in body:
             top = [{"logprob": self._probed() - place} for place in range(body["top_logprobs"])]
             return JSONResponse({"choices": [{"logprobs": {"content": [{"top_logprobs": top}]}}]})
+        if "ignore_eos" in body:
+            content = [{"logprob": await self._bits(True)} for _ in range(body["max_completion_tokens"])]
+            return JSONResponse({"choices": [{"logprobs": {"content": content}}]})
         if body["model"] not in ("policy", *(self.adapters or {})):
             return JSONResponse({"error": {"message": f"The model `{body['model']}` does not exist."}}, 404)
         self.bodies.append(body)
@@ -191,12 +197,33 @@ class StandIn:
     async def completions(self, request: Request) -> Response:
         if self.fault == "sync no probe":
             return JSONResponse({"choices": [{}]})
-        tokens = (await request.json())["prompt"]
-        if isinstance(tokens[0], list):
-            logprobs = {"token_logprobs": [-0.5 - (len(tokens) > 1) * self.depends_on_others]}
-            return JSONResponse({"choices": [{"index": i, "logprobs": logprobs} for i in range(len(tokens))]})
+        body = await request.json()
+        tokens = body["prompt"]
+        if "ignore_eos" in body:
+            logprobs = {"token_logprobs": [await self._bits(False)] * body["max_tokens"]}
+            return JSONResponse({"choices": [{"logprobs": logprobs}]})
         entries = [None, *({str(token): {"logprob": self._probed()}} for token in tokens[1:])]
         return JSONResponse({"choices": [{"prompt_logprobs": entries}]})
+
+    async def _bits(self, image: bool) -> float:
+        """A log-prob of a check that answers have the same bits in any company."""
+        self.checked[image] += 1
+        self.most_checked |= self.checked
+        in_one_step = self.paused
+        try:
+            while self.paused:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.001)
+            others = self.checked.total() > 1
+        finally:
+            self.checked[image] -= 1
+        moved = {
+            "others": others,
+            "images": image and in_one_step,
+            "reload": self.calls.count("/collective_rpc") > 1,
+            "server": True,
+        }
+        return -0.5 - 1e-7 * moved.get(self.depends_on, False)
 
     def _probed(self) -> float:
         return -float(sum(self.version.encode()) % 97)

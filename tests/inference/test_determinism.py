@@ -12,10 +12,7 @@ import pytest
 from components.contracts.errors import ConfigurationError, ServerError
 from components.contracts.machine import Machine
 from components.inference.pool import ServerPool
-from components.inference.settings import ServerSettings
-
-PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
-REQUESTS = 24
+from components.inference.settings import SamplingSettings, ServerSettings
 
 
 def settings(**changes: Any) -> ServerSettings:
@@ -34,25 +31,42 @@ def test_it_is_refused_where_it_cannot_be_promised(
     ServerPool(checkpoint("v"), settings(**changes), Machine(**machine), tmp_path)
 
 
-@pytest.mark.parametrize(("difference", "refused"), [(0.0, False), (1e-7, True)])
+@pytest.mark.parametrize("depends_on", ["", "others", "images", "reload", "server"])
 def test_a_joined_server_has_to_prove_it(
-    checkpoint: Callable[..., Path],
-    stand_ins: Callable[[int], list[Any]],
-    tmp_path: Path,
-    difference: float,
-    refused: bool,
+    checkpoint: Callable[..., Path], stand_ins: Callable[[int], list[Any]], tmp_path: Path, depends_on: str
 ) -> None:
-    (server,) = stand_ins(1)
-    server.depends_on_others = difference
-    machine = Machine(endpoints=(server.url,), ready_timeout=5.0)
+    """Its bits may depend on requests beside, on images in the same step, on a reload, or on which server it is."""
+    servers = stand_ins(2)
+    servers[1].depends_on = depends_on
+    machine = Machine(endpoints=tuple(server.url for server in servers), ready_timeout=5.0)
 
     async def join(**changes: Any) -> None:
-        async with ServerPool(checkpoint(str(changes)), settings(**changes), machine, tmp_path):
+        for server in servers:
+            server.calls.clear()
+        async with ServerPool(checkpoint(str(changes)), settings(**changes), machine, tmp_path) as pool:
+            await pool.complete([{"role": "user", "content": "?"}], SamplingSettings(max_tokens=3), 1)
+
+    asyncio.run(join())
+    assert not any(server.calls.count("/pause") for server in servers)
+    if depends_on:
+        with pytest.raises(ServerError) as refusal:
+            asyncio.run(join(deterministic=True))
+        assert refusal.value.where in (servers[0].url, servers[1].url)
+    else:
+        asyncio.run(join(deterministic=True))
+
+
+@pytest.mark.parametrize(("images", "asked"), [(0, 0), (1, 5)])
+def test_images_are_tried_where_servers_take_them(
+    checkpoint: Callable[..., Path], stand_ins: Callable[[int], list[Any]], tmp_path: Path, images: int, asked: int
+) -> None:
+    (server,) = stand_ins(1)
+    machine = Machine(endpoints=(server.url,), ready_timeout=5.0)
+
+    async def join() -> None:
+        changes = {"deterministic": True, "max_images_per_prompt": images}
+        async with ServerPool(checkpoint("w"), settings(**changes), machine, tmp_path):
             pass
 
     asyncio.run(join())
-    if refused:
-        with pytest.raises(ServerError, match="the same seed would not give the same run"):
-            asyncio.run(join(deterministic=True))
-    else:
-        asyncio.run(join(deterministic=True))
+    assert (server.most_checked[True], server.most_checked[False]) == (asked, 5) and not server.paused

@@ -25,54 +25,13 @@ from components.process import Program
 from tests.production.linear_trainer import CONTINUE, OUT, PAUSED, installed
 from tests.production.linear_trainer import WEIGHTS as LINEAR
 from tests.production.nodes import DISK, Network, Node, wait_for
-from tests.production.recipe_stages import WEIGHTS
+from tests.production.recipe_stages import RECIPES, WEIGHTS
 from tests.production.services import ONE_THREAD
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-ray/bin/python"
 """The environment of the project, with Ray."""
 KEY = "a key for the tests"
-SMALL = (
-    "rollouts.groups_per_step=4",
-    "rollouts.group_size=4",
-    "preflight.groups=1",
-    "batches.skip_zero_advantage=false",
-)
-RECIPES = {
-    "train-vlm/colors": (
-        *SMALL,
-        "trainer.max_steps=8",
-        "environment.heldout_tasks=16",
-        "evaluation.every=0",
-        "inference.deterministic=true",
-    ),
-    "train-vlm/molmo2-tiny": (
-        *SMALL,
-        "trainer.max_steps=4",
-        "trainer.warmup_steps=1",
-        "trainer.save_every=4",
-        "environment.train_tasks=320",
-        "environment.heldout_tasks=8",
-        "environment.args.max_turns=8",
-        "warm_start.demonstrations=300",
-        "warm_start.heldout_demonstrations=4",
-        "evaluation.max_tasks=8",
-        "inference.deterministic=true",
-    ),
-    "train-vla/tiny": (
-        "demonstrations.episodes_per_task=6",
-        "simulator.reach_distance=0.17",
-        "training.max_steps=20",
-        "training.batch_size=8",
-        "training.micro_batch_size=8",
-        "training.warmup_steps=0",
-        "training.save_every=20",
-        "training.heldout.every=20",
-        "evaluation.episodes_per_task=2",
-        "evaluation.max_steps.libero_spatial=20",
-    ),
-}
-"""Each with fewer and smaller steps than it has."""
 SERVER, RANK = "vllm.entrypoints.openai.api_server", "components.training.service"
 PLAYERS = {"train-vlm": "components.rollouts.worker", "train-vla": "components.environments.libero.worker"}
 ENVIRONMENT = {**ONE_THREAD, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1"}
