@@ -207,7 +207,7 @@ def server_environment(
             "TORCH_COMPILE_DISABLE": "1",
         }
         if deterministic:
-            environment["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
+            environment["VLLM_CPU_ATTN_SPLIT_KV"] = "0"  # our plug-in then also encodes each image alone
     if adapters is not None:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # the routes that load adapters
     if machine.weight_transfer == "ipc":

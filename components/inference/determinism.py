@@ -90,8 +90,8 @@ class Repeatability:
     async def check(self, http: httpx.AsyncClient, replica: Replica, load_again: LoadAgain | None = None) -> None:
         """Ask a server that holds the weights of its version; nothing is asked where nothing is promised.
 
-        Where `inference.deterministic` is left out, a processor whose products depend on the batch costs no more than
-        the promise: a warning says so.
+        What it had cached is forgotten, and it is paused for a moment. Where `inference.deterministic` is left out, a
+        processor whose products depend on the batch costs no more than the promise: a warning says so.
 
         Raises:
             ServerError: it answers otherwise in other company, or otherwise than another server.
