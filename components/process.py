@@ -157,6 +157,19 @@ def program(
         running.stop()
 
 
+class ForkGuard:
+    """A block for code that may fork: a child that would leave it, by a return or by an error, ends there."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        if os.getpid() != self._process:
+            os._exit(1)
+
+
 def _signal(process: psutil.Process, number: int) -> None:
     with suppress(psutil.NoSuchProcess):
         process.send_signal(number)

@@ -16,7 +16,7 @@ from components.datasets import histograms, quantiles
 from components.datasets.histograms import Histogram
 from components.datasets.lerobot.reader import Dataset
 from components.datasets.lerobot.sampling import sampled
-from components.datasets.measured import Measured, episodes_table, from_data, merge
+from components.datasets.measured import MEASURED, Measured, episodes_table, merge
 from components.datasets.selection import selection
 from components.datasets.settings import QuantileStatsSettings
 from components.datasets.statistics import Array, FeatureStatistics
@@ -145,7 +145,7 @@ def _on_workers(dataset: Dataset, units: Sequence[MeasurementUnit], machine: Mac
     files = dataset.episodes.numbers[["chunk", "file"]]
 
     def measure(worker: Worker, job: tuple[int, MeasurementUnit]) -> tuple[int, Measured]:
-        return job[0], from_data(worker.call("measure", *astuple(job[1])))
+        return job[0], worker.call("measure", *astuple(job[1]), reply=MEASURED)
 
     with WorkerPool(
         lambda: make_worker("components.datasets.worker", opened, timeout=UNIT_SECONDS), machine.statistics_workers

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
+from pydantic import NonNegativeInt, PlainValidator, TypeAdapter
 
 from components.contracts.errors import DataError
 from components.datasets import histograms, quantiles
 from components.datasets.histograms import Histogram
 from components.datasets.quantiles import FeatureValues
 from components.datasets.statistics import Array
+from components.workers.requests import ReplyForm, array_of
 
 
 @dataclass(frozen=True)
@@ -67,18 +69,49 @@ def as_data(measured: Measured) -> dict[str, Any]:
         writer.write_table(measured.episodes)
     return {
         "episodes": np.frombuffer(sink.getvalue(), np.uint8),
-        "values": {name: [each.parts, each.count, each.mean, each.squares] for name, each in measured.values.items()},
-        "histograms": {name: [each.counts, each.images] for name, each in measured.histograms.items()},
+        "values": {name: vars(each) for name, each in measured.values.items()},
+        "histograms": {name: vars(each) for name, each in measured.histograms.items()},
     }
 
 
-def from_data(data: Mapping[str, Any]) -> Measured:
-    """What `as_data` was given."""
+class ValuesReply(ReplyForm):
+    """The fields of a `FeatureValues`."""
+
+    parts: list[np.ndarray]
+    count: NonNegativeInt
+    mean: Annotated[Array, PlainValidator(array_of(np.float64, 1))]
+    squares: Annotated[Array, PlainValidator(array_of(np.float64, 1))]
+
+
+class HistogramReply(ReplyForm):
+    """The fields of a `Histogram`."""
+
+    counts: Annotated[Array, PlainValidator(array_of(np.int64, 2))]
+    images: NonNegativeInt
+
+
+class MeasuredReply(ReplyForm):
+    """What `as_data` gives."""
+
+    episodes: Annotated[Array, PlainValidator(array_of(np.uint8, 1))]
+    values: dict[str, ValuesReply]
+    histograms: dict[str, HistogramReply]
+
+
+def from_data(data: Any) -> Measured:
+    """What `as_data` was given. Raises ValueError if it is not what `as_data` gives."""
+    reply = MeasuredReply.model_validate(data)
     return Measured(
-        pa.ipc.open_stream(data["episodes"]).read_all(),
-        {name: FeatureValues(tuple(parts), *rest) for name, (parts, *rest) in data["values"].items()},
-        {name: Histogram(*each) for name, each in data["histograms"].items()},
+        pa.ipc.open_stream(reply.episodes).read_all(),
+        {
+            name: FeatureValues(tuple(each.parts), each.count, each.mean, each.squares)
+            for name, each in reply.values.items()
+        },
+        {name: Histogram(each.counts, each.images) for name, each in reply.histograms.items()},
     )
+
+
+MEASURED = TypeAdapter(Annotated[Measured, PlainValidator(from_data)])
 
 
 def _lists(values: Array) -> pa.Array:

@@ -9,19 +9,30 @@ from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 from weakref import finalize
+
+from pydantic import Field, StrictStr, TypeAdapter
 
 from components.contracts.errors import ConfigurationError
 from components.contracts.failures import RolloutFailed
 from components.project import VARIABLE as PROJECT
 from components.rewards.reward import IsolatedSettings, RewardInput
-from components.workers.errors import WorkerError
+from components.workers.errors import IdleWorkerLost, WorkerError
 from components.workers.worker import Worker, make_worker
 
 WORKER = "components.rewards.worker"
 START_SECONDS = 120.0
 """For a process to start and import what it needs, before its first grade."""
+MOST_BYTES = 2**20
+"""Of the answer to one request."""
+
+Reason = Annotated[str, Field(strict=True, pattern="^[a-z][a-z0-9_]{0,63}$")]
+GRADE: TypeAdapter[float | tuple[str, str]] = TypeAdapter(
+    Annotated[float, Field(strict=True, allow_inf_nan=False)] | tuple[Reason, StrictStr]
+)
+"""A finite number, or why there is none: a reason and the details."""
+SOURCES = TypeAdapter(dict[StrictStr, StrictStr])
 
 ResultT = TypeVar("ResultT")
 Job = tuple[Future[Any], Callable[[Worker], Any]]
@@ -39,7 +50,10 @@ class IsolatedReward:
         self.weights = {settings.part: settings.weight}
         place = str(folder.resolve())
         described, env = {"settings": settings.model_dump(mode="json"), "folder": place}, {PROJECT: place}
-        workers = [make_worker(WORKER, described, timeout=settings.patience, env=env) for _ in range(processes)]
+        workers = [
+            make_worker(WORKER, described, timeout=settings.patience, env=env, most_bytes=MOST_BYTES)
+            for _ in range(processes)
+        ]
         self._beginning = Lock()
         self._sources: dict[str, str] = {}
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
@@ -64,17 +78,21 @@ class IsolatedReward:
 
     def _ask(self, worker: Worker, method: str, *arguments: Any) -> float:
         try:
-            self._begin(worker)
-            kind, value = worker.call(method, *arguments)
+            try:
+                self._begin(worker)
+                grade = worker.call(method, *arguments, reply=GRADE)
+            except IdleWorkerLost:  # An earlier completion did that, and this one does not pay for it.
+                self._begin(worker)
+                grade = worker.call(method, *arguments, reply=GRADE)
         except ConfigurationError as error:  # what it is made of has changed since it was first made
             raise RolloutFailed("reward_error", str(error)) from error
         except WorkerError as error:
             if isinstance(error.__cause__, TimeoutError):
                 raise RolloutFailed("reward_timeout", f"no grade within {self._timeout:g} s") from error
             raise RolloutFailed("reward_died", error.what) from error
-        if kind == "failed":
-            raise RolloutFailed(*value)
-        return float(value)
+        if isinstance(grade, tuple):
+            raise RolloutFailed(*grade)
+        return grade
 
     def _begin(self, worker: Worker) -> None:
         """
@@ -83,7 +101,7 @@ class IsolatedReward:
         """
         if worker.alive:
             return
-        sources = worker.call("begin", timeout=START_SECONDS)
+        sources = worker.call("begin", reply=SOURCES, timeout=START_SECONDS)
         with self._beginning:
             self._sources = self._sources or sources
         if sources != self._sources:

@@ -20,8 +20,8 @@ from components.rewards.settings import NamedReward, own_settings
 from components.rewards.sources import sources_of
 from components.workers.serve import serve
 
-Answer = tuple[str, Any]
-"""("graded", what the reward gave) or ("failed", reason and detail)."""
+Answer = float | tuple[str, str]
+"""What the reward gave, or reason and detail of its failure."""
 
 
 class CpuTimeSpent(BaseException):
@@ -46,22 +46,22 @@ class RewardHandler:
         try:
             self._reward.check(answer)
         except RolloutFailed as failed:
-            return "failed", (failed.reason, failed.detail)
-        return "graded", 0.0
+            return failed.reason, failed.detail
+        return 0.0
 
     def grade(self, completion: str, answer: Any, row: Mapping[str, Any]) -> Answer:
         try:
             with cpu_limit(self._cpu_seconds):
-                return "graded", _finite(self._reward.grade(RewardInput(completion, answer, row)))
+                return _finite(self._reward.grade(RewardInput(completion, answer, row)))
         except CpuTimeSpent:
             signal.setitimer(signal.ITIMER_PROF, 0)
-            return "graded", 0.0
+            return 0.0
         except RolloutFailed as failed:
-            return "failed", (failed.reason, failed.detail)
+            return failed.reason, failed.detail
         except ConfigurationError:
             raise
         except Exception as error:
-            return "failed", ("reward_error", said(error))
+            return "reward_error", said(error)
 
     def close(self) -> None:
         pass

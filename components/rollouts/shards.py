@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
 
+from pydantic import TypeAdapter
+
 from components.artifacts.store import ArtifactStore
 from components.contracts.episodes import Task
 from components.contracts.errors import ConfigurationError
@@ -27,14 +29,21 @@ from components.rollouts.collect import CollectionProgress, failures_said
 from components.rollouts.late import ShardQueue
 from components.rollouts.settings import RolloutSettings
 from components.rollouts.table import read_rollouts
-from components.rollouts.worker import SHARDS, WorkerPlan
+from components.rollouts.worker import ALIVE_EVERY, SHARDS, WorkerPlan
 from components.workers.errors import WorkerError
 from components.workers.pool import WorkerPool
+from components.workers.requests import NOTHING, ReplyForm
 from components.workers.worker import Worker, make_worker
 
 WORKER = "components.rollouts.worker"
 SILENCE = 120.0
 """Seconds without a sign of life after which a worker is lost; it gives one every 5 s, once it has started."""
+
+MOST_SIGNS = round(7 * 86400 / ALIVE_EVERY)
+"""Signs of life while a shard is played: a week's."""
+
+MOST_BYTES = 2**24
+"""Of what a worker answers; rollouts are not part of it."""
 
 PAUSE = 1.0
 """Seconds that the pool has to see to its servers before a shard is begun again for want of them."""
@@ -44,6 +53,24 @@ ATTEMPTS = 4
 
 LOOK_EVERY = 1.0
 """Seconds between two looks for shards that are late."""
+
+
+class SuspectReply(ReplyForm):
+    """The fields of a `SuspectServer`."""
+
+    name: str
+    mark: str
+    reason: str
+
+
+class ShardReply(ReplyForm):
+    """Whether a shard was made, and which servers failed."""
+
+    made: bool
+    suspects: list[SuspectReply]
+
+
+SHARD_REPLY = TypeAdapter(ShardReply)
 
 
 @dataclass(frozen=True)
@@ -103,7 +130,9 @@ class RolloutWorkers:
             max_model_len=limits.max_model_len,
         ).model_dump(mode="json")
         env = {PROJECT: str(project_folder().resolve())} if PROJECT in os.environ else {}
-        self._workers = WorkerPool(lambda: make_worker(WORKER, settings, timeout=SILENCE, env=env), count)
+        self._workers = WorkerPool(
+            lambda: make_worker(WORKER, settings, timeout=SILENCE, env=env, most_bytes=MOST_BYTES), count
+        )
         self._free = {worker: asyncio.Lock() for worker in self._workers.workers}
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="shard")
         self._made_of = defaultdict[int, list[str]](list)
@@ -183,19 +212,25 @@ class RolloutWorkers:
         tasks = [{**asdict(task), "payload": task.payload} for task in shard.tasks]
         requests = len(shard.tasks) * self._plan.group_size
         async with self._free[worker], self._pool.lent(requests) as servers:
+            lent = [asdict(server) for server in servers]
             play = partial(
-                worker.call, "play", key, shard.step, shard.first_group, tasks, [asdict(server) for server in servers]
+                worker.stream,
+                *("play", key, shard.step, shard.first_group, tasks, lent),
+                part=NOTHING,
+                most_parts=MOST_SIGNS,
+                reply=SHARD_REPLY,
             )
             try:
                 with queue.played(shard, worker, time.monotonic()):
-                    answer = (await asyncio.get_running_loop().run_in_executor(self._threads, play))[-1]
+                    _, reply = await asyncio.get_running_loop().run_in_executor(self._threads, play)
             except asyncio.CancelledError:
                 worker.close()
                 raise
-        self._pool.returned([SuspectServer(**each) for each in answer["suspects"]])
-        if not answer["made"]:
+        self._pool.returned([SuspectServer(**dict(each)) for each in reply.suspects])
+        if not reply.made:
             await asyncio.sleep(PAUSE)
-            raise WorkerError("no server that it had answers any more", where=answer["suspects"][-1]["name"])
+            suspects = ", ".join(each.name for each in reply.suspects)
+            raise WorkerError("no server that it had answers any more", where=suspects)
         artifact = await asyncio.to_thread(self._store.find, SHARDS, key)
         if artifact is None:
             raise ConfigurationError(

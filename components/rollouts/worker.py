@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import aclosing
 from dataclasses import asdict
@@ -66,9 +66,9 @@ class RolloutWorker:
 
     def play(
         self, key: str, step: int, first_group: int, tasks: list[dict[str, Any]], servers: list[dict[str, Any]]
-    ) -> Iterator[dict[str, Any] | None]:
+    ) -> Generator[None, None, dict[str, Any]]:
         """Collect a group for each task, and keep them as the artifact `key`, unless that was done. Yields None while
-        it plays, then whether it is `made`, which it is not where all servers were gone, and which are `suspects`.
+        it plays; returns whether it is `made`, which it is not where all servers were gone, and which are `suspects`.
 
         Where there is a remote store the artifact is there when this ends, with the images that it shows.
         """
@@ -76,7 +76,7 @@ class RolloutWorker:
             playing = thread.submit(self._made, key, step, first_group, tasks, servers)
             while not wait([playing], ALIVE_EVERY).done:
                 yield None
-            yield playing.result()
+            return playing.result()
 
     def _made(
         self, key: str, step: int, first_group: int, tasks: list[dict[str, Any]], servers: list[dict[str, Any]]

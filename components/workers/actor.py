@@ -10,23 +10,30 @@ import reprlib
 import signal
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter
 
 from components.artifacts.digests import file_digest, listing_digest
 from components.contracts.cluster import LEAST_AMOUNT, ClusterSettings
 from components.contracts.errors import ArmatureError, ConfigurationError
 from components.installation import install_command
-from components.workers.channel import decoded, encoded
+from components.workers.channel import MOST_BYTES, decoded, encoded
 from components.workers.errors import WorkerError, described, restored
 from components.workers.process import GRACE, WorkerProcess
+from components.workers.requests import ANYTHING, PartT, ReplyForm, ReplyT, checked
 
 PING_SECONDS = 30.0
 """For an actor to say that it is there, while a call takes its time."""
+
+ENDING_SECONDS = 60.0
+"""For an actor to end a worker's process after the time limit of a call."""
 
 REACH_SECONDS = 10.0
 """For the head of a cluster to take a connection."""
@@ -47,12 +54,13 @@ class WorkerActor:
         *,
         timeout: float,
         env: Mapping[str, str | None] | None = None,
+        most_bytes: int = MOST_BYTES,
     ) -> None:
         """
         Args: see `make_worker`.
         """
         self._cluster, self._module, self._timeout = cluster, module, timeout
-        self._arguments = module, encoded(dict(settings or {})), timeout, encoded(dict(env or {}))
+        self._arguments = module, encoded(dict(settings or {})), timeout, encoded(dict(env or {})), most_bytes
         self._lock = threading.Lock()
         self._actor: Any = None
         self._before = 0  # processes of actors that are gone
@@ -66,8 +74,20 @@ class WorkerActor:
         """See `Worker.alive`."""
         return self.pid is not None
 
-    def call(self, method: str, *arguments: Any, timeout: float | None = None) -> Any:
-        """See `Worker.call`.
+    def call(self, method: str, *arguments: Any, reply: TypeAdapter[ReplyT], timeout: float | None = None) -> ReplyT:
+        """See `Worker.call`; raises what `stream` does."""
+        return self.stream(method, *arguments, part=ANYTHING, most_parts=0, reply=reply, timeout=timeout)[1]
+
+    def stream(
+        self,
+        method: str,
+        *arguments: Any,
+        part: TypeAdapter[PartT],
+        most_parts: int,
+        reply: TypeAdapter[ReplyT],
+        timeout: float | None = None,
+    ) -> tuple[list[PartT], ReplyT]:
+        """See `Worker.stream`.
 
         Raises:
             ConfigurationError: besides, that the cluster does not answer, has no room, or has another code.
@@ -78,20 +98,23 @@ class WorkerActor:
             ray = joined(self._cluster.address)
             try:
                 actor = self._actor or self._start(ray)
-                answer = decoded(self._answer(ray, actor, request, timeout))
+                answer = HostAnswer.model_validate(decoded(self._answer(ray, actor, request, timeout, most_parts)))
+                if answer.error is None:
+                    result = [checked(part, each) for each in answer.parts or []], checked(reply, answer.value)
             except BaseException as error:
                 where = f"{self._module} on node {self.node}, {method}{reprlib.repr(arguments)}"
                 self._end()
+                if isinstance(error, ValueError | EOFError):
+                    raise WorkerError(f"the worker's answer cannot be read: {error!s:.500}", where=where) from error
                 if not isinstance(error, ray.exceptions.RayError):
                     raise
                 cause = None if isinstance(error, TimeoutError) else error
                 raise WorkerError("the worker's actor or its node is gone", where=where) from cause
-            self.pid = answer["pid"]
-            self.starts = self._before + answer["starts"]
-        if "value" in answer:
-            return answer["value"]
-        refused = restored(answer["error"])
-        raise refused from (TimeoutError() if answer["in_time"] is False else None)
+            self.pid = answer.pid
+            self.starts = self._before + answer.starts
+        if answer.error is None:
+            return result
+        raise restored(answer.error) from (None if answer.in_time else TimeoutError())
 
     def close(self) -> None:
         """See `Worker.close`."""
@@ -142,11 +165,14 @@ class WorkerActor:
         refuse_other(about, "machine.cluster")
         return actor
 
-    def _answer(self, ray: Any, actor: Any, request: bytes, timeout: float) -> bytes:
+    def _answer(self, ray: Any, actor: Any, request: bytes, timeout: float, most_parts: int) -> bytes:
         """Waits as long as the actor does; its own time limits end the process, here only the node can be silent."""
-        answer = actor.call.remote(request, timeout)
+        answer = actor.call.remote(request, timeout, most_parts)
+        end = time.monotonic() + timeout * (most_parts + 1) + ENDING_SECONDS
         while not ray.wait([answer], timeout=max(timeout, PING_SECONDS))[0]:
             ray.get(actor.ping.remote(), timeout=PING_SECONDS)
+            if time.monotonic() > end:
+                raise ray.exceptions.GetTimeoutError("the actor has not ended its worker in time")
         found: bytes = ray.get(answer)
         return found
 
@@ -165,11 +191,24 @@ class WorkerActor:
             ray.kill(actor)
 
 
+class HostAnswer(ReplyForm):
+    """What a `_Host` answers: parts and value, or an error and whether it came in time."""
+
+    parts: list[Any] | None = None
+    value: Any = None
+    error: Annotated[list[str], Field(min_length=4, max_length=4)] | None = None
+    in_time: bool = True
+    pid: PositiveInt | None
+    starts: NonNegativeInt
+
+
 class _Host:
     """On the node: a worker's process, which ends with the actor that has it."""
 
-    def __init__(self, module: str, settings: bytes, timeout: float, env: bytes) -> None:
-        self._worker = WorkerProcess(module, decoded(settings), timeout=timeout, env=decoded(env))
+    def __init__(self, module: str, settings: bytes, timeout: float, env: bytes, most_bytes: int) -> None:
+        self._worker = WorkerProcess(
+            module, decoded(settings), timeout=timeout, env=decoded(env), most_bytes=most_bytes
+        )
 
     def about(self) -> bytes:
         from ray.util import get_node_ip_address
@@ -178,10 +217,14 @@ class _Host:
 
     def ping(self) -> None: ...
 
-    def call(self, request: bytes, timeout: float) -> bytes:
+    def call(self, request: bytes, timeout: float, most_parts: int) -> bytes:
         method, arguments = decoded(request)
+        answer: dict[str, Any]
         try:
-            answer = {"value": self._worker.call(method, *arguments, timeout=timeout)}
+            parts, value = self._worker.stream(
+                method, *arguments, part=ANYTHING, most_parts=most_parts, reply=ANYTHING, timeout=timeout
+            )
+            answer = {"parts": parts, "value": value}
         except ArmatureError as error:
             answer = {"error": described(error), "in_time": not isinstance(error.__cause__, TimeoutError)}
         return encoded({**answer, "pid": self._worker.pid, "starts": self._worker.starts})

@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import math
 import re
+import select
 import socket
 import struct
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 MOST_BYTES = 2**30
-"""Of a document, and of an array in it."""
+"""Of all that answers one request, where a worker has no smaller limit."""
 
+MOST_TEXT = 2**24
+"""Bytes of JSON in an answer, beside its arrays: in memory JSON may take 30 times as much."""
+
+_AHEAD, _AT_ONCE = 2**12, 2**20
+ReceivedT = TypeVar("ReceivedT", bytes, int)
 _LENGTH = struct.Struct("<Q")
 _ARRAY = "$array"
 _NUMBERS = re.compile(r"[<>|][biuf][1248]")
@@ -44,7 +50,7 @@ def decoded(data: bytes) -> Any:
 
     Raises:
         EOFError: it is cut off.
-        ValueError, TypeError: it is not what `encoded` gives.
+        ValueError: it is not what `encoded` gives.
     """
     rest = memoryview(data)
 
@@ -55,52 +61,106 @@ def decoded(data: bytes) -> Any:
         part, rest = bytearray(rest[:count]), rest[count:]
         return part
 
-    return _value(exactly)
+    return _value(exactly, len(data))
+
+
+class CallLimits:
+    """The seconds and bytes that are left for one call. Sending, and each part of an answer, uses up the same ones."""
+
+    def __init__(self, seconds: float, most_bytes: int) -> None:
+        self._seconds, self._most_bytes, self._bytes = seconds, most_bytes, most_bytes
+        self.restart()
+
+    def restart(self) -> None:
+        """Allow all of the seconds from now on. The bytes are not restored."""
+        self._until = time.monotonic() + self._seconds
+
+    def seconds(self) -> float:
+        """Raises TimeoutError if none are left."""
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        return left
+
+    def take(self, count: int) -> None:
+        """Raises ValueError if fewer than `count` bytes are left."""
+        if count > self._bytes:
+            raise ValueError(f"more than {self._most_bytes} bytes")
+        self._bytes -= count
 
 
 class Channel:
-    """Sends and receives what `encoded` gives. The other side is not trusted."""
+    """Sends and receives what `encoded` gives. Without limits, the other side is trusted."""
 
     def __init__(self, stream: socket.socket) -> None:
         self._stream = stream
-        self._until: float | None = None
+        self._buffer = bytearray()
+        self._poll = select.poll()
+        self._poll.register(stream, select.POLLIN)
 
-    def send(self, value: bytes, timeout: float | None = None) -> None:
+    def send(self, value: bytes, limits: CallLimits | None = None) -> None:
         """Raises TimeoutError if the other side does not take it, OSError if it has gone."""
-        self._stream.settimeout(timeout)
+        if limits is not None:
+            self._stream.settimeout(limits.seconds())
         self._stream.sendall(value)
 
-    def receive(self, timeout: float | None = None) -> Any:
+    def receive(self, limits: CallLimits | None = None) -> Any:
         """
         Raises:
-            TimeoutError: the whole of it was not there in `timeout` seconds.
+            TimeoutError: the whole of it was not there in time.
             EOFError, OSError: the other side has gone.
-            ValueError, TypeError: it is not what `encoded` gives.
+            ValueError: it is not what `encoded` gives, or takes more bytes than are left.
         """
-        self._until = None if timeout is None else time.monotonic() + timeout
-        return _value(self._exactly)
+
+        def exactly(count: int) -> bytearray:
+            if limits is not None:
+                limits.take(count)
+            return self._exactly(count, limits)
+
+        return _value(exactly, None if limits is None else MOST_TEXT)
+
+    def unread(self) -> bytes | None:
+        """The next byte, which stays where it is; empty if the other side has gone; None if nothing has come."""
+        if not self._buffer and self._poll.poll(0):
+            try:
+                self._buffer += (byte := self._stream.recv(1))
+            except OSError:
+                return b""
+            return byte
+        return bytes(self._buffer[:1]) or None
 
     def close(self) -> None:
         self._stream.close()
 
-    def _exactly(self, count: int) -> bytearray:
-        if count > MOST_BYTES:
-            raise ValueError(f"{count} bytes, more than {MOST_BYTES}")
-        received = bytearray(count)
-        rest = memoryview(received)
-        while rest:
-            left = None if self._until is None else self._until - time.monotonic()
-            if left is not None and left <= 0:
-                raise TimeoutError
-            self._stream.settimeout(left)
-            size = self._stream.recv_into(rest)
-            if not size:
-                raise EOFError
-            rest = rest[size:]
+    def _exactly(self, count: int, limits: CallLimits | None) -> bytearray:
+        """The next `count` bytes."""
+        buffer = self._buffer
+        if count <= _AHEAD:
+            while len(buffer) < count:
+                buffer += self._received(lambda: self._stream.recv(_AHEAD), limits)
+            self._buffer = buffer[count:]
+            del buffer[count:]
+            return buffer
+        received, size = bytearray(min(count, _AT_ONCE)), len(buffer)
+        received[:size] = buffer
+        buffer.clear()
+        while size < count:
+            if size == len(received):  # It grows with what has come: the count may be a lie.
+                received += bytes(min(count - size, size))
+            with memoryview(received) as view, view[size:] as rest:
+                size += self._received(lambda: self._stream.recv_into(rest), limits)
         return received
 
+    def _received(self, receive: Callable[[], ReceivedT], limits: CallLimits | None) -> ReceivedT:
+        if limits is not None:
+            self._stream.settimeout(limits.seconds())
+        part = receive()
+        if not part:
+            raise EOFError
+        return part
 
-def _value(exactly: Callable[[int], bytearray]) -> Any:
+
+def _value(exactly: Callable[[int], bytearray], most_text: int | None) -> Any:
     """Read by `exactly`, which gives so many of the next bytes."""
 
     def filled(document: dict[str, Any]) -> Any:
@@ -114,7 +174,11 @@ def _value(exactly: Callable[[int], bytearray]) -> Any:
         return np.ndarray(tuple(shape), dtype, exactly(math.prod(shape) * dtype.itemsize))
 
     (length,) = _LENGTH.unpack(exactly(_LENGTH.size))
+    if most_text is not None and length > most_text:
+        raise ValueError(f"a document of {length} bytes, more than {most_text}")
     try:
         return json.loads(exactly(length), object_hook=filled)
     except RecursionError as error:
         raise ValueError("a document of too many levels") from error
+    except (TypeError, OverflowError) as error:  # of what stands for an array
+        raise ValueError(f"an array that cannot be: {error}") from error

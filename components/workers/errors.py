@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from components.contracts.errors import ArmatureError, ConfigurationError, DataError
 
 
@@ -9,7 +11,11 @@ class WorkerError(ArmatureError):
     """A worker ended, hung, failed or answered nonsense, and its state is gone. Or it is gone since an earlier call."""
 
 
-_KNOWN = {kind.__name__: kind for kind in (ConfigurationError, DataError, WorkerError)}
+class IdleWorkerLost(WorkerError):
+    """A worker was lost between two calls. The latter was not sent, and can be made again."""
+
+
+_KNOWN = {kind.__name__: kind for kind in (ConfigurationError, DataError, WorkerError, IdleWorkerLost)}
 
 
 def described(error: ArmatureError) -> list[str]:
@@ -18,7 +24,9 @@ def described(error: ArmatureError) -> list[str]:
     return [kind, error.what, error.where, error.remedy]
 
 
-def restored(description: list[str]) -> ArmatureError:
-    """Raises ValueError or TypeError if it is not what `described` gives."""
-    kind, what, where, remedy = map(str, description)
-    return _KNOWN.get(kind, WorkerError)(what, where=where, remedy=remedy)
+def restored(description: Any) -> ArmatureError:
+    """Raises ValueError if it is not what `described` gives."""
+    match description:
+        case [str() as kind, str() as what, str() as where, str() as remedy]:
+            return _KNOWN.get(kind, WorkerError)(what, where=where, remedy=remedy)
+    raise ValueError("an error without its parts")

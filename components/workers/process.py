@@ -11,16 +11,21 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
+from pydantic import Field, TypeAdapter
+
+from components.contracts.errors import ArmatureError
 from components.process import Program
-from components.workers.channel import Channel, encoded
-from components.workers.errors import WorkerError, restored
+from components.workers.channel import MOST_BYTES, CallLimits, encoded
+from components.workers.errors import IdleWorkerLost, WorkerError
+from components.workers.requests import ANYTHING, HandlerFailed, PartT, ReplyT, Requests, new_number
 
 GRACE = 3.0
 """Seconds that an idle worker has to leave by itself."""
 
 _ROOT = Path(__file__).parents[2]
+_PID: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(strict=True, gt=0)])
 
 
 def importable() -> dict[str, str]:
@@ -41,16 +46,18 @@ class WorkerProcess:
         *,
         timeout: float,
         env: Mapping[str, str | None] | None = None,
+        most_bytes: int = MOST_BYTES,
     ) -> None:
         """
         Args: see `make_worker`.
         """
         self._module, self._settings, self._timeout = module, encoded(dict(settings or {})), timeout
+        self._most_bytes = most_bytes
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self._env = {**importable(), **threads, **(env or {})}
         self._lock = threading.Lock()
         self._program: Program | None = None
-        self._channel: Channel
+        self._requests: Requests
         self.pid: int | None = None
         """Of the process, while there is one."""
         self.starts = 0
@@ -61,15 +68,33 @@ class WorkerProcess:
         """See `Worker.alive`."""
         return self.pid is not None
 
-    def call(self, method: str, *arguments: Any, timeout: float | None = None) -> Any:
+    def call(self, method: str, *arguments: Any, reply: TypeAdapter[ReplyT], timeout: float | None = None) -> ReplyT:
         """See `Worker.call`."""
+        return self.stream(method, *arguments, part=ANYTHING, most_parts=0, reply=reply, timeout=timeout)[1]
+
+    def stream(
+        self,
+        method: str,
+        *arguments: Any,
+        part: TypeAdapter[PartT],
+        most_parts: int,
+        reply: TypeAdapter[ReplyT],
+        timeout: float | None = None,
+    ) -> tuple[list[PartT], ReplyT]:
+        """See `Worker.stream`."""
         timeout = self._timeout if timeout is None else timeout
-        request = encoded([method, arguments])
         with self._lock:
+            number = new_number()
+            request = encoded([number, method, arguments])
+            limits = CallLimits(timeout, self._most_bytes)
             try:
                 if self._program is None:
-                    self._start(timeout)
-                value = self._exchange(request, timeout)
+                    self._start(limits)
+                else:
+                    self._refuse_lost()
+                return self._requests.ask(number, request, limits, reply, part, most_parts)
+            except ArmatureError:
+                raise
             except BaseException as error:
                 who = f"process {self.pid}" if self.pid else f"start of {self._module}"
                 where = f"{who}, {method}{reprlib.repr(arguments)}"
@@ -77,9 +102,6 @@ class WorkerProcess:
                 if what is None:
                     raise
                 raise WorkerError(what, where=where) from error
-        if isinstance(value, Exception):
-            raise value
-        return value
 
     def close(self) -> None:
         """See `Worker.close`."""
@@ -97,35 +119,30 @@ class WorkerProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self, timeout: float) -> None:
+    def _start(self, limits: CallLimits) -> None:
         ours, theirs = socket.socketpair()
-        self._channel = Channel(ours)
+        self._requests = Requests(ours)
         with theirs:
             command = [sys.executable, "-m", self._module, str(theirs.fileno())]
             self._program = Program(command, env=self._env, grace=1.0, pass_fds=[theirs.fileno()])
         self.starts += 1
-        self._channel.send(self._settings, timeout)
-        self.pid = _number(self._channel.receive(timeout))
+        number = new_number()
+        try:
+            self.pid = self._requests.ask(number, encoded(number) + self._settings, limits, _PID, ANYTHING, 0)[1]
+        except ArmatureError as error:
+            raise ValueError(f"it refused to start: {error}") from error
 
-    def _exchange(self, request: bytes, timeout: float) -> Any:
-        """The answer, or the handler's error. Raises `_Failed`, and what `Channel` raises."""
-        self._channel.send(request, timeout)
-        parts: list[Any] = []
-        while True:
-            kind, value = self._channel.receive(timeout)
-            match kind:
-                case "part":
-                    parts.append(value)
-                case "end":
-                    return parts
-                case "done":
-                    return value
-                case "refused":
-                    return restored(value)
-                case "failed":
-                    raise _Failed(value)
-                case _:
-                    raise ValueError(f"an answer of the kind {kind!r:.40}")
+    def _refuse_lost(self) -> None:
+        """
+        Raises:
+            IdleWorkerLost: the process has ended, or has sent what nobody asked for.
+        """
+        byte = self._requests.unread()
+        if byte is None:
+            return
+        where, code = f"process {self.pid}", self._end(0.0 if byte else GRACE)
+        what = "the process answered without a request" if byte else f"the process ended with code {code}"
+        raise IdleWorkerLost(what, where=where)
 
     def _lost(self, error: BaseException, timeout: float) -> str | None:
         """End the process after `error`. What became of it; None where the error says that."""
@@ -136,10 +153,10 @@ class WorkerProcess:
                 return f"no answer within {timeout:g} s"
             case EOFError() | OSError() if running:
                 return f"the process ended with code {code}"
-            case _Failed():
+            case HandlerFailed():
                 return f"the worker failed: {error}"
-            case ValueError() | TypeError():
-                return f"the worker's answer cannot be read: {error!r:.500}"
+            case ValueError():
+                return f"the worker's answer cannot be read: {error!s:.500}"
         return None
 
     def _end(self, patience: float = 0.0) -> int | None:
@@ -148,19 +165,9 @@ class WorkerProcess:
         if program is None:
             return None
         if patience:
-            self._channel.close()
+            self._requests.close()
             with suppress(subprocess.TimeoutExpired):
                 program.wait(patience)
         code = program.stop()
-        self._channel.close()
+        self._requests.close()
         return code
-
-
-class _Failed(Exception):
-    """The handler raised what is no ArmatureError."""
-
-
-def _number(value: Any) -> int:
-    if type(value) is not int:
-        raise ValueError(f"{value!r:.100} is not the number of a process")
-    return value

@@ -8,9 +8,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from functools import cache
+from types import GeneratorType
 from typing import Any, Protocol
 
 from components.contracts.errors import ArmatureError
+from components.contracts.failures import said
+from components.process import ForkGuard
 from components.workers.channel import Channel, encoded
 from components.workers.errors import described
 
@@ -25,32 +28,43 @@ class Handler(Protocol):
 def serve(make: Callable[..., Handler]) -> None:
     """Answer requests by the methods of a handler, which the first one makes, until the other side goes.
 
-    What a generator yields is sent at once. An ArmatureError is the caller's affair; after any other error the process
-    is ended from outside, since nobody knows what it left behind.
+    What a generator yields is sent at once, as a part; what it returns is the reply. An ArmatureError is the caller's
+    affair; after any other error the process is ended from outside, since nobody knows what it left behind.
+
+    A handler's code may fork. A child does not have the channel, and ends where it would come back to here.
     """
     os.dup2(2, 1)  # simulators print
     with socket.socket(fileno=int(sys.argv[1])) as stream, ExitStack() as stack, suppress(EOFError, OSError):
-        channel = Channel(stream)
-        settings = channel.receive()
-        channel.send(encoded(os.getpid()))
+        stream.set_inheritable(False)
+        os.register_at_fork(after_in_child=stream.close)
+        channel, guard = Channel(stream), ForkGuard()
+        number, settings = channel.receive(), channel.receive()
+        channel.send(encoded([number, "done", os.getpid()]))
         handler = cache(lambda: stack.enter_context(closing(make(**settings))))
         while True:
-            method, arguments = channel.receive()
-            for answer in _answers(handler, method, arguments):
-                channel.send(encoded(answer))
+            number, method, arguments = channel.receive()
+            for kind, value in _answers(handler, method, arguments, guard):
+                channel.send(encoded([number, kind, value]))
 
 
-def _answers(handler: Callable[[], Handler], method: str, arguments: list[Any]) -> Iterator[tuple[str, Any]]:
-    """("done", value); or ("part", value) of whatever is yielded, then "end"; or at any time "refused" or "failed"."""
+def _answers(
+    handler: Callable[[], Handler], method: str, arguments: list[Any], guard: ForkGuard
+) -> Iterator[tuple[str, Any]]:
+    """("part", value) of whatever is yielded, then ("done", value); or at any time "refused" or "failed"."""
     try:
-        answer = getattr(handler(), method)(*arguments)
-        if isinstance(answer, Iterator):
-            for part in answer:
+        with guard:
+            answer = getattr(handler(), method)(*arguments)
+        if isinstance(answer, GeneratorType):
+            while True:
+                try:
+                    with guard:
+                        part = next(answer)
+                except StopIteration as end:
+                    answer = end.value
+                    break
                 yield "part", part
-            yield "end", None
-        else:
-            yield "done", answer
+        yield "done", answer
     except ArmatureError as error:
         yield "refused", described(error)
     except Exception as error:
-        yield "failed", f"{type(error).__name__}: {error}"[:4000]
+        yield "failed", said(error)

@@ -7,8 +7,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol, Self
 
+from pydantic import TypeAdapter
+
 from components.contracts.cluster import ClusterSettings
+from components.workers.channel import MOST_BYTES
 from components.workers.process import WorkerProcess
+from components.workers.requests import PartT, ReplyT
 
 _CLUSTER: ContextVar[ClusterSettings | None] = ContextVar("cluster", default=None)
 
@@ -28,14 +32,28 @@ class Worker(Protocol):
     def alive(self) -> bool:
         """Whether it has begun and was not lost since; a call makes it so."""
 
-    def call(self, method: str, *arguments: Any, timeout: float | None = None) -> Any:
-        """What the handler's method returns, or the list of what it yields. Arguments and answer are data.
+    def call(self, method: str, *arguments: Any, reply: TypeAdapter[ReplyT], timeout: float | None = None) -> ReplyT:
+        """What the handler's method returns, if it has the form of `reply`. Arguments and reply are data.
 
         `timeout`: another one for this call.
 
         Raises:
-            WorkerError: the worker was lost.
+            WorkerError: the worker was lost. One that answers in another form is ended.
             ArmatureError: what the handler raised; the worker stays as it is.
+        """
+
+    def stream(
+        self,
+        method: str,
+        *arguments: Any,
+        part: TypeAdapter[PartT],
+        most_parts: int,
+        reply: TypeAdapter[ReplyT],
+        timeout: float | None = None,
+    ) -> tuple[list[PartT], ReplyT]:
+        """The values that the handler's method yields, at most `most_parts`, and what it returns; else as `call`.
+
+        Each of them has `timeout` seconds, so the whole call has `timeout * (most_parts + 1)`.
         """
 
     def close(self) -> None:
@@ -66,18 +84,20 @@ def make_worker(
     *,
     timeout: float,
     env: Mapping[str, str | None] | None = None,
+    most_bytes: int = MOST_BYTES,
 ) -> Worker:
     """A worker that starts with its first call, where `workers_on` says.
 
     Args:
         module: the program; it calls `serve`.
         settings: keyword arguments of its handler, as data.
-        timeout: seconds that it may be silent: from a call to the answer, or between two values that are yielded.
+        timeout: seconds of a whole call: its start if it has not begun, the request, and the reply.
         env: more variables of the process; a value of None takes the variable away.
+        most_bytes: of all that it may answer to one request.
     """
     cluster = current_cluster()
     if cluster is None:
-        return WorkerProcess(module, settings, timeout=timeout, env=env)
+        return WorkerProcess(module, settings, timeout=timeout, env=env, most_bytes=most_bytes)
     from components.workers.actor import WorkerActor  # Ray is an extra
 
-    return WorkerActor(cluster, module, settings, timeout=timeout, env=env)
+    return WorkerActor(cluster, module, settings, timeout=timeout, env=env, most_bytes=most_bytes)

@@ -32,9 +32,10 @@ from components.inference.settings import SamplingSettings
 from components.rollouts.collect import collect
 from components.rollouts.late import ShardQueue
 from components.rollouts.settings import RolloutSettings
-from components.rollouts.shards import WORKER, RolloutWorkers
+from components.rollouts.shards import SHARD_REPLY, WORKER, RolloutWorkers
 from components.rollouts.table import write_rollouts
 from components.rollouts.worker import SHARDS
+from components.workers.requests import NOTHING
 from components.workers.worker import workers_on
 from tests.inference.conftest import checkpoint, make_pool, stand_ins
 from tests.workers.conftest import cluster, ray_cluster
@@ -289,8 +290,10 @@ def test_answers_of_other_weights_are_thrown_away(
             stale = [replace(each, mark="another") for each in lent]
         worker = run.workers._workers.workers[0]
         tasks = [{"task_id": "a", "split": "train", "payload": TASKS[0].payload}]
-        answer = await asyncio.to_thread(worker.call, "play", "e" * 20, 1, 0, tasks, [vars(each) for each in stale])
-        assert answer[-1] == {
+        arguments = "e" * 20, 1, 0, tasks, [vars(each) for each in stale]
+        forms: dict[str, Any] = {"part": NOTHING, "most_parts": 100, "reply": SHARD_REPLY}
+        _, reply = await asyncio.to_thread(worker.stream, "play", *arguments, **forms)
+        assert reply.model_dump() == {
             "made": False,
             "suspects": [{"name": stale[0].name, "mark": "another", "reason": "other_weights"}],
         }

@@ -11,6 +11,8 @@ from components.workers.errors import WorkerError
 from components.workers.pool import StickyQueue, WorkerPool
 from components.workers.process import WorkerProcess
 
+from .calls import call
+
 Job = tuple[str, int]
 JOBS = [("a", i) for i in range(4)] + [("b", i) for i in range(4)]
 
@@ -35,8 +37,8 @@ def test_jobs_of_a_key_stay_together_and_failed_ones_are_tried_again() -> None:
         if tries[job] == 1:
             both.wait()  # the two take turns
         if job == ("a", 2) and tries[job] < 3:
-            worker.call("leave", 1)
-        return job, worker.call("echo", job[1])
+            call(worker, "leave", 1)
+        return job, call(worker, "echo", job[1])
 
     with pool(2) as workers:
         done: list[tuple[Job, int]] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import signal
@@ -20,11 +19,15 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from pydantic import TypeAdapter
 
 from components.contracts.errors import ConfigurationError, DataError
-from components.workers.channel import encoded
-from components.workers.errors import WorkerError
+from components.workers.channel import MOST_BYTES, encoded
+from components.workers.errors import IdleWorkerLost, WorkerError
+from components.workers.requests import ANYTHING, NOTHING
 from components.workers.worker import Worker, make_worker, workers_on
+
+from .calls import call, parts
 
 MODULE = "tests.workers.misbehaving"
 MakeWorker = Callable[..., Worker]
@@ -35,9 +38,9 @@ def misbehaving(request: pytest.FixtureRequest) -> MakeWorker:
     """Makes workers in processes of this machine, and where Ray is installed on a node of a cluster."""
     place = None if request.param == "process" else request.getfixturevalue("cluster")
 
-    def make(timeout: float = 60.0, module: str = MODULE, **settings: Any) -> Worker:
+    def make(timeout: float = 60.0, module: str = MODULE, most_bytes: int = MOST_BYTES, **settings: Any) -> Worker:
         with workers_on(place):
-            return make_worker(module, settings, timeout=timeout)
+            return make_worker(module, settings, timeout=timeout, most_bytes=most_bytes)
 
     return make
 
@@ -80,29 +83,29 @@ def test_data_arrives_as_it_was(worker: Worker) -> None:
         np.arange(3, dtype=">i4"),
     ]
     value = {"arrays": arrays, "more": {"nested": [arrays[1], None, True, "ä\n\0", 1e-323, 2**80, 0.1 + 0.2]}, "": []}
-    back = worker.call("echo", value)
+    back = call(worker, "echo", value)
     assert same(value, back)
     back["arrays"][0][:] = 0  # a copy of its own, to write to
     assert worker.starts == 1 and worker.alive
 
 
 def test_what_is_no_data_is_not_sent(worker: Worker) -> None:
-    worker.call("echo", 1)
+    call(worker, "echo", 1)
     for value in (Path("a"), np.float32(1), {1, 2}, object()):
         with pytest.raises(TypeError, match="does not travel"):
-            worker.call("echo", value)
+            call(worker, "echo", value)
     with pytest.raises(TypeError, match="arrays"):
         encoded(b"bytes")
-    assert worker.starts == 1 and worker.call("echo", 2) == 2
+    assert worker.starts == 1 and call(worker, "echo", 2) == 2
 
 
 def test_state_stays_until_the_end_and_settings_come_again(misbehaving: MakeWorker) -> None:
     with misbehaving(start=10) as worker:
         assert not worker.alive and worker.starts == 0
-        assert [worker.call("add", 1) for _ in range(3)] == [11, 12, 13]
+        assert [call(worker, "add", 1) for _ in range(3)] == [11, 12, 13]
         worker.close()
         assert not worker.alive
-        assert worker.call("add", 1) == 11 and worker.starts == 2
+        assert call(worker, "add", 1) == 11 and worker.starts == 2
 
 
 def test_one_that_is_closed_may_clean_up_and_one_that_is_killed_does_not(
@@ -110,23 +113,23 @@ def test_one_that_is_closed_may_clean_up_and_one_that_is_killed_does_not(
 ) -> None:
     for killed in (True, False):
         with misbehaving(5.0, farewell=str(tmp_path / "closed")) as worker:
-            worker.call("echo", 1)
+            call(worker, "echo", 1)
             if killed:
                 with pytest.raises(WorkerError, match="no answer"):
-                    worker.call("sleep", 600)
+                    call(worker, "sleep", 600)
         assert (tmp_path / "closed").exists() is not killed
 
 
 def test_what_is_yielded_comes_as_a_list_and_each_part_in_time(misbehaving: MakeWorker) -> None:
     with misbehaving(timeout=6.0) as worker:
         began = time.monotonic()
-        assert worker.call("spread", [1, None, [2]], 2.5) == [1, None, [2]]
+        assert parts(worker, "spread", [1, None, [2]], 2.5, most=3) == [1, None, [2]]
         assert time.monotonic() - began > 6.0
-        assert worker.call("spread", [], 0.0) == []
+        assert parts(worker, "spread", [], 0.0, most=0) == []
 
 
 def test_an_error_of_ours_is_the_caller_s_and_changes_nothing(worker: Worker) -> None:
-    before, pid = worker.call("add", 5), worker.pid
+    before, pid = call(worker, "add", 5), worker.pid
     expected = {
         "ConfigurationError": ConfigurationError,
         "DataError": DataError,
@@ -135,97 +138,162 @@ def test_an_error_of_ours_is_the_caller_s_and_changes_nothing(worker: Worker) ->
     }
     for name, kind in expected.items():
         with pytest.raises(kind) as raised:
-            worker.call("refuse_with", name)
+            call(worker, "refuse_with", name)
         assert type(raised.value) is kind
         assert (raised.value.what, raised.value.where, raised.value.remedy) == ("not this", "here", "that")
-    assert worker.pid == pid and worker.call("add", 1) == before + 1
+    assert worker.pid == pid and call(worker, "add", 1) == before + 1
 
 
 @pytest.mark.parametrize("method", ["fail", "spread_and_fail"])
 def test_after_any_other_error_the_process_is_another(worker: Worker, method: str) -> None:
-    worker.call("add", 5)
+    call(worker, "add", 5)
     starts = worker.starts
     with pytest.raises(WorkerError, match="LookupError: lost"):
-        worker.call(method)
+        parts(worker, method, most=1)
     assert not worker.alive
-    assert worker.call("add", 1) == 1 and worker.starts == starts + 1
+    assert call(worker, "add", 1) == 1 and worker.starts == starts + 1
 
 
 def test_a_death_is_told_with_its_reason(worker: Worker) -> None:
     for request, code in [(("leave", 7), 7), (("leave", 0), 0), (("send_object",), 1)]:
         with pytest.raises(WorkerError, match=f"ended with code {code}") as raised:
-            worker.call(*request)
+            call(worker, *request)
         assert request[0] in raised.value.where and not worker.alive
-    worker.call("add", 1)
+    call(worker, "add", 1)
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGKILL)  # while nobody asks
     with pytest.raises(WorkerError, match="ended with code -9"):
-        worker.call("add", 1)
-    assert worker.call("add", 1) == 1
+        call(worker, "add", 1)
+    assert call(worker, "add", 1) == 1
 
 
 def test_a_death_in_a_call_is_noticed_at_once(worker: Worker) -> None:
-    worker.call("echo", 1)
+    call(worker, "echo", 1)
     assert worker.pid is not None
     threading.Timer(0.5, os.kill, (worker.pid, signal.SIGKILL)).start()
     began = time.monotonic()
     with pytest.raises(WorkerError, match="ended with code -9"):
-        worker.call("sleep", 50.0)
+        call(worker, "sleep", 50.0)
     assert time.monotonic() - began < 20
 
 
 def test_one_that_hangs_is_ended_in_time_with_all_that_it_started(misbehaving: MakeWorker) -> None:
     with misbehaving(timeout=5.0) as worker:
-        child, pid = worker.call("start_a_child"), worker.pid
+        child, pid = call(worker, "start_a_child"), worker.pid
         assert pid is not None
         began = time.monotonic()
         with pytest.raises(WorkerError, match=r"no answer within 5 s\n.*sleep"):
-            worker.call("sleep", 600)
+            call(worker, "sleep", 600)
         assert time.monotonic() - began < 20
         assert gone(pid) and gone(child)
-        assert worker.call("add", 1) == 1
+        assert call(worker, "add", 1) == 1
 
 
 def test_one_that_never_comes_up_is_ended_in_time(misbehaving: MakeWorker) -> None:
     with misbehaving(timeout=0.05) as worker, pytest.raises(WorkerError, match=r"within 0.05 s\n.*start of"):
-        worker.call("echo", 1)
+        call(worker, "echo", 1)
     with (
         misbehaving(module="no.such.module") as missing,
         pytest.raises(WorkerError, match="ended with code 1"),
     ):
-        missing.call("echo", 1)
+        call(missing, "echo", 1)
 
 
 def document(text: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def array(name: Any, shape: Any) -> bytes:
-    return document(json.dumps(["done", {"$array": [name, shape]}]).encode())
-
-
-GARBAGE = {
-    "not JSON": document(b"what?"),
-    "not text": document(b"\xff\xfe\xfd"),
-    "no answer": document(b"[]"),
-    "of another kind": document(b'["maybe", 1]'),
-    "of no kind": document(b'{"a": 1}'),
-    "an error without parts": document(b'["refused", ["DataError"]]'),
-    "deep": document(b"[" * 100_000),
-    "a length beyond all": b"\xff" * 8,
-    "objects": array("|O", [1]) + bytes(8),
-    "a structure": array([["a", "<i4"]], [1]) + bytes(4),
-    "a negative side": array("<i4", [-1]),
-    "a side that is not a number": array("<i4", ["1"]),
-    "an array beyond all": array("<f8", [2**40, 2**40]),
-}
-
-
-@pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)
-def test_nonsense_ends_the_process(worker: Worker, data: bytes) -> None:
+@pytest.mark.parametrize(
+    "data", [b"\xff" * 8, document(b"\xff{"), document(b"[" * 100_000)], ids=["length", "text", "deep"]
+)
+def test_garbage_ends_the_process(worker: Worker, data: bytes) -> None:
     with pytest.raises(WorkerError, match="cannot be read"):
-        worker.call("write", data.hex(), "stay")
-    assert not worker.alive and worker.call("add", 1) == 1
+        call(worker, "write", data.hex(), "stay")
+    assert not worker.alive and call(worker, "add", 1) == 1
+
+
+@pytest.mark.parametrize("how", ["python", "c"])
+@pytest.mark.parametrize("child", ["return", "raise", "refuse", "exit", "fork"])
+def test_forked_child_that_comes_back_answers_nothing(worker: Worker, child: str, how: str) -> None:
+    call(worker, "echo", 0)
+    before = worker.pid
+    for seconds in (0.0, 0.05):
+        assert call(worker, "fork", child, seconds, how) == 1
+        for number in range(4):
+            assert call(worker, "echo", number) == number
+            time.sleep(0.02)
+    assert worker.pid == before
+
+
+def test_forks_between_the_parts_of_an_answer_send_none(worker: Worker) -> None:
+    for _ in range(3):
+        assert parts(worker, "fork_between", [1, 2, 3, 4], most=4) == [1, 2, 3, 4]
+        assert [call(worker, "echo", number) for number in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("how", ["python", "c"])
+def test_child_that_outlives_the_worker_does_not_hide_its_end(worker: Worker, how: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match="ended with code 7"):
+        call(worker, "fork_and_leave", how)
+    assert time.monotonic() - began < 20
+
+
+def test_answer_that_nobody_asked_for_is_not_the_next_one(worker: Worker) -> None:
+    for text in ('[NUMBER, "done", 2]', '[1, "done", 2]', '["done", 2]'):
+        assert call(worker, "write_later", text, 0.2) == 1
+        time.sleep(0.6)
+        starts = worker.starts
+        with pytest.raises(IdleWorkerLost):
+            call(worker, "add", 1)
+        assert call(worker, "add", 1) == 1 and worker.starts == starts + 1
+    assert call(worker, "write_later", '[NUMBER, "done", 2]', 0.5) == 1
+    assert call(worker, "sleep", 1.0) is None  # The late answer has come meanwhile, and is dropped.
+
+
+def test_whole_call_has_one_time_limit(misbehaving: MakeWorker) -> None:
+    with misbehaving() as worker:
+        call(worker, "echo", 1)
+        began = time.monotonic()
+        with pytest.raises(WorkerError) as raised:
+            worker.call("write_slowly", '[NUMBER, "done", 1]', 0.2, reply=NOTHING, timeout=0.7)
+        assert 0.6 < time.monotonic() - began < 8 and isinstance(raised.value.__cause__, TimeoutError)
+        assert call(worker, "add", 1) == 1
+
+
+def test_worker_that_reads_nothing_blocks_no_caller(misbehaving: MakeWorker) -> None:
+    with misbehaving() as worker:
+        call(worker, "deafen")
+        time.sleep(0.4)
+        began = time.monotonic()
+        with pytest.raises(WorkerError) as raised:
+            worker.call("echo", "x" * 2**23, reply=ANYTHING, timeout=0.7)
+        assert time.monotonic() - began < 8 and isinstance(raised.value.__cause__, TimeoutError)
+        assert call(worker, "add", 1) == 1
+
+
+def test_answer_has_a_size_limit(misbehaving: MakeWorker) -> None:
+    with misbehaving(most_bytes=2**16) as worker:
+        assert call(worker, "echo", "x" * 2**15) == "x" * 2**15
+        for request in (("echo", "x" * 2**16), ("write_endlessly", '[4294967297, "done", 1]')):
+            with pytest.raises(WorkerError, match="cannot be read: more than"):
+                call(worker, *request)
+        with pytest.raises(WorkerError, match="cannot be read: more than"):
+            parts(worker, "spread", ["x" * 2**14] * 8, 0.0, most=8)
+        assert call(worker, "add", 1) == 1
+
+
+def test_more_parts_than_expected_end_the_process(worker: Worker) -> None:
+    for most in (0, 2):
+        with pytest.raises(WorkerError, match="cannot be read"):
+            parts(worker, "spread", [1, 2, 3], 0.0, most=most)
+
+
+def test_answer_in_another_form_ends_the_process(worker: Worker) -> None:
+    call(worker, "echo", 1)
+    with pytest.raises(WorkerError, match="cannot be read"):
+        worker.call("echo", [1, None], reply=TypeAdapter(list[int]))
+    assert not worker.alive
 
 
 def test_a_pickle_is_nonsense_and_is_not_run(misbehaving: MakeWorker, tmp_path: Path) -> None:
@@ -238,26 +306,26 @@ def test_a_pickle_is_nonsense_and_is_not_run(misbehaving: MakeWorker, tmp_path: 
     pickled = pickle.dumps(Evil())
     for data in (document(pickled), struct.pack("!i", len(pickled)) + pickled):
         with pytest.raises(WorkerError):
-            misbehaving(timeout=5.0).call("write", data.hex(), "stay")
+            call(misbehaving(timeout=5.0), "write", data.hex(), "stay")
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("data", [b"", b"\x05", document(b'["done", 1]')[:-1], array("<f4", [2]) + bytes(7)])
+@pytest.mark.parametrize("data", [b"", b"\x05", document(b'[1, "done", 1]')[:-1]], ids=["nothing", "length", "end"])
 def test_an_answer_that_is_cut_off_is_a_death_or_a_hang(misbehaving: MakeWorker, data: bytes) -> None:
     with misbehaving(timeout=5.0) as worker:
-        worker.call("echo", 1)
+        call(worker, "echo", 1)
         with pytest.raises(WorkerError, match="ended with code 0"):
-            worker.call("write", data.hex(), "leave")
-        worker.call("echo", 1)
+            call(worker, "write", data.hex(), "leave")
+        call(worker, "echo", 1)
         began = time.monotonic()
         with pytest.raises(WorkerError, match="no answer within 5 s"):
-            worker.call("write", data.hex(), "stay")
+            call(worker, "write", data.hex(), "stay")
         assert time.monotonic() - began < 20
 
 
 def test_threads_that_share_it_each_get_their_answers(worker: Worker) -> None:
     def ask(number: int) -> bool:
-        return all(worker.call("echo", [number, each]) == [number, each] for each in range(50))
+        return all(call(worker, "echo", [number, each]) == [number, each] for each in range(50))
 
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(ask, range(8)))
@@ -265,28 +333,29 @@ def test_threads_that_share_it_each_get_their_answers(worker: Worker) -> None:
 
 def test_closing_it_fails_the_call_in_flight(misbehaving: MakeWorker) -> None:
     with misbehaving() as worker:
-        worker.call("echo", 1)
+        call(worker, "echo", 1)
         threading.Timer(0.5, worker.close).start()
         with pytest.raises(WorkerError, match=r"ended with code|its node is gone"):
-            worker.call("sleep", 50.0)
-        assert worker.call("add", 1) == 1
+            call(worker, "sleep", 50.0)
+        assert call(worker, "add", 1) == 1
 
 
 def test_an_interrupted_call_leaves_no_answer_for_the_next(worker: Worker) -> None:
-    worker.call("echo", 1)
+    call(worker, "echo", 1)
     signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     with pytest.raises(KeyboardInterrupt):
-        worker.call("spread", [1, 2, 3], 1.0)
-    assert worker.call("echo", "mine") == "mine"
+        parts(worker, "spread", [1, 2, 3], 1.0, most=3)
+    assert call(worker, "echo", "mine") == "mine"
 
 
 def test_it_and_all_that_it_started_end_with_their_parent() -> None:
     code = (
         "import os, signal\n"
         "from components.workers.process import WorkerProcess\n"
+        "from components.workers.requests import ANYTHING\n"
         f"worker = WorkerProcess({MODULE!r}, timeout=60.0)\n"
-        "print(worker.call('start_a_child'), worker.pid, flush=True)\n"
+        "print(worker.call('start_a_child', reply=ANYTHING), worker.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     out = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False).stdout

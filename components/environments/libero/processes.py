@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Self
+from typing import Annotated, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import NonNegativeInt, PlainValidator, TypeAdapter
 
 from components.contracts.robots import RobotObservation
 from components.environments.libero.perturbations.settings import Perturbation
@@ -14,9 +15,62 @@ from components.environments.libero.progress import GoalProgress
 from components.environments.libero.scripted.demonstrate import DemonstrationOutcome
 from components.environments.libero.settings import SimulatorSettings
 from components.environments.libero.tasks import LiberoTask
+from components.workers.requests import ReplyForm, array_of
 from components.workers.worker import make_worker
 
 WORKER = "components.environments.libero.worker"
+
+Image = Annotated[NDArray[np.uint8], PlainValidator(array_of(np.uint8, 3))]
+Vector = Annotated[NDArray[np.float32], PlainValidator(array_of(np.float32, 1))]
+
+
+class ObservationReply(ReplyForm):
+    """The fields of a `RobotObservation`."""
+
+    images: dict[str, Image]
+    state: Vector
+    task: str
+    previous: None
+
+    def observation(self) -> RobotObservation:
+        return RobotObservation(self.images, self.state, self.task)
+
+
+class StepReply(ReplyForm):
+    """The fields of a `ChunkResult`, but its frames."""
+
+    observation: ObservationReply
+    success: bool
+    steps: NonNegativeInt
+
+
+class TakenStep(ReplyForm):
+    """A step of a demonstration."""
+
+    observation: ObservationReply
+    action: Vector
+
+
+class ProgressReply(ReplyForm):
+    """The fields of a `GoalProgress`."""
+
+    holds: bool
+    reach: float
+    grasped: bool
+    place: float | None
+
+
+class OutcomeReply(ReplyForm):
+    """The fields of a `DemonstrationOutcome`."""
+
+    success: bool
+    steps: NonNegativeInt
+    phase: str
+    retries: NonNegativeInt
+
+
+OBSERVATION, IMAGES, STEP = TypeAdapter(ObservationReply), TypeAdapter(dict[str, Image]), TypeAdapter(StepReply)
+PROGRESS, TAKEN, OUTCOME = TypeAdapter(list[ProgressReply]), TypeAdapter(TakenStep), TypeAdapter(OutcomeReply)
 
 
 @dataclass(frozen=True)
@@ -81,7 +135,8 @@ class SimulatorProcess:
             WorkerError: it failed.
         """
         changed = None if perturbation is None else asdict(perturbation)
-        return RobotObservation(**self.worker.call("reset", slot, task.suite, task.index, initial_state, seed, changed))
+        reply = self.worker.call("reset", slot, task.suite, task.index, initial_state, seed, changed, reply=OBSERVATION)
+        return reply.observation()
 
     def step(self, actions: NDArray[np.float32], slot: int = 0, film: bool = False) -> ChunkResult:
         """Carry out actions (n, 7) until one succeeds; `film` keeps all images.
@@ -89,8 +144,10 @@ class SimulatorProcess:
         Raises:
             WorkerError: it failed, or the slot has had no reset since its process started.
         """
-        *frames, (observation, success, steps) = self.worker.call("step", slot, actions, film)
-        return ChunkResult(RobotObservation(**observation), success, steps, frames if film else [])
+        frames, reply = self.worker.stream(
+            "step", slot, actions, film, part=IMAGES, most_parts=len(actions), reply=STEP
+        )
+        return ChunkResult(reply.observation.observation(), reply.success, reply.steps, frames if film else [])
 
     def progress(self, slot: int = 0) -> list[GoalProgress]:
         """As `LiberoSimulator.progress`.
@@ -98,7 +155,7 @@ class SimulatorProcess:
         Raises:
             WorkerError: it failed, or the slot has had no reset since its process started.
         """
-        return [GoalProgress(**goal) for goal in self.worker.call("progress", slot)]
+        return [GoalProgress(**dict(goal)) for goal in self.worker.call("progress", slot, reply=PROGRESS)]
 
     def demonstrate(self, task: LiberoTask, initial_state: int, seed: int, noise: float, limit: int) -> Demonstration:
         """As `demonstrate.demonstrate`, in slot 0.
@@ -106,6 +163,7 @@ class SimulatorProcess:
         Raises:
             WorkerError: it failed.
         """
-        *steps, outcome = self.worker.call("demonstrate", task.suite, task.index, initial_state, seed, noise, limit)
-        seen = [(RobotObservation(**observation), action) for observation, action in steps]
-        return Demonstration(seen, DemonstrationOutcome(**outcome))
+        arguments = task.suite, task.index, initial_state, seed, noise, limit
+        steps, outcome = self.worker.stream("demonstrate", *arguments, part=TAKEN, most_parts=limit, reply=OUTCOME)
+        seen = [(step.observation.observation(), step.action) for step in steps]
+        return Demonstration(seen, DemonstrationOutcome(**dict(outcome)))

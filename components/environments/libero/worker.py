@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
@@ -40,15 +40,17 @@ class SimulatorWorker:
         simulator.reset(initial_state, seed, None if changed is None else Perturbation(**changed))
         return vars(simulator.observe())
 
-    def step(self, slot: int, actions: NDArray[np.float32], film: bool) -> Iterator[Any]:
-        """Each action's images before it, if they are wanted; at last the observation, success and steps."""
+    def step(
+        self, slot: int, actions: NDArray[np.float32], film: bool
+    ) -> Generator[dict[str, NDArray[np.uint8]], None, dict[str, Any]]:
+        """Yields each action's images before it, none if they are not wanted; returns the fields of `StepReply`."""
         simulator, success, steps = self._stepped(slot), False, 0
         for action in actions:
-            yield simulator.observe().images if film else None
+            yield dict(simulator.observe().images) if film else {}
             success, steps = simulator.step(action), steps + 1
             if success:
                 break
-        yield vars(simulator.observe()), success, steps
+        return {"observation": vars(simulator.observe()), "success": success, "steps": steps}
 
     def progress(self, slot: int) -> list[dict[str, Any]]:
         """The fields of each `GoalProgress`."""
@@ -56,16 +58,16 @@ class SimulatorWorker:
 
     def demonstrate(
         self, suite: str, index: int, initial_state: int, seed: int, noise: float, limit: int
-    ) -> Iterator[Any]:
-        """Each step's (observation, action) before it is taken, in slot 0; at last how it ended."""
+    ) -> Generator[dict[str, Any], None, dict[str, Any]]:
+        """Yields the fields of a `TakenStep` before each step is taken, in slot 0; returns those of the outcome."""
         from components.environments.libero.scripted.demonstrate import DemonstrationOutcome, demonstrate
 
         for each in demonstrate(self._simulator(0, suite, index), initial_state, seed, noise, limit):
             if isinstance(each, DemonstrationOutcome):
-                yield asdict(each)
-            else:
-                observation, action = each
-                yield vars(observation), action
+                return asdict(each)
+            observation, action = each
+            yield {"observation": vars(observation), "action": action}
+        raise AssertionError("a demonstration ends with its outcome")
 
     def _stepped(self, slot: int) -> LiberoSimulator:
         if slot not in self._simulators:

@@ -26,6 +26,7 @@ from components.workers.worker import workers_on
 from tests.datasets.conftest import write
 from tests.environments.alfworld.text.test_engine import games, said_by
 from tests.environments.libero.demonstrations.test_stage import files, settings
+from tests.workers.calls import call
 from tests.workers.test_worker import gone
 
 MODULE = "tests.workers.misbehaving"
@@ -53,15 +54,15 @@ def test_a_lost_node_costs_what_was_there_and_the_next_call_finds_another(ray_cl
     nodes = [ray_cluster.add_node(num_cpus=1, resources={"fragile": 1}) for _ in range(2)]
     place = ClusterSettings(address=ray_cluster.address, resources={"fragile": 1}, start_timeout=60)
     with WorkerActor(place, MODULE, timeout=60.0) as one, WorkerActor(place, MODULE, timeout=60.0) as other:
-        assert one.call("add", 1) == other.call("add", 1) == 1
+        assert call(one, "add", 1) == call(other, "add", 1) == 1
         assert one.pid is not None
         victim = node_of(ray_cluster, one.pid)
         other.close()
         threading.Timer(1.0, ray_cluster.remove_node, (victim,), {"allow_graceful": False}).start()
         with pytest.raises(WorkerError, match=r"its node is gone\n.*sleep"):
-            one.call("sleep", 600.0)
+            call(one, "sleep", 600.0)
         assert not one.alive
-        assert one.call("add", 1) == 1 and one.starts == 2
+        assert call(one, "add", 1) == 1 and one.starts == 2
         assert one.pid is not None and node_of(ray_cluster, one.pid) is not victim
     ray_cluster.remove_node(next(node for node in nodes if node is not victim))
 
@@ -119,7 +120,7 @@ def test_text_games_say_the_same(cluster: ClusterSettings) -> None:
 def test_no_room_is_said_with_what_is_free(ray_cluster: Any) -> None:
     place = ClusterSettings(address=ray_cluster.address, num_cpus=1000, start_timeout=3)
     with pytest.raises(ConfigurationError, match=r"no node of the cluster had room .*'num_cpus': 1000.*free"):
-        WorkerActor(place, MODULE, timeout=5.0).call("echo", 1)
+        call(WorkerActor(place, MODULE, timeout=5.0), "echo", 1)
 
 
 def test_one_that_waits_for_room_is_closed_at_once(ray_cluster: Any) -> None:
@@ -128,7 +129,7 @@ def test_one_that_waits_for_room_is_closed_at_once(ray_cluster: Any) -> None:
     threading.Timer(1.0, worker.close).start()
     began = time.monotonic()
     with pytest.raises(WorkerError):
-        worker.call("echo", 1)
+        call(worker, "echo", 1)
     assert time.monotonic() - began < 20
 
 
@@ -144,7 +145,7 @@ def test_room_is_counted_as_ray_counts(ray_cluster: Any) -> None:
     ]
     assert max(actor.room(ray_cluster.address, {"fifths": 0.2}).values()) == len(places)
     for each in places:
-        assert each.call("echo", 1) == 1
+        assert call(each, "echo", 1) == 1
     for each in places:
         each.close()
     ray_cluster.remove_node(node)
@@ -152,9 +153,9 @@ def test_room_is_counted_as_ray_counts(ray_cluster: Any) -> None:
 
 def test_a_node_that_cannot_make_workers_is_said(cluster: ClusterSettings) -> None:
     worker = WorkerActor(cluster, MODULE, timeout=5.0)
-    worker._arguments = (MODULE, b"cut off", 5.0, b"")
+    worker._arguments = (MODULE, b"cut off", 5.0, b"", 2**20)
     with pytest.raises(ConfigurationError, match=r"cannot start workers(.|\n)*EOFError(.|\n)*same release"):
-        worker.call("echo", 1)
+        call(worker, "echo", 1)
     assert not worker.alive
 
 
@@ -173,7 +174,9 @@ def test_a_cluster_that_is_not_there_is_said() -> None:
     code = (
         "from components.contracts.cluster import ClusterSettings\n"
         "from components.workers.actor import WorkerActor\n"
-        "WorkerActor(ClusterSettings(address='127.0.0.1:1'), 'x', timeout=5.0).call('echo')\n"
+        "from components.workers.requests import ANYTHING\n"
+        "worker = WorkerActor(ClusterSettings(address='127.0.0.1:1'), 'x', timeout=5.0)\n"
+        "worker.call('echo', reply=ANYTHING)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert "ConfigurationError: the Ray cluster cannot be joined" in done.stderr
@@ -184,9 +187,10 @@ def test_workers_end_with_a_run_that_is_killed(cluster: ClusterSettings) -> None
         "import os, signal\n"
         "from components.contracts.cluster import ClusterSettings\n"
         "from components.workers.actor import WorkerActor\n"
+        "from components.workers.requests import ANYTHING\n"
         f"place = ClusterSettings.model_validate_json({cluster.model_dump_json()!r})\n"
         f"worker = WorkerActor(place, {MODULE!r}, timeout=60.0)\n"
-        "worker.call('echo', 1)\n"
+        "worker.call('echo', 1, reply=ANYTHING)\n"
         "print(worker.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -197,9 +201,10 @@ def test_workers_end_with_a_run_that_is_killed(cluster: ClusterSettings) -> None
 def test_ray_is_not_imported_for_workers_of_this_machine() -> None:
     code = (
         "import sys, armature\n"
+        "from components.workers.requests import ANYTHING\n"
         "from components.workers.worker import make_worker\n"
         f"with make_worker({MODULE!r}, timeout=60.0) as worker:\n"
-        "    assert worker.call('echo', 1) == 1\n"
+        "    assert worker.call('echo', 1, reply=ANYTHING) == 1\n"
         "print('ray' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -5,27 +5,35 @@ from __future__ import annotations
 import itertools
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import Annotated
 from weakref import WeakValueDictionary, finalize
+
+from pydantic import Field, TypeAdapter
 
 from components.environments.alfworld import packaged
 from components.workers.errors import WorkerError
 from components.workers.pool import WorkerPool
+from components.workers.requests import NOTHING, ReplyForm
 from components.workers.worker import Worker, current_cluster, make_worker
 
 ANSWER_SECONDS = 300.0
 """A process that is silent for longer hangs; its games are lost."""
 
+MOST_BYTES = 2**24
+"""Of the answer to one command."""
+
 WORKER = "components.environments.alfworld.text.worker"
 
 
-@dataclass(frozen=True, slots=True)
-class EngineReply:
+class EngineReply(ReplyForm):
     """What the engine says after a command."""
 
     feedback: str
-    commands: tuple[str, ...]
+    commands: Annotated[tuple[str, ...], Field(strict=False)]
     won: bool
+
+
+ENGINE_REPLY = TypeAdapter(EngineReply)
 
 
 class EngineHost(WorkerPool[Worker]):
@@ -40,7 +48,7 @@ class EngineHost(WorkerPool[Worker]):
             "PYTHONHASHSEED": "0",  # texts list what sets of facts hold
             "ALFWORLD_DATA": str(packaged.folder()),  # else importing alfworld makes a folder in the home
         }
-        super().__init__(lambda: make_worker(WORKER, timeout=ANSWER_SECONDS, env=env), processes)
+        super().__init__(lambda: make_worker(WORKER, timeout=ANSWER_SECONDS, env=env, most_bytes=MOST_BYTES), processes)
         self._games = itertools.count()
         finalize(self, _close, self.workers)
 
@@ -87,11 +95,10 @@ class HostedGame:
     def close(self) -> None:
         if self._worker.alive:
             with suppress(WorkerError):  # it died meanwhile, and the game with it
-                self._worker.call("end", self._number)
+                self._worker.call("end", self._number, reply=NOTHING)
 
     def _shown(self, method: str, *arguments: str) -> EngineReply:
-        answer = self._worker.call(method, self._number, *arguments)
-        return EngineReply(answer["feedback"], tuple(answer["commands"]), answer["won"])
+        return self._worker.call(method, self._number, *arguments, reply=ENGINE_REPLY)
 
 
 def _close(workers: tuple[Worker, ...]) -> None:
