@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from components.contracts.episodes import Episode, Observation, Outcome
 from components.contracts.failures import RolloutFailed, said
+from components.process import ForkGuard
 
 ResultT = TypeVar("ResultT")
 
@@ -31,6 +32,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.stuck = False
+        self._guard = ForkGuard()
         self._loop = asyncio.SelectorEventLoop(PollSelector())  # it takes two file handles, epoll's three
         self._ending = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -52,7 +54,8 @@ class LoopThread:
             result: Any = None
             failure = None
             try:
-                result = await function()
+                with self._guard:  # A child that was forked there would go on with a copy of this run.
+                    result = await function()
             except RolloutFailed as failed:
                 failure = failed
             except BaseException as error:

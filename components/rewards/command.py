@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE, Popen
 from tempfile import TemporaryFile
+from threading import Thread
 from typing import ClassVar
 
 from pydantic import Field, PositiveFloat
@@ -18,6 +21,10 @@ from components.sources.data import named_files
 
 LONGEST_OUTPUT = 2**16
 """Bytes that a grade may take; more is not a number."""
+LONGEST_COMPLAINT = 1000
+"""Bytes of the error output that are shown, the last ones."""
+COMPLAINT_SECONDS = 1.0
+"""For the rest of the error output, once the program has ended: a child of it may hold it open."""
 
 
 class CommandSettings(IsolatedSettings):
@@ -51,10 +58,15 @@ class Command(Reward[CommandSettings]):
 
     def grade(self, given: RewardInput) -> float:
         document = {"completion": given.completion, "answer": given.answer, "row": given.row}
-        with TemporaryFile() as asked, TemporaryFile() as complaints:
+        with TemporaryFile() as asked:
             asked.write(json.dumps(document).encode())
             asked.seek(0)
-            with Popen(self._command, cwd=self._folder, stdin=asked, stdout=PIPE, stderr=complaints) as running:
+            complaints, write = _last_bytes()
+            try:
+                running = Popen(self._command, cwd=self._folder, stdin=asked, stdout=PIPE, stderr=write)
+            finally:
+                os.close(write)
+            with running:
                 assert running.stdout is not None
                 output = running.stdout.read(LONGEST_OUTPUT + 1)
                 if len(output) > LONGEST_OUTPUT:
@@ -63,8 +75,7 @@ class Command(Reward[CommandSettings]):
                         "reward_invalid", f"a number was expected, not more than {LONGEST_OUTPUT} bytes"
                     )
             if running.returncode:
-                complaints.seek(max(0, complaints.tell() - 1000))
-                detail = complaints.read().decode(errors="replace").strip()
+                detail = complaints().decode(errors="replace").strip()
                 raise RolloutFailed(
                     "reward_error", f"{self._command[0]} ended with code {running.returncode}: {detail}"
                 )
@@ -73,6 +84,26 @@ class Command(Reward[CommandSettings]):
         except ValueError:
             shown = output.decode(errors="replace")
             raise RolloutFailed("reward_invalid", f"a number was expected, not {shown!r:.200}") from None
+
+
+def _last_bytes() -> tuple[Callable[[], bytes], int]:
+    """The writing end of a pipe that is always read, and a function that returns the last bytes of what came."""
+    read, write = os.pipe()
+    last = [b""]
+
+    def work() -> None:
+        with open(read, "rb", buffering=0) as stream:  # noqa: PTH123 (a descriptor)
+            while part := stream.read(2**16):
+                last[0] = (last[0] + part)[-LONGEST_COMPLAINT:]
+
+    thread = Thread(target=work, daemon=True)
+    thread.start()
+
+    def result() -> bytes:
+        thread.join(COMPLAINT_SECONDS)
+        return last[0]
+
+    return result, write
 
 
 def program_path(program: str, folder: Path) -> Path:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -87,6 +90,43 @@ def test_twenty_block_at_the_same_time_and_the_loop_goes_on() -> None:
         await asyncio.gather(*(episode.close() for episode in episodes))
 
     asyncio.run(play())
+
+
+class Forking(Blocking):
+    """A child of each step returns as well, or raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.children: list[int] = []
+
+    async def step(self, action: str) -> Outcome:
+        if pid := os.fork():
+            self.children.append(pid)
+        elif action == "raise":
+            raise LookupError("in the child")
+        return Outcome(Observation(("parent" if pid else "child",)), {"done": 1.0})
+
+
+def test_forked_child_that_comes_back_ends() -> None:
+    forking = Forking()
+
+    async def play() -> None:
+        episode = guarded(forking)
+        await episode.reset()
+        for action in ("0", "raise", "0"):
+            observation = (await episode.step(action)).observation
+            assert observation is not None and observation.content == ("parent",)
+        await episode.close()
+
+    asyncio.run(play())
+    left, end = set(forking.children), time.monotonic() + 10
+    while left and time.monotonic() < end:
+        left -= {pid for pid in left if os.waitpid(pid, os.WNOHANG)[0]}
+        time.sleep(0.01)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert not left
 
 
 def test_a_step_given_up_is_closed_when_it_returns() -> None:

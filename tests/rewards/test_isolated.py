@@ -207,7 +207,7 @@ def test_a_schema_that_is_none_is_refused_at_the_start(arguments: dict[str, Any]
 
 
 VERIFIER = """#!{python}
-import json, os, sys, time
+import json, os, resource, sys, time
 given = json.load(sys.stdin)
 match given["completion"]:
     case "right": print(1.0 if given["answer"] == "yes" and given["row"]["kind"] == "test" else 0.0)
@@ -220,6 +220,10 @@ match given["completion"]:
     case "flood":
         while True: print("1" * 10**6)
     case "deaf": sys.stdin.close(); print(0.5)
+    case "complain":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+        sys.stderr.write("x" * 2**23)
+        sys.exit("cannot say")
 """
 
 
@@ -240,6 +244,7 @@ def test_a_program_grades(tmp_path: Path) -> None:
             "nan": "reward_invalid: command: the reward is nan",
             "nothing": "reward_invalid: command: a number was expected, not ''",
             "fail": "reward_error: command: .* ended with code 1: cannot say",
+            "complain": "reward_error: command: .* ended with code 1: x{980,}cannot say$",
             "flood": "reward_invalid: command: a number was expected",
             "hang": "reward_timeout: command: no grade within 5 s",
         }.items():
