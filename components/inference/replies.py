@@ -25,6 +25,10 @@ SMALL = 2**20
 """Bytes of the longest answer of any route but the chat route; those seen have less than 20 KB."""
 
 
+CONNECT = 10.0
+"""Seconds for a connection."""
+
+
 class BadReply(ServerError):
     """A server sent an invalid reply."""
 
@@ -100,13 +104,20 @@ async def exchange(
 
 
 def exchange_blocking(
-    http: httpx.Client, method: str, url: str, headers: Mapping[str, str], timeout: float, body: Any = None
+    http: httpx.Client,
+    method: str,
+    url: str,
+    headers: Mapping[str, str],
+    timeout: float,
+    body: Any = None,
+    limit: int = SMALL,
 ) -> Reply:
-    """`exchange` for threads; the whole answer has `timeout` seconds."""
+    """`exchange` for threads; the whole answer has `timeout` seconds and at most `limit` bytes."""
     deadline = time.monotonic() + timeout
     given = {**headers, **PLAIN}
-    with http.stream(method, url, json=body, headers=given, follow_redirects=False) as response:
-        collector = ReplyReader(url, response.headers, SMALL)
+    each = httpx.Timeout(timeout, connect=min(timeout, CONNECT))
+    with http.stream(method, url, json=body, headers=given, timeout=each, follow_redirects=False) as response:
+        collector = ReplyReader(url, response.headers, limit)
         parts: Iterator[bytes] = response.iter_raw()
         for part in parts:
             collector.add(part)

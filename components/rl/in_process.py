@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import nn
 
 from components.contracts.machine import Machine
 from components.contracts.stages import not_sent
 from components.training.checkpoints import identity
+from components.training.client import ResultT
 from components.training.ranks import Ranks
 from components.training.service_settings import service_settings
 from components.vlm.client import TrainerClient, TrainerPolicySettings
@@ -64,7 +66,9 @@ class InProcessTrainer(TrainerClient):
     def finish(self) -> None:
         self.settle()
 
-    def _ask(self, name: str, timeout: float, **arguments: Any) -> Any:
+    def _ask(self, name: str, timeout: float, result: TypeAdapter[ResultT], **arguments: Any) -> ResultT:
         command = {"name": name, **arguments}
         known = self._worker.recorded(command)
-        return self._worker.run(command, self._worker.check(command)) if known is None else known
+        return result.validate_python(
+            self._worker.run(command, self._worker.check(command)) if known is None else known
+        )

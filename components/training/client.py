@@ -11,27 +11,33 @@ from functools import partial
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx
+from pydantic import StrictInt, StrictStr, TypeAdapter, ValidationError
 
 from components.artifacts.disk import write_file
 from components.contracts.errors import ArmatureError, TrainerError
 from components.contracts.machine import Machine
-from components.contracts.numbers import read_floats
 from components.contracts.stages import Events, not_sent
+from components.inference.replies import BadReply, exchange_blocking
 from components.keepalive import socket_options
 from components.process import Program
-from components.training.errors import rebuild
+from components.training.errors import read_error, rebuild
 from components.training.links import NodeLinks
 from components.training.nodes import Attempt, LostNode, announce, lost_node, members, start
 from components.training.placed import PlacedRanks
 from components.training.processes import error_file
 from components.training.service_settings import ServiceSettings, TrainingSettings, service_settings
 from components.workers.placed import PlacementBundles
+from components.workers.requests import ANYTHING
 
+ResultT = TypeVar("ResultT")
 TOKEN = "ARMATURE_TRAINER_TOKEN"
 FATAL = 500
+LARGEST_REPLY = 2**30
+"""Bytes of an answer: log-probs of a whole batch."""
+FLOATS, WHOLE, TEXT = TypeAdapter(dict[str, float]), TypeAdapter(StrictInt), TypeAdapter(StrictStr)
 DEATH = 30.0
 """Seconds for a service that dropped a connection to end."""
 POLL = 0.05
@@ -149,16 +155,16 @@ class ServiceClient:
         """
         self.settle()
         if self.machine.joining_nodes:  # their ranks would call the end of the first one a crash
-            self._ask("stop", self.machine.node_timeout)
+            self._ask("stop", self.machine.node_timeout, ANYTHING)
         self._tell("done")
 
     def resume(self) -> int:
         """Load the newest checkpoint, if there is one. The number of steps that the weights contain."""
-        return int(self._ask("resume", self.machine.ready_timeout))
+        return self._ask("resume", self.machine.ready_timeout, WHOLE)
 
     def save(self) -> Path:
         """Begin to write a checkpoint; see `components.training.checkpoints`. It is found once it is complete."""
-        checkpoint = Path(self._ask("save", self.machine.train_timeout))
+        checkpoint = Path(self._ask("save", self.machine.train_timeout, TEXT))
         self._saved(checkpoint)
         return checkpoint
 
@@ -168,7 +174,7 @@ class ServiceClient:
         Raises:
             TrainerError: it could not be written.
         """
-        self._ask("settle", self.machine.train_timeout)
+        self._ask("settle", self.machine.train_timeout, ANYTHING)
 
     def publish(self, folder: Path, version: int) -> None:
         """Write the weights after step `version` to `folder` as others load them, atomically.
@@ -176,19 +182,20 @@ class ServiceClient:
         Raises:
             ConfigurationError: the weights are of another version.
         """
-        self._ask("publish", self.machine.train_timeout, folder=str(folder.resolve()), version=version)
+        self._ask("publish", self.machine.train_timeout, ANYTHING, folder=str(folder.resolve()), version=version)
 
     def _train(self, step: int, **arguments: str) -> dict[str, float]:
-        return read_floats(self._ask("step", self.machine.train_timeout, step=step, **arguments))
+        return self._ask("step", self.machine.train_timeout, FLOATS, step=step, **arguments)
 
-    def _ask(self, name: str, timeout: float, **arguments: Any) -> Any:
+    def _ask(self, name: str, timeout: float, result: TypeAdapter[ResultT], **arguments: Any) -> ResultT:
         if not self.alive:
             raise self._died("the trainer service is not running")
         began = time.monotonic()
         try:
-            response = self._http.post(
-                "/command", json={"name": name, **arguments}, timeout=httpx.Timeout(timeout, connect=10.0)
-            )
+            command = {"name": name, **arguments}
+            reply = exchange_blocking(self._http, "POST", "/command", {}, timeout, command, LARGEST_REPLY)
+        except BadReply as error:
+            raise TrainerError(f"the trainer's answer to {name!r} cannot be read: {error.what}") from error
         except httpx.TransportError as error:
             # A connection that the kernel gives up is a timeout as well, sooner.
             if isinstance(error, httpx.ReadTimeout) and time.monotonic() - began >= timeout:
@@ -202,12 +209,20 @@ class ServiceClient:
                 self._lost = LostNode(0, f"the first rank's does not answer at {self._http.base_url}: {error}")
                 self._end_processes()
             raise self._died(f"the trainer died during {name!r}") from error
-        document = response.json()
-        if response.status_code == FATAL:
+        if reply.status == FATAL:
             self._wait_for_death()
-        if "error" in document:
-            raise rebuild(document["error"])
-        return document["result"]
+        try:
+            document = reply.document
+            if "error" not in document:
+                return result.validate_python(document.get("result"))
+            refused = rebuild(document["error"])
+        except (BadReply, ValidationError) as cause:
+            raise TrainerError(
+                f"the trainer's answer to {name!r} cannot be read: {cause}",
+                where=str(self.settings.workspace / "trainer.log"),
+                remedy="start again: it resumes from the last checkpoint",
+            ) from cause
+        raise refused
 
     def _started(self, settings: ServiceSettings, attempt: Attempt, links: NodeLinks | None) -> Program | PlacedRanks:
         env = {TOKEN: self._token}
@@ -271,17 +286,16 @@ class ServiceClient:
             what, count = f"{what}: {lost.reason}", settings.processes.processes
             ranks = range(lost.number * count, (lost.number + 1) * count)
         folder = attempt.folder(settings.workspace) if attempt is not None else settings.workspace
-        files = [(rank, error_file(folder, rank)) for rank in ranks]
-        said = [(rank, json.loads(file.read_text())) for rank, file in files if file.exists()]
-        if said:
+        errors = [(rank, error) for rank in ranks if (error := read_error(error_file(folder, rank))) is not None]
+        if errors:
             # That of ours, if there is one: others died because that rank was gone.
-            rank, document = min(said, key=lambda one: isinstance(rebuild(one[1]), TrainerError))
+            rank, document = min(errors, key=lambda one: isinstance(rebuild(one[1]), TrainerError))
             cause = rebuild(document)
             if not isinstance(cause, TrainerError):
                 return cause
             return TrainerError(
                 f"{what}: rank {rank}: {cause.what}",
-                where=document["traceback"],
+                where=str(document.get("traceback", "")),
                 remedy=cause.remedy or "see the log beside the checkpoints; start again and resume",
             )
         if lost is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import traceback
-from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from components.contracts import errors
 from components.contracts.errors import ArmatureError, TrainerError
@@ -27,9 +29,22 @@ def describe(error: BaseException) -> dict[str, str]:
     return document
 
 
-def rebuild(document: Mapping[str, str]) -> ArmatureError:
+def rebuild(document: Any) -> ArmatureError:
     """The error that `describe` described; a TrainerError with the traceback if it was not one of ours."""
-    kind = getattr(errors, document["class"], None)
+    parts = document if isinstance(document, dict) else {}
+    name, what, where, remedy, origin = (
+        str(parts.get(key, "")) for key in ("class", "what", "where", "remedy", "traceback")
+    )
+    kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, ArmatureError):
-        return kind(document["what"], where=document.get("where", ""), remedy=document.get("remedy", ""))
-    return TrainerError(f"the trainer failed: {document['what']}", where=document.get("traceback", ""))
+        return kind(what, where=where, remedy=remedy)
+    return TrainerError(f"the trainer failed: {what or 'it does not say why'}", where=origin)
+
+
+def read_error(file: Path) -> dict[str, Any] | None:
+    """The document in `file` that a rank wrote before it ended; None if there is none, or only a part of it."""
+    try:
+        document = json.loads(file.read_bytes())
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+    return document if isinstance(document, dict) else None

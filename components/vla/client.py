@@ -7,8 +7,7 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
-from components.contracts.numbers import read_floats
-from components.training.client import ServiceClient
+from components.training.client import FLOATS, ServiceClient
 from components.vla.settings import TrainVLASettings
 
 
@@ -39,4 +38,4 @@ class PolicyTrainerClient(ServiceClient):
 
     def measure(self) -> dict[str, float]:
         """Losses and action errors on held-out frames, of the averaged weights if there are; {} without such frames."""
-        return read_floats(self._ask("measure", self.machine.train_timeout))
+        return self._ask("measure", self.machine.train_timeout, FLOATS)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from components.training.client import ServiceClient
 from components.vla_rl.settings import RobotRLTrainerSettings, RobotRolloutSettings
+
+SCORES = TypeAdapter(list[float])
 
 
 class RobotRLTraining(BaseModel):
@@ -42,4 +44,4 @@ class RobotRLTrainerClient(ServiceClient):
 
     def score(self, batch: Path) -> list[float]:
         """Of each answer of the batch the log-prob of all that counts."""
-        return [float(one) for one in self._ask("score", self.machine.train_timeout, batch=str(batch.resolve()))]
+        return self._ask("score", self.machine.train_timeout, SCORES, batch=str(batch.resolve()))

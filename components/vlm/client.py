@@ -9,13 +9,26 @@ from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, TypeAdapter
 
 from components.inference.endpoint import Endpoint
 from components.inference.probe import Probe, ProbeAnswer
 from components.models.settings import ModelSettings
 from components.training.client import ServiceClient
 from components.vlm.settings import TrainerSettings
+from components.workers.requests import ANYTHING
+
+
+class ProbeReply(BaseModel):
+    """The fields of a `ProbeAnswer`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    logprobs: list[float]
+    dtype: str
+
+
+SCORES, PROBE = TypeAdapter(list[list[float]]), TypeAdapter(ProbeReply)
 
 
 class TrainerPolicySettings(BaseModel):
@@ -52,7 +65,7 @@ class TrainerClient(ServiceClient):
 
     def score(self, batch: Path) -> list[npt.NDArray[np.float32]]:
         """For each sample of the batch (L,) log-probs of its trained tokens, 0 elsewhere."""
-        scores = self._ask("score", self.machine.train_timeout, batch=str(batch.resolve()))
+        scores = self._ask("score", self.machine.train_timeout, SCORES, batch=str(batch.resolve()))
         return [np.array(score, dtype=np.float32) for score in scores]
 
     def publish_version(self, folder: Path, version: int, form: Literal["delta", "adapter"]) -> None:
@@ -66,7 +79,7 @@ class TrainerClient(ServiceClient):
             ConfigurationError: the weights are of another version, or have no adapters.
         """
         command = {"folder": str(folder.resolve()), "version": version, "form": form}
-        self._ask("publish", self.machine.train_timeout, **command)
+        self._ask("publish", self.machine.train_timeout, ANYTHING, **command)
 
     def send(self, endpoints: Sequence[Endpoint], version: int) -> None:
         """Send the weights after step `version` from the trainer's GPUs to vLLM servers, all of them together.
@@ -79,7 +92,7 @@ class TrainerClient(ServiceClient):
             WeightSyncError: a server refused them.
         """
         addresses = [asdict(endpoint) for endpoint in endpoints]
-        self._ask("send", self.machine.sync_timeout, endpoints=addresses, version=version)
+        self._ask("send", self.machine.sync_timeout, ANYTHING, endpoints=addresses, version=version)
 
     def probe(self, probe: Probe, version: int) -> ProbeAnswer:
         """What the weights after step `version` answer; servers that hold them answer the same.
@@ -87,5 +100,5 @@ class TrainerClient(ServiceClient):
         Raises:
             ConfigurationError: the weights are of another version.
         """
-        answer = self._ask("probe", self.machine.train_timeout, probe=asdict(probe), version=version)
-        return ProbeAnswer(np.array(answer["logprobs"], dtype=np.float32), answer["dtype"])
+        answer = self._ask("probe", self.machine.train_timeout, PROBE, probe=asdict(probe), version=version)
+        return ProbeAnswer(np.array(answer.logprobs, dtype=np.float32), answer.dtype)

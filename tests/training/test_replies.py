@@ -1,0 +1,94 @@
+"""Whatever answers in place of the trainer service, or is left of its errors: a TrainerError, in time."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from components.contracts.errors import ConfigurationError, TrainerError
+from components.contracts.machine import Machine
+from components.process import Program
+from components.training.nodes import Attempt
+from components.training.processes import error_file
+from components.vlm.client import TrainerClient, TrainerPolicySettings
+from tests.vlm.conftest import model_settings, trainer_settings
+
+
+@contextmanager
+def answering(client: TrainerClient, body: bytes, status: int = 200, pause: float = 0.0) -> Iterator[None]:
+    """`client` as that of a service that answers `body`, all of it or a byte after each `pause`."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def work() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.recv(2**16)
+                        connection.sendall(f"HTTP/1.1 {status} OK\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+                        for start in range(len(body)) if pause else []:
+                            connection.sendall(body[start : start + 1])
+                            time.sleep(pause)
+                        if not pause:
+                            connection.sendall(body)
+
+        threading.Thread(target=work, daemon=True).start()
+        client._http.base_url = "http://127.0.0.1:{}".format(*listener.getsockname()[1:])  # type: ignore[assignment]
+        client._program = Program([sys.executable, "-c", "import time; time.sleep(600)"], grace=1.0)
+        try:
+            yield
+        finally:
+            client._end_processes()
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> TrainerClient:
+    policy = TrainerPolicySettings(
+        model_path=tmp_path, model=model_settings(), trainer=trainer_settings(), temperature=1.0, images=tmp_path
+    )
+    return TrainerClient(policy, Machine(train_timeout=1.0), tmp_path / "trainer")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"{", b"null", b"[]", b"\xff", b"[" * 100_000),
+        *(b'{"result": null}', b'{"result": [1.0]}', b'{"result": {"loss": "x"}}', b'{"result": {"loss": null}}'),
+        *(b"{}", b'{"error": null}', b'{"error": {"class": 1}}', b'{"error": {"class": "TrainerError"}}'),
+    ],
+)
+def test_malformed_answer_is_a_trainer_error(client: TrainerClient, body: bytes, tmp_path: Path) -> None:
+    with answering(client, body), pytest.raises(TrainerError):
+        client.step(1, tmp_path)
+
+
+def test_answer_has_one_time_limit(client: TrainerClient, tmp_path: Path) -> None:
+    began = time.monotonic()
+    with answering(client, b'{"result": {"loss": 1.0}}' + b" " * 100, pause=0.2), pytest.raises(TrainerError):
+        client.step(1, tmp_path)
+    assert time.monotonic() - began < 8
+
+
+def test_what_is_not_finite_arrives(client: TrainerClient, tmp_path: Path) -> None:
+    with answering(client, b'{"result": {"loss": "NaN", "steps": 2}}'):
+        metrics = client.step(1, tmp_path)
+    assert metrics["loss"] != metrics["loss"] and metrics["steps"] == 2
+
+
+@pytest.mark.parametrize("written", ["", "{", "[]", "null", '{"class": "ConfigurationError", "what": "not th'])
+def test_error_of_a_rank_that_died_while_it_wrote_it(client: TrainerClient, written: str) -> None:
+    client.settings.workspace.mkdir()
+    client._attempt = Attempt.following(client.settings.workspace).open(client.settings.workspace)
+    file = error_file(client._attempt.folder(client.settings.workspace), 0)
+    file.write_text(written)
+    assert type(client._died("the trainer died")) is TrainerError
+    file.write_text(json.dumps({"class": "ConfigurationError", "what": "not this"}))
+    assert type(client._died("the trainer died")) is ConfigurationError
