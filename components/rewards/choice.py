@@ -36,7 +36,7 @@ _SEVERAL = "Ω"
 FULL_WIDTH = 0xFEE0
 """From a character of ASCII to its full-width form."""
 _LABEL = f"[A-Z\uff21-\uff3a{_SEVERAL}]"
-_ANSWER = _words("answers? ans solution conclusion guess vote antwort lösung", "答案 结论 結論")
+_ANSWER = _words("answers? ans corrections? solution conclusion guess vote antwort lösung", "答案 结论 結論")
 _OPTION = _words("option choice selection pick wahl letter", "选项 選項")
 _GOOD = _words("final correct right best my richtige korrekte", "正确 正確")
 _IS = _words("is are be was ist lautet wäre", r"[应應]?[该該]?[是为為选選] [:=?→] -+>?")
@@ -71,19 +71,25 @@ _FILLER = "|".join(
 )
 _FILLERS = rf"(?>(?:(?:{_FILLER})\W{{0,4}}){{0,8}})"
 _NOT = _words(
-    "not never cannot neither nor except without unlike than if whether unless instead_of all_but anything_but"
-    " (?:rul|eliminat|exclud|reject|dismiss)(?:e|es|ed|ing)(?:_out)? nicht weder noch kein statt außer ob wenn",
+    r"not never cannot neither nor except without unlike than if whether unless instead_of (?:all|every\w*|any\w*)_but"
+    " (?:rul|eliminat|exclud|reject|dismiss)(?:e|es|ed|ing)(?:_out)?"
+    r" mistake second (?:many|some|others)(?:_people)?(?:_(?:may|might|would|could))?"
+    r"_(?:say|think|choose|pick|select|believe)"
+    r" (?:chang|switch|revis)\w*(?:\s\w+){0,3}_from nicht weder noch kein statt außer ob wenn"
+    " n'est_pas no_es não_é non_è не",
     r"n't\b 不\w{0,4} 非 排除 除",
 )
 _UNSPACED_SUBJECT = r"[)\"]?\s?(?:选项|選項|[项項])?[都也]?"
 _RIGHT = (
     r"(?:[^\w\n]{0,4}\s(?:is|are|seems?|looks?|(?:must|should|would|has to) be|ist|sind|wäre)\s"
     r"(?:(?!not\b|nicht\b)\w+\s){0,3}?(?:correct|right|best|true|answer|antwort|richtig|korrekt)\b|\s+stimmt\b"
+    r"|\s(?:fits|matches|remains|is left)(?=\s?(?:[.!]|\Z))"
     rf"|{_UNSPACED_SUBJECT}[是为為]?(?:最?正[确確]|答案|[对對](?![应應比])))"
 )
 _WRONG = (
     r"(?:\s(?:(?:is|are|was|were|do|does|did|can|could|would|ist|sind|kann)(?:n't\b|\s(?:\w+\s)?"
-    r"(?:not|wrong|incorrect|false|impossible|out|nicht|falsch)\b)|cannot\b|can't\b)"
+    r"(?:not|wrong|incorrect|false|impossible|out|nicht|falsch)\b)|cannot\b|can't\b"
+    r"|(?:can|must|should) be (?:ruled|eliminated|excluded|rejected|dismissed)|n'est pas|no es|não é|non è)"
     rf"|{_UNSPACED_SUBJECT}(?:不|是?[错錯]))"
 )
 _VERB = (
@@ -91,15 +97,18 @@ _VERB = (
     r"|\s?[错錯不是有显顯])"
 )
 """The label before it is a subject: a new clause begins with it."""
-_OR = _words("or nor and/or vs versus oder noch", "或者 或 还是 還是 和 与 與 及 以及")
-_AND = _words("and plus but_also as_well_as (?:along|together)_with und als_auch sondern_auch")
-_MAYBE = rf"(?:{_words('maybe perhaps possibly even also the')}\s|{_OPTION}\s)"
+_OR = _words(
+    "or nor and/or or_else vs versus through thru oder noch bis ou o", "或者 或 还是 還是 和 与 與 及 以及 到 至"
+)
+_AND = _words("and plus but_also also as_well_as (?:along|together)_with und als_auch sondern_auch et y")
+_MAYBE = rf"(?:{_words('maybe perhaps possibly even also the')}\s|{_OPTION}\s?|[选選]\s?)"
 
 # Of the completion, upper and lower case as it is.
 _MARKS = re.compile(r"(\*{1,3}|_{1,3}|`|\$|\")([A-Za-z])\1|(?<!\w)(')([A-Za-z])'(?!\w)|[\[{<]\s?([A-Za-z])\s?[\]}>]")
 """Around a single letter they count as parentheses."""
-_TEXT_COMMANDS = re.compile(r"\\(?:text(?:bf|it|rm|sf)?|math(?:bf|it|rm|sf)|bf|rm|emph)\b\s?|\\(?=[()\[\]])")
-_BOXES = re.compile(r"\\(?:boxed|fbox)(?![a-z])")
+_TEXT_COMMANDS = re.compile(r"\\(?:(?:text|math)(?:bf|it|rm|sf|tt|cal)?|operatorname|bf|rm|emph)\b\s?|\\(?=[()\[\]])")
+_BOXES = re.compile(r"(?:\\|\x08|\b)(?:boxed|fbox)(?![a-z])")
+_STRUCK = re.compile(r"~~[^~\n]{1,200}~~|<del>[^<>]{0,200}</del>")
 _TAGS = re.compile(r"</?(?:[A-Za-z_][\w.-]{1,63}|[a-z])>|<\|[^<>|]{1,64}\|>")
 _EMPHASIS = re.compile(r"[*`$]|(?<![^\W_])_+|_+(?![^\W_])|(?<=\n)[#>]+")
 _BOX, _TAG = "\x02", "\n\f"
@@ -109,9 +118,11 @@ _LETTER = re.compile(
     r"(?![\w'#]|-\w|\(\w\)|\s?[=^]|\+(?!\s?[A-Za-z]\b)|\.[A-Za-z](?![A-Za-z]))"
 )
 _WORD = re.compile(
-    r"[ \t]+(?!(?:is|are|or|and|nor|plus|together|because|since|as|but|not|for|if|which|with|seems|fits"
-    r"|matches|shows|looks|has|does|depicts|describes|represents|contains|makes|ist|sind|als|oder|und|weil|da|denn|zeigt)\b)[A-Za-zÀ-ɏ]{2}",
-    re.IGNORECASE,
+    r"[ \t]+(?!(?:is|are|or|and|nor|plus|together|because|since|as|but|not|for|if|which|with|seems|fits|matches|shows"
+    r"|looks|has|does|depicts|describes|represents|contains|makes|remains|only|rather|instead|over|through|to|versus"
+    r"|was|would|could|should|must|may|might|cannot|can (?:be|not)|doesn|isn|correct\W*$|ist|sind|als|oder|und|weil|da"
+    r"|denn|zeigt|ou|et|hoặc|veya|atau|lub|eller|est|es|no es)\b)[A-Za-zÀ-ɏ]{2}",
+    re.IGNORECASE | re.MULTILINE,
 )
 """Words before which "a" is the article and "I" the pronoun."""
 _PRONOUN = re.compile(_VERB_OF_I, re.IGNORECASE)
@@ -123,20 +134,45 @@ _ANNOUNCED = (
     rf"|{_GOOD}\s(?:{_ANSWER}|{_OPTION})|{_ANSWER}\W{{0,3}}\n|答案|{_CHOOSE}|{_BOX})\W{{0,8}}{_FILLERS})"
 )
 _ANNOUNCED_WORD = re.compile(rf"{_ANNOUNCED}(?=[AI]\b)", re.IGNORECASE)
+_ITEM = r"[^\w\n]{0,8}(?:\d{1,2}[.)]\s)?"
 _LIST = re.compile(
-    rf"{_LABEL}(?:(?:"
-    rf"[^\w\s]{{0,4}}\s[^\w\s]{{0,2}}{_MAYBE}?{_OR}[.,]?\s{_MAYBE}{{0,2}}[^\w\s]{{0,4}}{_LABEL}"
+    rf"\A\W*(?:{_OPTION}\s)?{_LABEL}(?:\W+(?:{_OPTION}\s)?{_LABEL})+\W*\Z"
+    rf"|{_LABEL}(?:{_RIGHT})?[^\w\n]{{1,3}}(?:(?:{_AND}|{_OR})\s)?(?:{_OPTION}\s)?{_LABEL}"
+    rf"(?=\s(?:is|could be|seems) also\b|{_RIGHT}\s(?:too|as well)\b)"
+    rf"|{_LABEL}{_RIGHT},?\s(?:{_AND}|{_OR})\s(?:{_OPTION}\s)?{_LABEL}(?={_RIGHT})"
+    rf"|{_LABEL}(?:(?:"
+    rf"\W{{0,6}}{_MAYBE}?{_OR}\W{{0,6}}{_MAYBE}{{0,2}}[^\w\s]{{0,4}}{_LABEL}"
     rf"|(?:[^\w\s]{{0,4}}\s{_AND}\s|[)}}\"]{{0,3}}\s{{0,2}}(?:[,;/&|+、]|-\s)\s{{0,2}}(?:(?:{_AND}|{_OR})\s)?"
     rf"|[)}}\"]{{0,3}}[ \t]?){_MAYBE}{{0,2}}[^\w\s]{{0,4}}{_LABEL}(?:(?={_RIGHT})|(?!{_VERB}))"
     rf"))+"
-    rf"|^[^\w\n]{{0,8}}{_LABEL}[^\w\n:]{{0,8}}(?:\n[^\w\n]{{0,8}}{_LABEL}[^\w\n:]{{0,8}})+$",
+    rf"|^{_ITEM}{_LABEL}[^\w\n:]{{0,8}}(?:\n{_ITEM}{_LABEL}[^\w\n:]{{0,8}})+$",
+    re.MULTILINE,
+)
+_LAST_OF_LIST = re.compile(rf"(?:{_OR}|{_AND})\s{_LABEL}\W{{0,3}}[,;:]\s({_LABEL})\Z")
+_IS_RIGHT = re.compile(_RIGHT)
+_VERDICT = re.compile(
+    rf"({_LABEL})[^A-Z\uff21-\uff3a{_SEVERAL}\n]{{0,60}}?"
+    rf"(?:(?:(?<={_LABEL})\s|[^\w\s]\s{{0,2}})(?:(?:this|that|it) is )?"
+    r"(?:(correct|right|true|yes|richtig|korrekt|正[确確]|[对對])"
+    r"|(?:not |in)(?:correct|right|true)|wrong|false|no|falsch|[错錯][误誤]?|不[对對]|不正[确確])"
+    r"(?=\s?(?:[-.,;:!|)]|\n|\Z|because|since|as|weil|da|因))|\s?(?:([✓✔✅☑])|[✗✘❌✖☐]))"
+)
+"""As in "A: wrong, B: right"; `B: Right` alone may be the text of the option."""
+_MARKED = re.compile(rf"^[^\w\n]{{0,3}}(?:([✓✔✅☑])|[✗✘❌✖☐])\s?(?:{_OPTION}\s)?({_LABEL})", re.MULTILINE)
+_ALL_BUT = re.compile(
+    rf"\b(?:all|every\w*|any\w*)\b[^.!?\n]{{0,30}}?\b(?:but|except(?: for)?|other than)\s(?:{_OPTION}\s)?"
+    rf"({_LABEL})\W{{0,3}}\s(?:is|are)\s(?:wrong|incorrect|false|ruled out|eliminated)"
+)
+_ASKED = re.compile(
+    rf"(?:^|[.!?])\W{{0,4}}(?:is|could|can|would|might|should|what about|how about|ist)\b"
+    rf"[^.!?\n]{{0,60}}{_LABEL}\W{{0,3}}\?",
     re.MULTILINE,
 )
 _OPTION_TEXT = re.compile(rf"({_LABEL})(\W{{1,4}}(?:both|either|neither|all of)\s)({_LABEL}\W.{{0,20}}{_LABEL})")
 """As in "D. Both A and B"."""
 _REJECTED = re.compile(
-    rf"{_NOT}(?:\s(?!(?:but|sondern|so|therefore|hence|because|since|answer|antwort)\b)[^\W\d_]{{2,}}){{0,3}}"
-    rf"[^\w.!?\n]{{0,4}}{_LABEL}|{_LABEL}{_WRONG}"
+    rf"{_NOT}(?:\s(?!(?:but|sondern|so|therefore|hence|because|since|answer|antwort)\b)[^\W\d_]{{2,}}(?:'s)?){{0,3}}"
+    rf"[^\w.,;!?\n]{{0,4}}{_LABEL}|{_LABEL}{_WRONG}"
 )
 _DECLARED = re.compile(
     rf"{_ANNOUNCED}(?P<announced>{_LABEL})"
@@ -146,7 +182,7 @@ _DECLARED = re.compile(
     rf"|(?:\A|\f)\W{{0,8}}{_FILLERS}(?P<first>{_LABEL})"
     r"(?=[)}\"]{0,3}(?:\s?[.,:;!?)(-]|\s(?:because|since|as|weil|da|denn|因)|\Z))"
     rf"|(?:^|[.!?,;])\W{{0,8}}(?!{_OPTION})(?={_FILLER}){_FILLERS}(?P<concluded>{_LABEL})\W{{0,40}}\Z"
-    rf"|[.!?,;][^\w\n]{{0,8}}(?P<last>{_LABEL})(?:(?<![AI])|(?=\W))\W{{0,40}}\Z",
+    rf"|(?<!fig)(?<!e\.g)(?<!i\.e)[.!?,;][^\w\n]{{0,8}}(?P<last>{_LABEL})(?:(?<![AI])|(?=\W))\W{{0,40}}\Z",
     re.MULTILINE,
 )
 _ITEMS = re.compile(rf"^[^\w\n]{{0,8}}({_LABEL})[)}}.:]", re.MULTILINE)
@@ -189,13 +225,16 @@ class Choice(Reward[ChoiceSettings]):
 
 def chosen_letter(text: str, letters: str) -> str | None:
     """Return the upper-case letter that `text` chooses, None if it chooses none or several. Takes linear time."""
-    text = _LIST.sub(_joined, _OPTION_TEXT.sub(_without_text, _with_labels(text)))
+    text = _judged(_with_labels(text))
+    text = _LIST.sub(_joined, _OPTION_TEXT.sub(_without_text, text))
+    text = _ASKED.sub(lambda match: folded(match.group()).lower(), text)
     text = _REJECTED.sub(lambda match: folded(match.group()).lower(), text)
     enumerated = [folded(letter) for letter in _ITEMS.findall(text)][:2] == ["A", "B"]
     declared = [
         match[match.lastgroup]
         for match in _DECLARED.finditer(text)
-        if match.lastgroup is not None and not (enumerated and match.lastgroup == "first")
+        if match.lastgroup is not None
+        and not (enumerated and match.lastgroup == "first" and not re.search(r"\w", match.group()[:-1]))
     ]
     if declared:
         letter = folded(declared[-1])
@@ -209,7 +248,7 @@ def chosen_letter(text: str, letters: str) -> str | None:
 
 def _with_labels(text: str) -> str:
     """Return the text in lower case but for its labels, without markup."""
-    text = _BOXES.sub(_BOX, _TAGS.sub(_TAG, "\n" + folded(text).translate(_PUNCTUATION)))
+    text = _BOXES.sub(_BOX, _TAGS.sub(_TAG, "\n" + _STRUCK.sub(" ", folded(text).translate(_PUNCTUATION))))
     text = _MARKS.sub(lambda match: f"({match[2] or match[4] or match[5]})", _TEXT_COMMANDS.sub("", text))
     text = _EMPHASIS.sub("", text)
     announced = {match.end() for match in _ANNOUNCED_WORD.finditer(text)}
@@ -238,6 +277,18 @@ def _without_text(match: re.Match[str]) -> str:
     return match.group() if label in named else f"{label}{between}{named.lower()}"
 
 
+def _judged(text: str) -> str:
+    """Return the text with "A is wrong. B is correct." for "A: wrong, B: right", if two letters are judged."""
+    text = _MARKED.sub(lambda match: f"{match[2]} is {'correct' if match[1] else 'wrong'}", text)
+    verdicts = list(_VERDICT.finditer(text))
+    if len({match[1] for match in verdicts}) > 1 or any(match[0][-1] in "✓✔✅☑✗✘❌✖☐" for match in verdicts):
+        text = _VERDICT.sub(lambda match: f"{match[1]} is {'correct' if match[2] or match[3] else 'wrong'}", text)
+    return _ALL_BUT.sub(r"\1 is correct", text)
+
+
 def _joined(match: re.Match[str]) -> str:
+    last = _LAST_OF_LIST.search(match.group())
+    if last and _IS_RIGHT.match(match.string, match.end()):  # "of A, B and C, B is correct"
+        return f"{_SEVERAL}, {last[1]}"
     letters = {folded(letter) for letter in re.findall(_LABEL, match.group())}
     return letters.pop() if len(letters) == 1 else _SEVERAL
