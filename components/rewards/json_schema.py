@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -78,27 +77,19 @@ def _check_references(schema: Any) -> None:
         ConfigurationError: a $ref leads out of the schema, or nowhere.
     """
     root = Resource.from_contents(schema, default_specification=DRAFT202012)
-    resolver = Registry().resolver_with_root(root)
-    found = list(_below(schema))
-    if any("$id" in table for table in found[1:]):
-        return  # references in parts with a name of their own begin there; grading says what is wrong with them
-    for table in found:
-        reference = table.get("$ref", "#")
-        try:
-            if isinstance(reference, str):
+    waiting = [(root, Registry().resolver_with_root(root))]
+    while waiting:
+        resource, resolver = waiting.pop()
+        waiting += [(below, resolver.in_subresource(below)) for below in resource.subresources()]
+        for keyword in ("$ref", "$dynamicRef") if isinstance(resource.contents, dict) else ():
+            reference = resource.contents.get(keyword, "#")
+            try:
                 resolver.lookup(reference)
-        except Unresolvable as error:
-            raise ConfigurationError(
-                f"the schema's reference {reference!r:.200} leads nowhere",
-                remedy="define it in $defs of the same schema; nothing is fetched",
-            ) from error
-
-
-def _below(value: Any) -> Iterator[dict[str, Any]]:
-    if isinstance(value, dict):
-        yield value
-    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _below(each)
+            except Unresolvable as error:
+                raise ConfigurationError(
+                    f"the schema's reference {reference!r:.200} leads nowhere",
+                    remedy="define it in $defs of the same schema; nothing is fetched",
+                ) from error
 
 
 def _read(folder: Path, name: str) -> Any:

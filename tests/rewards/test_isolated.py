@@ -197,6 +197,11 @@ def test_json_that_a_float_cannot_hold_is_worth_nothing() -> None:
         ({"json_schema": {"type": "colour-less"}}, "not a JSON schema"),
         ({"json_schema": {"$ref": "https://example.org/schema.json"}}, "leads nowhere"),
         ({"json_schema": {"$ref": "#/$defs/color"}}, "leads nowhere"),
+        ({"json_schema": {"properties": {"r": {"$dynamicRef": "#color"}}}}, "leads nowhere"),
+        (
+            {"json_schema": {"$defs": {"x": {"$id": "http://host/x", "$ref": "color"}}, "$ref": "#/$defs/x"}},
+            "leads nowhere",
+        ),
         ({"file": "absent.json"}, "cannot be read"),
         ({"file": "../schema.json"}, "does not stay in its folder"),
     ],
