@@ -21,12 +21,12 @@ _CHARACTERS = str.maketrans(
         **dict.fromkeys("\u2010\u2012\u2013\u2212\u02d7\u2796", "-"),
         **dict.fromkeys("\u2014\u2015", " - "),
         **dict.fromkeys("\u2044\u2215", "/"),
-        **dict.fromkeys("\u00b7\u00d7\u22c5", "*"),
+        **dict.fromkeys("\u00b7\u00d7\u2217\u2219\u22c5\u2715\u2716", "*"),
     }
 )
 _LATEX = (
     (re.compile(r"\\(?:!|left|right)|\{(?=,\})|(?<=\{,)\}"), ""),
-    (re.compile(r"\\[,;:> ()\[\]]|(?<=\d)~(?=\d)|\.{2,}|_\{[^{}]{0,40}\}"), " "),
+    (re.compile(r"\\[,;:> ()\[\]]|(?<=\d)~(?=\d)|\.{2,}|(?<=[A-Za-z])\.(?=\d)|_\{[^{}]{0,40}\}"), " "),
     (re.compile(r"\\(?:times|cdot)(?![A-Za-z])"), "*"),
     (re.compile(r"(?<=\d)\s?\{?(?=\\(?:[cdst]|nice)?frac)"), " "),
     (
@@ -54,7 +54,7 @@ _PLAIN = r"(?:\d+(?:\.\d*)?|\.\d+)(?!\.?\d)"
 _NUMBER = re.compile(
     rf"(?<!{_ALNUM})(?<![.^])(?<!{_ALNUM}_)(?P<sign>(?<![_)\]%])(?<!\D-)[-+])?(?:\\?[$€£¥₹]\s?)?(?:"
     r"(?P<whole>\d{1,15}) {1,2}(?P<part>[1-9]\d{0,8})\s?/\s?(?P<parts>\d{1,9})(?!\.?\d)"
-    rf"|(?P<plain>{_PLAIN})(?:(?:[eE]|\s?[x*]\s?10\^)(?P<ten>[-+]?\d{{1,4}})|\^(?P<power>[-+]?\d{{1,4}}(?:\.\d{{1,4}})?)"
+    rf"|(?P<plain>{_PLAIN})(?:(?:[eE]|\s?[xX*]\s?10\^)(?P<ten>[-+]?\d{{1,4}})|\^(?P<power>[-+]?\d{{1,4}}(?:\.\d{{1,4}})?)"
     rf"|\s?/\s?(?P<divisor>-?{_PLAIN}))?"
     r")(?P<percent>\s?\\?%)?"
 )
