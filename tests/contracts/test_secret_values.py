@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from base64 import b64encode
 from collections.abc import Iterator
 from urllib.parse import quote
 
@@ -50,6 +52,31 @@ def test_referenced_values_are_secrets_and_plain_ones_are_not(monkeypatch: pytes
     values = resolve(variables, "machine")
     error = ConfigurationError(f"the program says {values}")
     assert "token-of" not in str(error) + error.what and "plain-value" in str(error)
+
+
+@pytest.mark.parametrize("before", ["", "k", "user:", "Bearer "])
+def test_base64_shows_no_secret(before: str) -> None:
+    keep_secret("sekrit+key&more ")
+    encoded = b64encode(f"{before}sekrit+key&more".encode()).decode()
+    for shown in (blanked(encoded), str(RolloutFailed("reason", f"sent {encoded}"))):
+        left = re.sub(r"\W", "", shown.removeprefix("reason: sent "))
+        assert "***" in shown and len(left) <= len(b64encode(before.encode())) + 4
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["sekrit+key&more", r"sekrit\u002bkey\u0026more", r"sekrit\u002Bkey\u0026more", "sekrit+key&amp;more",
+     "sekrit%2Bkey%26more"],
+)  # fmt: skip
+def test_what_other_programs_write_shows_no_secret(form: str) -> None:
+    keep_secret(" sekrit+key&more\n")
+    assert blanked(f"sent {form}!") == "sent ***!"
+
+
+@pytest.mark.parametrize("secret", ["sekrit\udc80key", "sekrit\ud800key"], ids=ascii)
+def test_secrets_that_are_not_utf_8_are_blanked(secret: str) -> None:
+    keep_secret(secret)
+    assert blanked(f"sent {secret}!") == "sent ***!"
 
 
 def test_short_values_blank_nothing() -> None:
