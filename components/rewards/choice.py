@@ -168,8 +168,12 @@ _ASKED = re.compile(
     rf"[^.!?\n]{{0,60}}{_LABEL}\W{{0,3}}\?",
     re.MULTILINE,
 )
-_OPTION_TEXT = re.compile(rf"({_LABEL})(\W{{1,4}}(?:both|either|neither|all of)\s)({_LABEL}\W.{{0,20}}{_LABEL})")
-"""As in "D. Both A and B"."""
+_OPTION_TEXT = re.compile(
+    rf"({_LABEL})(?:(\W{{1,4}}(?:both|either|neither|all of)\s)({_LABEL}\W.{{0,20}}{_LABEL})"
+    rf"|(\)?[.:]?\s\(?)({_LABEL}(?:,\s{_LABEL})*,?\sand\s{_LABEL})(?=\)?(?:\sonly)?\W{{0,4}}$))",
+    re.MULTILINE,
+)
+"""As in "D. Both A and B", "D. A and B"."""
 _REJECTED = re.compile(
     rf"{_NOT}(?:\s(?!(?:but|sondern|so|therefore|hence|because|since|answer|antwort)\b)[^\W\d_]{{2,}}(?:'s)?){{0,3}}"
     rf"[^\w.,;!?\n]{{0,4}}{_LABEL}|{_LABEL}{_WRONG}"
@@ -185,7 +189,7 @@ _DECLARED = re.compile(
     rf"|(?<!fig)(?<!e\.g)(?<!i\.e)[.!?,;][^\w\n]{{0,8}}(?P<last>{_LABEL})(?:(?<![AI])|(?=\W))\W{{0,40}}\Z",
     re.MULTILINE,
 )
-_ITEMS = re.compile(rf"^[^\w\n]{{0,8}}({_LABEL})[)}}.:]", re.MULTILINE)
+_ITEMS = re.compile(rf"(?:^[^\w\n]{{0,8}}|[,;]\s)({_LABEL})[)}}.:]", re.MULTILINE)
 
 
 class ChoiceSettings(ExtractingSettings):
@@ -273,7 +277,7 @@ def _is_word(match: re.Match[str], announced: bool) -> bool:
 
 
 def _without_text(match: re.Match[str]) -> str:
-    label, between, named = match.groups()
+    label, between, named = (group for group in match.groups() if group is not None)
     return match.group() if label in named else f"{label}{between}{named.lower()}"
 
 
