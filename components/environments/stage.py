@@ -60,7 +60,7 @@ def write_tasks(
 
 TASKS_STAGE = Stage(
     "tasks",
-    3,
+    4,
     EnvironmentSettings,
     (),
     write_tasks,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from components.artifacts.tables import TableSchema, write_table
 from components.contracts.episodes import Task
 from components.contracts.errors import ConfigurationError, ServerError
 from components.contracts.rollouts import Failure, GenerateOutputs, Trajectory
+from components.contracts.value_text import value_text
 from components.evaluation.wilson import Interval, clustered_wilson_interval, mean_interval
 
 ValueT = TypeVar("ValueT")
@@ -92,7 +94,8 @@ def task_kind(task: Task, field: str) -> str:
             where=f"evaluation.kind_field, task {task.task_id}",
             remedy=f"choose one of {', '.join(sorted(task.payload))}, or leave it empty",
         )
-    return str(task.payload[field])
+    value = task.payload[field]
+    return json.dumps(value) if value is None or isinstance(value, list | dict) else value_text(value)
 
 
 def _finished(trajectory: Trajectory, split: str, kind: str, success_reward: float) -> EpisodeResult:

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from components.contracts.value_text import plain_number
 from components.rewards.extract import ExtractingSettings, extracted, folded
 from components.rewards.reward import BadAnswer, Reward, RewardInput
 
@@ -219,6 +220,8 @@ class Choice(Reward[ChoiceSettings]):
         return float(said is not None and chosen_letter(said, self._letters) == right)
 
     def _right(self, answer: Any) -> str:
+        if isinstance(answer, float):
+            answer = plain_number(answer)
         if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(self._letters):
             return self._letters[answer]
         letter = chosen_letter(answer, self._letters) if isinstance(answer, str) else None

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, NonNegativeFloat
 
+from components.contracts.value_text import value_text
 from components.rewards.extract import ExtractingSettings, extracted
 from components.rewards.number import read_number
 from components.rewards.reward import BadAnswer, Reward, RewardInput
@@ -64,9 +65,12 @@ def accepted_texts(answer: Any) -> list[str]:
         BadAnswer: there is none, or it is neither text nor a number.
     """
     answers = answer if isinstance(answer, list | tuple) else [answer]
-    if not answers or not all(isinstance(each, str | int | float) for each in answers):
+    try:
+        texts = [value_text(each) for each in answers]
+    except ValueError:
+        texts = []
+    if not texts:
         raise BadAnswer(f"{answer!r:.200} is neither a text, nor a number, nor a list of those")
-    texts = [str(each) for each in answers]
     if not all(text.strip() for text in texts):
         raise BadAnswer("the answer is empty")
     return texts

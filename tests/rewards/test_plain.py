@@ -44,7 +44,7 @@ def test_a_letter_is_chosen(completion: str, expected: float) -> None:
         assert graded("choice", completion, answer) == expected
 
 
-@pytest.mark.parametrize("answer", ["E", 4, -1, True, None, 1.0, ["B"], "cat", ""])
+@pytest.mark.parametrize("answer", ["E", 4, -1, True, None, 1.5, ["B"], "cat", ""])
 def test_an_answer_that_is_no_choice_is_a_fault_of_the_data(answer: Any) -> None:
     with pytest.raises(RolloutFailed, match=r"^bad_answer: choice: "):
         graded("choice", "B", answer)

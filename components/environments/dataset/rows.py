@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, time, timedelta
-from decimal import Decimal
 from hashlib import sha256
 from typing import Any
 
 from components.contracts.episodes import Role
+from components.contracts.value_text import value_text
 from components.environments.dataset.bad_rows import BadRow
 from components.environments.dataset.chat import ChatPart, chat_messages
 from components.environments.dataset.images import TableImage, table_images
@@ -70,13 +68,16 @@ def example_of(row: Mapping[str, Any], settings: DatasetEnvironmentSettings) -> 
     if settings.answer and (answer is None or (isinstance(answer, str) and not answer.strip())):
         raise BadRow("no_answer", f"{settings.answer!r} is null or empty")
     kind = row.get(settings.kind) if settings.kind else ""
-    if kind is None or not isinstance(kind, str | int | float):
-        raise BadRow("no_kind", f"{settings.kind!r} is {'null' if kind is None else type(kind).__name__}")
+    try:
+        kind = value_text(kind)
+    except ValueError:
+        missing = "null" if kind is None else type(kind).__name__
+        raise BadRow("no_kind", f"{settings.kind!r} is {missing}") from None
     shown = tuple((role, tuple(parts)) for role, parts in _with_images(messages, images))
-    _check_text(shown, answer, str(kind), settings.max_characters)
+    _check_text(shown, answer, kind, settings.max_characters)
     content = [[role, [part if isinstance(part, str) else part.reference for part in parts]] for role, parts in shown]
     key = _sha256(content)
-    return RowExample(shown, answer, str(kind), key, _sha256([key, answer, str(kind)]))
+    return RowExample(shown, answer, kind, key, _sha256([key, answer, kind]))
 
 
 def _answer(row: Mapping[str, Any], settings: DatasetEnvironmentSettings) -> Any:
@@ -100,25 +101,17 @@ def demonstration_of(row: Mapping[str, Any], example: RowExample, settings: Data
     if settings.demonstration:
         return "".join(str(part) for part in parse_template(settings.demonstration).fill(row))
     answer = example.answer[0] if isinstance(example.answer, list) and example.answer else example.answer
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        return ""
-    return str(answer)
+    return "" if answer is None or isinstance(answer, list | dict) else value_text(answer)
 
 
 def plain_json(value: Any) -> Any:
-    """`value` as JSON: not-a-number is null, dates are ISO text, bytes are left out of lists and tables."""
-    if value is None or isinstance(value, bool | int | str):
+    """`value` as JSON: bytes are left out of lists and dicts, and types without text are null."""
+    if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): plain_json(each) for key, each in value.items() if not isinstance(each, bytes)}
     if isinstance(value, list | tuple):
         return [plain_json(each) for each in value if not isinstance(each, bytes)]
-    if isinstance(value, date | time):
-        return value.isoformat()
-    if isinstance(value, Decimal | timedelta):
-        return str(value)
     return None
 
 

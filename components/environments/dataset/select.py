@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from components.artifacts.images import refuse_unreadable
 from components.contracts.episodes import Split
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.failures import RolloutFailed
+from components.contracts.value_text import value_text
 from components.environments.dataset.bad_rows import BadRow, BadRows
 from components.environments.dataset.images import TableImage, table_images
 from components.environments.dataset.rows import RowExample, demonstration_of, example_of, plain_json, used_columns
@@ -160,9 +162,10 @@ def _split_of(row: Row, example: RowExample, settings: DatasetEnvironmentSetting
         value = row.get(split.column)
         if value is None:
             raise BadRow("no_split", f"{split.column!r} is null")
-        if str(value) in split.train:
+        named = _text(value, split.column)
+        if named in split.train:
             return "train"
-        if str(value) in split.heldout:
+        if named in split.heldout:
             return "heldout"
         raise BadRow("other_split", f"{split.column!r} is {value!r:.100}")
     assert isinstance(split, HashSplit)
@@ -177,7 +180,19 @@ def _group(row: Row, column: str, settings: DatasetEnvironmentSettings) -> str:
         raise BadRow("no_group", f"{column!r} is null")
     if column in settings.images:
         return str([image.reference for image in table_images(value, column)])
-    return str(plain_json(value))
+    value = plain_json(value)
+    return json.dumps(value, sort_keys=True) if isinstance(value, list | dict) else _text(value, column)
+
+
+def _text(value: Any, column: str) -> str:
+    """
+    Raises:
+        BadRow: it is a list, a table or bytes.
+    """
+    try:
+        return value_text(value)
+    except ValueError:
+        raise BadRow("wrong_type", f"{column!r} is {type(value).__name__}, not text or a number") from None
 
 
 def _check_filter(value: Any, each: FilterSettings) -> None:
@@ -200,7 +215,7 @@ def _comparable(value: Any, wanted: Any, column: str) -> Any:
     if value is None or isinstance(wanted, bool):
         return {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
     if isinstance(wanted, str):
-        return value if isinstance(value, str) else str(plain_json(value))
+        return _text(value, column)
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):

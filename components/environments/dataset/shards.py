@@ -17,6 +17,7 @@ from components.artifacts.cache import DownloadCache, make_once
 from components.contracts.errors import DataError
 from components.environments.dataset.bad_rows import BadRow
 from components.environments.dataset.files import content_sha256
+from components.environments.dataset.values import column_values, read_json
 
 BATCH = 256
 LONGEST_LINE = 2**26
@@ -28,7 +29,10 @@ Row = dict[str, Any]
 
 
 class Shard(Protocol):
-    """Rows of one file. `columns`: their names; where they are not known before, those of the rows scanned so far."""
+    """Rows of one file, of values as `components.environments.dataset.values` describes them.
+
+    `columns`: their names; where they are not known before, those of the rows scanned so far.
+    """
 
     name: str
 
@@ -92,21 +96,18 @@ class ArrowRows:
     def scan(self, wanted: Collection[str]) -> Iterator[Row | BadRow]:
         for start in range(0, self._length, BATCH):
             table = self._read(start, min(start + BATCH, self._length))
-            chosen = [name for name in table.column_names if name in wanted]
+            table = table.select([name for name in table.column_names if name in wanted])
             try:
-                columns = {name: table[name].to_pylist() for name in chosen}
-            except (ValueError, pa.ArrowException) as error:
-                raise DataError(
-                    f"rows {start} to {start + table.num_rows - 1} cannot be read: {error}",
-                    where=self.name,
-                    remedy="the file is damaged: make it again",
-                ) from error
-            yield from ({name: values[number] for name, values in columns.items()} for number in range(table.num_rows))
+                columns = {name: column_values(table[name]) for name in table.column_names}
+            except BadRow:
+                yield from (_row_or_bad(table.slice(number, 1)) for number in range(table.num_rows))
+            else:
+                values = columns.items()
+                yield from ({name: listed[number] for name, listed in values} for number in range(table.num_rows))
 
     def row(self, index: int) -> Row:
         _exists(index, self._length, self.name)
-        (row,) = self._read(index, index + 1).to_pylist()
-        return dict(row)
+        return _only_row(self._read(index, index + 1))
 
 
 def open_json_lines(path: Path, name: str) -> JsonLinesRows:
@@ -192,6 +193,17 @@ def open_parquet(path: Path, name: str) -> ArrowRows:
     return ArrowRows(name, table.num_rows, table.column_names, lambda start, stop: table.slice(start, stop - start))
 
 
+def _only_row(table: pa.Table) -> Row:
+    return {name: column_values(table[name])[0] for name in table.column_names}
+
+
+def _row_or_bad(table: pa.Table) -> Row | BadRow:
+    try:
+        return _only_row(table)
+    except BadRow as bad:
+        return bad
+
+
 READERS: dict[str, Callable[[Path, str], Shard]] = {
     "jsonl": open_json_lines,
     "json": open_json,
@@ -215,7 +227,7 @@ def _parsed(line: bytes) -> Row:
     if len(line) > LONGEST_LINE:
         raise BadRow("too_long", f"a line of {len(line)} bytes, more than {LONGEST_LINE}")
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = read_json(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise BadRow("unreadable", f"not JSON in UTF-8: {error}") from None
     if not isinstance(row, dict):

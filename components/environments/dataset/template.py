@@ -10,6 +10,7 @@ from functools import lru_cache
 from string import ascii_uppercase
 from typing import Any
 
+from components.contracts.value_text import value_text
 from components.environments.dataset.bad_rows import BadRow
 
 _ITEM = re.compile(r"(.+)\[(\d{1,4})\]")
@@ -113,8 +114,7 @@ def as_text(value: Any, column: str) -> str:
 def _scalar(value: Any, column: str) -> str:
     if value is None:
         raise BadRow("no_text", f"{column!r} is null")
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if not isinstance(value, str | int | float):
-        raise BadRow("wrong_type", f"{column!r} is {type(value).__name__}, not text or a number")
-    return str(value)
+    try:
+        return value_text(value)
+    except ValueError:
+        raise BadRow("wrong_type", f"{column!r} is {type(value).__name__}, not text or a number") from None

@@ -9,6 +9,7 @@ from typing import Any
 
 from components.contracts.failures import RolloutFailed
 from components.contracts.secret_values import blanked
+from components.contracts.value_text import value_text
 from components.rewards.judge.settings import PLACE, JudgeSettings
 from components.rewards.number import read_number
 from components.rewards.reward import BadAnswer, RewardInput
@@ -32,7 +33,7 @@ def question(given: RewardInput, completion: str, template: str) -> str:
         found = given.answer if name == "answer" else given.row.get(name)
         if found is None:
             raise BadAnswer(f"the template names {name!r}, which the row lacks")
-        return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+        return json.dumps(found, ensure_ascii=False) if isinstance(found, list | dict) else value_text(found)
 
     return PLACE.sub(value, template)
 

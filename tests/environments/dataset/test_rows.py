@@ -218,5 +218,5 @@ def test_rewards_see_the_row_without_its_images(tmp_path: Path) -> None:
     from components.environments.dataset.rows import row_for_rewards
 
     environment, _ = made(tmp_path, {"q": "x", "i": "1.png", "a": "x"}, prompt="{q}", images="i")
-    row = {"i": b"1", "q": "x", "raw": b"2", "nested": {"data": b"3", "n": float("nan")}, "list": [b"4", 5]}
+    row = {"i": b"1", "q": "x", "raw": b"2", "nested": {"data": b"3", "n": None}, "list": [b"4", 5]}
     assert row_for_rewards(row, environment.settings) == {"q": "x", "nested": {"n": None}, "list": [5]}

@@ -1,0 +1,76 @@
+"""The one way in which a value of a table becomes text: in prompts, answers, rewards, splits, filters and reports."""
+
+from __future__ import annotations
+
+import math
+from datetime import date, time, timedelta
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+
+EXACT = 2**53
+"""From here on float64 leaves out whole numbers."""
+
+
+def value_text(value: Any) -> str:
+    """The shortest text that reads back to the same value in its own type; whole numbers have no ".0".
+
+    Numbers are written as RFC 8785 and JavaScript write them: -0.0 is 0, and exponents begin at 1e21 and at 1e-7
+    (1e+21, 1e-7). Integers and decimals never have one. True is true, dates and times are ISO 8601.
+
+    >>> [value_text(value) for value in (22.0, np.float32(0.1), 1e20, 1e-7, True, Decimal("1.50"))]
+    ['22', '0.1', '100000000000000000000', '1e-7', 'true', '1.5']
+
+    Raises:
+        ValueError: the value is missing (None, NaN), infinite, or of a type without text.
+    """
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, bool | np.bool_):
+        return "true" if value else "false"
+    if isinstance(value, int | np.integer):
+        return str(int(value))
+    if isinstance(value, np.floating) and math.isfinite(value):
+        return _number(Decimal(np.format_float_scientific(value, unique=True)), 21, -6)
+    if isinstance(value, float) and math.isfinite(value):
+        return _number(Decimal(repr(value)), 21, -6)
+    if isinstance(value, Decimal) and value.is_finite():
+        return _number(value, math.inf, -math.inf)
+    if isinstance(value, date | time) and value == value:  # pandas' NaT is unlike itself
+        return value.isoformat()
+    if isinstance(value, timedelta) and value == value:
+        return str(value)
+    raise ValueError(f"{value!r:.100} has no text")
+
+
+def plain_number(value: float | Decimal) -> int | float | str | None:
+    """A number of a table as JSON has it: a whole number is an int, and NaN and the infinities are missing (None).
+
+    A decimal with more digits than float64 has stays text.
+    """
+    if not math.isfinite(value):
+        return None
+    if value == int(value) and (abs(value) < EXACT or isinstance(value, Decimal)):
+        return int(value)
+    number = float(value)
+    return number if isinstance(value, float) or Decimal(repr(number)) == value else value_text(value)
+
+
+def _number(value: Decimal, most: float, least: float) -> str:
+    """Digits without an exponent while the decimal point stands in (least, most] places after the first digit."""
+    sign, digits, exponent = value.as_tuple()
+    assert isinstance(exponent, int)  # the value is finite
+    text = "".join(map(str, digits)).lstrip("0")
+    point = len(text) + exponent
+    text = text.rstrip("0")
+    if not text:
+        return "0"
+    minus = "-" * sign
+    if not least < point <= most:
+        fraction = f".{text[1:]}" if len(text) > 1 else ""
+        return f"{minus}{text[0]}{fraction}e{point - 1:+d}"
+    if point <= 0:
+        return f"{minus}0.{'0' * -point}{text}"
+    whole, fraction = text[:point].ljust(point, "0"), text[point:]
+    return f"{minus}{whole}.{fraction}" if fraction else f"{minus}{whole}"

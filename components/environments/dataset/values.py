@@ -1,0 +1,87 @@
+"""Values of a table as the rest of the environment knows them, whichever file they came from.
+
+None for what is missing (null, NaN, infinities), true and false, numbers as JSON has them (22.0 is 22), text, bytes,
+and lists and dicts of these. Dates and times are text. A number of lower precision keeps its digits: float32's 0.1 is
+0.1.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import date, time, timedelta
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from components.contracts.value_text import plain_number, value_text
+from components.environments.dataset.bad_rows import BadRow
+
+_NARROW = {pa.float16(): np.float16, pa.float32(): np.float32}
+_SIMPLE = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_integer, pa.types.is_boolean)
+
+
+def read_json(text: str) -> Any:
+    """
+    Raises:
+        ValueError, RecursionError: it is not JSON.
+    """
+    return json.loads(text, parse_float=lambda digits: plain_number(float(digits)), parse_constant=lambda name: None)
+
+
+def column_values(column: pa.ChunkedArray) -> list[Any]:
+    """
+    Raises:
+        BadRow: `unreadable`, a value that Python has no type for, such as a date after the year 9999.
+    """
+    try:
+        values: list[Any] = column.to_pylist()
+    except (ValueError, OverflowError, ArithmeticError, KeyError, NotImplementedError, pa.ArrowException) as error:
+        raise BadRow("unreadable", f"a value of type {column.type} cannot be read: {error}") from error
+    plain = _reader(column.type)
+    return values if plain is None else [plain(value) for value in values]
+
+
+def _reader(kind: pa.DataType) -> Callable[[Any], Any] | None:
+    """Make values of an Arrow type plain; None: they are."""
+    while hasattr(kind, "storage_type") or pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        kind = kind.storage_type if hasattr(kind, "storage_type") else kind.value_type
+    if kind in _NARROW:
+        narrow = _NARROW[kind]
+        return lambda value: value if value is None else _narrowed(value, narrow)
+    if pa.types.is_struct(kind):
+        fields = {field.name: _reader(field.type) or _plain for field in kind}
+        return lambda value: value and {name: fields[name](each) for name, each in value.items()}
+    if pa.types.is_map(kind):
+        key, item = (_reader(each) or _plain for each in (kind.key_type, kind.item_type))
+        return lambda value: value and [[key(name), item(each)] for name, each in value]
+    if pa.types.is_nested(kind) and hasattr(kind, "value_type"):
+        each_of = _reader(kind.value_type)
+        return each_of and (lambda value: value and [each_of(each) for each in value])
+    simple = (
+        pa.types.is_string,
+        pa.types.is_large_string,
+        pa.types.is_binary,
+        pa.types.is_integer,
+        pa.types.is_boolean,
+    )
+    return None if any(is_simple(kind) for is_simple in simple) else _plain
+
+
+def _narrowed(value: float, narrow: type[np.floating[Any]]) -> int | float | str | None:
+    """Shortest digits of the narrow type, not those of the float64 that Arrow widens it to."""
+    return plain_number(float(np.format_float_scientific(narrow(value), unique=True)))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float | Decimal):
+        return plain_number(value)
+    if isinstance(value, date | time | timedelta):
+        return value_text(value)
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return value
