@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from importlib import import_module
@@ -15,8 +16,14 @@ from components.project_modules import load_object
 def suggestion(name: str, known: Iterable[str]) -> str:
     """What to do about an unknown name: the nearest known one, and all of them."""
     known = sorted(known)
-    near = get_close_matches(name, known, n=1)
-    return (f"did you mean {near[0]!r}? " if near else "") + f"known: {', '.join(known)}"
+    alike = [each for each in known if unicodedata.normalize("NFKC", name) == unicodedata.normalize("NFKC", each)]
+    for near in (alike or get_close_matches(name, known, n=1))[:1]:
+        differ = [pair for pair in zip(name, near, strict=False) if pair[0] != pair[1]]
+        same_length = len(name) == len(near)  # letters of two alphabets may look the same
+        escaped = alike or (same_length and not all(each.isascii() for pair in differ for each in pair))
+        apart = f" ({near!a}, not {name!a})" if escaped else ""
+        return f"did you mean {near!r}{apart}? known: {', '.join(known)}"
+    return f"known: {', '.join(known)}"
 
 
 class Registry:

@@ -14,7 +14,7 @@ from components.environments.dataset.bad_rows import BadRow
 from components.environments.dataset.chat import ChatPart, chat_messages
 from components.environments.dataset.images import TableImage, table_images
 from components.environments.dataset.settings import DatasetEnvironmentSettings
-from components.environments.dataset.template import Place, parse_template
+from components.environments.dataset.template import Place, column_name, parse_template
 from components.rewards.extract import extracted
 from components.rewards.make import reward_columns
 
@@ -39,22 +39,26 @@ class RowExample:
         return (part for _, parts in self.messages for part in parts if isinstance(part, TableImage))
 
 
-def used_columns(settings: DatasetEnvironmentSettings) -> list[str]:
-    """Columns that make an example, grade, split and filter it."""
+def used_columns(settings: DatasetEnvironmentSettings) -> list[tuple[str, ...]]:
+    """Columns that make an example, grade, split and filter it; names of which one suffices are together."""
     templates = [parse_template(text) for text in (settings.prompt, settings.system, settings.demonstration)]
     split = settings.split
     named = [
-        *(column for template in templates for column in template.columns),
         settings.conversation,
         *settings.images,
         settings.answer,
         settings.kind,
-        *reward_columns(settings.rewards),
+        *map(column_name, reward_columns(settings.rewards)),
         *(each.column for each in settings.filters),
         getattr(split, "column", ""),
         getattr(split, "group", ""),
     ]
-    return list(dict.fromkeys(filter(None, named)))
+    placed = [column.names for template in templates for column in template.columns]
+    return list(dict.fromkeys([*placed, *((name,) for name in named if name)]))
+
+
+def scanned_columns(settings: DatasetEnvironmentSettings) -> set[str]:
+    return {name for names in used_columns(settings) for name in names}
 
 
 def example_of(row: Mapping[str, Any], settings: DatasetEnvironmentSettings) -> RowExample:
@@ -116,10 +120,11 @@ def plain_json(value: Any) -> Any:
 
 
 def row_for_rewards(row: Mapping[str, Any], settings: DatasetEnvironmentSettings) -> dict[str, Any]:
-    """The columns as JSON, without images."""
+    """The columns as JSON, without images; those that a reward's settings name have that name too, as it is written."""
+    named = {name: row[column_name(name)] for name in reward_columns(settings.rewards) if column_name(name) in row}
     return {
         name: plain_json(value)
-        for name, value in row.items()
+        for name, value in {**row, **named}.items()
         if name not in settings.images and not isinstance(value, bytes)
     }
 

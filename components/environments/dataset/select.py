@@ -16,7 +16,14 @@ from components.contracts.failures import RolloutFailed
 from components.contracts.value_text import value_text
 from components.environments.dataset.bad_rows import BadRow, BadRows
 from components.environments.dataset.images import TableImage, table_images
-from components.environments.dataset.rows import RowExample, demonstration_of, example_of, plain_json, used_columns
+from components.environments.dataset.rows import (
+    RowExample,
+    demonstration_of,
+    example_of,
+    plain_json,
+    scanned_columns,
+    used_columns,
+)
 from components.environments.dataset.settings import (
     ColumnSplit,
     DatasetEnvironmentSettings,
@@ -25,6 +32,7 @@ from components.environments.dataset.settings import (
 )
 from components.environments.dataset.shards import Row
 from components.environments.dataset.source import SPLITS, RowTable
+from components.environments.dataset.template import column_name
 from components.registry import suggestion
 from components.rewards.make import Rewards
 
@@ -67,7 +75,7 @@ def selected(
     """
     belong = table.splits(settings)
     usable: dict[Split, list[RowReference]] = {split: [] for split in SPLITS}
-    columns, rows = used_columns(settings), 0
+    columns, rows = scanned_columns(settings), 0
     for name, said in belong.items():
         for index, row in enumerate(table.shards[name].scan(columns)):
             rows += 1
@@ -91,7 +99,7 @@ def selected(
                 bad.add(f"{name}, row {index}", BadRow(failed.reason, failed.detail))
     known = {column for name in belong for column in table.shards[name].columns}
     if known:
-        _check_columns(columns, known, settings.source)
+        _check_columns(settings, known)
     bad.check(rows)
     if settings.shuffle:
         for listed in usable.values():
@@ -143,7 +151,7 @@ def check_images(table: RowTable, settings: DatasetEnvironmentSettings, referenc
 
 def image_paths(table: RowTable, settings: DatasetEnvironmentSettings) -> Iterator[str]:
     """Paths of the images of all rows that are files."""
-    columns = used_columns(settings)
+    columns = scanned_columns(settings)
     for shard in table.shards.values():
         for row in shard.scan(columns):
             if isinstance(row, BadRow):
@@ -162,7 +170,7 @@ def _split_of(row: Row, example: RowExample, settings: DatasetEnvironmentSetting
         value = row.get(split.column)
         if value is None:
             raise BadRow("no_split", f"{split.column!r} is null")
-        named = _text(value, split.column)
+        named = column_name(_text(value, split.column))
         if named in split.train:
             return "train"
         if named in split.heldout:
@@ -200,7 +208,8 @@ def _check_filter(value: Any, each: FilterSettings) -> None:
     Raises:
         BadRow: `filtered`, or `wrong_type` where a number is asked for.
     """
-    wanted = each.value if isinstance(each.value, tuple) else (each.value,)
+    asked = each.value if isinstance(each.value, tuple) else (each.value,)
+    wanted = [column_name(one) if isinstance(one, str) else one for one in asked]
     same = [_comparable(value, one, each.column) for one in wanted]
     if isinstance(each.value, tuple):
         passes = any(a == b for a, b in zip(same, wanted, strict=True)) == (each.operator == "in")
@@ -215,18 +224,18 @@ def _comparable(value: Any, wanted: Any, column: str) -> Any:
     if value is None or isinstance(wanted, bool):
         return {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
     if isinstance(wanted, str):
-        return _text(value, column)
+        return column_name(_text(value, column))
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         raise BadRow("wrong_type", f"{column!r} is {value!r:.100}, where a filter asks for a number") from None
 
 
-def _check_columns(used: list[str], known: set[str], source: str) -> None:
-    for name in used:
-        if name not in known:
+def _check_columns(settings: DatasetEnvironmentSettings, known: set[str]) -> None:
+    for names in used_columns(settings):
+        if known.isdisjoint(names):
             raise ConfigurationError(
-                f"no column is called {name!r}",
-                where=f"environment.args, source {source!r}",
-                remedy=suggestion(name, known),
+                f"no column is called {names[0]!r}",
+                where=f"environment.args, source {settings.source!r}",
+                remedy=suggestion(names[0], known),
             )

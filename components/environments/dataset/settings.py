@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
 from components.contracts.secrets import refuse_plain_url
 from components.contracts.settings import Settings
-from components.environments.dataset.template import parse_template
+from components.environments.dataset.template import column_name, parse_template
 from components.rewards.extract import EXTRACT
 from components.rewards.settings import RewardSettings
 
@@ -20,7 +20,14 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) and value else value or ()
 
 
+def _same_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(map(column_name, names))
+
+
 Names = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+Labels = Annotated[Names, AfterValidator(_same_names)]
+"""Columns, or values of one: compared as they look."""
+ColumnName = Annotated[str, AfterValidator(column_name)]
 
 
 class HashSplit(Settings):
@@ -33,7 +40,7 @@ class HashSplit(Settings):
         description="Splits of a Hugging Face dataset, or files or folders below the source, that have the rows; globs "
         "for files. Empty: all; of a dataset with several splits some have to be named.",
     )
-    group: str = Field(
+    group: ColumnName = Field(
         "",
         description="Column whose equal values stay in one split, such as the image that several questions are about; "
         "empty: rows with the same prompt and images do.",
@@ -44,9 +51,9 @@ class ColumnSplit(Settings):
     """A column says it. Rows with any other value are left out and counted."""
 
     by: Literal["column"] = Field(description="A column's values.")
-    column: str = Field("split", description="The column.")
-    train: Names = Field(("train",), min_length=1, description="Its values in rows to train on.")
-    heldout: Names = Field(("test",), min_length=1, description="Its values in held-out rows.")
+    column: ColumnName = Field("split", description="The column.")
+    train: Labels = Field(("train",), min_length=1, description="Its values in rows to train on.")
+    heldout: Labels = Field(("test",), min_length=1, description="Its values in held-out rows.")
 
 
 class NameSplit(Settings):
@@ -63,7 +70,7 @@ SplitSettings = Annotated[HashSplit | ColumnSplit | NameSplit, Field(discriminat
 class FilterSettings(Settings):
     """Rows that pass have a value in `column` for which this holds; one that is null does not pass."""
 
-    column: str = Field(description="The column.")
+    column: ColumnName = Field(description="The column.")
     operator: Literal["==", "!=", "<", "<=", ">", ">=", "in", "not in"] = Field(description="How it is compared.")
     value: Scalar | tuple[Scalar, ...] = Field(
         description="With what; in and not in take a list. A number is compared with numbers, a text with texts."
@@ -94,26 +101,28 @@ class DatasetEnvironmentSettings(Settings):
         "",
         description="What is asked: text with {column}s, and {image} where the row's next image stands, {images} for "
         "all that are left; without either, images come first. {column[0]} is the first of a list. Write {{ and }} for "
-        "braces.",
+        'braces, and {"NAME"}, a JSON string, for a column whose name has braces or brackets or is image.',
     )
     system: str = Field("", description="The system message, a template as well but without images; empty for none.")
-    conversation: str = Field(
+    conversation: ColumnName = Field(
         "",
         description="Column with chat messages (role and content) in place of a prompt; the model writes the last "
         "message. One of the assistant at the end is the answer, unless a column is.",
     )
-    images: Names = Field((), description="Columns with a row's images, one or several in each, in their order.")
+    images: Labels = Field((), description="Columns with a row's images, one or several in each, in their order.")
     image_token: str = Field(
         "", description="Text in columns that stands for the row's next image, such as <image>; empty for none."
     )
-    answer: str = Field("", description="Column with the answer, which rewards are given; empty if they need none.")
+    answer: ColumnName = Field(
+        "", description="Column with the answer, which rewards are given; empty if they need none."
+    )
     answer_extract: str = Field(
         "all",
         pattern=EXTRACT,
         description="What of that column is the answer, as for rewards: all, boxed, <answer> for what is between the "
         "last such tag and its end, </think> for what follows the last of it.",
     )
-    kind: str = Field(
+    kind: ColumnName = Field(
         "", description='Column to break accuracy down by, with evaluation.kind_field = "kind"; empty for none.'
     )
     demonstration: str = Field(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from array import array
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from components.artifacts.cache import DownloadCache, make_once
 from components.contracts.errors import DataError
 from components.environments.dataset.bad_rows import BadRow
 from components.environments.dataset.files import content_sha256
+from components.environments.dataset.template import column_name
 from components.environments.dataset.values import column_values, read_json
 
 BATCH = 256
@@ -91,23 +92,24 @@ class ArrowRows:
 
     def __init__(self, name: str, length: int, columns: Collection[str], read: Callable[[int, int], pa.Table]) -> None:
         self.name, self._length, self._read = name, length, read
-        self.columns = set(columns)
+        self._stored = _by_name(columns, name)
+        self.columns = set(self._stored)
 
     def scan(self, wanted: Collection[str]) -> Iterator[Row | BadRow]:
         for start in range(0, self._length, BATCH):
             table = self._read(start, min(start + BATCH, self._length))
-            table = table.select([name for name in table.column_names if name in wanted])
+            chosen = {name: stored for name, stored in self._stored.items() if name in wanted}
             try:
-                columns = {name: column_values(table[name]) for name in table.column_names}
+                columns = {name: column_values(table[stored]) for name, stored in chosen.items()}
             except BadRow:
-                yield from (_row_or_bad(table.slice(number, 1)) for number in range(table.num_rows))
+                yield from (_row_or_bad(table.slice(number, 1), chosen) for number in range(table.num_rows))
             else:
                 values = columns.items()
                 yield from ({name: listed[number] for name, listed in values} for number in range(table.num_rows))
 
     def row(self, index: int) -> Row:
         _exists(index, self._length, self.name)
-        return _only_row(self._read(index, index + 1))
+        return _only_row(self._read(index, index + 1), self._stored)
 
 
 def open_json_lines(path: Path, name: str) -> JsonLinesRows:
@@ -193,13 +195,28 @@ def open_parquet(path: Path, name: str) -> ArrowRows:
     return ArrowRows(name, table.num_rows, table.column_names, lambda start, stop: table.slice(start, stop - start))
 
 
-def _only_row(table: pa.Table) -> Row:
-    return {name: column_values(table[name])[0] for name in table.column_names}
+def _by_name(stored: Iterable[str], where: str) -> dict[str, str]:
+    """The columns by the names under which settings and rewards know them.
+
+    Raises:
+        DataError: two have names that look the same.
+    """
+    names: dict[str, str] = {}
+    for each in stored:
+        if (other := names.setdefault(column_name(each), each)) != each:
+            raise DataError(
+                f"two columns have names that look the same: {other!a} and {each!a}", where=where, remedy="rename one"
+            )
+    return names
 
 
-def _row_or_bad(table: pa.Table) -> Row | BadRow:
+def _only_row(table: pa.Table, columns: Mapping[str, str]) -> Row:
+    return {name: column_values(table[stored])[0] for name, stored in columns.items()}
+
+
+def _row_or_bad(table: pa.Table, columns: Mapping[str, str]) -> Row | BadRow:
     try:
-        return _only_row(table)
+        return _only_row(table, columns)
     except BadRow as bad:
         return bad
 
@@ -232,7 +249,10 @@ def _parsed(line: bytes) -> Row:
         raise BadRow("unreadable", f"not JSON in UTF-8: {error}") from None
     if not isinstance(row, dict):
         raise BadRow("unreadable", f"a row is an object with columns, not {type(row).__name__}")
-    return row
+    try:
+        return {name: row[stored] for name, stored in _by_name(row, "").items()}
+    except DataError as error:
+        raise BadRow("unreadable", error.what) from None
 
 
 def _exists(index: int, length: int, name: str) -> None:

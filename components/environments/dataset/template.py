@@ -1,8 +1,13 @@
-"""Texts with places for columns and images: "{image}How many {things[0]}?"; {{ and }} are braces."""
+"""Texts with places for columns and images: "{image}How many {things[0]}?"; {{ and }} are braces.
+
+{"a [b]"} is the column of any name, a JSON string: one with brackets or braces, or one called image.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -14,7 +19,15 @@ from components.contracts.value_text import value_text
 from components.environments.dataset.bad_rows import BadRow
 
 _ITEM = re.compile(r"(.+)\[(\d{1,4})\]")
-_TOKEN = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+_TOKEN = re.compile(
+    r'\{\{|\}\}|\{(?P<quoted>"(?:[^"\\]|\\.)*")(?:\[(?P<item>\d{1,4})\])?\}'
+    r"|\{(?P<plain>(?:[^{}]|\{[^{}]*\})*)\}|[{}]"
+)
+
+
+def column_name(name: str) -> str:
+    """A name as columns are compared: what looks the same is the same, however its accents are stored (NFC)."""
+    return unicodedata.normalize("NFC", name)
 
 
 class Place(Enum):
@@ -25,19 +38,46 @@ class Place(Enum):
 
 
 @dataclass(frozen=True)
-class Template:
-    """Literal texts, columns, items of columns that are lists, and places of images in their order."""
+class Column:
+    """A column of the row, or item `item` of the list in it. A column of the name `whole` comes before an item."""
 
-    parts: tuple[tuple[str, str] | Place, ...]  # ("text", text), ("column", name) or a place
+    name: str
+    item: int | None = None
+    whole: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Columns of which one suffices."""
+        return (self.name,) if self.whole is None else (self.name, self.whole)
+
+    def value(self, row: Mapping[str, Any]) -> Any:
+        """
+        Raises:
+            BadRow: the list has no such item.
+        """
+        if self.whole is not None and self.whole in row:
+            return row[self.whole]
+        if self.item is None:
+            return row.get(self.name)
+        items = row.get(self.name)
+        if not isinstance(items, list | tuple) or self.item >= len(items):
+            raise BadRow("no_text", f"{self.name!r} is {items!r:.100}, which has no item {self.item}")
+        return items[self.item]
+
+
+@dataclass(frozen=True)
+class Template:
+    """Literal texts, columns and places of images in their order."""
+
+    parts: tuple[str | Column | Place, ...]
 
     @property
     def places(self) -> bool:
         return any(isinstance(part, Place) for part in self.parts)
 
     @property
-    def columns(self) -> list[str]:
-        named = [part[1] for part in self.parts if isinstance(part, tuple) and part[0] == "column"]
-        return [match[1] if (match := _ITEM.fullmatch(name)) else name for name in named]
+    def columns(self) -> list[Column]:
+        return [part for part in self.parts if isinstance(part, Column)]
 
     def fill(self, row: Mapping[str, Any], image_token: str = "") -> list[str | Place]:
         """With the row's values; `image_token` in a value is a place of an image.
@@ -47,46 +87,47 @@ class Template:
         """
         filled: list[str | Place] = []
         for part in self.parts:
-            if isinstance(part, Place):
-                filled.append(part)
-            elif part[0] == "text":
-                filled.append(part[1])
+            if isinstance(part, Column):
+                filled += split_at(image_token, as_text(part.value(row), part.name))
             else:
-                filled += split_at(image_token, as_text(_value(row, part[1]), part[1]))
+                filled.append(part)
         return filled
-
-
-def _value(row: Mapping[str, Any], name: str) -> Any:
-    match = _ITEM.fullmatch(name)
-    if match is None:
-        return row.get(name)
-    items, index = row.get(match[1]), int(match[2])
-    if not isinstance(items, list | tuple) or index >= len(items):
-        raise BadRow("no_text", f"{match[1]!r} is {items!r:.100}, which has no item {index}")
-    return items[index]
 
 
 @lru_cache(maxsize=64)
 def parse_template(text: str) -> Template:
     """
     Raises:
-        ValueError: a brace without its other one, or {}.
+        ValueError: a brace without its other one, or {}, or a quoted name that is not a JSON string.
     """
-    parts: list[tuple[str, str] | Place] = []
+    parts: list[str | Column | Place] = []
     literal, end = "", 0
     for match in _TOKEN.finditer(text):
         literal += text[end : match.start()]
         end, token = match.end(), match.group()
         if token in ("{{", "}}"):
             literal += token[0]
-        elif not match[1]:
-            raise ValueError(f"{token} at character {match.start()} names no column; write {{{{ or }}}} for a brace")
+        elif not match["quoted"] and not match["plain"]:
+            raise ValueError(
+                f"{token} at character {match.start()} names no column; write {{{{ or }}}} for a brace, and "
+                '{"NAME"} for a column whose name has braces'
+            )
         else:
-            parts += [("text", literal)] if literal else []
+            parts += [literal] if literal else []
             literal = ""
-            parts.append(Place(match[1]) if match[1] in ("image", "images") else ("column", match[1]))
+            parts.append(_place(match))
     literal += text[end:]
-    return Template((*parts, ("text", literal)) if literal else tuple(parts))
+    return Template((*parts, literal) if literal else tuple(parts))
+
+
+def _place(match: re.Match[str]) -> Column | Place:
+    if match["quoted"]:
+        return Column(column_name(json.loads(match["quoted"])), int(match["item"]) if match["item"] else None)
+    name = column_name(match["plain"])
+    if name in ("image", "images"):
+        return Place(name)
+    item = _ITEM.fullmatch(name)
+    return Column(name) if item is None else Column(item[1], int(item[2]), name)
 
 
 def split_at(image_token: str, text: str) -> Iterator[str | Place]:

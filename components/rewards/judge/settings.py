@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Annotated, Any, Self
+from unicodedata import normalize
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from components.contracts.secrets import (
     BlockReference,
@@ -17,7 +27,7 @@ from components.contracts.secrets import (
 )
 from components.rewards.extract import ExtractingSettings
 
-PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
+PLACE = re.compile(r"\{([^\W\d]\w*)\}")
 """A place in a template; other braces are text."""
 
 
@@ -31,7 +41,7 @@ class JudgeSettings(ExtractingSettings):
     api_key: Annotated[EnvironmentReference | BlockReference | None, BeforeValidator(refuse_plain_key)] = Field(
         None, description='Where its key is: { env = "NAME" }; unset: it needs none.'
     )
-    template: str = Field(
+    template: Annotated[str, AfterValidator(partial(normalize, "NFC"))] = Field(
         min_length=1,
         description="What it is asked. {completion}, {answer} and {COLUMN} are replaced; it is shown no images.",
     )

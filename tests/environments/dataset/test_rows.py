@@ -15,7 +15,7 @@ from components.contracts.episodes import EarlierMessage, Observation
 from components.contracts.errors import DataError
 from components.contracts.images import EncodedImage
 from components.environments.dataset.environment import DatasetEnvironment
-from components.environments.dataset.template import Place, parse_template
+from components.environments.dataset.template import Column, Place, parse_template
 from components.rollouts.conversation import Conversation, SharedImages
 
 from .tables import bars, data_url, environment_of, write_jsonl
@@ -93,14 +93,14 @@ def test_rows_that_do_not_fit_the_prompt(row: dict[str, Any], prompt: str, reaso
         list(environment_of({"source": str(tmp_path / "rows.jsonl")}, **args).tasks("train"))
 
 
-@pytest.mark.parametrize("text", ["{", "}", "{}", "a {b} }", "{a{b}}"])
+@pytest.mark.parametrize("text", ["{", "}", "{}", "a {b} }", "{a{b}"])
 def test_templates_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match="names no column"):
         parse_template(text)
 
 
 def test_a_template_s_parts() -> None:
-    assert parse_template("a{{b}}{c}{image}d").parts == (("text", "a{b}"), ("column", "c"), Place.IMAGE, ("text", "d"))
+    assert parse_template("a{{b}}{c}{image}d").parts == ("a{b}", Column("c"), Place.IMAGE, "d")
 
 
 @pytest.mark.parametrize(
