@@ -17,7 +17,9 @@ from pydantic import BaseModel, ValidationError
 from components.configuration.problems import SHORT, explain, place, settings_in
 from components.configuration.tables import SUFFIX, Written, merge, parse_override, read_toml
 from components.contracts.errors import ConfigurationError
+from components.environments.settings import EnvironmentSettings
 from components.installation import CONFIGS, DISTRIBUTION
+from components.models.settings import ModelSettings
 from components.project import project
 from components.recipes import RECIPES, Sections
 from components.registry import suggestion
@@ -66,11 +68,32 @@ class Recipe:
         return {name: section.model_dump(mode="json") for name, section in self.sections.items()}
 
     def settings_for(self, settings: type[BaseModel]) -> BaseModel:
-        """The settings of a stage: a section of that type, or sections joined under its field names."""
+        """The settings of a stage: a section of that type, or sections joined under its field names.
+
+        Those of the tasks stage have the model's special tokens, which no text may have.
+
+        Raises:
+            ConfigurationError, DataError: see `reserved_tokens`.
+        """
         for section in self.sections.values():
             if type(section) is settings:
+                model = self.sections.get("model")
+                if isinstance(section, EnvironmentSettings) and isinstance(model, ModelSettings):
+                    return _with_reserved_tokens(section, model)
                 return section
         return settings.model_validate({name: self.sections[name] for name in settings.model_fields})
+
+
+def _with_reserved_tokens(environment: EnvironmentSettings, model: ModelSettings) -> EnvironmentSettings:
+    """The settings of an environment that shows foreign texts, with the special tokens that rows may not have."""
+    args = environment.args
+    if "reserved_tokens" not in args:
+        return environment
+    from components.models.reserved_tokens import reserved_tokens  # the hub's client takes long to import
+
+    found = reserved_tokens(model, images_only=args.get("allow_special_tokens", False))
+    listed = sorted({*args["reserved_tokens"], *found})
+    return environment.model_copy(update={"args": args | {"reserved_tokens": listed}})
 
 
 def recipe_kind(name: str, where: str = "") -> str:

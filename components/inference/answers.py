@@ -27,12 +27,14 @@ class AnswerLimits:
         prompt: ids below it have an embedding.
         forbidden: ids that are never sampled.
         max_model_len: tokens of the longest prompt with its completion.
+        placeholders: Texts of tokens that stand for images, which no text of a prompt may have.
     """
 
     sampled: int
     prompt: int
     forbidden: frozenset[int]
     max_model_len: int
+    placeholders: tuple[str, ...] = ()
 
     def answer_bytes(self, n: int, max_tokens: int) -> int:
         """Bytes of the longest answer to a request for `n` samples.

@@ -44,6 +44,31 @@ def _rebuild(what: str, reason: str, where: str, remedy: str) -> GenerationFailu
     return GenerationFailure(what, reason=reason, where=where, remedy=remedy)
 
 
+class ReservedToken(GenerationFailure):
+    """A text of the prompt has `token`, which the server would read as a place of an image that is not there."""
+
+    def __init__(self, token: str) -> None:
+        super().__init__(f"a text of the prompt has {token!r}, which stands for an image", reason="reserved_token")
+        self.token = token
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (ReservedToken, (self.token,))
+
+
+def refuse_placeholders(messages: Sequence[Message], placeholders: Sequence[str]) -> None:
+    """
+    Raises:
+        ReservedToken: a text has one of the `placeholders`.
+    """
+    for message in messages:
+        content = message.get("content")
+        for part in [content] if isinstance(content, str) else content or ():
+            text = part.get("text", "") if isinstance(part, Mapping) else part
+            for token in placeholders:
+                if token in text:
+                    raise ReservedToken(token)
+
+
 class TransientError(Exception):
     """This attempt failed but another may not: the server died, hung, or is overloaded. `reason` as above."""
 

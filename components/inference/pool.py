@@ -45,6 +45,7 @@ from components.inference.statistics import PoolStatistics
 from components.inference.sync import ServedWeights, sync_failure
 from components.inference.weights import Publish
 from components.keepalive import socket_options
+from components.sources.special_tokens import added_tokens
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,9 @@ class ServerPool:
         self.repeatability = Repeatability(settings, machine, self.forbidden_token_ids)
         self.statistics = PoolStatistics()
         sampled, prompt = vocabulary(weights)
-        self.limits = AnswerLimits(sampled, prompt, frozenset(self.forbidden_token_ids), settings.max_model_len)
+        places = tuple(sorted({token.text for token in added_tokens(weights) if token.id in set(forbidden_token_ids)}))
+        forbidden = frozenset(self.forbidden_token_ids)
+        self.limits = AnswerLimits(sampled, prompt, forbidden, settings.max_model_len, places)
         images = settings.max_images_per_prompt > 0
         proof = SyncProof(
             make_probe(sampled, forbidden_token_ids, settings.max_model_len - 1, images), settings, machine

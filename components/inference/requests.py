@@ -15,6 +15,7 @@ from components.inference.client import (
     TransientError,
     ask,
     open_session,
+    refuse_placeholders,
     request_body,
 )
 from components.inference.merge import RequestMerger
@@ -66,6 +67,7 @@ class PoolRequests:
         async with self._router.admitted():
             began = time.monotonic()
             try:
+                refuse_placeholders(messages, self._limits.placeholders)
                 read = await self._router.answered(lambda replica: self._attempt(replica, body, n, sampling.max_tokens))
                 results = read()
             except GenerationFailure as failure:

@@ -67,9 +67,11 @@ def played_as_listed(
     if revision is None or COMMIT.fullmatch(revision):
         return settings
     listed = read_environment(inputs["tasks"].path)
-    if listed != environment.model_copy(update={"args": environment.args | {"revision": listed.args.get("revision")}}):
+    reserved = {key: listed.args[key] for key in ("reserved_tokens",) if key in listed.args}  # of the recipe's model
+    played = environment.model_copy(update={"args": environment.args | {"revision": listed.args.get("revision")}})
+    if listed != played.model_copy(update={"args": played.args | reserved}):
         return settings
-    return settings.model_copy(update={"environment": listed})
+    return settings.model_copy(update={"environment": played})
 
 
 TRAIN_VLM_STAGE = Stage(

@@ -17,7 +17,7 @@ from components.contracts.episodes import Environment, Outcome, Task
 from components.contracts.failures import RolloutFailed
 from components.contracts.rollouts import Trajectory, Turn
 from components.environments.guarded import GuardedEpisode
-from components.inference.client import Completion, GenerationFailure, Sampling
+from components.inference.client import Completion, GenerationFailure, ReservedToken, Sampling
 from components.rollouts.conversation import Conversation, SharedImages
 from components.rollouts.generator import Generator
 
@@ -98,8 +98,8 @@ class EpisodeRunner:
             try:
                 generated = await self._generate(conversation, place.request_seed(self.seed, index))
             except RolloutFailed as failed:
-                if failed.reason == "prompt_too_long" and turns:
-                    break  # the policy has filled its context: it keeps what it has earned, as when out of turns
+                if turns and (failed.reason == "prompt_too_long" or _policy_wrote(failed, turns)):
+                    break  # the policy has spoiled its own context: it keeps what it has earned, as when out of turns
                 raise
             generate_seconds = time.perf_counter() - clock
             conversation.answer(generated.text)
@@ -142,6 +142,12 @@ class EpisodeRunner:
         plain_text("the completion", generated.text)
         plain_text("the finish reason", generated.finish_reason)
         return generated
+
+
+def _policy_wrote(failed: RolloutFailed, turns: list[Turn]) -> bool:
+    """Check for a reserved token in the prompt that an answer of the policy has spelled."""
+    cause = failed.__cause__
+    return isinstance(cause, ReservedToken) and any(cause.token in turn.completion for turn in turns)
 
 
 def _reward(outcome: Outcome, weights: Mapping[str, float]) -> float:

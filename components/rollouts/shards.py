@@ -128,6 +128,7 @@ class RolloutWorkers:
             prompt=limits.prompt,
             forbidden=tuple(sorted(limits.forbidden)),
             max_model_len=limits.max_model_len,
+            placeholders=limits.placeholders,
         ).model_dump(mode="json")
         env = {PROJECT: str(project_folder().resolve())} if PROJECT in os.environ else {}
         self._workers = WorkerPool(

@@ -46,10 +46,11 @@ class WorkerPlan(Settings):
     prompt: int
     forbidden: tuple[int, ...]
     max_model_len: int
+    placeholders: tuple[str, ...]
 
     @property
     def limits(self) -> AnswerLimits:
-        return AnswerLimits(self.sampled, self.prompt, frozenset(self.forbidden), self.max_model_len)
+        return AnswerLimits(self.sampled, self.prompt, frozenset(self.forbidden), self.max_model_len, self.placeholders)
 
 
 class RolloutWorker:

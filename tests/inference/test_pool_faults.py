@@ -188,6 +188,30 @@ def test_a_wrong_answer_fails_that_request_alone_at_once(
     assert pool.statistics.ejections == 0
 
 
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
+@pytest.mark.parametrize("parts", [True, False])
+def test_a_prompt_that_spells_a_placeholder_is_not_sent(
+    role: str, parts: bool, stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
+) -> None:
+    (server,) = stand_ins(1)
+    folder = checkpoint("a")
+    tokens = [{"id": number, "content": text} for number, text in ((7, "<pad>"), (9, "<end>"))]
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
+    pool = make_pool([server], folder)
+
+    async def work(pool: ServerPool) -> Any:
+        for text in ("an <end>", "a <pad>"):
+            content = [{"type": "text", "text": text}] if parts else text
+            try:
+                await pool.complete([{"role": role, "content": content}], sampling, 1)
+            except GenerationFailure as failure:
+                return text, failure.reason
+        return "sent", ""
+
+    assert run(pool, work) == ("a <pad>", "reserved_token")
+    assert server.seen == 1 and pool.statistics.failures == {"reserved_token": 1}
+
+
 def test_an_ejected_server_comes_back_with_the_current_weights(
     stand_ins: StandIns, make_pool: MakePool, checkpoint: Checkpoint, sampling: SamplingSettings
 ) -> None:

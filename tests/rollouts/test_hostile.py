@@ -25,7 +25,7 @@ from components.contracts.errors import ConfigurationError
 from components.contracts.images import EncodedImage
 from components.contracts.machine import Machine
 from components.contracts.rollouts import GenerateOutputs
-from components.inference.client import GenerationFailure
+from components.inference.client import GenerationFailure, ReservedToken
 from components.rl.metrics import rollout_metrics
 from components.rollouts.collect import collect
 from components.rollouts.table import read_rollouts, write_rollouts
@@ -412,6 +412,24 @@ def test_a_policy_that_fills_its_context_keeps_what_it_has_earned(store: ImageSt
     assert outputs.failures == () and all(trajectory.truncated for trajectory in outputs.trajectories)
     assert [len(trajectory.turns) for trajectory in outputs.trajectories] == [1] * 4
     assert {trajectory.reward for trajectory in outputs.trajectories} == {2.0 + 1.5}
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_reserved_token_costs_its_rollout_unless_the_policy_wrote_it(
+    written: bool, store: ImageStore, events: RecordedEvents
+) -> None:
+    """In the second turn's prompt: the policy's own words end the episode, the environment's are a failure."""
+
+    def talks(messages: Any, seed: int) -> str:
+        if len(messages) > 2:
+            raise ReservedToken("<|image_pad|>")
+        return "yes <|image_pad|>" if written else "yes"
+
+    outputs = play(Counting(turns=3), talks, store, events)
+    if written:
+        assert outputs.failures == () and [len(each.turns) for each in outputs.trajectories] == [1] * 4
+    else:
+        assert outputs.trajectories == () and outputs.drops == {"reserved_token": 4}
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ class BadRow(Exception):
     bad_conversation  messages are not a chat that the model can continue
     bad_text          a text is not valid Unicode
     wrong_type        a value is of a type that has no meaning there
+    reserved_token    a text has a special token of the model
     too_long          more than `max_characters`
     no_kind, no_split, no_group
     no_metadata       an image of a folder with metadata has none

@@ -166,7 +166,8 @@ class DatasetEpisode:
 
 def _image_names(table: RowTable, settings: DatasetEnvironmentSettings) -> list[str]:
     """Of images that are files; kept for as long as the table stays, because every row is read for it."""
-    asked = settings.model_dump(mode="json", exclude={"rewards", "split", "filters", "check_images", "on_bad_row"})
+    chosen = {"rewards", "split", "filters", "check_images", "on_bad_row", "reserved_tokens", "allow_special_tokens"}
+    asked = settings.model_dump(mode="json", exclude=chosen)
     kept = DownloadCache.standard().folder / "tables" / f"{document_digest([COPY, table.digest, asked])}.images.json"
     make_once(kept, lambda path: _write(path, sorted(set(image_paths(table, settings)))))
     return list(json.loads(kept.read_text()))

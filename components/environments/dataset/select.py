@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -76,6 +77,8 @@ def selected(
     belong = table.splits(settings)
     usable: dict[Split, list[RowReference]] = {split: [] for split in SPLITS}
     columns, rows = scanned_columns(settings), 0
+    tokens = [re.escape(token) for token in sorted(settings.reserved_tokens, key=len, reverse=True) if token]
+    reserved = re.compile("|".join(tokens)) if tokens else None
     for name, said in belong.items():
         for index, row in enumerate(table.shards[name].scan(columns)):
             rows += 1
@@ -86,7 +89,7 @@ def selected(
                     _check_filter(row.get(each.column), each)
                 example = example_of(row, settings)
                 rewards.check(example.answer)
-                demonstration_of(row, example, settings)
+                _check_reserved(example, demonstration_of(row, example, settings), reserved)
                 split = said or _split_of(row, example, settings)
                 images = tuple(example.images)
                 embedded = any(image.data is not None for image in images)
@@ -162,6 +165,17 @@ def image_paths(table: RowTable, settings: DatasetEnvironmentSettings) -> Iterat
                 )
             except BadRow:
                 continue
+
+
+def _check_reserved(example: RowExample, demonstration: str, reserved: re.Pattern[str] | None) -> None:
+    """
+    Raises:
+        BadRow: the model would read a part of a text as a special token.
+    """
+    shown = ((f"the {role}'s text", part) for role, parts in example.messages for part in parts)
+    for place, text in (*shown, ("the demonstration", demonstration)):
+        if reserved is not None and isinstance(text, str) and (match := reserved.search(text)):
+            raise BadRow("reserved_token", f"{place} has {match.group()!r}, which the model reads as a special token")
 
 
 def _split_of(row: Row, example: RowExample, settings: DatasetEnvironmentSettings) -> Split:

@@ -143,6 +143,16 @@ class DatasetEnvironmentSettings(Settings):
         description="Whether the images of every task are opened before the start; false for tables whose images are "
         "too many to read: a damaged one then costs its rollouts, which are counted.",
     )
+    reserved_tokens: tuple[str, ...] = Field(
+        (),
+        description="Texts that no row may have where the model reads them. The special tokens of the recipe's model, "
+        "such as <|image_pad|>, are added when the tasks are listed.",
+    )
+    allow_special_tokens: bool = Field(
+        False,
+        description="Whether rows may have those special tokens of the model that do not stand for images: they only "
+        "change the conversation, as <|im_end|> does, which ends a turn.",
+    )
     max_characters: PositiveInt = Field(
         32768, le=2**20, description="Most characters of a row's prompt, system text and answer, all together."
     )

@@ -1,0 +1,89 @@
+"""Texts that a model reads as one token with a meaning of its own: an image's place, the end of a turn."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+from components.artifacts.cache import DownloadCache
+from components.contracts.bounded import read_bytes
+from components.contracts.errors import DataError
+from components.hub import hub_commit
+from components.models.families import FAMILIES
+from components.models.settings import ModelSettings
+from components.models.source import locate, refuse_unnamed
+from components.models.tiny_families import TINY_FAMILIES
+from components.project import project_source
+from components.sources.special_tokens import FILES, LARGEST_FILE, added_tokens
+
+CONFIG = "config.json"
+
+
+def reserved_tokens(settings: ModelSettings, *, images_only: bool) -> tuple[str, ...]:
+    """The special tokens of the model, sorted; `images_only`: only those that stand for images and videos.
+
+    Of a model of the hub the tokenizer's files are fetched, and no weights.
+
+    Raises:
+        ConfigurationError: a hub name without a revision.
+        DataError: there is no such folder or repository, or a file of the tokenizer is damaged.
+    """
+    if settings.tiny_family is not None:
+        vocabulary = TINY_FAMILIES[settings.tiny_family].vocabulary
+        special = {*vocabulary.markers, *vocabulary.inputs_only}
+        family = FAMILIES.get(settings.tiny_family)
+        images = special.intersection(family.image_tokens if family is not None else vocabulary.named.values())
+    else:
+        folder = _tokenizer_folder(settings)
+        config, added = _config(folder), added_tokens(folder)
+        kinds = [family for family in FAMILIES.values() if family.model_type == config.get("model_type")]
+        names = {"image_token_id", "image_token_index", "video_token_id", *(kind.placeholder for kind in kinds)}
+        places = {number for name in names if isinstance(number := config.get(name), int)}
+        images = {token.text for token in added if token.id in places}
+        images |= {token.text for token in added}.intersection(text for kind in kinds for text in kind.image_tokens)
+        special = {token.text for token in added if token.special} | images
+    return tuple(sorted(images if images_only else special))
+
+
+def _tokenizer_folder(settings: ModelSettings) -> Path:
+    """The folder with the tokenizer of a folder, an artifact or a hub name."""
+    source = project_source(settings.source)
+    if Path(source).is_dir():
+        return locate(source)
+    refuse_unnamed(source, settings.revision)
+    commit = hub_commit(source, str(settings.revision), "model").commit
+    with suppress(LocalEntryNotFoundError):
+        whole = Path(snapshot_download(source, revision=commit, local_files_only=True))
+        if (whole / CONFIG).is_file() and any((whole / name).is_file() for name in FILES):
+            return whole
+    # Not in the hub's own cache: a snapshot there is taken for a whole one, with weights.
+    target = DownloadCache.standard().folder / "tokenizers" / commit
+    try:
+        snapshot_download(source, revision=commit, allow_patterns=[CONFIG, *FILES], local_dir=target)
+    except (LocalEntryNotFoundError, HfHubHTTPError) as error:
+        raise DataError(
+            f"the model's tokenizer cannot be fetched: {str(error).splitlines()[0]}",
+            where=f"{source} at {commit}",
+            remedy="check the name and the revision, log in for a gated repository, or give a folder",
+        ) from error
+    return target
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """
+    Raises:
+        DataError: there is none, or it is not an object.
+    """
+    remedy = "give a folder with a config.json of a vision-language model, or a hub name with its revision"
+    try:
+        config = json.loads(read_bytes(folder / CONFIG, LARGEST_FILE))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"no model configuration can be read: {error}", where=str(folder), remedy=remedy) from error
+    if not isinstance(config, dict):
+        raise DataError("config.json is not an object", where=str(folder / CONFIG), remedy=remedy)
+    return config

@@ -1,0 +1,130 @@
+"""Rows whose texts have special tokens of the model: refused, or left out and counted, when the tasks are listed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.configuration import load_recipe
+from components.contracts.errors import DataError
+from components.environments.settings import EnvironmentSettings
+from components.models.families import FAMILIES
+from components.project import project
+from components.rl.settings import TrainVLMSettings
+from components.stages import STAGES, fingerprint, run_stage
+
+RECIPE = """
+flow = "train-vlm"
+extends = "train-vlm/colors"
+[environment]
+name = "dataset"
+train_tasks = 99
+heldout_tasks = 99
+[environment.args]
+source = "rows.jsonl"
+split = { by = "hash", heldout = 0.3 }
+rewards = [{ name = "exact_match" }]
+[evaluation]
+kind_field = ""
+"""
+PLAIN = {"prompt": "{q}", "answer": "a"}
+CHAT = {"conversation": "c"}
+IMAGE, TURN = "<|image_pad|>", "<|im_end|>"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
+
+
+def row(number: int, token: str, place: str) -> dict[str, Any]:
+    """A row with the token in one place."""
+    texts = {name: f"{name} {number}" for name in ("q", "a", "s", "first", "said", "asked", "last")}
+    texts[place] += token
+    chat = [("system", "first"), ("user", "said"), ("assistant", "said"), ("user", "asked"), ("assistant", "last")]
+    parts = [{"role": role, "content": texts[name]} for role, name in chat]
+    return {**texts, "list": ["x", texts["q"]], "c": parts}
+
+
+def listed(folder: Path, rows: list[dict[str, Any]], *changes: str, **args: Any) -> tuple[Any, dict[str, int]]:
+    """The settings of the tasks stage and the manifest's drops."""
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    recipe_file = folder / "recipe.toml"
+    recipe_file.write_text(RECIPE)
+    values = [f"environment.args.{key}={json.dumps(value)}" for key, value in {**PLAIN, **args}.items()]
+    recipe = load_recipe(recipe_file, [f'machine.store="{folder / "store"}"', *values, *changes])
+    settings = recipe.settings_for(EnvironmentSettings)
+    with project(folder):
+        made = run_stage("tasks", settings, {}, recipe.sections["machine"])  # type: ignore[arg-type]
+    return settings, json.loads((made.path / "manifest.json").read_bytes())["drops"]
+
+
+@pytest.mark.parametrize(
+    ("place", "args"),
+    [
+        ("q", {}),
+        ("q", {"prompt": "{list}"}),
+        ("q", {"prompt": "{list[1]} and {s}"}),
+        ("a", {}),
+        ("s", {"system": "{s}"}),
+        ("s", {"demonstration": "{s}"}),
+        *((place, {"prompt": "", "answer": "", **CHAT}) for place in ("first", "said", "asked", "last")),
+    ],
+)
+def test_a_token_is_found_wherever_the_model_reads_it(place: str, args: dict[str, Any], tmp_path: Path) -> None:
+    rows = [row(number, IMAGE if number % 4 == 1 else "", place) for number in range(40)]
+    with pytest.raises(DataError) as refused:
+        listed(tmp_path, rows, **args)
+    assert "rows.jsonl, row 1:" in str(refused.value.where) and IMAGE in str(refused.value.where)
+    _, drops = listed(tmp_path, rows, on_bad_row="skip", **args)
+    assert drops == {"reserved_token": 10}
+    unused = {"prompt": "{q}", "answer": "a"} if place not in ("q", "a") else {"prompt": "{s}", "answer": "last"}
+    assert listed(tmp_path, rows, **unused)[1] == {}
+
+
+def test_a_token_made_of_two_columns_is_found(tmp_path: Path) -> None:
+    rows = [{"q": f"question {n} <|image", "a": "x", "s": "_pad|>"} for n in range(20)]
+    with pytest.raises(DataError):
+        listed(tmp_path, rows, prompt="{q}{s}")
+
+
+def test_a_setting_allows_those_that_only_change_the_conversation(tmp_path: Path) -> None:
+    rows = [row(number, (IMAGE, TURN, "", "")[number % 4], "q") for number in range(40)]
+    assert listed(tmp_path, rows, on_bad_row="skip")[1] == {"reserved_token": 20}
+    assert listed(tmp_path, rows, on_bad_row="skip", allow_special_tokens=True)[1] == {"reserved_token": 10}
+    rows = [row(number, TURN, "q") for number in range(40)]
+    assert listed(tmp_path, rows, allow_special_tokens=True)[1] == {}
+    with pytest.raises(DataError):  # texts that the recipe names itself are never allowed
+        listed(tmp_path, rows, allow_special_tokens=True, reserved_tokens=[TURN])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_has_its_own(family: str, tmp_path: Path) -> None:
+    own = FAMILIES[family].image_tokens
+    others = {token for each in FAMILIES.values() for token in each.image_tokens} - set(own)
+    rows = [row(number, token, "q") for number, token in enumerate([*own, *sorted(others), *[""] * 20])]
+    _, drops = listed(tmp_path, rows, f'model.source="tiny/{family}"', on_bad_row="skip")
+    assert drops == {"reserved_token": len(own)}
+
+
+def test_tasks_depend_on_the_tokens_and_not_on_the_rest_of_the_model(tmp_path: Path) -> None:
+    rows = [row(number, "", "q") for number in range(40)]
+
+    def key(*changes: str) -> str:
+        settings, _ = listed(tmp_path, rows, *changes)
+        with project(tmp_path):
+            return fingerprint(STAGES["tasks"], settings, {})
+
+    first = key()
+    assert key("model.tiny.seed=1", "trainer.max_steps=3") == key('model.source="tiny/qwen2.5-vl"') == first
+    assert key('model.source="tiny/llava"') != first
+
+
+def test_training_plays_the_tasks_and_does_not_depend_on_the_tokens_itself(tmp_path: Path) -> None:
+    listed(tmp_path, [row(number, "", "q") for number in range(40)])
+    changes = [f"environment.args.{key}={json.dumps(value)}" for key, value in PLAIN.items()]
+    settings = load_recipe(tmp_path / "recipe.toml", changes).settings_for(TrainVLMSettings)
+    assert isinstance(settings, TrainVLMSettings) and settings.environment.args["reserved_tokens"] == []

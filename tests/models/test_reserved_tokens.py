@@ -1,0 +1,87 @@
+"""Special tokens of every family, read without loading the tokenizer, are those that transformers loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoProcessor
+
+from components.adapters.families import ENTRIES
+from components.adapters.spec import known_token_ids, token_id
+from components.contracts.errors import DataError
+from components.models.reserved_tokens import reserved_tokens
+from components.models.settings import ModelSettings, TinySettings
+from tests.hub_server import HubServer
+
+from .conftest import EVERY_FAMILY
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+def test_tokens_are_those_of_the_loaded_tokenizer(family: str, checkpoint: Callable[[str], Path]) -> None:
+    folder = checkpoint(family)
+    processor = AutoProcessor.from_pretrained(folder)
+    special = set(processor.tokenizer.all_special_tokens)
+    spec = ENTRIES[family]
+    numbers = [token_id(spec.feature_token, processor), *known_token_ids(spec.reserved, processor)]
+    images = set(processor.tokenizer.convert_ids_to_tokens(numbers))
+    added = {token.content for token in processor.tokenizer.added_tokens_decoder.values() if token.special}
+    tiny = ModelSettings(source=f"tiny/{family}", tiny=TinySettings())
+    for settings in (ModelSettings(source=str(folder)), tiny):
+        assert set(reserved_tokens(settings, images_only=False)) == special | images | added
+        found = set(reserved_tokens(settings, images_only=True))
+        assert images <= found and processor.image_token in found
+        assert not found & {processor.tokenizer.eos_token, processor.tokenizer.bos_token, processor.tokenizer.pad_token}
+
+
+@pytest.mark.parametrize("left_out", ["tokenizer.json", "tokenizer_config.json"])
+def test_one_of_the_tokenizers_files_suffices(left_out: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    names = ("config.json", "tokenizer.json", "tokenizer_config.json")
+    for name in names:
+        if name != left_out:
+            (tmp_path / name).write_bytes((checkpoint("qwen2-vl") / name).read_bytes())
+    if left_out == "tokenizer.json":  # as slow tokenizers and older versions save it
+        whole = json.loads((checkpoint("qwen2-vl") / "tokenizer.json").read_bytes())
+        listed = {str(each["id"]): {"content": each["content"], "special": True} for each in whole["added_tokens"]}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": listed}))
+    assert {"<|image_pad|>", "<|im_end|>"} <= set(
+        reserved_tokens(ModelSettings(source=str(tmp_path)), images_only=False)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *((name, b"[1]") for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "added_tokens.json")),
+        *((name, b"") for name in ("config.json", "tokenizer.json", "special_tokens_map.json")),
+        ("tokenizer.json", b'{"added_tokens": [1]}'),
+        ("tokenizer.json", b'{"added_tokens": [{"content": "x"}]}'),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": {}}}'),
+        ("added_tokens.json", b'{"x": null}'),
+        ("tokenizer.json", b"[" * 100_000),
+    ],
+)
+def test_a_damaged_file_is_refused_by_name(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as refused:
+        reserved_tokens(ModelSettings(source=str(tmp_path)), images_only=False)
+    assert str(tmp_path) in str(refused.value.where)
+
+
+def test_of_a_hub_model_the_tokenizer_alone_is_fetched(hub: HubServer, checkpoint: Callable[[str], Path]) -> None:
+    files = {path.name: path.read_bytes() for path in checkpoint("llava").iterdir() if path.is_file()}
+    hub.add("model", "someone/small", files)
+    settings = ModelSettings(source="someone/small", revision="main")
+    found: Any = reserved_tokens(settings, images_only=True)
+    assert found == ("<image>",)
+    assert not any("safetensors" in request for request in hub.asked if request.startswith("GET"))
+    assert any("tokenizer.json" in request for request in hub.asked)
