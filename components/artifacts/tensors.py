@@ -11,6 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from components.artifacts.disk import full_disk_said
+from components.contracts.bounded import read_bytes
 from components.contracts.errors import DataError, StoreError
 from components.contracts.names import bare_name
 
@@ -56,7 +57,7 @@ def shard_names(index: Path) -> dict[str, str]:
         DataError: it is not such a file, or names a file in another folder.
     """
     try:
-        files = json.loads(index.read_bytes())["weight_map"].items()
+        files = json.loads(read_bytes(index))["weight_map"].items()
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"not an index of safetensors: {error!r:.200}", where=str(index), remedy=_REMEDY) from error
     return {name: bare_name(file, str(index)) for name, file in files}

@@ -12,7 +12,8 @@ from typing import Any
 from pydantic import ValidationError, model_validator
 
 from components.configuration.problems import SHORT, explain
-from components.contracts.errors import ConfigurationError
+from components.contracts.bounded import read_bytes
+from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.settings import Settings
 from components.installation import CONFIGS
 
@@ -93,9 +94,11 @@ def _parse(path: Path) -> dict[str, Any]:
     try:
         if not path.exists():
             raise missing
-        if not path.is_file() or path.stat().st_size > LARGEST_FILE:
-            raise ConfigurationError(f"not a file of at most {LARGEST_FILE} bytes", where=str(path))
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        if not path.is_file():
+            raise ConfigurationError("not a file", where=str(path))
+        return tomllib.loads(read_bytes(path, LARGEST_FILE).decode())
+    except DataError as error:
+        raise ConfigurationError(error.what, where=error.where, remedy=error.remedy) from error
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"not valid TOML, which is UTF-8: {error}", where=str(path)) from error
     except RecursionError as error:

@@ -6,8 +6,11 @@ from pathlib import Path
 
 from components.contracts.errors import DataError
 
+LARGEST_DOCUMENT = 2**26
+"""Bytes of a document that people or programs write, such as JSON."""
 
-def read_bytes(path: Path, limit: int) -> bytes:
+
+def read_bytes(path: Path, limit: int = LARGEST_DOCUMENT, remedy: str = "give a smaller one") -> bytes:
     """The content of a file of at most `limit` bytes.
 
     Raises:
@@ -17,5 +20,5 @@ def read_bytes(path: Path, limit: int) -> bytes:
     with path.open("rb") as file:
         content = file.read(limit + 1)
     if len(content) > limit:
-        raise DataError(f"the file has more than {limit} bytes", where=str(path), remedy="give a smaller one")
+        raise DataError(f"the file has more than {limit} bytes", where=str(path), remedy=remedy)
     return content

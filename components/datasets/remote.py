@@ -163,11 +163,31 @@ class RemoteFiles:
     def _fetch(self, name: str, entry: RemoteFile, callback: fsspec.Callback, target: Path) -> None:
         filesystem, base = _filesystem(self.url)
         try:
-            filesystem.get_file(f"{base}/{name}", str(target), callback=callback)
+            filesystem.get_file(f"{base}/{name}", str(target), callback=_AtMost(entry.size, callback))
         except Exception as error:  # each kind of filesystem has errors of its own
             raise DataError(f"{name!r} cannot be fetched: {error!r:.300}", where=self.url) from error
         if (size := target.stat().st_size) != entry.size:
             raise DataError(f"{name!r} arrived with {size} bytes, not {entry.size}", where=self.url)
+
+
+class _AtMost(fsspec.Callback):  # type: ignore[misc]
+    """Ends the fetching of a file at the size that it was listed with, before it fills the disk."""
+
+    def __init__(self, size: int, callback: fsspec.Callback) -> None:
+        super().__init__()
+        self._most, self._callback = size, callback
+
+    def set_size(self, size: int) -> None:
+        self._callback.set_size(size)
+
+    def relative_update(self, inc: int = 1) -> None:
+        self.absolute_update(self.value + inc)
+
+    def absolute_update(self, value: int) -> None:
+        grown, self.value = value - self.value, value
+        if value > self._most:
+            raise ValueError(f"more arrives than the {self._most} bytes that were listed")
+        self._callback.relative_update(grown)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from components.artifacts.cache import DownloadCache, make_once
+from components.contracts.bounded import read_bytes
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from components.datasets.lerobot.files import DatasetFiles, LocalFiles
@@ -135,7 +136,7 @@ def open_sources(artifact: Path) -> tuple[DatasetSource, ...]:
         return (_source(open_dataset(Path(path)), SourceSettings(path=path, tag=ALONE, weight=1.0)),)
     path = str(artifact / REFERENCE)
     try:
-        reference = DatasetReference.model_validate_json(Path(path).read_bytes())
+        reference = DatasetReference.model_validate_json(read_bytes(Path(path)))
     except FileNotFoundError as error:
         raise DataError("not an artifact of a stage that gives a dataset", where=path) from error
     cache = DownloadCache.standard()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from components.artifacts.tensors import Tensors, read_tensors
+from components.contracts.bounded import read_bytes
 from components.contracts.errors import DataError
 
 _PLACEHOLDERS = (
@@ -25,7 +26,7 @@ def read_config(folder: Path) -> dict[str, object]:
     """`config.json` of a checkpoint. Raises DataError if there is none."""
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(read_bytes(path))
     except FileNotFoundError:
         raise DataError("not a checkpoint: no config.json", where=str(folder), remedy="give its folder") from None
     except (ValueError, RecursionError) as error:

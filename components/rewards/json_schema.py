@@ -16,6 +16,7 @@ from referencing import Registry, Resource
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
+from components.contracts.bounded import read_bytes
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.names import confined
 from components.rewards.extract import ExtractingSettings, extracted
@@ -94,7 +95,7 @@ def _check_references(schema: Any) -> None:
 
 def _read(folder: Path, name: str) -> Any:
     try:
-        return json.loads((folder / confined(name, "file")).read_bytes())
+        return json.loads(read_bytes(folder / confined(name, "file")))
     except (OSError, ValueError, RecursionError, DataError) as error:
         raise ConfigurationError(f"the schema cannot be read: {error}", where=str(folder / name)) from error
 

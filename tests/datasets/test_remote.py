@@ -162,6 +162,18 @@ def test_a_file_that_arrives_short_is_not_kept(bucket, cache):
         dataset.columns(["action"], dataset.episodes[0])
 
 
+def test_a_file_that_grows_is_fetched_no_further_than_its_listed_size(bucket, cache):
+    dataset = open_dataset(open_files(bucket, None, cache))
+    name = "data/chunk-000/file-000.parquet"
+    with fsspec.open(f"{bucket}/{name}", "wb") as file:
+        file.write(bytes(2**26))
+    arrived = []
+    callback = fsspec.Callback(hooks={"count": lambda size, value: arrived.append(value)})
+    with pytest.raises(DataError, match="cannot be fetched"):
+        dataset.files.fetch(name, callback)
+    assert max(arrived, default=0) < 2**26 and not list(dataset.root.rglob("data/*/*.parquet"))
+
+
 def test_what_is_no_dataset_or_no_url_is_named(cache):
     with pytest.raises(DataError, match=r"no meta/info\.json"):
         open_files("memory://empty", None, cache)

@@ -11,8 +11,8 @@ from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from components.artifacts.parquet import bounded_batches
 from components.contracts.errors import DataError
 from components.datasets.lerobot.files import DatasetFiles
 from components.datasets.lerobot.layout import VIDEO, DatasetInfo
@@ -163,9 +163,8 @@ class EpisodeIndex(MappedFile, Sequence[EpisodeRange]):
     def _tables(self, name: PurePosixPath, columns: Sequence[str]) -> Iterator[pa.Table]:
         path = self._files.path(name)
         try:
-            with pq.ParquetFile(path) as file:
-                for batch in file.iter_batches(AT_ONCE, columns=columns):
-                    yield pa.Table.from_batches([batch]).select(columns)
+            for batch in bounded_batches(path, AT_ONCE, columns=columns):
+                yield pa.Table.from_batches([batch]).select(columns)
         except (OSError, KeyError, pa.ArrowException) as error:
             raise DataError(f"the list of episodes cannot be read: {error}", where=str(path)) from error
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
+from components.contracts.bounded import read_bytes
 from components.contracts.errors import DataError
 from components.contracts.names import confined
 from components.contracts.numbers import read_finite
@@ -77,7 +78,7 @@ def read_info(path: Path) -> DatasetInfo:
         DataError: no such file, another version of the layout, or values that cannot be.
     """
     try:
-        document = read_finite(path.read_bytes())
+        document = read_finite(read_bytes(path))
         version = document.get("codebase_version")
     except FileNotFoundError as error:
         raise DataError(
@@ -116,7 +117,7 @@ def read_stats(path: Path) -> dict[str, Any]:
         DataError: it is not a JSON object of finite numbers.
     """
     try:
-        document: dict[str, Any] = dict(read_finite(path.read_bytes()))
+        document: dict[str, Any] = dict(read_finite(read_bytes(path)))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DataError(
             f"not a JSON object of finite numbers: {error}",

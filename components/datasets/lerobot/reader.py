@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from components.artifacts.images import decode
+from components.artifacts.parquet import read_parquet
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.images import EncodedImage
 from components.datasets.lerobot.columns import to_numpy
@@ -225,4 +226,4 @@ def _rows(source: Path | IO[bytes], names: Sequence[str], first: int, count: int
         ends = np.cumsum(sizes)
         groups = [g for g, end in enumerate(ends) if end > first and end - sizes[g] < first + count]
         skipped = int(ends[groups[0]] - sizes[groups[0]]) if groups else first
-        return skipped, file.read_row_groups(groups, columns=list(names))
+    return skipped, read_parquet(source, row_groups=groups, columns=list(names))

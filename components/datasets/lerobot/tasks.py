@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 
+from components.artifacts.parquet import read_parquet
 from components.contracts.errors import DataError
 from components.contracts.foreign import foreign
 from components.datasets.lerobot.files import DatasetFiles
@@ -53,7 +53,7 @@ class TaskList(MappedFile, Mapping[int, str]):
     def _write(self, target: Path) -> None:
         remedy = "give every task a number of its own and a text, or fetch the dataset again"
         with foreign("the tasks cannot be read", where=str(self._path), remedy=remedy):
-            frame = pd.read_parquet(self._path)
+            frame = read_parquet(self._path).to_pandas()
             numbers = frame["task_index"].tolist() if "task_index" in frame.columns else None
             texts = list(frame["task"] if "task" in frame.columns else frame.index)
         if numbers is None:

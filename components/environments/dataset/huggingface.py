@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from components.artifacts.cache import DownloadCache
 from components.contracts.errors import ConfigurationError, DataError
 from components.environments.dataset.shards import ArrowRows, Shard
 from components.hub import hub_commit
@@ -40,6 +42,7 @@ def hub_shards(name: str, commit: str, subset: str) -> list[Shard]:
         DataError: the dataset cannot be fetched or read.
     """
     library = _library()
+    _refuse_large(name, commit)
     try:
         found = library.load_dataset(name, subset or None, revision=commit)
     except Exception as error:  # the network's, the hub's, and those of whatever reads the files
@@ -49,6 +52,26 @@ def hub_shards(name: str, commit: str, subset: str) -> list[Shard]:
             remedy="check its name and environment.args.subset; log in for a gated dataset",
         ) from error
     return _shards(found)
+
+
+def _refuse_large(name: str, commit: str) -> None:
+    """Refuse a dataset that has more bytes than one may fetch. The library itself has no limit.
+
+    Raises:
+        DataError: it has more.
+    """
+    from huggingface_hub import HfApi
+
+    size, limit = 0, DownloadCache.standard().limit_bytes
+    with suppress(Exception):  # without the hub its cache is read, and other faults are found by the library
+        files = HfApi().list_repo_tree(name, recursive=True, revision=commit, repo_type="dataset")
+        size = sum(getattr(file, "size", 0) for file in files)
+    if size > limit:
+        raise DataError(
+            f"the dataset has {size / 1e9:.3g} GB, more than the {limit / 1e9:.3g} GB that one may take",
+            where=f"{name} at {commit}",
+            remedy="raise ARMATURE_FETCH_LIMIT_GB, or take a smaller one",
+        )
 
 
 def saved_shards(folder: Path) -> list[Shard]:

@@ -49,10 +49,10 @@ class TableImage:
         if data is None:
             name = _present(self.path, files)
             try:
-                path = files.path(name)
-                if path.stat().st_size > MAX_BYTES:
-                    raise BadRow("bad_image", f"{name}: {path.stat().st_size} bytes, more than {MAX_BYTES}")
-                data = path.read_bytes()
+                with files.path(name).open("rb") as file:
+                    data = file.read(MAX_BYTES + 1)
+                if len(data) > MAX_BYTES:
+                    raise BadRow("bad_image", f"{name}: more than {MAX_BYTES} bytes")
             except (DataError, OSError) as error:
                 raise BadRow("no_image", f"{name}: {error}") from error
         return EncodedImage(data, _media_type(data, self.path or "an image"))

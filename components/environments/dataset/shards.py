@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
+import re
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
 from components.artifacts.cache import DownloadCache, make_once
+from components.artifacts.parquet import bounded_batches
+from components.contracts.bounded import read_bytes
 from components.contracts.errors import DataError
 from components.environments.dataset.bad_rows import BadRow
 from components.environments.dataset.files import content_sha256
@@ -23,6 +27,9 @@ from components.environments.dataset.values import column_values, read_json
 BATCH = 256
 LONGEST_LINE = 2**26
 LARGEST_JSON = 2**29
+LARGEST_CSV = 2**32
+LONGEST_HEADER = 2**20
+_SPACE = re.compile(r"[ \t\n\r]*")
 COPY = 1
 """Version of the copies that are kept of Parquet files."""
 
@@ -60,17 +67,17 @@ class JsonLinesRows:
         self.columns: set[str] = set()
         self._path = path
         self._starts = array("Q")
+        start = 0
         with _opened(path) as file:
-            start = 0
-            for line in file:
+            for start, line, length in _lines(file):
                 if line.strip():
                     self._starts.append(start)
-                start += len(line)
+                start += length
         self._starts.append(start)
 
     def scan(self, wanted: Collection[str]) -> Iterator[Row | BadRow]:
         with _opened(self._path) as file:
-            for line in file:
+            for _, line, _ in _lines(file):
                 if not line.strip():
                     continue
                 try:
@@ -84,7 +91,7 @@ class JsonLinesRows:
         _exists(index, len(self._starts) - 1, self.name)
         with _opened(self._path) as file:
             file.seek(self._starts[index])
-            return _parsed(file.read(self._starts[index + 1] - self._starts[index]))
+            return _parsed(file.read(min(self._starts[index + 1] - self._starts[index], LONGEST_LINE + 1)))
 
 
 class ArrowRows:
@@ -126,21 +133,15 @@ def open_json(path: Path, name: str) -> JsonLinesRows:
         first = file.read(2**16).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if first == b"{":
         return JsonLinesRows(path, name)
-    if path.stat().st_size > LARGEST_JSON:
-        raise DataError(
-            f"a JSON file of {path.stat().st_size} bytes, more than {LARGEST_JSON}",
-            where=name,
-            remedy="write JSON Lines, an object per line, which is read piece by piece",
-        )
 
     def write(target: Path) -> None:
+        remedy = "write JSON Lines, an object per line, which is read piece by piece"
         try:
-            rows = json.loads(path.read_bytes().decode("utf-8-sig"))
+            text = read_bytes(path, LARGEST_JSON, remedy).decode("utf-8-sig")
+            with target.open("w") as file:
+                file.writelines(json.dumps(row) + "\n" for row in _listed(text))
         except (ValueError, RecursionError) as error:
             raise _unreadable(path, "JSON", error) from error
-        if not isinstance(rows, list):
-            raise DataError("the JSON file holds no list of objects", where=str(path))
-        target.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     return JsonLinesRows(_copy(path, "jsonl", write), name)
 
@@ -154,17 +155,21 @@ def open_csv(path: Path, name: str) -> ArrowRows:
     separator = "\t" if path.suffix == ".tsv" else ","
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            header = next(csv.reader(file, delimiter=separator), [])
+            text = file.read(LONGEST_HEADER)
+        if len(text) == LONGEST_HEADER and "\n" not in text:
+            raise DataError(f"the first line has more than {LONGEST_HEADER} characters", where=str(path))
+        header = next(csv.reader(io.StringIO(text, newline=""), delimiter=separator), [])
         if not header or len(set(header)) < len(header):
             raise DataError("the first line does not name each column once", where=str(path))
-        table = pa_csv.read_csv(
+        reader = pa_csv.open_csv(
             path,
             parse_options=pa_csv.ParseOptions(delimiter=separator, newlines_in_values=True),
             convert_options=pa_csv.ConvertOptions(
                 column_types=dict.fromkeys(header, pa.string()), null_values=[""], strings_can_be_null=True
             ),
         )
-    except (pa.ArrowException, csv.Error, ValueError, OSError) as error:
+        table = pa.Table.from_batches(_no_more(reader, LARGEST_CSV, path), reader.schema)
+    except (pa.ArrowException, csv.Error, ValueError, KeyError, OSError) as error:
         raise _unreadable(path, "CSV", error) from error
     for position, column in enumerate(header):
         table = table.set_column(position, column, _numbers(table[column]))
@@ -180,19 +185,33 @@ def open_parquet(path: Path, name: str) -> ArrowRows:
 
     def write(target: Path) -> None:
         try:
-            with pq.ParquetFile(path) as file, pa.OSFile(str(target), "wb") as sink:
-                names = file.schema_arrow.names
-                if len(set(names)) < len(names):
-                    raise DataError("two columns have the same name", where=str(path))
-                with pa.ipc.new_file(sink, file.schema_arrow) as writer:
-                    for batch in file.iter_batches(BATCH):
-                        batch.validate(full=True)  # a damaged page may decode to what is not UTF-8
-                        writer.write_batch(batch)
+            schema = pq.read_schema(path)
+            if len(set(schema.names)) < len(schema.names):
+                raise DataError("two columns have the same name", where=str(path))
+            with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+                for batch in _whole(bounded_batches(path, BATCH)):
+                    batch.validate(full=True)  # a damaged page may decode to what is not UTF-8
+                    writer.write_batch(batch)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise _unreadable(path, "Parquet", error) from error
 
     table = pa.ipc.open_file(pa.memory_map(str(_copy(path, "arrow", write)))).read_all()
     return ArrowRows(name, table.num_rows, table.column_names, lambda start, stop: table.slice(start, stop - start))
+
+
+def _whole(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same rows in batches of `BATCH`, which are found quickly."""
+    waiting: list[pa.RecordBatch] = []
+    for batch in batches:
+        waiting.append(batch)
+        if sum(each.num_rows for each in waiting) >= BATCH:
+            yield from _joined(waiting)
+            waiting = []
+    yield from _joined(waiting)
+
+
+def _joined(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
+    return batches if len(batches) < 2 else pa.Table.from_batches(batches).combine_chunks().to_batches()
 
 
 def _by_name(stored: Iterable[str], where: str) -> dict[str, str]:
@@ -221,6 +240,21 @@ def _row_or_bad(table: pa.Table, columns: Mapping[str, str]) -> Row | BadRow:
         return bad
 
 
+def _no_more(batches: Iterable[pa.RecordBatch], most: int, path: Path) -> Iterator[pa.RecordBatch]:
+    """
+    Raises:
+        DataError: they have more than `most` bytes.
+    """
+    size = 0
+    for batch in batches:
+        size += batch.nbytes
+        if size > most:
+            raise DataError(
+                f"a CSV file of more than {most} bytes", where=str(path), remedy="write Parquet or JSON Lines"
+            )
+        yield batch
+
+
 READERS: dict[str, Callable[[Path, str], Shard]] = {
     "jsonl": open_json_lines,
     "json": open_json,
@@ -233,16 +267,50 @@ def _copy(path: Path, suffix: str, write: Callable[[Path], None]) -> Path:
     return make_once(DownloadCache.standard().folder / "tables" / f"{content_sha256(path)}-{COPY}.{suffix}", write)
 
 
-def _opened(path: Path) -> Any:
+def _listed(text: str) -> Iterator[Any]:
+    """The items of a JSON list, one at a time: as objects all of them take 20 times as much memory as the text.
+
+    Raises:
+        ValueError, RecursionError: it is not a JSON list.
+    """
+    decoder, end = json.JSONDecoder(), _SPACE.match(text).end()  # type: ignore[union-attr]
+    if text[end : end + 1] != "[":
+        raise ValueError("it holds no list of objects")
+    place = _SPACE.match(text, end + 1).end()  # type: ignore[union-attr]
+    while text[place : place + 1] != "]" or text[end] == ",":
+        item, end = decoder.raw_decode(text, place)
+        yield item
+        end = _SPACE.match(text, end).end()  # type: ignore[union-attr]
+        if text[end : end + 1] not in (",", "]"):
+            raise ValueError(f"neither a comma nor the end of the list at character {end}")
+        place = _SPACE.match(text, end + (text[end] == ",")).end()  # type: ignore[union-attr]
+    if text[place + 1 :].strip():
+        raise ValueError(f"there is more after the list, at character {place + 1}")
+
+
+def _opened(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except OSError as error:
         raise DataError(f"the file cannot be read: {error.strerror}", where=str(path)) from error
 
 
+def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes, int]]:
+    """Start, content and length of each line; of a longer one than `LONGEST_LINE` no more than its beginning."""
+    start = 0
+    while line := file.readline(LONGEST_LINE + 1):
+        length = len(line)
+        while not line.endswith(b"\n") and length > LONGEST_LINE and (rest := file.readline(LONGEST_LINE)):
+            length += len(rest)
+            if rest.endswith(b"\n"):
+                break
+        yield start, line, length
+        start += length
+
+
 def _parsed(line: bytes) -> Row:
     if len(line) > LONGEST_LINE:
-        raise BadRow("too_long", f"a line of {len(line)} bytes, more than {LONGEST_LINE}")
+        raise BadRow("too_long", f"a line of more than {LONGEST_LINE} bytes")
     try:
         row = read_json(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:

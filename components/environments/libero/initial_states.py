@@ -13,6 +13,7 @@ import numpy as np
 from numpy._core.multiarray import _reconstruct
 from numpy.typing import NDArray
 
+from components.contracts.bounded import read_bytes
 from components.contracts.errors import DataError
 from components.environments.libero.tasks import LiberoTask
 
@@ -48,7 +49,7 @@ def load_initial_states(task: LiberoTask, trusted: Collection[str] = ()) -> NDAr
     """
     path = task.states_file
     try:
-        data = path.read_bytes()
+        data = read_bytes(path, LARGEST)
     except OSError as error:
         raise DataError(f"the initial states cannot be read: {error}", where=str(path)) from error
     digest = hashlib.sha256(data).hexdigest()

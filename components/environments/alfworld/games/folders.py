@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 from components.artifacts.cache import file_sha256
+from components.contracts.bounded import read_bytes
 from components.contracts.errors import ConfigurationError, DataError
 from components.environments.alfworld import packaged
 from components.environments.alfworld.games.game import KINDS, SOURCES, FolderGames, Game, Source
@@ -164,11 +165,8 @@ def _json(path: Path) -> dict[str, Any]:
     Raises:
         DataError: the file is too large, or no JSON object.
     """
-    size = path.stat().st_size
-    if size > LARGEST_FILE:
-        raise DataError(f"the file has {size} bytes, more than {LARGEST_FILE}", where=str(path))
     try:
-        document = json.loads(path.read_bytes())
+        document = json.loads(read_bytes(path, LARGEST_FILE))
     except (ValueError, RecursionError) as error:
         raise DataError(f"not JSON: {error}", where=str(path)) from error
     if not isinstance(document, dict):

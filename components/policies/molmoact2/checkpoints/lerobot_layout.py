@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from components.contracts.bounded import read_bytes
 from components.contracts.errors import DataError
 from components.contracts.names import bare_name
 from components.contracts.numbers import read_finite
@@ -196,7 +197,7 @@ def _released(name: str, folder: Path) -> str:
 
 def read_json(file: Path) -> dict[str, Any]:
     try:
-        content = read_finite(file.read_bytes())
+        content = read_finite(read_bytes(file))
     except FileNotFoundError as error:
         raise DataError("a checkpoint needs this file", where=str(file), remedy="give a policy's folder") from error
     except (ValueError, RecursionError) as error:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from scipy.fft import dct, idct
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from components.contracts.bounded import read_bytes
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.numbers import read_finite
 from components.policies.molmoact2.processing.batch import Floats
@@ -90,7 +91,7 @@ class ActionTokens:
             DataError: a file is missing or cannot be read.
         """
         try:
-            config = read_finite((folder / CONFIG).read_bytes())
+            config = read_finite(read_bytes(folder / CONFIG))
             if not (scale := float(config["scale"])) > 0:
                 raise ValueError(f"scale is {scale}, not above 0")
             return cls(Tokenizer.from_file(str(folder / TOKENIZER)), scale, int(config.get("min_token", 0)))

@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from components.contracts.bounded import read_bytes
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.numbers import read_finite
 from components.datasets.lerobot.layout import Feature
@@ -156,7 +157,7 @@ class NormStats(BaseModel):
             DataError: no such file, or not of this format.
         """
         try:
-            return cls.model_validate(read_finite(path.read_bytes()))
+            return cls.model_validate(read_finite(read_bytes(path)))
         except FileNotFoundError as error:
             raise DataError(
                 "the checkpoint has no statistics", where=str(path), remedy="give a checkpoint with norm_stats.json"

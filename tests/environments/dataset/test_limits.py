@@ -1,0 +1,226 @@
+"""Limits that stop a read or a copy on the way: a file may stand for far more than it has."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import resource
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from components.artifacts.images import MAX_BYTES
+from components.artifacts.tensors import read_tensors
+from components.configuration import load_recipe
+from components.contracts.bounded import read_bytes
+from components.contracts.errors import ArmatureError, ConfigurationError, DataError
+from components.datasets.lerobot.layout import read_info
+from components.environments.dataset import shards
+from components.environments.dataset.bad_rows import BadRow
+from components.inference.checkpoint import read_config
+from components.policies.molmoact2.checkpoints.lerobot_layout import read_json
+from components.policies.molmoact2.processing.norm_stats import NormStats
+from components.rewards.make import make_rewards
+from components.rewards.settings import RewardSettings
+
+from .test_values import environment_of, played
+
+MIB = 2**20
+VALUE = "x" * MIB
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
+
+
+def _dictionary(value: Any, rows: int = 260) -> pa.Array:
+    return pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows, np.int32)), pa.array([value]))
+
+
+def _random(size: int) -> bytes:
+    return np.random.default_rng(0).bytes(size)
+
+
+BOMBS: dict[str, Callable[[], pa.Array]] = {
+    "text": lambda: _dictionary(VALUE),
+    "bytes": lambda: _dictionary(VALUE.encode()),
+    "random bytes": lambda: _dictionary(_random(MIB)),
+    "one large value": lambda: _dictionary("x" * (96 * MIB), 3),
+    "images": lambda: pa.StructArray.from_arrays([_dictionary(VALUE.encode()).dictionary_decode()], ["bytes"]),
+    "lists": lambda: pa.array([[VALUE, VALUE]] * 130),
+    "distinct texts": lambda: pa.array([f"{number}{VALUE}" for number in range(260)]),
+    "lists of numbers": lambda: pa.ListArray.from_arrays(np.arange(2, dtype=np.int32) * 40 * MIB, np.zeros(40 * MIB)),
+}
+
+
+def _scan(path: Path, answers: Any) -> None:
+    """Read all rows where no file may have more than 256 MiB; the outcome and the memory that it took, in MiB."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (256 * MIB, 256 * MIB))
+    try:
+        outcome = str(sum(1 for _ in shards.open_parquet(path, path.name).scan({"q"})))
+    except DataError as error:
+        outcome = error.what
+    answers.put((outcome, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024))
+
+
+@pytest.fixture(scope="module")
+def bombs() -> Any:
+    """Files that decode to much more than they have, written by a process whose memory is not ours."""
+    with tempfile.TemporaryDirectory() as folder:
+        child = multiprocessing.get_context("fork").Process(target=_write_bombs, args=(Path(folder),))
+        child.start()
+        child.join()
+        yield Path(folder)
+
+
+def _write_bombs(folder: Path) -> None:
+    for name, make in BOMBS.items():
+        pq.write_table(pa.table({"q": make()}), folder / f"{name}.parquet", compression="zstd", store_schema=False)
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_a_small_file_with_large_rows_is_refused_before_they_are_written(kind: str, bombs: Path) -> None:
+    path = bombs / f"{kind}.parquet"
+    assert path.stat().st_size < 2 * MIB
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    child = context.Process(target=_scan, args=(path, answers))
+    child.start()
+    child.join(60)
+    outcome, grown = answers.get()
+    assert "times its size" in outcome and grown < 1024, (outcome, grown)
+
+
+def test_a_text_that_all_rows_share_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    table = {"q": [f"question {number}" for number in range(20_000)], "s": _dictionary("y" * 4096, 20_000)}
+    pq.write_table(pa.table(table), tmp_path / "rows.parquet")
+    shard = shards.open_parquet(tmp_path / "rows.parquet", "rows.parquet")
+    assert sum(len(row["s"]) == 4096 for row in shard.scan(shard.columns) if isinstance(row, dict)) == 20_000
+
+
+@pytest.mark.parametrize("end", [b"\n", b""])
+def test_a_line_without_an_end_costs_its_row(end: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "LONGEST_LINE", 100)
+    lines = [
+        b'{"q": 1}',
+        b'{"q": "' + b"x" * 5000 + b'"}',
+        b"",
+        b'{"q": 2}',
+        b'{"q": "' + b"x" * 92 + b'"}',
+        b"z" * 999,
+    ]
+    (tmp_path / "rows.jsonl").write_bytes(b"\n".join(lines) + end)
+    shard = shards.open_json_lines(tmp_path / "rows.jsonl", "rows.jsonl")
+    found = list(shard.scan({"q"}))
+    assert [row if isinstance(row, dict) else row.reason for row in found] == [
+        {"q": 1},
+        "too_long",
+        {"q": 2},
+        "too_long",
+        "too_long",
+    ]
+    assert shard.row(0) == {"q": 1} and shard.row(2) == {"q": 2}
+    for index in (1, 3, 4):
+        with pytest.raises(BadRow):
+            shard.row(index)
+
+
+SPACE = st.text(" \t\n\r", max_size=2)
+JSON = st.recursive(st.none() | st.integers() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3))
+
+
+@given(st.lists(JSON, max_size=4), SPACE, SPACE, st.integers(0, 40), st.sampled_from(["", ",", "]", "[", "x", " "]))
+@example([1], "", "", 2, ",")
+@example([], "", "", 1, ",")
+def test_a_json_list_is_read_as_python_reads_it(
+    rows: list[Any], before: str, after: str, place: int, edit: str
+) -> None:
+    text = before + json.dumps(rows).replace(",", f"{before},{after}") + after
+    text = text[:place] + edit + text[place:]
+    try:
+        expected = json.loads(text)
+    except ValueError:
+        expected = None
+    if isinstance(expected, list):
+        assert list(shards._listed(text)) == expected
+    else:
+        with pytest.raises(ValueError):
+            list(shards._listed(text))
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "content"),
+    [
+        ("rows.json", "LARGEST_JSON", json.dumps([{"q": "x" * 999, "a": "a"}] * 99)),
+        ("rows.csv", "LARGEST_CSV", "q,a\n" + f"{'x' * 999},a\n" * 99),
+        ("rows.csv", "LONGEST_HEADER", f"{'q' * 3000},a\nx,y\n"),
+    ],
+)
+def test_tables_that_are_read_as_a_whole_have_a_limit(
+    name: str, limit: str, content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).write_text(content)
+    monkeypatch.setattr(shards, limit, 2000)
+    with pytest.raises((DataError, ConfigurationError)):
+        list(environment_of(tmp_path, name, prompt="{q}").tasks("train"))
+
+
+def test_an_image_file_that_is_too_large_costs_its_row(tmp_path: Path) -> None:
+    rows = [{"q": f"{number}", "a": "a", "i": "i.png"} for number in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    _sparse(tmp_path / "i.png", MAX_BYTES + 1)
+    with pytest.raises(ConfigurationError) as refused:
+        list(environment_of(tmp_path, "rows.jsonl", images="i").tasks("train"))
+    assert "bad_image" in refused.value.what
+
+
+def _sparse(path: Path, size: int = 2**40) -> Path:
+    """A file that takes no room and has more bytes than any memory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.truncate(size)
+    return path
+
+
+def _schema(folder: Path) -> None:
+    _sparse(folder / "schema.json")
+    settings = RewardSettings.model_validate({"name": "json_schema", "file": "schema.json"})
+    make_rewards([settings], folder=folder).close()
+
+
+DOCUMENTS: dict[str, Callable[[Path], Any]] = {
+    "any": lambda folder: read_bytes(_sparse(folder / "x")),
+    "recipe": lambda folder: load_recipe(_sparse(folder / "x.toml")),
+    "LeRobot's info": lambda folder: read_info(_sparse(folder / "info.json")),
+    "normalization statistics": lambda folder: NormStats.load(_sparse(folder / "norm_stats.json")),
+    "configuration of a checkpoint": lambda folder: read_config(_sparse(folder / "config.json").parent),
+    "index of weights": lambda folder: read_tensors(_sparse(folder / "model.safetensors.index.json").parent),
+    "LeRobot's policy": lambda folder: read_json(_sparse(folder / "config.json")),
+    "JSON schema": _schema,
+}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_a_document_is_read_no_further_than_its_limit(document: str, tmp_path: Path) -> None:
+    with pytest.raises(ArmatureError):
+        DOCUMENTS[document](tmp_path)
+
+
+def test_rows_within_the_limits_are_played(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"q": [f"q{n}" for n in range(600)], "a": ["a"] * 600}), tmp_path / "rows.parquet")
+    environment = environment_of(tmp_path, "rows.parquet")
+    assert len(played(environment, lambda text: "a")) == 600
+    assert asyncio.run(environment.episode(next(iter(environment.tasks("train")))).reset()).content
