@@ -31,6 +31,8 @@ def value_text(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, int | np.integer):
         return str(int(value))
+    if isinstance(value, float | np.floating) and math.isfinite(value) and _is_exact(value):
+        return str(int(value))  # the number itself: as short, and float16's 9592 would be 9590 in its own digits
     if isinstance(value, np.floating) and math.isfinite(value):
         return _number(Decimal(np.format_float_scientific(value, unique=True)), 21, -6)
     if isinstance(value, float) and math.isfinite(value):
@@ -51,10 +53,15 @@ def plain_number(value: float | Decimal) -> int | float | str | None:
     """
     if not math.isfinite(value):
         return None
-    if value == int(value) and (abs(value) < EXACT or isinstance(value, Decimal)):
+    if _is_exact(value):
         return int(value)
     number = float(value)
     return number if isinstance(value, float) or Decimal(repr(number)) == value else value_text(value)
+
+
+def _is_exact(value: float | np.floating[Any] | Decimal) -> bool:
+    """Check for a whole number that is written as it is."""
+    return int(value) == value and (isinstance(value, Decimal) or abs(int(value)) < EXACT)
 
 
 def _number(value: Decimal, most: float, least: float) -> str:

@@ -72,7 +72,8 @@ def _reader(kind: pa.DataType) -> Callable[[Any], Any] | None:
 
 def _narrowed(value: float, narrow: type[np.floating[Any]]) -> int | float | str | None:
     """Shortest digits of the narrow type, not those of the float64 that Arrow widens it to."""
-    return plain_number(float(np.format_float_scientific(narrow(value), unique=True)))
+    plain = plain_number(value)
+    return float(value_text(narrow(value))) if isinstance(plain, float) else plain
 
 
 def _plain(value: Any) -> Any:

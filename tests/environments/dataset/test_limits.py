@@ -54,11 +54,9 @@ def _random(size: int) -> bytes:
 
 BOMBS: dict[str, Callable[[], pa.Array]] = {
     "text": lambda: _dictionary(VALUE),
-    "bytes": lambda: _dictionary(VALUE.encode()),
     "random bytes": lambda: _dictionary(_random(MIB)),
     "one large value": lambda: _dictionary("x" * (96 * MIB), 3),
     "images": lambda: pa.StructArray.from_arrays([_dictionary(VALUE.encode()).dictionary_decode()], ["bytes"]),
-    "lists": lambda: pa.array([[VALUE, VALUE]] * 130),
     "distinct texts": lambda: pa.array([f"{number}{VALUE}" for number in range(260)]),
     "lists of numbers": lambda: pa.ListArray.from_arrays(np.arange(2, dtype=np.int32) * 40 * MIB, np.zeros(40 * MIB)),
 }

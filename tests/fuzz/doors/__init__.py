@@ -41,6 +41,7 @@ DOORS = {
     "games": Door("games", 6, 20.0),
     "datasets": Door("datasets", 5, 30.0),
     "environments": Door("environments", 6, 30.0),
+    "tables": Door("tables", 6, 30.0),
     "trainer": Door("trainer", 5, 20.0),
     "workers": Door("workers", 8, 30.0),
     "planted": Door("planted", 0, 16.0),
