@@ -273,7 +273,7 @@ def test_an_optional_section_may_be_left_out_but_not_half_given():
         (b"a = " + b"[" * 100_000, "too deeply nested|not valid TOML"),
         (b"a = " + b"{a=" * 100_000, "too deeply nested|not valid TOML"),
         (b"a = " + b"9" * 10_000, "not valid TOML"),
-        (b"#" * 5_000_000, "not a file of at most"),
+        (b"#" * 5_000_000, "more than 4194304 bytes"),
         (b"extends = 3", "extends: .*given 3"),
         (b"extends = ['a']", "extends"),
         (b"extends = {file = 'b.toml', section = ['model']}", "extends.section is not a setting"),

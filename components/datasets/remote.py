@@ -170,11 +170,12 @@ class RemoteFiles:
             raise DataError(f"{name!r} arrived with {size} bytes, not {entry.size}", where=self.url)
 
 
-class _AtMost(fsspec.Callback):  # type: ignore[misc]
+class _AtMost(fsspec.Callback):
     """Ends the fetching of a file at the size that it was listed with, before it fills the disk."""
 
     def __init__(self, size: int, callback: fsspec.Callback) -> None:
         super().__init__()
+        self.value = 0
         self._most, self._callback = size, callback
 
     def set_size(self, size: int) -> None:

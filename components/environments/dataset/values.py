@@ -8,7 +8,7 @@ and lists and dicts of these. Dates and times are text. A number of lower precis
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import date, time, timedelta
 from decimal import Decimal
 from typing import Any
@@ -19,7 +19,7 @@ import pyarrow as pa
 from components.contracts.value_text import plain_number, value_text
 from components.environments.dataset.bad_rows import BadRow
 
-_NARROW = {pa.float16(): np.float16, pa.float32(): np.float32}
+_NARROW: Mapping[pa.DataType, type[np.floating[Any]]] = {pa.float16(): np.float16, pa.float32(): np.float32}
 _SIMPLE = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_integer, pa.types.is_boolean)
 
 
