@@ -19,6 +19,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from components.artifacts import parquet
 from components.artifacts.images import MAX_BYTES
 from components.artifacts.tensors import read_tensors
 from components.configuration import load_recipe
@@ -36,7 +37,9 @@ from components.rewards.settings import RewardSettings
 from .test_values import environment_of, played
 
 MIB = 2**20
-VALUE = "x" * MIB
+SMALL = 2**16
+"""Bytes that stand for 1 MiB: the limits are a sixteenth in these tests, so that they are quick."""
+VALUE = "x" * SMALL
 
 
 @pytest.fixture(autouse=True)
@@ -54,19 +57,19 @@ def _random(size: int) -> bytes:
 
 BOMBS: dict[str, Callable[[], pa.Array]] = {
     "text": lambda: _dictionary(VALUE),
-    "random bytes": lambda: _dictionary(_random(MIB)),
-    "one large value": lambda: _dictionary("x" * (96 * MIB), 3),
+    "random bytes": lambda: _dictionary(_random(SMALL)),
+    "one large value": lambda: _dictionary("x" * (96 * SMALL), 3),
     "images": lambda: pa.StructArray.from_arrays([_dictionary(VALUE.encode()).dictionary_decode()], ["bytes"]),
     "distinct texts": lambda: pa.array([f"{number}{VALUE}" for number in range(260)]),
-    "lists of numbers": lambda: pa.ListArray.from_arrays(np.arange(2, dtype=np.int32) * 40 * MIB, np.zeros(40 * MIB)),
+    "lists of numbers": lambda: pa.ListArray.from_arrays(np.array([0, 40 * SMALL], np.int32), np.zeros(40 * SMALL)),
 }
 
 
 def _scan(path: Path, answers: Any) -> None:
-    """Read all rows where no file may have more than 256 MiB; the outcome and the memory that it took, in MiB."""
+    """Read all rows where no file may have more than 16 MiB; the outcome and the memory that it took, in MiB."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (256 * MIB, 256 * MIB))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16 * MIB, 16 * MIB))
     try:
         outcome = str(sum(1 for _ in shards.open_parquet(path, path.name).scan({"q"})))
     except DataError as error:
@@ -90,16 +93,20 @@ def _write_bombs(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", BOMBS)
-def test_a_small_file_with_large_rows_is_refused_before_they_are_written(kind: str, bombs: Path) -> None:
+def test_a_small_file_with_large_rows_is_refused_before_they_are_written(
+    kind: str, bombs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet, "FREE", parquet.FREE // 16)
+    monkeypatch.setattr(parquet, "BATCH_BYTES", parquet.BATCH_BYTES // 16)
     path = bombs / f"{kind}.parquet"
-    assert path.stat().st_size < 2 * MIB
+    assert path.stat().st_size < MIB
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
     child = context.Process(target=_scan, args=(path, answers))
     child.start()
     child.join(60)
     outcome, grown = answers.get()
-    assert "times its size" in outcome and grown < 1024, (outcome, grown)
+    assert "times its size" in outcome and grown < 128, (outcome, grown)
 
 
 def test_a_text_that_all_rows_share_is_no_reason_to_refuse(tmp_path: Path) -> None:
@@ -134,6 +141,27 @@ def test_a_line_without_an_end_costs_its_row(end: bytes, tmp_path: Path, monkeyp
     for index in (1, 3, 4):
         with pytest.raises(BadRow):
             shard.row(index)
+
+
+def _scan_endless(path: Path, answers: Any) -> None:
+    """Scan a line of 256 MiB in 64 MiB of memory."""
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + 64 * MIB
+    resource.setrlimit(resource.RLIMIT_AS, (size, size))
+    try:
+        (row,) = shards.open_json_lines(path, path.name).scan({"q"})
+        answers.put(row.reason if isinstance(row, BadRow) else "accepted")
+    except MemoryError:
+        answers.put("memory")
+
+
+def test_an_endless_line_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "LONGEST_LINE", MIB)
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    child = context.Process(target=_scan_endless, args=(_sparse(tmp_path / "rows.jsonl", 2**28), answers))
+    child.start()
+    child.join(60)
+    assert answers.get() == "too_long"
 
 
 SPACE = st.text(" \t\n\r", max_size=2)
