@@ -30,7 +30,7 @@ LARGEST_JSON = 2**29
 LARGEST_CSV = 2**32
 LONGEST_HEADER = 2**20
 _SPACE = re.compile(r"[ \t\n\r]*")
-COPY = 1
+COPY = 2
 """Version of the copies that are kept of Parquet files."""
 
 Row = dict[str, Any]
