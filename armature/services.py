@@ -19,7 +19,7 @@ from components.contracts.errors import ConfigurationError, ServerError
 from components.contracts.secret_values import keep_secret
 from components.home import home_folder
 from components.ports import listener
-from components.private_files import private_database, private_folder, write_private
+from components.private_files import private_folder, sqlite_url, write_private
 from components.process import Program
 
 STATE = home_folder() / ".armature"
@@ -119,7 +119,7 @@ def prefect_server(port: int, with_pages: bool = True) -> Service:
 def _prefect_database() -> str:
     if given := os.environ.get("PREFECT_API_DATABASE_CONNECTION_URL"):
         return given
-    return f"sqlite+aiosqlite:///{private_database(STATE / 'prefect/prefect.db').resolve()}"
+    return sqlite_url(STATE / "prefect/prefect.db", "aiosqlite")
 
 
 def mlflow_server(port: int) -> Service:
@@ -128,11 +128,11 @@ def mlflow_server(port: int) -> Service:
     It answers to its own names and pages alone; by itself it would take any host that begins as a private address.
     Its job runner (eight more processes, a minute of start) serves features that nothing here uses.
     """
-    artifacts = f"file://{(STATE / 'mlartifacts').resolve()}"
+    artifacts = (STATE / "mlartifacts").resolve().as_uri()
     command = (sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1")
     environment = {
         "DO_NOT_TRACK": "true",
-        "MLFLOW_BACKEND_STORE_URI": f"sqlite:///{private_database(STATE / 'mlflow.db').resolve()}",
+        "MLFLOW_BACKEND_STORE_URI": sqlite_url(STATE / "mlflow.db", "pysqlite"),
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_SERVER_ALLOWED_HOSTS": ",".join(f"{host}:{port}" for host in HOSTS),
         "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": own_origins(port),

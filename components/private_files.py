@@ -48,6 +48,21 @@ def private_database(path: Path) -> Path:
     return path
 
 
+def sqlite_url(path: Path, driver: str) -> str:
+    """The address of an SQLite database, which is made as `private_database` makes it, for SQLAlchemy.
+
+    It names the driver, pysqlite or aiosqlite: of an address that begins with sqlite:/// MLflow takes the rest for a
+    path as it is, and makes the folder of that name.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    from sqlalchemy import URL
+
+    database = str(private_database(path).resolve())
+    return URL.create(f"sqlite+{driver}", database=database).render_as_string(hide_password=False)
+
+
 def write_private(path: Path, text: str, *, replace: bool = True) -> None:
     """Write the file by one rename. Raises DataError if it cannot be.
 

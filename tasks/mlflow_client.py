@@ -26,11 +26,12 @@ from mlflow.environment_variables import (
     MLFLOW_HTTP_REQUEST_TIMEOUT,
 )
 from mlflow.exceptions import MlflowException
+from sqlalchemy import make_url
 
 from components.contracts.errors import ConfigurationError
 from components.contracts.secrets import without_passwords
 from components.home import home_folder
-from components.private_files import private_database
+from components.private_files import sqlite_url
 from tasks.patience import patiently
 
 STATE = home_folder() / ".armature"
@@ -53,7 +54,7 @@ def tracking_uri() -> str:
     """`MLFLOW_TRACKING_URI`, or a SQLite file in this folder."""
     if uri := os.environ.get("MLFLOW_TRACKING_URI"):
         return uri
-    return f"sqlite:///{private_database(STATE / 'mlflow.db').resolve()}"
+    return sqlite_url(STATE / "mlflow.db", "pysqlite")
 
 
 def shown_uri() -> str:
@@ -75,10 +76,11 @@ class _RetryingClient:
 @contextmanager
 def _alone(uri: str) -> Iterator[None]:
     """Runs that begin together in a new folder make the tables of its database, and an experiment, one at a time."""
-    if not uri.startswith("sqlite:///"):
+    database = make_url(uri).database if uri.startswith("sqlite") else None
+    if not database:
         yield
         return
-    with Path(uri.removeprefix("sqlite:///")).with_suffix(".lock").open("w") as lock:
+    with Path(database).with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -116,13 +118,13 @@ def experiment_id(name: str) -> str:
         found = mlflow_client.get_experiment_by_name(name)
         if found is not None:
             return str(found.experiment_id)
-        folder = f"file://{(STATE / 'mlartifacts').resolve()}" if uri.startswith("sqlite:") else None
+        folder = (STATE / "mlartifacts").resolve().as_uri() if uri.startswith("sqlite") else None
         return str(mlflow_client.create_experiment(name, folder))
 
 
 def served_by() -> str:
     """What has to run for `page` to open."""
-    return "(while `armature up` runs)" if tracking_uri().startswith("sqlite:") else ""
+    return "(while `armature up` runs)" if tracking_uri().startswith("sqlite") else ""
 
 
 def page(run_id: str, experiment: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
@@ -20,7 +21,7 @@ from tasks.patience import patiently
 
 def promote(model: LoggedModel, registered_name: str, checkpoint: Artifact) -> str:
     """Register the model with its files and point the alias "candidate" at it; returns "models:/<name>@candidate"."""
-    name = registered_name.replace("/", ".")
+    name = _model_name(registered_name)
     known = client().search_model_versions(f"name = '{name}'")
     source = f"models:/{model.model_id}"
     version = next((each.version for each in known if each.source == source or each.model_id == model.model_id), None)
@@ -57,6 +58,11 @@ def _give_files(model: LoggedModel, folder: Path) -> None:
         ) from error
 
 
+def _model_name(text: str) -> str:
+    """The text without the characters that MLflow refuses in the name of a model, or reads in addresses and filters."""
+    return re.sub(r"[^\w .-]", ".", text)
+
+
 def measure_of_candidate(registered_name: str, model: LoggedModel, key: str) -> float | None:
     """The number `key` of the model that the alias "candidate" points at.
 
@@ -64,7 +70,7 @@ def measure_of_candidate(registered_name: str, model: LoggedModel, key: str) -> 
     evaluation of the same settings.
     """
     try:
-        version = client().get_model_version_by_alias(registered_name.replace("/", "."), "candidate")
+        version = client().get_model_version_by_alias(_model_name(registered_name), "candidate")
     except MlflowException:
         return None
     candidate = client().get_logged_model(str(version.source).rpartition("/")[2])

@@ -40,7 +40,7 @@ def write_table(path: Path, table: pa.Table | list[dict[str, object]], schema: T
     try:
         if not isinstance(table, pa.Table):
             table = pa.Table.from_pylist(table, schema=schema.stored)
-        pq.write_table(table.cast(schema.stored), path, compression="zstd", store_schema=True)
+        pq.write_table(table.cast(schema.stored), path.absolute(), compression="zstd", store_schema=True)
     except (pa.ArrowInvalid, pa.ArrowTypeError, ValueError) as error:
         raise DataError(f"rows do not fit schema {schema.name!r}: {error}", where=str(path)) from error
 
@@ -58,7 +58,8 @@ def read_table(
     """
     try:
         filters = [(name, "=", value) for name, value in where.items()] if where else None
-        table = pq.read_table(path, filters=filters, columns=list(columns) if columns else None)
+        # Arrow takes a relative path that begins with "~" or "name:" for a home folder or a URL.
+        table = pq.read_table(path.absolute(), filters=filters, columns=list(columns) if columns else None)
     except (FileNotFoundError, pa.ArrowInvalid, OSError) as error:
         raise DataError(f"the table cannot be read: {error}", where=str(path)) from error
     metadata = table.schema.metadata or {}

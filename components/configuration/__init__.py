@@ -202,7 +202,7 @@ def _sections(kind: type[Sections], values: Mapping[str, Any], where: str) -> di
 
 
 def _validate(model: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
-    """The settings, in which the numbers of overrides stand as they were written where a string is asked for.
+    """The settings, in which the numbers of overrides stand as they were written where a string or path is asked for.
 
     Raises:
         ValidationError: an unknown key, or a value out of bounds.
@@ -210,7 +210,7 @@ def _validate(model: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        strings = [each for each in error.errors() if each["type"] == "string_type"]
+        strings = [each for each in error.errors() if each["type"] in ("string_type", "path_type")]
         numbers = [each for each in strings if isinstance(each["input"], Written)]
         if not numbers:
             raise

@@ -6,6 +6,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,8 @@ def parse_override(text: str) -> dict[str, Any]:
             parsed = value
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, or too deeply nested
             raise ConfigurationError(f"invalid override: {SHORT.repr(text)}: {error}", where=key) from error
+    if isinstance(parsed, date | time):  # a folder is called 2024-05-01 more often than a setting is a date
+        parsed = value.strip()
     if type(parsed) in (int, float):
         parsed = _Int(parsed) if isinstance(parsed, int) else _Float(parsed)
         parsed.text = value.strip()

@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
 from components.artifacts.cache import DownloadCache, make_once
@@ -261,6 +262,8 @@ def _filesystem(url: str) -> tuple[Any, str]:
     Raises:
         ConfigurationError: what the protocol needs is not installed.
     """
+    if url.startswith("file://"):  # fsspec itself would read "::" in the name of a folder as a chain of file systems
+        return LocalFileSystem(), LocalFileSystem._strip_protocol(url).rstrip("/")
     try:
         filesystem, base = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:

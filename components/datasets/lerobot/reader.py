@@ -197,7 +197,7 @@ def open_dataset(files: DatasetFiles | Path) -> Dataset:
     Raises:
         DataError: not such a dataset, or its episodes leave gaps, overlap, are empty or are not as many as it says.
     """
-    files = LocalFiles(files) if isinstance(files, Path) else files
+    files = LocalFiles(files.absolute()) if isinstance(files, Path) else files
     info = read_info(files.path(INFO))
     episodes = EpisodeIndex(files, info)
     frames = episodes[-1].stop if episodes else 0

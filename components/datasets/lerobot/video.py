@@ -185,7 +185,7 @@ class VideoWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         rate = Fraction(fps).limit_denominator(1001)
         self.frames, self.bytes = 0, 0
-        self._container = av.open(str(path), "w")
+        self._container = av.open(str(path.absolute()), "w")
         self._stream: Any = self._container.add_stream(settings.codec, rate=rate)
         self._stream.width, self._stream.height = width, height
         self._stream.pix_fmt = settings.pixel_format

@@ -288,6 +288,7 @@ def create_dataset(
     Raises:
         DataError: there is something at `root`, no episode was added, or the disk is full.
     """
+    root = root.absolute()  # Arrow and FFmpeg take a relative path that begins with "name:" for a URL
     if root.exists():
         raise DataError("there is a folder already", where=str(root), remedy="give a new one, or remove it")
     root.parent.mkdir(parents=True, exist_ok=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +17,7 @@ from fsspec.utils import glob_translate
 
 from components.artifacts.cache import DownloadCache, file_sha256, file_state, make_once
 from components.artifacts.digests import document_digest
-from components.contracts.errors import DataError
+from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.names import confined
 from components.datasets.remote import RemoteFiles, list_files, remote_folder
 
@@ -78,7 +79,7 @@ class FolderFiles:
         return os.path.isfile(self.path(name))  # noqa: PTH113 (no error for a name that is too long)
 
     def path(self, name: str) -> Path:
-        path = self.root / confined(name, str(self.root))
+        path = self.root / (name if self._is_spelled_so(name) else confined(name, str(self.root)))
         if self.links:
             return path
         folder = str(path.parent)
@@ -92,6 +93,11 @@ class FolderFiles:
                 remedy="put the file itself there, or set environment.args.root to a folder that has both",
             )
         return path
+
+    def _is_spelled_so(self, name: str) -> bool:
+        """Check for a file of exactly this name, which may hold a backslash or a colon that `confined` reads."""
+        plain = bool(name) and "\0" not in name and not name.startswith("/") and ".." not in name.split("/")
+        return plain and os.path.isfile(self.root / name)  # noqa: PTH113 (no error for a name that is too long)
 
     def _is_inside(self, path: str | Path) -> bool:
         return (os.path.realpath(path) + os.sep).startswith(self._real.rstrip(os.sep) + os.sep)
@@ -150,15 +156,36 @@ def open_folder(place: str, links: bool = False) -> DataFiles:
     if "://" not in place:
         if not Path(place).is_dir():
             raise DataError("there is no such folder", where=place, remedy="correct environment.args.source or root")
-        return FolderFiles(Path(place), links)
+        return FolderFiles(Path(place).absolute(), links)
     url = place.rstrip("/")
     return UrlFiles(remote_folder(url, list_files(url, lambda name: not _is_hidden(name)), DownloadCache.standard()))
 
 
-def matcher(pattern: str) -> Callable[[str], bool]:
-    """Whether a name matches a glob, in which ** stands for any folders, or is in the folder of that name."""
-    expression = re.compile(glob_translate(pattern.rstrip("/") or "."))
-    return lambda name: bool(expression.match(name)) or name.startswith(pattern.rstrip("/") + "/")
+def matches(pattern: str, names: Sequence[str]) -> list[str]:
+    """Return the names that match a glob, in which ** stands for any folders, and those in the folder of that name.
+
+    A name, or the leading folders of one, that is spelled exactly as the pattern is meant itself: "[v2]/*.csv" are the
+    tables in the folder "[v2]", if there is one.
+
+    Raises:
+        ConfigurationError: it is not a glob.
+    """
+    pattern = pattern.rstrip("/") or "."
+    if pattern in names:
+        return [pattern]
+    folder = pattern
+    while folder and not any(name.startswith(f"{folder}/") for name in names):
+        folder = folder.rpartition("/")[0]
+    rest = pattern[len(folder) :]
+    try:
+        expression = re.compile(glob_translate(glob.escape(folder) + rest))
+    except (ValueError, re.error) as error:
+        raise ConfigurationError(
+            f"{pattern!r} is not a pattern: {error}",
+            where="environment.args",
+            remedy="write ** as a folder of its own, as in data/**/*.csv, and [*] for the character itself",
+        ) from error
+    return [name for name in names if expression.match(name) or name.startswith(f"{pattern}/")]
 
 
 def content_sha256(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,13 +12,14 @@ from pathlib import Path
 from components.artifacts.digests import document_digest
 from components.contracts.episodes import Split
 from components.contracts.errors import ConfigurationError, DataError
-from components.environments.dataset.files import DataFiles, matcher, open_folder
+from components.environments.dataset.files import DataFiles, matches, open_folder
 from components.environments.dataset.huggingface import SAVED, dataset_commit, hub_shards, saved_shards
 from components.environments.dataset.image_folder import METADATA, SUFFIXES, image_shards
 from components.environments.dataset.settings import DatasetEnvironmentSettings, HashSplit, NameSplit
 from components.environments.dataset.shards import READERS, Shard
+from components.home import original
 from components.hub import HUB
-from components.project import project_path
+from components.project import project_folder, project_path
 
 FORMATS = {
     ".jsonl": "jsonl",
@@ -76,7 +78,7 @@ class RowTable:
         return belong
 
     def _named(self, pattern: str, key: str) -> list[str]:
-        found = [name for name in self.shards if matcher(pattern)(name)]
+        found = matches(pattern, list(self.shards))
         if not found:
             raise ConfigurationError(
                 f"nothing in the source is called {pattern!r}",
@@ -101,7 +103,7 @@ def open_table(settings: DatasetEnvironmentSettings) -> RowTable:
         )
     if kind == "huggingface":
         return _huggingface(settings)
-    base, pattern = _base(_place(settings.source))
+    base, pattern = _base(settings.source)
     root = open_folder(_place(settings.root) if settings.root else base)
     if kind == "images":
         if settings.root:
@@ -139,14 +141,13 @@ def _told_format(settings: DatasetEnvironmentSettings) -> str:
         ConfigurationError: the names do not say it.
         DataError: there is nothing.
     """
-    place = _place(settings.source)
-    base, pattern = _base(place)
-    if pattern and (kind := FORMATS.get(Path(pattern).suffix.lower())):
+    base, pattern = _base(settings.source)
+    if pattern and (kind := _format(pattern)):
         return kind
-    if settings.revision is not None or ("://" not in place and is_hub_name(settings)):
+    if settings.revision is not None or ("://" not in settings.source and is_hub_name(settings)):
         return "huggingface"
     files = open_folder(base)
-    names = [name for name in files.names() if not pattern or matcher(pattern)(name)]
+    names = matches(pattern, files.names()) if pattern else files.names()
     if any(name in SAVED for name in names):
         return "huggingface"
     if any(Path(name).suffix.lower() in SUFFIXES for name in names):
@@ -165,12 +166,11 @@ def _told_format(settings: DatasetEnvironmentSettings) -> str:
 
 
 def _tables(files: DataFiles, pattern: str, kind: str | None) -> list[str]:
-    if pattern and not _has_magic(pattern):
+    if pattern and (files.has(pattern) or not _has_magic(pattern)):
         if not files.has(pattern):
             raise DataError(f"there is no file {pattern!r}", where=str(files), remedy="correct environment.args.source")
         return [pattern]
-    wanted = matcher(pattern) if pattern else lambda name: True
-    names = [name for name in files.names() if wanted(name) and (bool(pattern) or _format(name))]
+    names = matches(pattern, files.names()) if pattern else [name for name in files.names() if _format(name)]
     if not names:
         raise DataError(f"no file matches {pattern or kind!r}", where=str(files), remedy="correct the source")
     return names
@@ -184,17 +184,36 @@ def _place(source: str) -> str:
     return source if "://" in source else str(project_path(source))
 
 
-def _base(place: str) -> tuple[str, str]:
-    """The folder or URL, and the name or glob below it; "" for all that is in it."""
-    if "://" not in place and Path(place).is_dir():
-        return place, ""
-    parts = place.split("/")
-    plain = next((number for number, part in enumerate(parts) if _has_magic(part)), len(parts))
-    if plain == len(parts):
-        if "://" in place and _format(place) is None:
-            return place, ""
-        plain = len(parts) - 1
-    return "/".join(parts[:plain]) or ("/" if place.startswith("/") else "."), "/".join(parts[plain:])
+def _base(source: str) -> tuple[str, str]:
+    """Return the folder or URL, and the name or glob below it; "" for all that is in it.
+
+    A relative source begins at the recipe's folder, whose name is never a pattern. Neither is a file or a folder that
+    exists under exactly the name that the source gives.
+    """
+    if "://" in source:
+        return _base_of_url(source)
+    place = project_path(source)
+    if place.is_dir():
+        return str(place), ""
+    here = project_folder()
+    base = here if place == here / source else original(here)
+    names = list(Path(source).parts)
+    while len(names) > 1 and (not _has_magic(names[0]) or (base / names[0]).is_dir()):
+        base /= names.pop(0)
+    return str(base), "/".join(names)
+
+
+def _base_of_url(url: str) -> tuple[str, str]:
+    """Return what `_base` does. Only a folder of this machine can be asked which folders exist."""
+    scheme, _, rest = url.partition("://")
+    is_folder = os.path.isdir if scheme == "file" else lambda _: False
+    if is_folder(rest) or not (_has_magic(rest) or _format(url)):
+        return url, ""
+    names = rest.split("/")
+    plain = 0
+    while plain < len(names) - 1 and (not _has_magic(names[plain]) or is_folder("/".join(names[: plain + 1]))):
+        plain += 1
+    return f"{scheme}://{'/'.join(names[:plain])}", "/".join(names[plain:])
 
 
 def _has_magic(text: str) -> bool:

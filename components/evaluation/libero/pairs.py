@@ -44,6 +44,6 @@ def join_videos(first: Path, second: Path, out: Path) -> None:
 
 
 def _read(path: Path) -> tuple[list[NDArray[np.uint8]], int]:
-    with pyav().open(str(path)) as video:
+    with pyav().open(str(path.absolute())) as video:
         frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
         return frames, round(video.streams.video[0].average_rate)
