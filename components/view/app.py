@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
@@ -24,7 +25,7 @@ from components.contracts.numbers import dump_json
 from components.reports.curves import panels_of
 from components.reports.pages import ASSETS
 from components.view.guard import Guard
-from components.view.index import Query, RolloutIndex, Side, Source
+from components.view.index import LAST_STEP, Query, RolloutIndex, Side, Source
 from components.view.robots import (
     EpisodeQuery,
     episode_counts,
@@ -36,6 +37,9 @@ from components.view.robots import (
 )
 from components.view.rollouts import MEDIA, group_document
 from components.view.runs import ROBOT_TRAINING, Run, evaluations_of, find_runs, thinned
+
+log = logging.getLogger(__name__)
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 HERE = Path(__file__).parent / "assets"
 PAGE = HERE / "view.html"
@@ -62,6 +66,7 @@ class ViewServer:
         self.store = store.resolve()
         self.index = RolloutIndex(self.store)
         self._images = ImageStore(self.store / "images")
+        self._fault: dict[str, str] = {}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="store", daemon=True)
 
@@ -74,15 +79,21 @@ class ViewServer:
         self.index.close()
 
     def _follow(self) -> None:
+        """Read what is new until the page is closed. The page shows an error, which does not end this."""
         while not self._closing.is_set():
-            self.index.refresh(self._closing.is_set)
+            try:
+                self.index.refresh(self._closing.is_set)
+                self._fault = {}
+            except Exception as error:
+                log.exception("the store could not be read")
+                self._fault = {str(self.store): f"{type(error).__name__}: {error}"}
             self._closing.wait(REFRESH)
 
     def runs(self, request: Request) -> Any:
         """Every run, the newest first, and what could not be read."""
         counts = self.index.counts()
         none: dict[str, Any] = {"rollouts": 0, "failures": 0, "last_step": None, "panels": []}
-        found = find_runs(self.store)
+        found, problems = find_runs(self.store), self.index.problems | self._fault
         runs = [
             {
                 "id": run.fingerprint,
@@ -94,11 +105,12 @@ class ViewServer:
                 "recorded": run.recorded,
                 "evaluations": evaluations_of(run, found),
                 "robot": run.robot,
-                **(episode_counts(run) if run.stage == ROBOT_TRAINING else counts.get(run.fingerprint, none)),
+                **counts.get(run.fingerprint, none),
+                **(_episodes_of(run, problems) if run.stage == ROBOT_TRAINING else {}),
             }
             for run in found
         ]
-        return {"runs": runs, "revision": self.index.revision, "problems": self.index.problems}
+        return {"runs": runs, "revision": self.index.revision, "problems": problems}
 
     def history(self, request: Request) -> Any:
         """The metrics of the steps, thinned out where they are many, and the panels that show them."""
@@ -121,10 +133,10 @@ class ViewServer:
         return self.index.tasks(self._run(request).fingerprint, _query(request))
 
     def episodes(self, request: Request) -> Any:
-        return find_episodes(self._run(request), EpisodeQuery.model_validate(_given(request)))
+        return find_episodes(self._run(request), _question(EpisodeQuery, _given(request)))
 
     def episode(self, request: Request) -> Any:
-        return episode_document(self._run(request), request.path_params["step"], request.path_params["episode"])
+        return episode_document(self._run(request), _step(request.path_params["step"]), request.path_params["episode"])
 
     def videos(self, request: Request) -> Any:
         return {"rows": find_videos(self._run(request), find_runs(self.store))}
@@ -146,13 +158,13 @@ class ViewServer:
 
     def _side(self, text: str) -> Side:
         run, source, step = (*text.split(":"), "", "")[:3]
-        if source not in get_args(Source) or not (step == "" or step.isdecimal()):
+        if source not in get_args(Source):
             raise DataError(f"not a side to compare: {text!r}", remedy="give RUN:SOURCE or RUN:SOURCE:STEP")
-        return Side(self._known(run).fingerprint, cast(Source, source), int(step) if step else None)
+        return Side(self._known(run).fingerprint, cast(Source, source), _step(step) if step else None)
 
     def group(self, request: Request) -> Any:
         source, step, group = (request.path_params[name] for name in ("source", "step", "group"))
-        return group_document(self._run(request), source, step, group)
+        return group_document(self._run(request), source, _step(step), group)
 
     def image(self, request: Request) -> Response:
         name, _, suffix = request.path_params["name"].partition(".")
@@ -192,9 +204,9 @@ def view_app(server: ViewServer, token: str) -> Starlette:
         Route(f"{run}/tasks", _answer(server.tasks)),
         Route(f"{run}/changes", _answer(server.changes)),
         Route(f"{run}/episodes", _answer(server.episodes)),
-        Route(f"{run}/episodes/{{step:int}}/{{episode:str}}", _answer(server.episode)),
+        Route(f"{run}/episodes/{{step:str}}/{{episode:str}}", _answer(server.episode)),
         Route(f"{run}/videos", _answer(server.videos)),
-        Route(f"{run}/groups/{{source:str}}/{{step:int}}/{{group:path}}", _answer(server.group)),
+        Route(f"{run}/groups/{{source:str}}/{{step:str}}/{{group:path}}", _answer(server.group)),
         Route("/api/compare", _answer(server.compare)),
     ]
     middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS), Middleware(Guard, token=token)]
@@ -207,14 +219,16 @@ def _answer(ask: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Resp
     async def endpoint(request: Request) -> Response:
         try:
             answer = await run_in_threadpool(ask, request)
-        except ValidationError as error:
-            first = error.errors()[0]
-            return _json({"error": f"{'.'.join(map(str, first['loc']))}: {first['msg']}"}, 400)
+            return answer if isinstance(answer, Response) else _json(answer, 200)
+        except BadQuestion as error:
+            return _json({"error": str(error)}, 400)
         except DataError as error:
             return _json({"error": str(error)}, 404)
         except ArmatureError as error:
             return _json({"error": str(error)}, 500)
-        return answer if isinstance(answer, Response) else _json(answer, 200)
+        except Exception as error:  # a document that nests too deeply, or a number that no column holds
+            log.exception("%s cannot be answered", request.url.path)
+            return _json({"error": f"the store has what cannot be shown: {type(error).__name__}: {error!s:.500}"}, 422)
 
     return endpoint
 
@@ -223,8 +237,43 @@ def _json(value: Mapping[str, Any], status: int) -> Response:
     return Response(dump_json(value), status, media_type="application/json")
 
 
+class BadQuestion(ValueError):
+    """A parameter of the address is not of the form that it should have."""
+
+
+def _question(model: type[ModelT], values: Mapping[str, str]) -> ModelT:
+    """
+    Raises:
+        BadQuestion: an unknown parameter, or a value out of bounds.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise BadQuestion(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+def _step(text: str) -> int:
+    """
+    Raises:
+        DataError: no step has this number.
+    """
+    if not text.isdecimal() or len(text) > len(str(LAST_STEP)) or int(text) > LAST_STEP:
+        raise DataError(f"there is no step {text[:80]!r}")
+    return int(text)
+
+
 def _query(request: Request, without: Collection[str] = ()) -> Query:
-    return Query.model_validate({name: value for name, value in _given(request).items() if name not in without})
+    return _question(Query, {name: value for name, value in _given(request).items() if name not in without})
+
+
+def _episodes_of(run: Run, problems: dict[str, str]) -> dict[str, Any]:
+    """The counts of a robot's training; a table that cannot be read is one of the problems."""
+    try:
+        return episode_counts(run)
+    except Exception as error:
+        problems[str(run.artifact)] = f"{type(error).__name__}: {error!s:.500}"
+        return {}
 
 
 def _given(request: Request) -> dict[str, str]:

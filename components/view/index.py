@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, Field
 
 from components.view.tables import RolloutTables
 
@@ -22,6 +22,9 @@ _ORDERS = {
     "surprise+": "logprob, step, trajectory_id",
     "ratio-": "ratio DESC NULLS LAST, step, trajectory_id",
 }
+LAST_STEP = 2**31 - 1
+"""The largest number in a column of steps."""
+Number = Annotated[int, Field(ge=0, le=LAST_STEP)]
 Order = Literal["order", "newest", "reward-", "reward+", "length-", "surprise+", "ratio-"]
 Source = Literal["train", "panel", "evaluation"]
 """A training's own rollouts, its held-out panel between steps, or an evaluation."""
@@ -37,12 +40,12 @@ class Query(BaseModel):
     group: str = Field("", max_length=1000)
     source: Source | Literal[""] = ""
     split: str = Field("", max_length=100)
-    first_step: int | None = None
-    last_step: int | None = None
+    first_step: Number | None = None
+    last_step: Number | None = None
     low: float | None = None
     high: float | None = None
     sort: Order = "order"
-    offset: NonNegativeInt = 0
+    offset: Number = 0
     limit: int = Field(100, ge=1, le=500)
 
 

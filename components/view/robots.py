@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -13,14 +14,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, Field
 
 from components.contracts.errors import DataError
+from components.contracts.files import regular
 from components.evaluation.libero.eval_info import video_path
 from components.evaluation.libero.results import LiberoResult, read_results
 from components.evaluation.wilson import wilson_interval
 from components.rollouts.table import FAILURES_FILE, read_failures
-from components.view.index import Query
+from components.view.index import Number, Query
 from components.view.rollouts import MEDIA
 from components.view.runs import ROBOT_EVALUATION, Run, evaluations_of
 
@@ -36,11 +38,11 @@ class EpisodeQuery(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     outcome: Outcome | Literal[""] = ""
-    task: NonNegativeInt | None = None
-    initial_state: NonNegativeInt | None = None
-    first_step: int | None = None
-    last_step: int | None = None
-    offset: NonNegativeInt = 0
+    task: Number | None = None
+    initial_state: Number | None = None
+    first_step: Number | None = None
+    last_step: Number | None = None
+    offset: Number = 0
     limit: int = Field(100, ge=1, le=500)
 
     def fits(self, episode: dict[str, Any]) -> bool:
@@ -170,10 +172,11 @@ def video_file(run: Run, path: str) -> Path:
         DataError: the run has no such video.
     """
     videos = (run.artifact / "videos").resolve()
-    file = (videos / path).resolve()
-    if not file.is_relative_to(videos) or file.suffix != ".mp4" or not file.is_file():
-        raise DataError(f"there is no video {path!r}", where=str(videos))
-    return file
+    with suppress(OSError, ValueError, RuntimeError):  # a name that no file has, or a link to itself
+        file = (videos / path).resolve()
+        if file.is_relative_to(videos) and file.suffix == ".mp4" and file.is_file():
+            return file
+    raise DataError(f"there is no video {path[:80]!r}", where=str(videos))
 
 
 def _begin(result: LiberoResult) -> tuple[object, ...]:
@@ -236,7 +239,7 @@ def _rows(file: Path, columns: Sequence[str], episode: str | None = None) -> lis
     """
     chosen = None if episode is None else pc.field("episode_id") == episode
     try:
-        rows: list[dict[str, Any]] = pq.read_table(file, columns=list(columns), filters=chosen).to_pylist()
+        rows: list[dict[str, Any]] = pq.read_table(regular(file), columns=list(columns), filters=chosen).to_pylist()
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"the table cannot be read: {error}", where=str(file)) from error
     return rows

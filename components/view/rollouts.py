@@ -12,6 +12,7 @@ from components.artifacts.tables import read_table
 from components.batches.scores import read_scores
 from components.contracts.errors import DataError
 from components.contracts.images import ImageRef
+from components.contracts.numbers import dump_json
 from components.environments.stage import TASKS
 from components.reports.records import rollout_record
 from components.reports.tokens import token_decoder
@@ -60,10 +61,18 @@ def group_document(run: Run, source: str, step: int, group_id: str) -> dict[str,
 
 
 def task_payload(tasks: Path | None, task_id: str) -> Any:
-    """What the environment keeps of a task, its right answer among it; None where the tasks are not known."""
+    """What the environment keeps of a task, its right answer among it; None where the tasks are not known.
+
+    A payload that cannot be shown, such as one that nests too deeply, is replaced by the reason.
+    """
     if tasks is None:
         return None
     for table in sorted(tasks.glob("*.parquet")):
         if rows := read_table(table, TASKS, {"task_id": task_id}).to_pylist():
-            return json.loads(rows[0]["payload"])
+            try:
+                payload = json.loads(rows[0]["payload"])
+                dump_json(payload)
+                return payload
+            except (ValueError, RecursionError) as error:
+                return f"the task cannot be shown: {error}"
     return None

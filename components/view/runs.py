@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -13,7 +14,8 @@ from components.artifacts.history import History
 from components.artifacts.manifest import MANIFEST
 from components.batches.ratios import ratios_file
 from components.contracts.errors import DataError
-from components.contracts.numbers import read_floats
+from components.contracts.files import regular
+from components.contracts.numbers import dump_json, read_floats
 from components.models.source import CHECKPOINT, locate
 from components.stages import STARTED
 
@@ -22,6 +24,8 @@ ROBOT_TRAINING, ROBOT_EVALUATION = "train-vla-rl", "evaluate-libero"
 STAGES = (TRAINING, EVALUATION, ROBOT_TRAINING, ROBOT_EVALUATION)
 UNTITLED = "?"
 HISTORY = "history.jsonl"
+MOST_STEPS = 2**53
+"""The page counts no further."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Run:
     @property
     def recorded(self) -> int:
         """The bytes of its history, which grows with every step."""
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             return (self.workspace / HISTORY).stat().st_size
         return 0
 
@@ -80,8 +84,9 @@ class Run:
 
     def robot_steps(self) -> dict[int, Path]:
         """The folders with the rollouts of a robot policy, by step."""
-        folders = (self.store / "robot-rollouts").glob(f"{self.fingerprint}-[0-9]*")
-        return {int(folder.name.rpartition("-")[2]): folder for folder in folders if folder.is_dir()}
+        folders = (self.store / "robot-rollouts").glob(f"{glob.escape(self.fingerprint)}-[0-9]*")
+        numbers = {folder.name.rpartition("-")[2]: folder for folder in folders if folder.is_dir()}
+        return {int(number): folder for number, folder in numbers.items() if number.isdecimal() and len(number) < 10}
 
     def batch(self, step: int) -> Path | None:
         """The folder with the samples of a step, if they are made; a batch that was skipped has none."""
@@ -99,12 +104,20 @@ class Run:
         return ratios_file(self.workspace, step)
 
     def history(self) -> list[dict[str, float]]:
-        """The metrics of the steps that are done; of an artifact that was made elsewhere, its own record of them."""
+        """The metrics of the steps that are done; of an artifact that was made elsewhere, its own record of them.
+
+        Raises:
+            DataError: the record cannot be read.
+        """
         going = self.workspace / HISTORY
         made = self.artifact / "history.json"
-        if made.is_file() and not going.is_file():
-            return [read_floats(row) for row in json.loads(made.read_bytes())]
-        return History(going).read()
+        file = made if made.is_file() and not going.is_file() else going
+        try:
+            if file == made:
+                return [read_floats(row) for row in json.loads(made.read_bytes())]
+            return History(going).read() if going.is_file() else []
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DataError(f"the metrics of the steps cannot be read: {error!s:.200}", where=str(file)) from error
 
     def tokenizer(self) -> Path | None:
         """A folder with the `tokenizer.json` of its policy, if there is one."""
@@ -164,12 +177,14 @@ def thinned(history: Sequence[dict[str, float]], most: int) -> list[dict[str, fl
 
 def _add(found: dict[tuple[str, str], Run], store: Path, stage: str, fingerprint: str, file: Path) -> None:
     try:
-        document = json.loads(file.read_bytes())
+        document = json.loads(regular(file).read_bytes())
         settings, inputs = document["settings"], document["inputs"] if file.name == STARTED else {}
         finished = (store / stage / fingerprint / MANIFEST).is_file()
         folders = {name: Path(folder) for name, folder in inputs.items()}
         run = Run(store, stage, fingerprint, settings, folders, file.stat().st_mtime, finished)
-        _ = run.title, run.steps
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # being replaced, or of another version
-        return
+        dump_json([settings, run.title])  # fails for one that nests too deeply
+        if run.steps is not None and not 0 <= run.steps <= MOST_STEPS:
+            return
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return  # it is being replaced, is of another version, or cannot be shown
     found[stage, fingerprint] = run

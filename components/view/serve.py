@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,8 @@ def serve(store: Path, port: int, ready: Callable[[str], None]) -> None:
         app = view_app(ViewServer(store), token)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
         address = f"http://127.0.0.1:{listening.getsockname()[1]}/"
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
+            signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGINT))
         with announced(store, address):
             ready(f"{address}?token={token}")
             server.run(sockets=[listening])
