@@ -28,6 +28,7 @@ from prefect.events.schemas.events import ResourceSpecification
 from armature.deployments import FILE, POOLS, write
 from armature.services import HEARTBEAT_SECONDS, STATE
 from armature.version import package_version
+from components.contracts.files import regular
 from components.gpus import gpu_count
 from components.private_files import private_folder
 
@@ -49,7 +50,8 @@ def main() -> int:
     given = parser.parse_args()
     kind, template = "process", JOB_TEMPLATE
     if given.kubernetes is not None:
-        kind, template = "kubernetes", json.loads(Template(given.kubernetes.read_text()).substitute(os.environ))
+        written = Template(regular(given.kubernetes).read_text())
+        kind, template = "kubernetes", json.loads(written.substitute(os.environ))
     with get_client(sync_client=True) as client:
         for name in dict.fromkeys([*POOLS, *given.pools]):  # a worker would make one that takes commands
             pool = WorkPoolCreate(name=name, type=kind, base_job_template=template)

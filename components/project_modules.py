@@ -107,7 +107,8 @@ class _BesideTheRecipe(MetaPathFinder):
                 continue
             _refuse_collision(each, path)
             found.add(each)
-            files = list(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
+            inside = path.parent.rglob("*.py") if path.name == "__init__.py" else [path]
+            files = [file for file in inside if file.is_file()]
             self._versions |= {file: _version(file) for file in files}
             waiting += [imported for file in files for imported in _imported(file)]
         importlib.invalidate_caches()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from components.contracts.errors import ConfigurationError
+from components.contracts.files import regular
 
 TICK_S = 0.02
 """Longer than a tick of a local file system's clock."""
@@ -55,7 +56,7 @@ def file_state(path: Path) -> str:
     A file that changed just now is waited for: another change within the same tick of the file system's clock would
     leave all of them as they are.
     """
-    state = path.stat()
+    state = regular(path).stat()
     age = time.time() - state.st_ctime
     if 0 <= age < TICK_S:
         time.sleep(TICK_S - age)

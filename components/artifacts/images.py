@@ -13,6 +13,7 @@ from PIL import Image, UnidentifiedImageError
 from components.artifacts.disk import write_files
 from components.artifacts.pixels import rgb_and_plain, to_rgb
 from components.contracts.errors import DataError
+from components.contracts.files import regular
 from components.contracts.images import EncodedImage, ImageRef
 
 FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
@@ -164,7 +165,7 @@ class ImageStore:
         """
         path = self.path(ref)
         try:
-            image = EncodedImage(path.read_bytes(), ref.media_type)
+            image = EncodedImage(regular(path).read_bytes(), ref.media_type)
         except FileNotFoundError as error:
             raise DataError(
                 f"image {ref.sha256[:12]} is not in the image store",

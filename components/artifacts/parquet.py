@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from components.contracts.errors import DataError
+from components.contracts.files import regular
 
 FREE = 3 * 2**26
 """Bytes that the smallest file may decode to."""
@@ -27,6 +28,8 @@ def bounded_batches(source: Path | IO[bytes], rows: int, where: str = "", **choi
         OSError, ValueError, ArrowException: it is not Parquet, or damaged.
     """
     place = where or str(source)
+    if isinstance(source, Path):
+        regular(source)
     with pq.ParquetFile(source, pre_buffer=not isinstance(source, Path)) as file:
         limit, metadata = decoded_limit(source), file.metadata
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]

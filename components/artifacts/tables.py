@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from components.contracts.errors import DataError
+from components.contracts.files import regular
 
 NAME_KEY, VERSION_KEY = b"armature.schema", b"armature.schema_version"
 
@@ -59,7 +60,7 @@ def read_table(
     try:
         filters = [(name, "=", value) for name, value in where.items()] if where else None
         # Arrow takes a relative path that begins with "~" or "name:" for a home folder or a URL.
-        table = pq.read_table(path.absolute(), filters=filters, columns=list(columns) if columns else None)
+        table = pq.read_table(regular(path).absolute(), filters=filters, columns=list(columns) if columns else None)
     except (FileNotFoundError, pa.ArrowInvalid, OSError) as error:
         raise DataError(f"the table cannot be read: {error}", where=str(path)) from error
     metadata = table.schema.metadata or {}

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from components.artifacts.disk import full_disk_said
 from components.contracts.bounded import read_bytes
 from components.contracts.errors import DataError, StoreError
+from components.contracts.files import regular
 from components.contracts.names import bare_name
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
@@ -27,7 +28,7 @@ def open_tensors(path: Path, framework: str = "numpy") -> Any:
         DataError: it is missing or damaged, or still being written.
     """
     try:
-        return safe_open(path, framework=framework)
+        return safe_open(regular(path), framework=framework)
     except (SafetensorError, OSError) as error:
         raise DataError(f"not a readable safetensors file: {error}", where=str(path), remedy=_REMEDY) from error
 

@@ -7,6 +7,7 @@ name); its tables are merged over the base's.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,7 +146,7 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     Relative paths in a file begin at its folder. It says its `flow`, or its folder is called so.
     """
     path = recipe_path(str(name))
-    resolved = path.resolve()
+    resolved = Path(os.path.realpath(path))  # no error for a link to itself
     if resolved.is_relative_to(CONFIGS):
         return recipe_from_file(path, resolved.relative_to(CONFIGS).with_suffix("").as_posix(), overrides)
     return recipe_from_file(path, f"{resolved.parent.name}/{path.stem}", overrides, folder=path.parent)

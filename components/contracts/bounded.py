@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from components.contracts.errors import DataError
+from components.contracts.files import regular
 
 LARGEST_DOCUMENT = 2**26
 """Bytes of a document that people or programs write, such as JSON."""
@@ -17,7 +18,7 @@ def read_bytes(path: Path, limit: int = LARGEST_DOCUMENT, remedy: str = "give a 
         OSError: it cannot be read.
         DataError: it has more.
     """
-    with path.open("rb") as file:
+    with regular(path).open("rb") as file:
         content = file.read(limit + 1)
     if len(content) > limit:
         raise DataError(f"the file has more than {limit} bytes", where=str(path), remedy=remedy)

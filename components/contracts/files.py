@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from pathlib import Path
+
+from components.contracts.errors import DataError
+
+
+class UnreadableFile(DataError, OSError):
+    """It is also an OSError, for code that has its own words for a file that cannot be read."""
+
+    @property
+    def strerror(self) -> str:
+        """The reason, as any OSError has it."""
+        return self.what
 
 
 def regular(path: Path) -> Path:
@@ -14,8 +24,21 @@ def regular(path: Path) -> Path:
     To open a pipe waits until someone writes into it, and a device may never end.
 
     Raises:
-        OSError: there is no such file, or it is a folder, a pipe, a socket or a device.
+        FileNotFoundError: there is no such file.
+        UnreadableFile: it is a folder, a pipe, a socket or a device, or may not be read.
     """
-    if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 (no error of its own for a name that is too long)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise _unreadable(error.strerror or str(error), path) from error
+    if not stat.S_ISREG(mode):
+        raise _unreadable("not a regular file", path)
+    if not os.access(path, os.R_OK):
+        raise _unreadable("the file may not be read", path)
     return path
+
+
+def _unreadable(what: str, path: Path) -> UnreadableFile:
+    return UnreadableFile(what, where=str(path), remedy="put the file itself there, and let its reader read it")

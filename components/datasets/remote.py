@@ -298,7 +298,7 @@ def list_files(url: str, wanted: Callable[[str], bool]) -> FileListing:
     files = {}
     for full, facts in found.items():
         name = full[full.index(base) + len(base) :].lstrip("/")
-        if wanted(name):
+        if wanted(name) and facts.get("type", "file") == "file":  # a folder has pipes and devices too
             files[str(confined(name, url))] = _remote_file(facts, f"{url}/{name}")
     return FileListing(files=files)
 

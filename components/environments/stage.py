@@ -18,6 +18,7 @@ from components.contracts.checks import MOST_CHARACTERS, plain_text
 from components.contracts.episodes import Environment, Observation, Split, Task
 from components.contracts.errors import ArmatureError, ConfigurationError, DataError
 from components.contracts.failures import RolloutFailed, said
+from components.contracts.files import regular
 from components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from components.environments.guarded import GuardedEpisode
 from components.environments.make import make_environment
@@ -108,7 +109,7 @@ def read_environment(folder: Path) -> EnvironmentSettings:
     """
     path = folder / ENVIRONMENT
     try:
-        return EnvironmentSettings.model_validate_json(path.read_bytes())
+        return EnvironmentSettings.model_validate_json(regular(path).read_bytes())
     except FileNotFoundError as error:
         raise DataError("not an artifact of the tasks stage", where=str(path)) from error
     except ValidationError as error:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from components.contracts.errors import ConfigurationError
+from components.contracts.files import regular
 from components.contracts.machine import BASE_URL
 
 
@@ -16,7 +17,7 @@ def read_endpoints(file: Path) -> list[str]:
         ConfigurationError: the file cannot be read, names no server, or has a line that is no base URL.
     """
     try:
-        lines = [line.partition("#")[0].strip().rstrip("/") for line in file.read_text().splitlines()]
+        lines = [line.partition("#")[0].strip().rstrip("/") for line in regular(file).read_text().splitlines()]
     except (OSError, UnicodeError) as error:
         raise ConfigurationError(
             f"the list of servers cannot be read: {error}", where=_where(file), remedy="write a base URL in each line"

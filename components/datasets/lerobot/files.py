@@ -13,6 +13,7 @@ from typing import IO, Protocol
 
 from components.artifacts.cache import file_sha256, file_state
 from components.contracts.errors import DataError
+from components.contracts.files import regular
 from components.datasets.lerobot.layout import INFO, TASKS
 
 
@@ -91,7 +92,7 @@ class LocalFiles:
         return self.root / name
 
     def view(self, name: str | PurePosixPath, whole: bool) -> AbstractContextManager[Path | IO[bytes]]:
-        return nullcontext(self.root / name)
+        return nullcontext(regular(self.root / name))
 
     def version(self, name: str | PurePosixPath) -> str:
         """By the times that the file was changed, which costs no reading.
@@ -137,5 +138,5 @@ class LocalFiles:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with regular(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

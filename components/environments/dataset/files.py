@@ -18,6 +18,7 @@ from fsspec.utils import glob_translate
 from components.artifacts.cache import DownloadCache, file_sha256, file_state, make_once
 from components.artifacts.digests import document_digest
 from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.files import regular
 from components.contracts.names import confined
 from components.datasets.remote import RemoteFiles, list_files, remote_folder
 
@@ -200,7 +201,7 @@ def content_sha256(path: Path) -> str:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with regular(path).open("rb") as file:
         return file_digest(file, "sha256").hexdigest()
 
 

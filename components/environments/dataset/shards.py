@@ -19,6 +19,7 @@ from components.artifacts.cache import DownloadCache, make_once
 from components.artifacts.parquet import bounded_batches
 from components.contracts.bounded import read_bytes
 from components.contracts.errors import DataError
+from components.contracts.files import regular
 from components.environments.dataset.bad_rows import BadRow
 from components.environments.dataset.files import content_sha256
 from components.environments.dataset.template import column_name
@@ -154,7 +155,7 @@ def open_csv(path: Path, name: str) -> ArrowRows:
     """
     separator = "\t" if path.suffix == ".tsv" else ","
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with regular(path).open(encoding="utf-8-sig", newline="") as file:
             text = file.read(LONGEST_HEADER)
         if len(text) == LONGEST_HEADER and "\n" not in text:
             raise DataError(f"the first line has more than {LONGEST_HEADER} characters", where=str(path))
@@ -290,7 +291,7 @@ def _listed(text: str) -> Iterator[Any]:
 
 def _opened(path: Path) -> BinaryIO:
     try:
-        return path.open("rb")
+        return regular(path).open("rb")
     except OSError as error:
         raise DataError(f"the file cannot be read: {error.strerror}", where=str(path)) from error
 

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from components.contracts.bounded import read_bytes
 from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.files import regular
 from components.contracts.numbers import read_finite
 from components.policies.molmoact2.processing.batch import Floats
 
@@ -94,7 +95,7 @@ class ActionTokens:
             config = read_finite(read_bytes(folder / CONFIG))
             if not (scale := float(config["scale"])) > 0:
                 raise ValueError(f"scale is {scale}, not above 0")
-            return cls(Tokenizer.from_file(str(folder / TOKENIZER)), scale, int(config.get("min_token", 0)))
+            return cls(Tokenizer.from_file(str(regular(folder / TOKENIZER))), scale, int(config.get("min_token", 0)))
         except Exception as error:  # tokenizers raises bare exceptions
             raise DataError(f"not an action tokenizer: {error}", where=str(folder)) from error
 
