@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +20,7 @@ from armature.export import CARD, RELEASED, link, read_export
 from components.artifacts.manifest import MANIFEST
 from components.contracts.errors import ArmatureError, ConfigurationError
 from components.hub import HUB
+from components.process import Scratch
 
 STALE = ["*.safetensors", "*.safetensors.index.json"]
 """Files of an earlier upload that a loader would take for parts of this one."""
@@ -79,11 +78,8 @@ def _folder(source: str, name: str, store: Path, adapter: bool, base: str) -> It
             raise ConfigurationError("an export is uploaded as it is", where=source, remedy="leave out --adapter")
         yield Path(source)
         return
-    folder = Path(tempfile.mkdtemp(prefix="armature-push-"))
-    try:
-        yield read_export(source, store, adapter, base).write(folder / "export", name, link)
-    finally:
-        shutil.rmtree(folder)
+    with Scratch() as folder:
+        yield read_export(source, store, adapter, base).write(Path(folder, "export"), name, link)
 
 
 def _make_repository(api: HfApi, repo_id: str, folder: Path, public: bool) -> None:

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import IO
 
 import psutil
 
@@ -170,6 +169,30 @@ class ForkGuard:
             os._exit(1)
 
 
+class Scratch(tempfile.TemporaryDirectory[str]):
+    """A folder for temporary files, also of programs that are started, which goes when it is closed.
+
+    It is locked as long as its process lives: the next one removes what a process that was killed has left.
+    """
+
+    def __init__(self) -> None:
+        for left in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
+            with suppress(OSError):  # of another user, or another process removes it as well
+                _remove_if_abandoned(left)
+        while True:
+            super().__init__(prefix=_SCRATCH, ignore_cleanup_errors=True)
+            self._lock = Path(self.name, _LOCK).open("w")  # noqa: SIM115 (it is locked until the cleanup)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if Path(self.name, _LOCK).exists():  # else it was taken for abandoned in the moment before it was locked
+                return
+            self._lock.close()
+            self.cleanup()
+
+    def cleanup(self) -> None:
+        super().cleanup()
+        self._lock.close()
+
+
 def _signal(process: psutil.Process, number: int) -> None:
     with suppress(psutil.NoSuchProcess):
         process.send_signal(number)
@@ -194,7 +217,7 @@ def _guard(lifeline: int, parent: int, grace: float, inherited: list[int], comma
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, note)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    with _scratch() as folder:
+    with Scratch() as folder:
         child = subprocess.Popen(
             command, preexec_fn=_die_with_guard, env=os.environ | {"TMPDIR": folder}, pass_fds=inherited
         )
@@ -219,34 +242,6 @@ def _until_the_end(child: int, lifeline: int, parent: int, grace: float, wake: i
         if lifeline in ready or asked or os.getppid() != parent:
             _stop_children(grace)
             return -signal.SIGTERM
-
-
-@contextmanager
-def _scratch() -> Iterator[str]:
-    """A folder for the temporary files of a program and of all that it starts, gone when they are.
-
-    Locked as long as the guard lives: what a guard that was killed left is removed by the next one.
-    """
-    root = Path(tempfile.gettempdir())
-    for left in root.glob(f"{_SCRATCH}*"):
-        with suppress(OSError):  # of another user, or another guard removes it as well
-            _remove_if_abandoned(left)
-    folder, lock = _locked_folder(root)
-    with lock:
-        try:
-            yield str(folder)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _locked_folder(root: Path) -> tuple[Path, IO[str]]:
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=root))
-        lock = (folder / _LOCK).open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if (folder / _LOCK).exists():  # else it was taken for abandoned in the moment before it was locked
-            return folder, lock
-        lock.close()
 
 
 def _remove_if_abandoned(folder: Path) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+from components.artifacts.disk import CONTENT, collect, locked_sibling
 from components.contracts.errors import ConfigurationError
 from components.contracts.files import regular
 
@@ -87,11 +88,16 @@ def make_once(target: Path, write: Callable[[Path], None]) -> Path:
     with (target.parent / f".{target.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.is_file():
-            handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".new-")
-            os.close(handle)
-            try:
-                write(Path(temporary))
-                Path(temporary).rename(target)
-            finally:
-                Path(temporary).unlink(missing_ok=True)
+            _collect(target.parent)
+            with locked_sibling(target.with_name("new")) as work:
+                made = work / CONTENT
+                made.touch(mode=0o600)
+                write(made)
+                made.rename(target)
     return target
+
+
+@cache
+def _collect(folder: Path) -> None:
+    """Remove what killed processes left, once for each folder."""
+    collect(folder)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import os
 import shutil
 import tempfile
@@ -75,7 +76,7 @@ def write_files(files: Mapping[Path, bytes], beside: Path) -> None:
     Args:
         beside: in whose folder they are written: a small one, for `collect`.
     """
-    with _locked_sibling(beside) as work:
+    with locked_sibling(beside) as work:
         written = {work / str(number): path for number, path in enumerate(files)}
         for source, path in written.items():
             source.write_bytes(files[path])
@@ -92,7 +93,7 @@ def whole_folder(home: Path) -> Iterator[Path]:
     Raises:
         StoreError: the disk is full or a file grew past a limit; nothing is left.
     """
-    with full_disk_said(home), _locked_sibling(home) as work:
+    with full_disk_said(home), locked_sibling(home) as work:
         content = work / CONTENT
         content.mkdir()
         yield content
@@ -113,12 +114,16 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
         StoreError: the disk is full or a file grew past a limit.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with full_disk_said(folder), tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
-        new = Path(scratch) / "new"
+    for left in folder.parent.glob(f".{glob.escape(folder.name)}-*"):
+        with suppress(FileNotFoundError):  # another process removes it as well
+            if (left / LOCK).exists():
+                _remove_abandoned(left, None)
+    with full_disk_said(folder), locked_sibling(folder) as scratch:
+        new = scratch / "new"
         new.mkdir()
         yield new
         if folder.exists():
-            folder.rename(Path(scratch) / "old")
+            folder.rename(scratch / "old")
         new.rename(folder)
 
 
@@ -179,7 +184,8 @@ def _sync_all(paths: Collection[Path]) -> None:
 
 
 @contextmanager
-def _locked_sibling(home: Path) -> Iterator[Path]:
+def locked_sibling(home: Path) -> Iterator[Path]:
+    """A hidden folder beside `home`, gone when the block ends; `collect` removes it if the process was killed."""
     work, lock = _new_sibling(home)
     with lock:
         try:

@@ -8,6 +8,8 @@ import threading
 from pathlib import Path
 from typing import IO, Any
 
+from components.artifacts.disk import full_disk_said
+
 BLOCK = 4096
 
 
@@ -19,8 +21,12 @@ class JsonLines:
         self._lock = threading.Lock()
 
     def append(self, row: bytes) -> None:
-        """Add one JSON document without line breaks; it is on the disk when this returns."""
-        with self._lock, self.path.open("a+b") as file:
+        """Add one JSON document without line breaks; it is on the disk when this returns.
+
+        Raises:
+            StoreError: the disk is full; the next row takes the place of what was written.
+        """
+        with full_disk_said(self.path), self._lock, self.path.open("a+b") as file:
             file.truncate(_end_of_last_line(file))  # a line that a crash cut off would spoil this one
             file.write(row + b"\n")
             file.flush()

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
+from components.artifacts.disk import full_disk_said
 from components.artifacts.images import ImageStore
 from components.contracts.episodes import Environment, Task
 from components.contracts.failures import RolloutFailed
@@ -44,7 +45,7 @@ async def collect(
     Raises:
         ConfigurationError: this user may not open as many files as `machine.max_concurrent` episodes take.
         ServerError: no request can be answered any more, so no rollout can be played.
-        OSError: an image cannot be stored, as on a full disk.
+        StoreError: an image cannot be stored, as the disk is full.
     """
     allow_episodes(machine.max_concurrent)
     player = EpisodeRunner(environment, pool, SharedImages(images), sampling, seed, machine.environment_timeout)
@@ -59,7 +60,8 @@ async def collect(
         return result
 
     room = room or asyncio.Semaphore(machine.max_concurrent)
-    outputs = await play_groups(play, tasks, group_size, room, step=step, first_group=first_group)
+    with full_disk_said(images.root):
+        outputs = await play_groups(play, tasks, group_size, room, step=step, first_group=first_group)
     if outputs.failures:
         events.message(failures_said(outputs.failures, len(tasks) * group_size, f"{name}, step {step}"))
     return outputs

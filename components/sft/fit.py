@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from components.artifacts.history import History
 from components.batches.table import write_batch
 from components.contracts.batches import Sample
 from components.contracts.stages import Events
+from components.process import Scratch
 from components.training.restarts import run_steps
 from components.vlm.client import TrainerClient
 
@@ -77,7 +77,7 @@ def fit(
     Raises:
         TrainerError: the service refuses, or dies again and again.
     """
-    with tempfile.TemporaryDirectory(prefix="batch-") as folder:
+    with Scratch() as folder:
         batch = Path(folder)
 
         def held_out_loss() -> dict[str, float]:

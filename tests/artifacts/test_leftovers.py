@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import resource
@@ -16,6 +17,7 @@ from threading import Thread
 
 import pytest
 
+from components.artifacts.disk import replaced_folder
 from components.artifacts.store import ArtifactStore
 from components.contracts.errors import StoreError
 
@@ -114,3 +116,63 @@ def test_a_disk_that_is_full_at_the_lock_is_an_error_of_ours(tmp_path):
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     with store.lock("stage", "f1"):
         pass
+
+
+KILLED = {
+    "cache": """
+from components.artifacts.cache import make_once
+make_once(folder / "file", lambda path: (path.write_text("half"), kill()))
+""",
+    "replaced folder": """
+from components.artifacts.disk import replaced_folder
+with replaced_folder(folder / "weights") as new:
+    (new / "half").write_text("half")
+    kill()
+""",
+    "scratch": """
+from components.process import Scratch
+held = Scratch()
+(Path(held.name) / "half").write_text("half")
+kill()
+""",
+    "reply of a judge": """
+import components.artifacts.disk as disk
+from components.rewards.judge.kept import KeptReplies
+replies = KeptReplies("http://127.0.0.1")
+disk._sync_all = lambda paths: kill()
+replies.keep("0" * 64, "paid for")
+""",
+}
+BEGIN = """
+import os, signal, sys
+from pathlib import Path
+folder = Path(sys.argv[1])
+def kill():
+    os.kill(os.getpid(), int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("what", KILLED)
+def test_next_start_removes_what_a_killed_process_left(tmp_path, what):
+    """The second start is stopped where the first one was killed, so that what it writes itself is there: no more."""
+    environment = os.environ | {"TMPDIR": str(tmp_path), "ARMATURE_CACHE": str(tmp_path)}
+
+    def half_written() -> int:
+        return sum(path.is_file() and path.stat().st_size > 0 for path in tmp_path.rglob("*"))
+
+    for _ in range(3):
+        command = [sys.executable, "-c", BEGIN + KILLED[what], str(tmp_path), str(int(signal.SIGKILL))]
+        assert subprocess.run(command, env=environment).returncode == -signal.SIGKILL
+        assert half_written() == 1
+
+
+def test_replaced_folder_leaves_other_hidden_folders_alone(tmp_path):
+    mine, alive = tmp_path / ".weights-mine", tmp_path / ".weights-alive"
+    for folder in (mine, alive):
+        folder.mkdir()
+    os.utime(mine, (0, 0))
+    with (alive / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with replaced_folder(tmp_path / "weights"):
+            pass
+    assert mine.exists() and alive.exists() and (tmp_path / "weights").is_dir()

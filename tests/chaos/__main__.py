@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -19,8 +20,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--runs", type=int, default=30, help="how many disturbed runs")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of the first run")
-    parser.add_argument("--folder", type=Path, help="where; all of a run that fails stays there")
+    parser.add_argument("--folder", type=Path, help="where; a new folder goes unless a run fails")
     given = parser.parse_args()
+    made = given.folder is None or not given.folder.exists()
     folder = given.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     print(f"in {folder}", flush=True)
     with Chaos(folder) as chaos:
@@ -30,6 +32,8 @@ def main() -> int:
             report = chaos.disturb(seed)
             failed += not report.passed
             print(report, flush=True)
+    if made and not failed:
+        shutil.rmtree(folder)
     print(f"{given.runs - failed} of {given.runs} runs ended with the weights of the undisturbed one")
     return int(failed > 0)
 

@@ -21,7 +21,7 @@ from PIL import Image
 
 from components.artifacts.images import ImageStore
 from components.contracts.episodes import Environment, Observation, Outcome, Split, Task
-from components.contracts.errors import ServerError
+from components.contracts.errors import ServerError, StoreError
 from components.contracts.images import EncodedImage
 from components.contracts.machine import Machine
 from components.contracts.rollouts import GenerateOutputs
@@ -448,14 +448,32 @@ def test_what_concerns_every_rollout_ends_the_call(error: Exception, store: Imag
     assert environment.made and sorted(environment.closed) == sorted(environment.made)
 
 
-def test_a_full_disk_ends_the_call(store: ImageStore, events: RecordedEvents, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: Path, target: Path) -> Path:
-        raise OSError(errno.ENOSPC, "No space left on device")
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+@pytest.mark.parametrize("method", ["write_bytes", "rename", "mkdir"])
+@pytest.mark.parametrize("after", [0, 3])
+def test_full_disk_ends_the_call_and_the_next_one_has_everything(
+    store: ImageStore, events: RecordedEvents, monkeypatch: pytest.MonkeyPatch, code: int, method: str, after: int
+) -> None:
+    works, left = getattr(Path, method), [after]
 
-    monkeypatch.setattr(Path, "rename", full)
-    with pytest.raises(OSError, match="No space left"):
-        play(Counting(), says("yes"), store, events)
-    assert not list(store.root.rglob("*.png"))
+    def full(self: Path, *arguments: Any, **options: Any) -> Any:
+        if store.root not in self.parents and self != store.root:
+            return works(self, *arguments, **options)
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(code, "the disk is full", str(self))
+        return works(self, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, method, full)
+        with pytest.raises(StoreError) as raised:
+            play(Counting(), says("yes"), store, events, tasks=6)
+    assert raised.value.where == str(store.root)
+    assert not list(store.root.glob("unfinished/*"))
+    outputs = play(Counting(), says("yes"), store, events, tasks=6)
+    assert len(outputs.trajectories) == 12 and not outputs.failures
+    for turn in (turn for trajectory in outputs.trajectories for turn in trajectory.turns):
+        assert all(store.read(ref) for ref in turn.images)
 
 
 def test_cancelling_closes_every_episode(store: ImageStore, events: RecordedEvents) -> None:

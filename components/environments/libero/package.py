@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import tempfile
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,6 +13,7 @@ from pathlib import Path
 from components.contracts.errors import ConfigurationError
 from components.environments.libero.compiled import use_folder
 from components.installation import install_command
+from components.process import Scratch
 
 ASSETS = "ARMATURE_LIBERO_ASSETS"
 """Variable with the folder of scenes, meshes and textures; without it the package finds or fetches its own."""
@@ -112,9 +112,9 @@ def _with_textures(assets: Path) -> Path:
 
 def _temporary() -> Path:
     """A folder that goes with this process."""
-    folder = tempfile.TemporaryDirectory(prefix="libero-")
+    folder = Scratch()
     _KEPT.append(folder)
     return Path(folder.name)
 
 
-_KEPT: list[tempfile.TemporaryDirectory[str]] = []
+_KEPT: list[Scratch] = []

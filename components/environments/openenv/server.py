@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -15,7 +13,7 @@ import httpx
 
 from components.contracts.errors import ConfigurationError
 from components.environments.openenv.settings import PORT
-from components.process import Program
+from components.process import Program, Scratch
 from components.project import project_folder
 from components.rewards.command import program_path
 
@@ -29,6 +27,7 @@ class LocalServer:
         self._program: Program | None = None
         self._port = 0
         self._failure: ConfigurationError | None = None
+        self._scratch = Scratch()
 
     def url(self) -> str:
         """Its address, once it answers.
@@ -52,14 +51,14 @@ class LocalServer:
     def close(self) -> None:
         with self._lock:
             self._end()
+            self._scratch.cleanup()
 
     def _start(self) -> None:
         folder = project_folder().resolve()
         self._port = free_port()
         program, *arguments = (word.replace(PORT, str(self._port)) for word in self._command)
-        handle, log = tempfile.mkstemp(prefix="armature-openenv-", suffix=".log")
-        os.close(handle)
-        self._program = Program([program_path(program, folder), *arguments], log=Path(log), cwd=folder)
+        log = Path(self._scratch.name, "server.log")
+        self._program = Program([program_path(program, folder), *arguments], log=log, cwd=folder)
         deadline = time.monotonic() + self._timeout
         with httpx.Client(trust_env=False, timeout=5.0) as client:
             while self._program.returncode is None and time.monotonic() < deadline:

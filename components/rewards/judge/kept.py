@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from components.artifacts.cache import DownloadCache
 from components.artifacts.digests import document_digest
+from components.artifacts.disk import collect, write_files
 from components.contracts.errors import ConfigurationError
 
 
@@ -26,6 +26,7 @@ class KeptReplies:
         self._folder = DownloadCache.standard().folder / "judge"
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            collect(self._folder)
         except OSError as error:
             raise ConfigurationError(
                 f"the cache cannot be written: {error}",
@@ -47,14 +48,9 @@ class KeptReplies:
     def keep(self, key: str, reply: str) -> None:
         """Atomically; a disk that is full loses the reply, which has been paid for, and nothing else."""
         path = self._path(key)
-        try:
+        with suppress(OSError):
             path.parent.mkdir(exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
-            with os.fdopen(handle, "w") as file:
-                json.dump({"reply": reply}, file)
-            Path(temporary).rename(path)
-        except OSError:
-            return
+            write_files({path: json.dumps({"reply": reply}).encode()}, beside=self._folder / "reply")
 
     def _path(self, key: str) -> Path:
         return self._folder / key[:2] / f"{key}.json"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes.util
 import json
 import os
-import tempfile
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -27,7 +26,7 @@ from components.environments.alfworld.thor.actions import Release, translate
 from components.environments.alfworld.thor.agent import ThorAgent
 from components.environments.alfworld.thor.errors import PlayerError
 from components.environments.alfworld.thor.server import PlayerServer
-from components.process import Program
+from components.process import Program, Scratch
 
 PLAYER_VARIABLE = "ARMATURE_THOR_PLAYER"
 ANSWER_SECONDS, START_SECONDS = 100.0, 300.0
@@ -117,7 +116,7 @@ class ThorPlayer(ThorEnv, _Translated):
         self.release, self.failure = release, None
         self.task, self.smooth_nav, self.save_frames_to_disk = None, False, False
         self.reset_states()
-        self._folder = tempfile.TemporaryDirectory(prefix="thor-")
+        self._folder = Scratch()
         where = place(release)
         try:
             Controller.__init__(
