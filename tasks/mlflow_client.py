@@ -27,6 +27,7 @@ from mlflow.environment_variables import (
 )
 from mlflow.exceptions import MlflowException
 from sqlalchemy import make_url
+from sqlalchemy.exc import ArgumentError
 
 from components.contracts.errors import ConfigurationError
 from components.contracts.secrets import without_passwords
@@ -82,7 +83,16 @@ def _alone(uri: str) -> Iterator[None]:
         return
     with Path(database).with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        if not Path(database).exists() or not Path(database).stat().st_size:
+            from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+            # MLflow writes the folder of its default experiment into SQL as it is: quotes in it have to be escaped.
+            SqlAlchemyStore(uri, _artifacts())
         yield
+
+
+def _artifacts() -> str:
+    return (STATE / "mlartifacts").resolve().as_uri()
 
 
 @cache
@@ -97,7 +107,7 @@ def _client(uri: str) -> MlflowClient:
     try:
         with _alone(uri):
             return cast(MlflowClient, patiently(shown_uri(), _RetryingClient)(uri))
-    except MlflowException as error:
+    except (MlflowException, ArgumentError) as error:
         raise ConfigurationError(
             without_passwords(f"MLflow cannot use this address: {error}"),
             where=f"MLFLOW_TRACKING_URI = {shown_uri()}",
@@ -118,7 +128,7 @@ def experiment_id(name: str) -> str:
         found = mlflow_client.get_experiment_by_name(name)
         if found is not None:
             return str(found.experiment_id)
-        folder = (STATE / "mlartifacts").resolve().as_uri() if uri.startswith("sqlite") else None
+        folder = _artifacts() if uri.startswith("sqlite") else None
         return str(mlflow_client.create_experiment(name, folder))
 
 

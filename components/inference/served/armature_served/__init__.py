@@ -8,8 +8,10 @@ def register() -> None:
     from vllm import ModelRegistry
 
     from .images import encode_one_by_one
+    from .literal_folders import take_folders_literally
     from .tied_head import share_the_embedding
 
     ModelRegistry.register_model("Molmo2ForConditionalGeneration", "armature_served.molmo2:Molmo2")
     share_the_embedding()
     encode_one_by_one()
+    take_folders_literally()
