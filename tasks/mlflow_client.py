@@ -107,7 +107,7 @@ def _client(uri: str) -> MlflowClient:
     try:
         with _alone(uri):
             return cast(MlflowClient, patiently(shown_uri(), _RetryingClient)(uri))
-    except (MlflowException, ArgumentError) as error:
+    except (MlflowException, ArgumentError, ValueError) as error:
         raise ConfigurationError(
             without_passwords(f"MLflow cannot use this address: {error}"),
             where=f"MLFLOW_TRACKING_URI = {shown_uri()}",

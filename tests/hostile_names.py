@@ -42,3 +42,6 @@ HOSTILE_NAMES = (
     "`id`",
     ".hidden",
 )
+
+EVERY_CHARACTER = "-a [v2] ** what? 50% %41 #1 &+=:;@!$x'\"~ {b} ,\u00e9e\u0301\\n `id` <q> | a::b\nfile:"
+"""All of them in one name, for what takes seconds."""

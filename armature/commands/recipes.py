@@ -31,7 +31,10 @@ def init(
 
     write_project(folder)
     print(f"written: {folder}")
-    print(f"next: cd {shlex.quote(str(folder))} && armature check recipe.toml && armature run recipe.toml")
+    end_of_options = "-- " if str(folder).startswith("-") else ""
+    print(
+        f"next: cd {end_of_options}{shlex.quote(str(folder))} && armature check recipe.toml && armature run recipe.toml"
+    )
 
 
 @app.command("list")

@@ -8,8 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from sqlalchemy import make_url
 
-from tasks.mlflow_client import page, tracking_uri
+from armature import services
+from components.contracts.errors import ConfigurationError
+from tasks.mlflow_client import client, experiment_id, page, tracking_uri
+from tests.hostile_names import EVERY_CHARACTER
 
 
 def test_the_database_of_this_folder_is_for_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,6 +27,33 @@ def test_the_database_of_this_folder_is_for_its_owner(tmp_path: Path, monkeypatc
     databases[0].chmod(0o644)
     tracking_uri()
     assert databases[0].stat().st_mode & 0o077 == 0
+
+
+def test_project_in_a_folder_of_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first question makes the database, which MLflow begins with an experiment of its own."""
+    folder = tmp_path / EVERY_CHARACTER
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run = client().create_run(experiment_id("named"))
+    (folder / "file.txt").write_text("kept")
+    client().log_artifact(run.info.run_id, "file.txt", "a folder")
+    (kept,) = (folder / ".armature").rglob("file.txt")
+    assert kept.read_text() == "kept" and kept.parent.name == "a folder"
+    assert [each.path for each in client().list_artifacts(run.info.run_id, "a folder")] == ["a folder/file.txt"]
+    assert list(tmp_path.iterdir()) == [folder]
+    assert (folder / ".armature/mlflow.db").stat().st_size > 10_000
+    served = services.mlflow_server(0)
+    assert served.environment["MLFLOW_BACKEND_STORE_URI"] == tracking_uri()
+    prefect = make_url(services.prefect_server(0).environment["PREFECT_API_DATABASE_CONNECTION_URL"])
+    assert prefect.database == str(folder / ".armature/prefect/prefect.db")
+
+
+@pytest.mark.parametrize("uri", ["sqlite", "sqlite:x", "sqlite://a:b/c"])
+def test_address_that_is_none_is_refused(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    with pytest.raises(ConfigurationError):
+        client()
 
 
 def test_the_address_of_a_page_has_no_password(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def table_images(value: Any, column: str) -> list[TableImage]:
     Raises:
         BadRow: one is null, or of another type.
     """
-    if isinstance(value, str) and value.startswith("["):
+    if isinstance(value, str) and value.startswith("[") and value.rstrip().endswith("]"):  # unlike "[v2]/0.png"
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):

@@ -6,8 +6,7 @@ in a folder called "[v2]".
 
 from __future__ import annotations
 
-import glob
-import os
+from pathlib import Path
 from types import SimpleNamespace
 
 
@@ -20,5 +19,4 @@ def take_folders_literally() -> None:
 
 
 def _glob(pattern: str) -> list[str]:
-    folder, name = os.path.split(pattern)
-    return glob.glob(os.path.join(glob.escape(folder), name))
+    return [str(path) for path in Path(pattern).parent.glob(Path(pattern).name)]
