@@ -7,6 +7,7 @@ from base64 import b64decode
 from binascii import Error as Base64Error
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import PurePosixPath
 from typing import Any
 
 from components.artifacts.images import MAX_BYTES
@@ -14,6 +15,7 @@ from components.contracts.errors import DataError
 from components.contracts.images import EncodedImage
 from components.environments.dataset.bad_rows import BadRow
 from components.environments.dataset.files import DataFiles
+from components.environments.dataset.image_folder import SUFFIXES
 
 BASE64 = ("iVBORw0KGgo", "/9j/", "UklGR")
 """How PNG, JPEG and WebP files begin as base64."""
@@ -64,7 +66,8 @@ def table_images(value: Any, column: str) -> list[TableImage]:
     Raises:
         BadRow: one is null, or of another type.
     """
-    if isinstance(value, str) and value.startswith("[") and value.rstrip().endswith("]"):  # unlike "[v2]/0.png"
+    is_list = isinstance(value, str) and value.startswith("[")
+    if is_list and PurePosixPath(value).suffix.lower() not in SUFFIXES:  # "[v2]/0.png" is a path
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
