@@ -1,0 +1,38 @@
+"""vLLM finds the weights of a checkpoint in a folder of any name, by our plug-in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from components.contracts.machine import Machine
+from components.installation import SERVED
+from tests.hostile_names import EVERY_CHARACTER
+
+PROGRAM = """
+import sys
+from vllm.config.load import LoadConfig
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from armature_served import register
+
+register()
+loader = DefaultModelLoader(LoadConfig(load_format="safetensors"))
+print(loader._prepare_weights(sys.argv[1], None, None, False, None)[1])
+"""
+
+
+@pytest.mark.slow
+def test_weights_are_found_in_a_folder_of_any_name(tmp_path: Path) -> None:
+    python = Machine().server_interpreter
+    if not python.exists():
+        pytest.skip("no environment of vLLM: armature setup")
+    folder = tmp_path / EVERY_CHARACTER
+    folder.mkdir()
+    (folder / "model.safetensors").touch()
+    environment = os.environ | {"PYTHONPATH": str(SERVED)}
+    done = subprocess.run([python, "-c", PROGRAM, folder], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == str([str(folder / "model.safetensors")])
