@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 from components.contracts.errors import DataError
 
 MODE, FOLDER_MODE = 0o600, 0o700
+LONGEST_WRITE = 600.0
+"""Seconds after which a file that is still being written is nobody's."""
 
 
 @contextmanager
@@ -71,6 +74,10 @@ def write_private(path: Path, text: str, *, replace: bool = True) -> None:
     """
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.glob(f".{path.name}-*"):  # of a process that was killed
+            with suppress(FileNotFoundError):
+                if time.time() - left.stat().st_mtime > LONGEST_WRITE:
+                    left.unlink()
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")  # with mode 0600
         try:
             with os.fdopen(handle, "w") as file:

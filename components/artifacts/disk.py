@@ -93,6 +93,7 @@ def whole_folder(home: Path) -> Iterator[Path]:
     Raises:
         StoreError: the disk is full or a file grew past a limit; nothing is left.
     """
+    _remove_left(home)
     with full_disk_said(home), locked_sibling(home) as work:
         content = work / CONTENT
         content.mkdir()
@@ -114,10 +115,7 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
         StoreError: the disk is full or a file grew past a limit.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for left in folder.parent.glob(f".{glob.escape(folder.name)}-*"):
-        with suppress(FileNotFoundError):  # another process removes it as well
-            if (left / LOCK).exists():
-                _remove_abandoned(left, None)
+    _remove_left(folder)
     with full_disk_said(folder), locked_sibling(folder) as scratch:
         new = scratch / "new"
         new.mkdir()
@@ -216,6 +214,14 @@ def try_lock(file: IO[str]) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _remove_left(home: Path) -> None:
+    """Remove what killed writers of `home` left beside it. Folders without our lock are somebody else's."""
+    for left in home.parent.glob(f".{glob.escape(home.name)}-*"):
+        with suppress(FileNotFoundError):  # another process removes it as well
+            if (left / LOCK).exists():
+                _remove_abandoned(left, None)
 
 
 def _remove_abandoned(work: Path, dead: str | None) -> bool:

@@ -12,11 +12,6 @@ from components.contracts.errors import DataError
 class UnreadableFile(DataError, OSError):
     """It is also an OSError, for code that has its own words for a file that cannot be read."""
 
-    @property
-    def strerror(self) -> str:
-        """The reason, as any OSError has it."""
-        return self.what
-
 
 def regular(path: Path) -> Path:
     """The path of a regular file, or of a link to one, which can be opened without waiting for anybody.
@@ -41,4 +36,6 @@ def regular(path: Path) -> Path:
 
 
 def _unreadable(what: str, path: Path) -> UnreadableFile:
-    return UnreadableFile(what, where=str(path), remedy="put the file itself there, and let its reader read it")
+    error = UnreadableFile(what, where=str(path), remedy="put the file itself there, and let its reader read it")
+    error.strerror = what
+    return error

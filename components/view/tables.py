@@ -79,16 +79,15 @@ class RolloutTables:
         self._open()
 
     def _open(self) -> None:
-        self._database = duckdb.connect(
-            ":memory:",
-            config={
-                "memory_limit": MEMORY,
-                "temp_directory": str(self._spill),
-                "autoinstall_known_extensions": False,
-                "autoload_known_extensions": False,
-            },
-        )
-        self._database.execute(_TABLES)
+        config = {
+            "memory_limit": MEMORY,
+            "temp_directory": str(self._spill),
+            "autoinstall_known_extensions": False,
+            "autoload_known_extensions": False,
+        }
+        database = duckdb.connect(":memory:", config=config)
+        database.execute(_TABLES)
+        self._database = database
         self._known: dict[str, tuple[int, int]] = {}
         self._unread: dict[str, str] = {}
 
@@ -117,8 +116,7 @@ class RolloutTables:
             try:
                 return self._refresh(stopped)
             except duckdb.Error:
-                self._database.close()
-                self._open()
+                self._open()  # who asks the old one just now has its answer
                 raise
 
     def _refresh(self, stopped: Callable[[], bool]) -> bool:

@@ -20,6 +20,7 @@ import pytest
 from components.artifacts.disk import replaced_folder
 from components.artifacts.store import ArtifactStore
 from components.contracts.errors import StoreError
+from components.private_files import write_private
 
 WRITER = """
 import sys, time
@@ -129,6 +130,12 @@ with replaced_folder(folder / "weights") as new:
     (new / "half").write_text("half")
     kill()
 """,
+    "new folder": """
+from components.artifacts.disk import whole_folder
+with whole_folder(folder / "dataset") as new:
+    (new / "half").write_text("half")
+    kill()
+""",
     "scratch": """
 from components.process import Scratch
 held = Scratch()
@@ -164,6 +171,15 @@ def test_next_start_removes_what_a_killed_process_left(tmp_path, what):
         command = [sys.executable, "-c", BEGIN + KILLED[what], str(tmp_path), str(int(signal.SIGKILL))]
         assert subprocess.run(command, env=environment).returncode == -signal.SIGKILL
         assert half_written() == 1
+
+
+def test_what_a_killed_process_left_of_a_secret_is_removed(tmp_path):
+    left, being_written = tmp_path / ".key-abcd", tmp_path / ".key-efgh"
+    for file in (left, being_written):
+        file.write_text("secret")
+    os.utime(left, (0, 0))
+    write_private(tmp_path / "key", "new")
+    assert not left.exists() and being_written.exists() and (tmp_path / "key").read_text() == "new"
 
 
 def test_replaced_folder_leaves_other_hidden_folders_alone(tmp_path):
