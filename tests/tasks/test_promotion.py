@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mlflow.utils.validation import _validate_model_name
 
 from components.artifacts.manifest import write_manifest
 from components.artifacts.store import ArtifactStore
@@ -14,6 +15,8 @@ from components.contracts.errors import DataError
 from components.contracts.machine import Machine
 from components.contracts.stages import Artifact
 from components.models.tiny import SMALL, make_tiny_checkpoint
+from tasks.promotion import _model_name
+from tests.hostile_names import EVERY_CHARACTER, HOSTILE_NAMES
 from tests.vlm.conftest import model_settings
 
 FINGERPRINT = "0" * 20
@@ -79,3 +82,10 @@ def test_the_candidate_s_files_load_elsewhere_and_take_no_disk(trained, tracking
     another = Machine(store=str(tmp_path / "another"), remote_store=str(tmp_path / "remote"))
     found = checkpoint_artifact(name, model_settings(), another)
     assert found.digest == trained.digest and found.path.is_relative_to(tmp_path / "another")
+
+
+@pytest.mark.parametrize("deployment", [*HOSTILE_NAMES, EVERY_CHARACTER])
+def test_recipe_of_any_name_is_a_name_of_a_model(deployment: str) -> None:
+    name = _model_name(f"train-vlm.{deployment}")
+    _validate_model_name(name)
+    assert not set(name) & set("/:@'\"%?#`\n")
