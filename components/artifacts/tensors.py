@@ -11,9 +11,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from components.artifacts.disk import full_disk_said
-from components.contracts.bounded import read_bytes
 from components.contracts.errors import DataError, StoreError
-from components.contracts.files import regular
+from components.contracts.files import read_bytes, regular
 from components.contracts.names import bare_name
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]

@@ -13,8 +13,8 @@ from typing import Any
 from pydantic import ValidationError, model_validator
 
 from components.configuration.problems import SHORT, explain
-from components.contracts.bounded import read_bytes
 from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.files import read_bytes
 from components.contracts.settings import Settings
 from components.installation import CONFIGS
 

@@ -1,4 +1,4 @@
-"""Files that others made: a path may lead to a pipe, a device or a folder in place of a file."""
+"""Files that others made: a path may lead to a pipe, a device or a folder, and to more bytes than anybody expects."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import stat
 from pathlib import Path
 
 from components.contracts.errors import DataError
+
+LARGEST_DOCUMENT = 2**26
+"""Bytes of a document that people or programs write, such as JSON."""
 
 
 class UnreadableFile(DataError, OSError):
@@ -33,6 +36,20 @@ def regular(path: Path) -> Path:
     if not os.access(path, os.R_OK):
         raise _unreadable("the file may not be read", path)
     return path
+
+
+def read_bytes(path: Path, limit: int = LARGEST_DOCUMENT, remedy: str = "give a smaller one") -> bytes:
+    """Return the content of a regular file of at most `limit` bytes.
+
+    Raises:
+        OSError: it cannot be read.
+        DataError: it has more.
+    """
+    with regular(path).open("rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise DataError(f"the file has more than {limit} bytes", where=str(path), remedy=remedy)
+    return content
 
 
 def _unreadable(what: str, path: Path) -> UnreadableFile:

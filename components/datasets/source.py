@@ -12,8 +12,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from components.artifacts.cache import DownloadCache, make_once
-from components.contracts.bounded import read_bytes
 from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.files import read_bytes
 from components.contracts.stages import Artifact, Stage, StageContext, StageReport
 from components.datasets.lerobot.files import DatasetFiles, LocalFiles
 from components.datasets.lerobot.layout import INFO

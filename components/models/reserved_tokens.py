@@ -11,8 +11,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from components.artifacts.cache import DownloadCache
-from components.contracts.bounded import read_bytes
 from components.contracts.errors import DataError
+from components.contracts.files import read_bytes
 from components.hub import hub_commit
 from components.models.families import FAMILIES
 from components.models.settings import ModelSettings

@@ -16,8 +16,8 @@ from referencing import Registry, Resource
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
-from components.contracts.bounded import read_bytes
 from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.files import read_bytes
 from components.contracts.names import confined
 from components.rewards.extract import ExtractingSettings, extracted
 from components.rewards.reward import CpuBoundSettings, Reward, RewardInput

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
-from components.contracts.bounded import read_bytes
 from components.contracts.errors import DataError
+from components.contracts.files import read_bytes
 from components.contracts.names import confined
 from components.contracts.numbers import read_finite
 

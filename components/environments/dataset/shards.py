@@ -17,9 +17,8 @@ import pyarrow.parquet as pq
 
 from components.artifacts.cache import DownloadCache, make_once
 from components.artifacts.parquet import bounded_batches
-from components.contracts.bounded import read_bytes
 from components.contracts.errors import DataError
-from components.contracts.files import regular
+from components.contracts.files import read_bytes, regular
 from components.environments.dataset.bad_rows import BadRow
 from components.environments.dataset.files import content_sha256
 from components.environments.dataset.template import column_name

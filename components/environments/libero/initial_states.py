@@ -13,8 +13,8 @@ import numpy as np
 from numpy._core.multiarray import _reconstruct
 from numpy.typing import NDArray
 
-from components.contracts.bounded import read_bytes
 from components.contracts.errors import DataError
+from components.contracts.files import read_bytes
 from components.environments.libero.tasks import LiberoTask
 
 LARGEST = 64 * 2**20

@@ -23,8 +23,8 @@ from components.artifacts import parquet
 from components.artifacts.images import MAX_BYTES
 from components.artifacts.tensors import read_tensors
 from components.configuration import load_recipe
-from components.contracts.bounded import read_bytes
 from components.contracts.errors import ArmatureError, ConfigurationError, DataError
+from components.contracts.files import read_bytes
 from components.datasets.lerobot.layout import read_info
 from components.environments.dataset import shards
 from components.environments.dataset.bad_rows import BadRow

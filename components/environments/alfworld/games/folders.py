@@ -11,8 +11,8 @@ from random import Random
 from typing import Any
 
 from components.artifacts.cache import file_sha256
-from components.contracts.bounded import read_bytes
 from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.files import read_bytes
 from components.environments.alfworld import packaged
 from components.environments.alfworld.games.game import KINDS, SOURCES, FolderGames, Game, Source
 from components.environments.alfworld.games.untrusted import check_goal, check_problem

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from components.contracts.bounded import read_bytes
 from components.contracts.errors import DataError
+from components.contracts.files import read_bytes
 from components.contracts.names import bare_name
 from components.contracts.numbers import read_finite
 from components.models.source import locate

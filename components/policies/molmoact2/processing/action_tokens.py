@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from scipy.fft import dct, idct
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from components.contracts.bounded import read_bytes
 from components.contracts.errors import ConfigurationError, DataError
-from components.contracts.files import regular
+from components.contracts.files import read_bytes, regular
 from components.contracts.numbers import read_finite
 from components.policies.molmoact2.processing.batch import Floats
 

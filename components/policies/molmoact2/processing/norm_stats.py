@@ -23,8 +23,8 @@ from pydantic import (
     model_validator,
 )
 
-from components.contracts.bounded import read_bytes
 from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.files import read_bytes
 from components.contracts.numbers import read_finite
 from components.datasets.lerobot.layout import Feature
 from components.policies.settings import RobotPolicySettings
