@@ -79,7 +79,7 @@ class RolloutTables:
         self._open()
 
     def _open(self) -> None:
-        config = {
+        config: dict[str, str | bool | int | float | list[str]] = {
             "memory_limit": MEMORY,
             "temp_directory": str(self._spill),
             "autoinstall_known_extensions": False,
