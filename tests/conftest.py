@@ -134,6 +134,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"needs {needed} CUDA device(s), this machine has {torch.cuda.device_count()}")
 
 
+@pytest.fixture(autouse=True)
+def secrets_of_one_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test reads as a secret, such as "another", is not blanked in the errors of the next one."""
+    from components.contracts import secret_values
+
+    monkeypatch.setattr(secret_values, "_forms", set(secret_values._forms))
+
+
 @pytest.fixture(scope="session")
 def prefect_server() -> Iterator[None]:
     """Starting it takes about 15 s, so it is never started per test."""

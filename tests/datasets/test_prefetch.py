@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -104,7 +106,8 @@ def here(mixture: Mixture) -> set[str]:
 
 
 def arrived(mixture: Mixture) -> list[Path]:
-    return list((mixture.sources[0].dataset.root / "videos").rglob("[!.]*.mp4"))
+    walk = os.walk(mixture.sources[0].dataset.root / "videos")  # folders may come and go while it lists them
+    return [Path(folder, name) for folder, _, names in walk for name in names if fnmatch(name, "[!.]*.mp4")]
 
 
 def first_window(mixture: Mixture) -> range:

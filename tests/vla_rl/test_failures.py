@@ -104,7 +104,9 @@ def test_those_that_are_left_are_compared_with_each_other() -> None:
     ]
     played = [*answers("a", (2, 1.0), (1, 0.0)), *answers("b", (3, 1.0))]
     built = build_batch(played, GRPO, failures=failures)
-    assert [each.advantage for each in built.samples] == pytest.approx([0.5 / 0.5001] * 2 + [-0.5 / 0.5001])
+    assert [each.advantage for each in built.samples] == pytest.approx(
+        [0.5 / (0.5**0.5 + 1e-4)] * 2 + [-0.5 / (0.5**0.5 + 1e-4)]
+    )
     assert built.drops == {"group_agrees": 3}
     numbers = {name: built.metrics[name] for name in ("rollouts/planned", "rollouts/failed", "reward", "success")}
     assert numbers == {

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import TypeAdapter
 from safetensors.torch import load_file
 
 from components.artifacts.images import ImageStore
@@ -78,10 +79,11 @@ class InProcessTrainer(RobotRLTrainerClient):
     def finish(self) -> None:
         self.settle()
 
-    def _ask(self, name: str, timeout: float, **arguments: Any) -> Any:
+    def _ask(self, name: str, timeout: float, result: TypeAdapter[Any], **arguments: Any) -> Any:
         command = {"name": name, **arguments}
-        known = self._worker.recorded(command)
-        return self._worker.run(command, self._worker.check(command)) if known is None else known
+        recorded = self._worker.recorded(command)
+        answer = self._worker.run(command, self._worker.check(command)) if recorded is None else recorded
+        return result.validate_python(answer)
 
 
 @pytest.fixture(scope="module")
