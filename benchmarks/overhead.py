@@ -39,7 +39,8 @@ class Sleeping:
     def evaluate(self, step: int) -> bool:
         return False
 
-    def record(self, step: int, metrics: dict[str, float]) -> None: ...
+    def record(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        return metrics
 
 
 class Silent:

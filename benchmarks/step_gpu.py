@@ -83,7 +83,8 @@ def sides(ours: Sequence[str], trl: Sequence[str], steps: int, *, small: bool = 
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "OMP_NUM_THREADS": "8"}
         environment |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TOKENIZERS_PARALLELISM": "false"}
         environment |= {"CUDA_SCALE_LAUNCH_QUEUES": "4x"}  # as our trainer sets it
-        environment |= {VISIBLE: visible_devices([0])}  # TRL refuses several
+        if torch.cuda.is_available():
+            environment |= {VISIBLE: visible_devices([0])}  # TRL refuses several
         if trl:
             python = os.environ.get("ARMATURE_TRL_PYTHON", str(HERE.parent / ".venv-trl/bin/python"))
             paths = (

@@ -38,7 +38,6 @@ GPU_SCRIPTS = [
     ["attention_gpu", "small", "qwen2.5-vl"],
     ["bitwise_gpu", "small", "kernels"],
     ["memory_gpu", "small"],
-    ["plans_gpu", "4"],  # the first two steps and the last do not count
     ["scaling_gpu", "small", "one", "copies", "A"],
     ["sync_gpu", "small"],
 ]
