@@ -91,7 +91,7 @@ class HistogramReply(ReplyForm):
 
 
 class MeasuredReply(ReplyForm):
-    """What `as_data` gives."""
+    """The form of the document that `as_data` returns."""
 
     episodes: Annotated[Array, PlainValidator(array_of(np.uint8, 1))]
     values: dict[str, ValuesReply]

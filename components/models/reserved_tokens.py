@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from components.artifacts.cache import DownloadCache
 from components.contracts.errors import DataError
@@ -16,7 +16,7 @@ from components.contracts.files import read_bytes
 from components.hub import hub_commit
 from components.models.families import FAMILIES
 from components.models.settings import ModelSettings
-from components.models.source import locate, refuse_unnamed
+from components.models.source import fetch_files, locate, refuse_unnamed
 from components.models.tiny_families import TINY_FAMILIES
 from components.project import project_source
 from components.sources.special_tokens import FILES, LARGEST_FILE, added_tokens
@@ -63,15 +63,7 @@ def _tokenizer_folder(settings: ModelSettings) -> Path:
             return whole
     # Not in the hub's own cache: a snapshot there is taken for a whole one, with weights.
     target = DownloadCache.standard().folder / "tokenizers" / commit
-    try:
-        snapshot_download(source, revision=commit, allow_patterns=[CONFIG, *FILES], local_dir=target)
-    except (LocalEntryNotFoundError, HfHubHTTPError) as error:
-        raise DataError(
-            f"the model's tokenizer cannot be fetched: {str(error).splitlines()[0]}",
-            where=f"{source} at {commit}",
-            remedy="check the name and the revision, log in for a gated repository, or give a folder",
-        ) from error
-    return target
+    return fetch_files("model's tokenizer", source, commit, allow_patterns=[CONFIG, *FILES], local_dir=target)
 
 
 def _config(folder: Path) -> dict[str, Any]:

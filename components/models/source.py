@@ -173,11 +173,20 @@ def refuse_unnamed(source: str, revision: str | None, kind: CheckpointKind = MOD
 
 def _fetch(name: str, revision: str | None, kind: CheckpointKind) -> Path:
     refuse_unnamed(name, revision, kind)
+    return fetch_files(kind.name, name, revision, **kind.files)
+
+
+def fetch_files(title: str, name: str, revision: str | None, **choice: Any) -> Path:
+    """Return the folder of a hub repository's files; `choice` is what `snapshot_download` takes besides.
+
+    Raises:
+        DataError: they cannot be fetched; it calls them `title`.
+    """
     try:
-        return Path(snapshot_download(name, revision=revision, **kind.files))
+        return Path(snapshot_download(name, revision=revision, **choice))
     except (LocalEntryNotFoundError, HfHubHTTPError) as error:
         raise DataError(
-            f"the {kind.name} cannot be fetched: {str(error).splitlines()[0]}",
+            f"the {title} cannot be fetched: {str(error).splitlines()[0]}",
             where=f"{name} at {revision}",
             remedy="check the name and the revision, log in for a gated repository, or give a folder",
         ) from error
