@@ -45,8 +45,8 @@ def main() -> None:
     try:
         app(standalone_mode=True, prog_name="armature")
     except ConfigurationError as error:
-        print(f"armature: {error}", file=sys.stderr)
+        print(f"armature: {error}\n  code: {error.code}", file=sys.stderr)
         sys.exit(2)
     except ArmatureError as error:
-        print(f"armature: {error}", file=sys.stderr)
+        print(f"armature: {error}\n  code: {error.code}", file=sys.stderr)
         sys.exit(1)

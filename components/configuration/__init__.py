@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from components.configuration.problems import SHORT, explain, place, settings_in
+from components.configuration.problems import SHORT, code_of, explain, place, settings_in
 from components.configuration.tables import SUFFIX, Written, merge, parse_override, read_toml
 from components.contracts.errors import ConfigurationError
 from components.environments.settings import EnvironmentSettings
@@ -198,7 +198,7 @@ def _sections(kind: type[Sections], values: Mapping[str, Any], where: str) -> di
         try:
             sections[section] = _validate(model, values.get(section, {}))
         except ValidationError as error:
-            raise ConfigurationError(explain(error, section, model), where=where) from error
+            raise ConfigurationError(explain(error, section, model), code=code_of(error), where=where) from error
     return fitting(kind, sections, where).given()
 
 
@@ -237,7 +237,7 @@ def section_of(
         return _validate(model, values)
     except ValidationError as error:
         raise ConfigurationError(
-            explain(error, model.__name__.removesuffix("Settings").lower(), model), where=where
+            explain(error, model.__name__.removesuffix("Settings").lower(), model), code=code_of(error), where=where
         ) from error
 
 
@@ -251,4 +251,4 @@ def fitting(kind: type[SectionsT], sections: Mapping[str, Any], where: str = "")
         return kind.model_validate(sections)
     except ValidationError as error:
         what = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise ConfigurationError(what, where=where) from error
+        raise ConfigurationError(what, code=code_of(error), where=where) from error

@@ -16,6 +16,13 @@ SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 200
 
 
+def code_of(error: ValidationError) -> str:
+    """Return the type of the first problem, which is the code: pydantic's, or ours from a PydanticCustomError."""
+    first = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")
+    return code_of(cause.error) if isinstance(cause, InvalidTable) else first["type"]
+
+
 def explain(error: ValidationError, section: str, model: type[BaseModel]) -> str:
     """Each problem on a line of its own, with the dotted key, the value given, and the nearest known key."""
     lines = []

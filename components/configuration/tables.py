@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError, model_validator
 
-from components.configuration.problems import SHORT, explain
+from components.configuration.problems import SHORT, code_of, explain
 from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.files import read_bytes
 from components.contracts.settings import Settings
@@ -67,7 +67,7 @@ def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         base = Extends.model_validate(values.pop("extends"))
     except ValidationError as error:
         raise ConfigurationError(
-            explain(error, "extends", Extends), where=str(path), remedy=str(Extends.__doc__)
+            explain(error, "extends", Extends), code=code_of(error), where=str(path), remedy=str(Extends.__doc__)
         ) from error
     extended = CONFIGS / f"{base.file}{SUFFIX}" if INSTALLED.fullmatch(base.file) else path.parent / base.file
     inherited = read_toml(extended, (*seen, path))
@@ -99,7 +99,7 @@ def _parse(path: Path) -> dict[str, Any]:
             raise ConfigurationError("not a file", where=str(path))
         return tomllib.loads(read_bytes(path, LARGEST_FILE).decode())
     except DataError as error:
-        raise ConfigurationError(error.what, where=error.where, remedy=error.remedy) from error
+        raise ConfigurationError(error.what, code=error.code, where=error.where, remedy=error.remedy) from error
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"not valid TOML, which is UTF-8: {error}", where=str(path)) from error
     except RecursionError as error:

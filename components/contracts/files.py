@@ -15,6 +15,8 @@ LARGEST_DOCUMENT = 2**26
 class UnreadableFile(DataError, OSError):
     """It is also an OSError, for code that has its own words for a file that cannot be read."""
 
+    code = "unreadable_file"
+
 
 def regular(path: Path) -> Path:
     """The path of a regular file, or of a link to one, which can be opened without waiting for anybody.

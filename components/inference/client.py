@@ -30,10 +30,10 @@ OTHER_WEIGHTS = "other_weights"
 
 
 class GenerationFailure(ServerError):
-    """One request could not be answered; others are not concerned. `reason` is a slug that can be counted."""
+    """One request could not be answered; others are not affected. `reason` can be counted and is the code."""
 
     def __init__(self, what: str, *, reason: str, where: str = "", remedy: str = "") -> None:
-        super().__init__(what, where=where, remedy=remedy)
+        super().__init__(what, code=reason, where=where, remedy=remedy)
         self.reason = reason
 
     def __reduce__(self) -> tuple[object, ...]:

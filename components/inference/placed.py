@@ -38,7 +38,9 @@ class PlacedHost:
                 address, port = placed.ask("prepare", replace(needs, python=absolute(needs.python)))
             except ServerError as error:
                 remedy = f"{error.remedy}. Models, machine.store and machine.server_python are read on the node"
-                raise ServerError(error.what, where=f"{error.where}, {placed.where}", remedy=remedy) from error
+                raise ServerError(
+                    error.what, code=error.code, where=f"{error.where}, {placed.where}", remedy=remedy
+                ) from error
         return str(address), int(port)
 
     def start(self, command: Sequence[str], log: Path, env: Mapping[str, str | None]) -> None:

@@ -32,6 +32,8 @@ CONNECT = 10.0
 class BadReply(ServerError):
     """A server sent an invalid reply."""
 
+    code = "invalid_reply"
+
 
 @dataclass(frozen=True)
 class Reply:

@@ -300,7 +300,7 @@ def sync_failure(error: BaseException, weights: Path, version: int, timeout: flo
     if isinstance(error, WeightSyncError):
         return error
     if isinstance(error, ArmatureError):
-        return WeightSyncError(error.what, where=error.where, remedy=error.remedy)
+        return WeightSyncError(error.what, code=error.code, where=error.where, remedy=error.remedy)
     if isinstance(error, TimeoutError):
         return WeightSyncError(
             f"version {version} did not reach every server in {timeout:g} s",

@@ -24,6 +24,8 @@ Chunk = NDArray[np.float32]
 class BusyError(ServerError):
     """As many requests wait as may wait."""
 
+    code = "busy"
+
 
 @dataclass(frozen=True)
 class ChunkAnswer:

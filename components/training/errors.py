@@ -16,28 +16,29 @@ class FatalServiceError(Exception):
 
 
 def describe(error: BaseException) -> dict[str, str]:
-    """The class, its three parts if it has them, and where it came from."""
+    """The class, its code and three parts if it has them, and where it came from."""
     document = {
         "class": type(error).__name__,
         "what": f"{type(error).__name__}: {error}",
+        "code": "",
         "where": "",
         "remedy": "",
         "traceback": "".join(traceback.format_exception(error)),
     }
     if isinstance(error, ArmatureError):
-        document |= {"what": error.what, "where": error.where, "remedy": error.remedy}
+        document |= {"what": error.what, "code": error.code, "where": error.where, "remedy": error.remedy}
     return document
 
 
 def rebuild(document: Any) -> ArmatureError:
     """The error that `describe` described; a TrainerError with the traceback if it was not one of ours."""
     parts = document if isinstance(document, dict) else {}
-    name, what, where, remedy, origin = (
-        str(parts.get(key, "")) for key in ("class", "what", "where", "remedy", "traceback")
+    name, what, code, where, remedy, origin = (
+        str(parts.get(key, "")) for key in ("class", "what", "code", "where", "remedy", "traceback")
     )
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, ArmatureError):
-        return kind(what, where=where, remedy=remedy)
+        return kind(what, code=code, where=where, remedy=remedy)
     return TrainerError(f"the trainer failed: {what or 'it does not say why'}", where=origin)
 
 

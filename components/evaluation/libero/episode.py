@@ -27,6 +27,8 @@ Actor = Callable[[RobotObservation, int], Actions]
 class LostBesideError(WorkerError):
     """The simulator is gone because its process was lost in the call of another slot; its own episode did nothing."""
 
+    code = "lost_beside"
+
 
 class SimulatorClient(Protocol):
     """Simulators of a process, by slot; all raise WorkerError when the process is lost."""

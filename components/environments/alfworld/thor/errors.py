@@ -10,3 +10,5 @@ class PlayerError(ArmatureError):
 
     Its episode ends as a failed one; the player is replaced.
     """
+
+    code = "player_failed"

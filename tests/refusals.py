@@ -1,0 +1,40 @@
+"""Expected errors, by their code and the values that they show, so that sentences can be improved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from pydantic import ValidationError
+
+
+def codes(error: BaseException) -> set[str]:
+    """Codes of an error: our own, the reason of a rollout or a row, or the types of pydantic's problems."""
+    if isinstance(error, ValidationError):
+        return {problem["type"] for problem in error.errors()}
+    return {str(getattr(error, "code", getattr(error, "reason", "")))}
+
+
+@contextmanager
+def refused(code: str, *values: object, kind: type[BaseException] = Exception) -> Iterator[pytest.ExceptionInfo]:
+    """Expect an error with this code.
+
+    Args:
+        code: see `docs/errors.md`; the type of one of pydantic's problems for a ValidationError.
+        values: paths, names of fields and numbers that the error shows. Sentences are never checked.
+        kind: class of the error, where the code does not tell it.
+
+    Example:
+        >>> from components.contracts.errors import DataError
+        >>> with refused("empty_file", "prompts.jsonl"):
+        ...     raise DataError("the file is empty", code="empty_file", where="prompts.jsonl")
+    """
+    with pytest.raises(kind) as caught:
+        yield caught
+    error = caught.value
+    if code not in codes(error):
+        raise AssertionError(f"expected the code {code!r}, not {sorted(codes(error))}") from error
+    missing = [value for value in map(str, values) if value not in str(error)]
+    if missing:
+        raise AssertionError(f"the error does not show {missing}") from error
