@@ -8,12 +8,9 @@ from components.contracts.secret_values import blanked
 class ArmatureError(Exception):
     """The base of every error that a user can act on.
 
-    Attributes:
-        code: stable name of the problem, the same in every version; `docs/errors.md` lists all. A raise that gives
-            none has the code of its class. Programs and tests compare it; the sentences may change.
-        what: the problem, in one sentence.
-        where: the file, row, field or server that has it.
-        remedy: what to do about it.
+    `code` is the stable name of the problem, the same in every version; `docs/errors.md` lists all. A raise that gives
+    none has the code of its class. Programs and tests compare it, sentences may change. `what` is the problem in one
+    sentence, `where` the file, row, field or server that has it, `remedy` what to do about it.
 
     Example:
         >>> error = DataError("the file is empty", code="empty_file", where="prompts.jsonl")
