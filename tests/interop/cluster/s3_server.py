@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,19 @@ import pytest
 from botocore.exceptions import BotoCoreError, ClientError
 
 
+def lasting_port() -> int:
+    """Return a free port that no outgoing connection takes while the server is away: those begin at 32768 on Linux."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
 class Server:
     """S3 at an address that stays, with a log of requests and a bucket. What it holds is lost when it ends."""
 
     def __init__(self, log: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.log, self.port = log, free.getsockname()[1]
+        self.log, self.port = log, lasting_port()
         self.url = f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
