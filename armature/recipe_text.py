@@ -75,7 +75,7 @@ def _table(
             continue
         if describe and field.description:
             yield from _comment(field.description)
-        known = settings.model_dump(mode="json", include={name}).get(name, value)
+        known = settings.model_dump(mode="json", include={name})[name]
         line = f"# {name}: none" if value is None else f"{name} = {_value(known)}"
         yield f"{line}  # {source}" if source and not own else line
     for name, value in tables.items():

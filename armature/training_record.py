@@ -17,6 +17,7 @@ from components.artifacts.store import ArtifactStore
 from components.configuration import merge, settings_in
 from components.contracts.errors import ArmatureError
 from components.contracts.stages import Artifact
+from components.evaluation.libero.settings import AFTER_TRAINING
 from components.models.source import REFERENCE, SourceReference
 from components.recipes import RECIPES
 from components.stages import STAGES
@@ -74,7 +75,8 @@ class TrainingRecord:
             values = merge(values, dict(_sections(manifest, self.flow)))
         for each in self.evaluations:
             for name in set(each.settings) & set(RECIPES[self.flow].model_fields):
-                values[name] = merge(each.settings[name], values.get(name) or {})
+                known = {key: value for key, value in (values.get(name) or {}).items() if key not in AFTER_TRAINING}
+                values[name] = merge(each.settings[name], known)
         return {name: values[name] for name in RECIPES[self.flow].model_fields if values.get(name) is not None}
 
 

@@ -122,17 +122,13 @@ def test_an_unknown_key_and_a_bad_value_name_their_place():
         ("trainer.objective={name='ppo', clip_hihg=0.2}", r"objective.clip_hihg .* 'ppo'; did you mean 'clip_high'"),
         ("trainer.dr_grpo_length=4", r"dr_grpo_length has no effect with aggregation token: leave it out"),
         ("trainer.aggregation=dr_grpo", r"divides by dr_grpo_length: set it"),
-        ("trainer.logprobs=triton", r'write logprobs = \{ name = "triton" \}'),
         ("trainer.logprobs={name='normal', chunk_tokens=8}", r"logprobs.chunk_tokens is not a setting of 'normal'"),
-        ("trainer.logprob_chunk_tokens=8", r"logprob_chunk_tokens is not a setting any more: write logprobs = "),
-        ("rollouts.sampling.top_p=1.0", r"rollouts.sampling: top_p is not a setting any more: .* Leave it out"),
         ("rollouts.sampling.top_pp=1.0", r"rollouts.sampling.top_pp is not a setting; known: max_tokens, temperature"),
         ("batches.advantage={name='gigpo', norm={name='mean_norm', std_floor=1.0}}", r"norm.std_floor .* 'mean_norm'"),
         ("environment.args.nose=1.0", r"environment.args.nose is not a setting; did you mean 'noise'"),
         ("environment.args.noise=loud", r"environment.args.noise: Input should be a valid number .given 'loud'."),
         ("environment.evaluation_args={nose=1.0}", r"environment.nose is not a setting; did you mean 'noise'"),
         ("evaluation.sampling={max_tokens=4, temperature=0.0, top_k=5}", r"top_p and top_k have no effect"),
-        ("machine.dask_scheduler='tcp://a:1'", r"dask_scheduler is not a setting any more: use statistics_workers"),
     ],
 )
 def test_what_has_no_effect_and_what_is_misspelled_is_refused_with_what_to_write(override, said):

@@ -23,7 +23,7 @@ from components.contracts.errors import ConfigurationError, StoreError
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 UNLOCKED_SECONDS = 7 * 86400.0
-"""A hidden sibling without a lock is of version 0.1, which had none, or of a writer that is just beginning."""
+"""Age from which a hidden sibling without a lock is removed: a writer that is just beginning has none yet."""
 LOCK, CONTENT = "lock", "content"
 
 
@@ -142,16 +142,12 @@ def link_file(source: str | Path, target: str | Path) -> None:
         shutil.copyfile(source, target)
 
 
-def collect(folder: Path, dead: str | None = None) -> list[Path]:
-    """Remove what killed writers left in `folder`, and return it; what a living one writes stays.
-
-    Args:
-        dead: a name whose lock the caller holds: what 0.1, which locked nothing else, left of it is nobody's.
-    """
+def collect(folder: Path) -> list[Path]:
+    """Remove what killed writers left in `folder`, and return it; what a living one writes stays."""
     removed = []
     for work in folder.glob(".*-*"):
         with suppress(FileNotFoundError):  # another process collects as well
-            if work.is_dir() and _remove_abandoned(work, dead):
+            if work.is_dir() and _remove_abandoned(work):
                 removed.append(work)
     return removed
 
@@ -221,13 +217,12 @@ def _remove_left(home: Path) -> None:
     for left in home.parent.glob(f".{glob.escape(home.name)}-*"):
         with suppress(FileNotFoundError):  # another process removes it as well
             if (left / LOCK).exists():
-                _remove_abandoned(left, None)
+                _remove_abandoned(left)
 
 
-def _remove_abandoned(work: Path, dead: str | None) -> bool:
+def _remove_abandoned(work: Path) -> bool:
     if not (work / LOCK).exists():
-        mine = dead is not None and work.name.startswith(f".{dead}-")
-        abandoned = mine or time.time() - work.stat().st_mtime > UNLOCKED_SECONDS
+        abandoned = time.time() - work.stat().st_mtime > UNLOCKED_SECONDS
         if abandoned:
             shutil.rmtree(work)
         return abandoned

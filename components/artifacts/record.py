@@ -6,7 +6,6 @@ A file that lies as it did is not read again.
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,8 +21,6 @@ NAMED = 5
 """Files that an error names."""
 SETTLED_NS = 2 * 10**9
 """A file that changed in the same tick of the clock as it was read looks unchanged: such a record is not trusted."""
-
-_DIGEST = re.compile(r"[0-9a-f]{32}\.dir")
 
 
 class FileState(NamedTuple):
@@ -60,7 +57,7 @@ def record_path(home: Path) -> Path:
 
 
 def read_record(home: Path) -> Record | None:
-    """The record; None where there is none that can be used (0.1 wrote a digest alone).
+    """Return the record, None if there is none that can be used.
 
     Raises:
         DataError: a folder is in its place.
@@ -72,17 +69,6 @@ def read_record(home: Path) -> Record | None:
     except (FileNotFoundError, ValidationError):
         return None
     return record if listing_digest(record.md5s) == record.digest else None
-
-
-def recorded_digest(home: Path) -> str | None:
-    """The digest of the record, or the one that 0.1 wrote in its place; None where there is neither."""
-    if record := read_record(home):
-        return record.digest
-    try:
-        written = record_path(home).read_text(errors="replace")
-    except FileNotFoundError:
-        return None
-    return written if _DIGEST.fullmatch(written) else None
 
 
 def write_record(home: Path, record: Record) -> None:

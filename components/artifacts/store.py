@@ -29,7 +29,7 @@ from components.artifacts.disk import collect, full_disk_said, link_folder, try_
 from components.artifacts.images import ImageStore
 from components.artifacts.manifest import MANIFEST, verified
 from components.artifacts.outbox import Entry, Outbox
-from components.artifacts.record import FileState, Record, read_record, record_path, recorded_digest, write_record
+from components.artifacts.record import FileState, Record, read_record, record_path, write_record
 from components.artifacts.remote import RemoteStore
 from components.contracts.errors import DataError
 from components.contracts.stages import Artifact
@@ -108,8 +108,8 @@ class ArtifactStore:
         """Every finished artifact as it is recorded; its files are not looked at."""
         for path in sorted(self.root.glob("*/*.digest")):
             home = path.with_suffix("")
-            if home.is_dir() and (digest := recorded_digest(home)):
-                yield Artifact(kind=home.parent.name, path=home, digest=digest)
+            if home.is_dir() and (record := read_record(home)):
+                yield Artifact(kind=home.parent.name, path=home, digest=record.digest)
 
     def verify(self) -> Iterator[tuple[Path, DataError | None]]:
         """Read every file of every artifact; gives each artifact's folder, and what is wrong with it."""
@@ -198,7 +198,7 @@ class ArtifactStore:
                 self._say(f"{stage}: waits for {_holder(file)}, which makes the same artifact ({fingerprint})")
                 fcntl.flock(file, fcntl.LOCK_EX)
             with usable(self.root):
-                self._collect(fingerprint)
+                self._collect()
                 _sign(file)
             if self._outbox is not None:
                 self._outbox.start()
@@ -247,10 +247,10 @@ class ArtifactStore:
         if self.remote is not None:
             self.remote.discard(stage, fingerprint)
 
-    def _collect(self, fingerprint: str) -> None:
+    def _collect(self) -> None:
         stages = [path for path in self.root.iterdir() if path.is_dir() and path.name not in NO_ARTIFACTS]
         for folder in (*stages, ImageStore(self.images).unfinished):
-            for left in collect(folder, dead=fingerprint):
+            for left in collect(folder):
                 self._say(f"removed what a killed run left: {left}")
 
     def _open(self, home: Path) -> Artifact:
@@ -325,7 +325,7 @@ def _holder(file: IO[str]) -> str:
     try:
         who = json.load(file)
         return f"process {who['pid']} on {who['host']} since {who['since']}"
-    except (ValueError, KeyError, TypeError):  # it has just taken the lock, or is of version 0.1
+    except (ValueError, KeyError, TypeError):  # it has just taken the lock
         return "another process"
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from components.contracts.secrets import PLAIN_SECRET
-from components.contracts.settings import FORMER_KEY, InvalidTable
+from components.contracts.settings import InvalidTable
 from components.registry import suggestion
 
 SHORT = reprlib.Repr()
@@ -39,7 +39,7 @@ def explain(error: ValidationError, section: str, model: type[BaseModel]) -> str
         elif problem["type"] == "union_tag_not_found":
             discriminator = problem["ctx"]["discriminator"].strip("'")
             line = f"{key}.{discriminator}: Field required"
-        elif problem["type"] not in ("missing", PLAIN_SECRET, FORMER_KEY):
+        elif problem["type"] not in ("missing", PLAIN_SECRET):
             line += f" (given {SHORT.repr(problem['input'])})"
         lines.append(line)
     return "\n".join(lines)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -27,11 +26,6 @@ class Machine(Settings):
     """Where artifacts lie, which servers generate, which devices train, and how long to wait for each."""
 
     model_config = ConfigDict(title="Machine")
-    FORMER: ClassVar[Mapping[str, str]] = {
-        "task_runner": "use statistics_workers, on machine.cluster if there is one",
-        "dask_scheduler": "use statistics_workers, on machine.cluster if there is one",
-    }
-
     store: str = Field(".armature/store", description="Folder of the artifact store.")
     remote_store: Annotated[str | None, BeforeValidator(refuse_plain_url)] = Field(
         None,

@@ -10,15 +10,13 @@ import math
 import re
 from collections.abc import Mapping
 from datetime import date, time
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import CoreSchema
 
 EXACT = frozenset({"int", "float", "bool"})
 """Types that take nothing else for theirs: true is not 1, "3" is not 3, 1 is not true. An int is a float, though."""
-FORMER_KEY = "former_key"
-"""Type of the validation error for a key of an earlier version."""
 NO_SCHEMAS = frozenset({"default", "expected", "metadata", "serialization"})
 """Keys of a schema below which there are values."""
 
@@ -86,24 +84,11 @@ class Settings(BaseModel):
         field_title_generator=lambda name, _: name.replace("_", " ").capitalize(),  # sections have one as well
     )
 
-    FORMER: ClassVar[Mapping[str, str]] = {}
-    """Keys of earlier versions, and what to write now."""
-
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         schema = handler(source)
         _make_exact(schema)
         return schema
-
-    @model_validator(mode="before")
-    @classmethod
-    def _former_keys_say_what_to_write(cls, values: Any) -> Any:
-        for name in cls.FORMER if isinstance(values, Mapping) else ():
-            if name in values:
-                raise PydanticCustomError(
-                    FORMER_KEY, "{name} is not a setting any more: {now}", {"name": name, "now": cls.FORMER[name]}
-                )
-        return values
 
     @model_validator(mode="before")
     @classmethod

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -70,8 +69,6 @@ class DatasetSettings(Settings):
 
 class QuantileStatsSettings(Settings):
     """What statistics are of."""
-
-    FORMER: ClassVar[Mapping[str, str]] = {"pictures": "write images"}
 
     features: tuple[str, ...] = Field((), description="Names of features; empty for all that are numbers or images.")
     images: Literal["sampled", "all"] = Field(

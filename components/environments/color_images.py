@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache, partial
 from threading import Lock
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import numpy as np
 from PIL import Image
@@ -53,8 +53,6 @@ COLORS: Palette = {
 
 class ColorImageSettings(Settings):
     """How images of a color look."""
-
-    FORMER: ClassVar[Mapping[str, str]] = {"colours": "write colors"}
 
     colors: Annotated[Palette, AfterValidator(_answerable)] = Field(
         COLORS, min_length=2, description="The colors by name, e.g. {red = [220, 40, 40]}; names are the answers."

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Callable
+from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
@@ -18,8 +18,6 @@ NUMBER = "{number}"
 
 class RecallSettings(ColorImageSettings):
     """Turns that show an image, then turns that show none, then the question."""
-
-    FORMER: ClassVar[Mapping[str, str]] = {**ColorImageSettings.FORMER, "pictures": "write images"}
 
     images: PositiveInt = Field(1, description="Turns that show an image, each of another color.")
     filler_turns: NonNegativeInt = Field(0, description="Turns without an image between the last one and the question.")

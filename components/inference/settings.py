@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from components.contracts.settings import Settings
-
-_BIASED = (
-    "training samples from the whole softmax(logits / temperature), as the trainer computes it; anything else biases "
-    "every importance ratio. Leave it out"
-)
 
 
 class SamplingSettings(Settings):
@@ -24,9 +17,6 @@ class SamplingSettings(Settings):
     gives a mean ratio of 0.50 where 1 is right).
     """
 
-    FORMER: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), _BIASED
-    )
     top_p: ClassVar[float] = 1.0
     top_k: ClassVar[int] = 0
 
@@ -68,7 +58,6 @@ class ServerSettings(Settings):
         description="fp8: the products of the text layers are computed in 8 bits, weights scaled by output channel and "
         "activations by token. Needs servers on GPUs; training needs trainer.correction, for these servers sample from "
         "another distribution than the trainer's.",
-        exclude_if=operator.not_,  # what was made before there was this setting keeps its fingerprint
     )
     deterministic: bool | None = Field(
         None,

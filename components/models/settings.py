@@ -101,7 +101,6 @@ class LoraSettings(Settings):
 
     rank: PositiveInt = Field(16, description="Rank of each adapter.")
     alpha: PositiveFloat = Field(32.0, description="Scale: an adapter's output is multiplied by alpha / rank.")
-    dropout: float = Field(0.0, description="There is none: 0 is the only value.")
     targets: tuple[str, ...] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         description="Last names of the linear layers that get adapters, e.g. q_proj; 'all' for every linear.",
@@ -112,17 +111,9 @@ class LoraSettings(Settings):
     )
     served_as: Literal["merged", "adapter"] = Field(
         "merged",
-        exclude_if="merged".__eq__,  # what was made before there was this setting keeps its fingerprint
         description="What servers get at a sync: the whole weights with the adapters merged in, or, beside the weights "
         "that they started with, the adapters alone. These are megabytes, and cost time in sampling.",
     )
-
-    @field_validator("dropout")
-    @classmethod
-    def _without_dropout(cls, dropout: float) -> float:
-        if dropout:
-            raise ValueError("a VLM is trained without dropout, so that log-probs are the sampler's: leave it out")
-        return dropout
 
 
 class ModelSettings(Settings):
@@ -152,7 +143,6 @@ class ModelSettings(Settings):
     lora: LoraSettings | None = Field(None, description="Train adapters instead of the weights; leave out for none.")
     quantization: Literal["nf4"] | None = Field(
         None,
-        exclude_if=lambda value: value is None,  # what was made before there was this setting keeps its fingerprint
         description="Keep the language model's frozen weights, below its adapters, in 4 bits (QLoRA): nf4. Servers get "
         "what these stand for, in model.dtype.",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
@@ -41,7 +40,6 @@ class RolloutSettings(Settings):
         description="Weights change while episodes are being played, within an answer too, and episodes of the next "
         "max_staleness steps begin as soon as there is room. Faster where episodes are uneven; which weights sample a "
         "token depends on the time that everything takes, so a seed no longer gives one run.",
-        exclude_if=operator.not_,  # what was made before there was this setting keeps its fingerprint
     )
     seed: NonNegativeInt = Field(0, description="Seed of the tasks' order and of every request.")
 

@@ -153,7 +153,7 @@ class Checkpoints:
             learner.optimizer.state[parameter] = state.get(name, {})
         _restore_rng(rng)
         learner.steps_done = document["step"]
-        learner.skipped = SkippedUpdates(**document.get("skipped", {}))
+        learner.skipped = SkippedUpdates(**document["skipped"])
         kept_state: dict[str, Any] = document["state"]
         return kept_state
 
@@ -263,8 +263,8 @@ def _unreadable(error: Exception, path: Path) -> DataError:
 
 def _counts_and_state(document: Mapping[str, Any]) -> bool:
     """Whether what `load` takes of the document, besides tensors, is of the kinds that `save` writes."""
-    skipped = document.get("skipped", {})
-    if not isinstance(skipped, dict) or not skipped.keys() <= asdict(SkippedUpdates()).keys():
+    skipped = document.get("skipped")
+    if not isinstance(skipped, dict) or skipped.keys() != asdict(SkippedUpdates()).keys():
         return False
     counts = [document["step"], *skipped.values()]
     return isinstance(document["state"], dict) and all(type(each) is int and each >= 0 for each in counts)

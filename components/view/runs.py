@@ -32,7 +32,7 @@ MOST_STEPS = 2**53
 class Run:
     """One attempt at a stage, named by its fingerprint.
 
-    `inputs` are the folders of its input artifacts by name, unknown for what an earlier version made.
+    `inputs` are the folders of its input artifacts by name, empty for an artifact that was made elsewhere.
     """
 
     store: Path

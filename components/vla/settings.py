@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal, Self
+from collections.abc import Sequence
+from typing import Literal, Self
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -127,11 +126,6 @@ class VLATrainerSettings(PolicyUpdateSettings):
 
     model_config = ConfigDict(title="Training")
 
-    FORMER: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("heldout_fraction", "heldout_frames", "evaluate_every"),
-        "write heldout = { fraction = 0.1, frames = 1024, every = 2000 }, or nothing to train on every episode",
-    )
-
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass to save memory."
     )
@@ -143,7 +137,6 @@ class VLATrainerSettings(PolicyUpdateSettings):
     augmentation: ImageAugmentationSettings | None = Field(None, description="Changes training images; none: nothing.")
     file_shuffle: FileShuffleSettings | None = Field(
         None,
-        exclude_if=operator.not_,  # what was made before there was this setting keeps its fingerprint
         description="Shuffles files, and frames within a few of them, so that a rank reads its own files alone; none: "
         "shuffles all frames.",
     )

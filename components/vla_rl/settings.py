@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any, Literal, Self
 
 from pydantic import (
@@ -64,19 +63,16 @@ class RobotRolloutSettings(Settings):
     max_steps: PositiveInt = Field(description="Actions of an episode at most.")
     inference_action_mode: Literal["continuous", "discrete"] = Field(
         "continuous",
-        exclude_if="continuous".__eq__,  # what was made before there was this setting keeps its fingerprint
         description="Actions by flow matching, or as tokens; the policy must have been trained for it.",
     )
     likelihood: Literal["flow_sde", "fpo", "none"] = Field(
         "flow_sde",
-        exclude_if="flow_sde".__eq__,
         description="Continuous actions: flow_sde: one denoising step of an answer is drawn, and its density counts. "
         "fpo: answers are those of an evaluation, and their flow-matching losses stand for log-probs. none: answers "
         "are those of an evaluation, for the objective reward_weighted.",
     )
     flow_samples: PositiveInt = Field(
         FLOW_SAMPLES,
-        exclude_if=FLOW_SAMPLES.__eq__,
         description="fpo: times at which an answer's loss is computed, each with a noise of its own.",
     )
     noise_level: float = Field(
@@ -89,12 +85,10 @@ class RobotRolloutSettings(Settings):
         1.0,
         ge=0.01,
         le=10,
-        exclude_if=(1.0).__eq__,
         description="Discrete actions: tokens are drawn from softmax(logits / temperature).",
     )
     max_rounds: PositiveInt = Field(
         1,
-        exclude_if=(1).__eq__,
         description="1: every group counts as it is. More: further groups are played, groups_per_step in each round, "
         "until as many have rewards that differ, or after so many rounds (dynamic sampling).",
     )
@@ -102,13 +96,11 @@ class RobotRolloutSettings(Settings):
         0,
         ge=0,
         le=1,
-        exclude_if=operator.not_,  # what was made before there was this setting keeps its fingerprint
         description="0: play and train in turn; 1: play the next step, by weights one step older, meanwhile.",
     )
     reward: SuccessReward | ProgressReward | PotentialShaping = Field(
         SuccessReward(name="success"),
         discriminator="name",
-        exclude_if=lambda value: isinstance(value, SuccessReward),  # what was made before it keeps its fingerprint
         description="What an episode earns.",
     )
     seed: NonNegativeInt = Field(0, description="Seed of the order of initial states, the simulator and all noise.")
@@ -123,7 +115,6 @@ class RobotRolloutSettings(Settings):
     )
     quantization: Quantization | None = Field(
         None,
-        exclude_if=operator.not_,  # what was made before there was this setting keeps its fingerprint
         description="fp8: products of the text layers in 8 bits, for a policy in bfloat16 on an H100 or newer; slower "
         "on a CPU. A trainer of the expert alone computes them in the same way; evaluations have their own setting.",
     )
@@ -132,7 +123,6 @@ class RobotRolloutSettings(Settings):
         0.25,
         ge=0,
         lt=1,
-        exclude_if=(0.25).__eq__,  # what was made before there was this setting keeps its fingerprint
         description="Of the episodes of a step (with max_rounds: of a round), those that may fail in all attempts: "
         "they are left out and counted, and the others of their group compared. One more ends the training.",
     )
@@ -237,17 +227,14 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
     )
     kl_coefficient: NonNegativeFloat = Field(
         0.0,
-        exclude_if=operator.not_,  # what was made before there was this setting keeps its fingerprint
         description="Weight of the KL divergence to the policy that the training began with; 0: none.",
     )
     bc_coefficient: NonNegativeFloat = Field(
         0.0,
-        exclude_if=operator.not_,
         description="Weight of the behavior cloning of answers from episodes that solved their task; 0: none.",
     )
     target_kl: NonNegativeFloat = Field(
         0.0,
-        exclude_if=operator.not_,
         description="End a step's updates before one whose probability ratios have a larger mean KL divergence from "
         "the policy that played; 0: make all of them.",
     )
@@ -255,9 +242,7 @@ class RobotRLTrainerSettings(PolicyUpdateSettings):
         0, description="Answers per optimizer update at most, spread evenly; 0: all of the step."
     )
     epochs: PositiveInt = Field(1, description="How often a step's answers are trained on.")
-    packing: PackingSettings | None = Field(
-        None, exclude_if=operator.not_, description="Packs the answers of a forward pass; none: padding."
-    )
+    packing: PackingSettings | None = Field(None, description="Packs the answers of a forward pass; none: padding.")
     warmup_steps: NonNegativeInt = Field(0, description="Steps over which learning rates rise linearly.")
     decay_steps: PositiveInt | None = Field(
         None, description="Step at which the cosine ends, also when the run is shorter; none: with the run."
@@ -324,10 +309,7 @@ class TrainVLARLSettings(Settings):
     rollouts: RobotRolloutSettings
     trainer: RobotRLTrainerSettings
     preflight: RobotPreflightSettings
-    evaluation: TrainLiberoEvaluationSettings | None = Field(
-        None,
-        exclude_if=operator.not_,  # what was made before there was this setting keeps its fingerprint
-    )
+    evaluation: TrainLiberoEvaluationSettings | None = None
 
     @field_validator("evaluation", mode="before")
     @classmethod

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     Field,
@@ -12,7 +10,6 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    field_validator,
     model_validator,
 )
 
@@ -124,10 +121,6 @@ class ChunkedLogprobs(Settings):
 class UpdateSettings(Settings):
     """The optimizer, and what of it exists at once: the same for every objective."""
 
-    FORMER: ClassVar[Mapping[str, str]] = {
-        "logprob_chunk_tokens": 'write logprobs = { name = "torch", chunk_tokens = 2048 }, or name = "triton"'
-    }
-
     learning_rate: PositiveFloat = Field(description="Peak learning rate of AdamW.")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the first moment.")
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW's decay of the second moment.")
@@ -142,7 +135,6 @@ class UpdateSettings(Settings):
     max_rows_per_micro_batch: PositiveInt = Field(64, description="Sequences of one forward pass.")
     packing: bool = Field(
         False,
-        exclude_if=operator.not_,  # what was made before there was this setting keeps its fingerprint
         description="Compute what the sequences of a forward pass begin with once, each distinct image once, and no "
         "padding: the same gradients in less time. max_tokens_per_micro_batch then counts tokens that are computed.",
     )
@@ -153,7 +145,6 @@ class UpdateSettings(Settings):
     )
     weights: Literal["float32", "bfloat16"] = Field(
         "float32",
-        exclude_if="float32".__eq__,  # what was made before there was this setting keeps its fingerprint
         description="Data type that trained weights compute in. bfloat16, for a model of dtype bfloat16: the optimizer "
         "updates their float32 masters, gradients are summed in float32, and there is no autocast.",
     )
@@ -162,19 +153,16 @@ class UpdateSettings(Settings):
     )
     torch_compile: bool = Field(
         False,
-        exclude_if=operator.not_,  # as `weights`
         description="Compile the model's layers: their small operations become few kernels. Takes a minute or two at "
         "the start of a run.",
     )
     activation_offloading: bool = Field(
         False,
-        exclude_if=operator.not_,  # as `weights`
         description="Keep what the backward pass needs in main memory until then: less memory of the GPU, more time, "
         "the same numbers. With model.gradient_checkpointing it is one tensor for each layer.",
     )
     optimizer_states: Literal["device", "cpu", "8bit"] = Field(
         "device",
-        exclude_if="device".__eq__,  # as `weights`
         description="Where the states of AdamW are: on the device; in main memory (cpu), from where a GPU fetches them "
         "for an update of the same bits; or on the device with both moments in 8 bits, a quarter of their memory.",
     )
@@ -187,13 +175,6 @@ class UpdateSettings(Settings):
         if self.weights == "bfloat16" and self.autocast == "bf16":
             raise ValueError("weights in bfloat16 compute in it: leave autocast out")
         return self
-
-    @field_validator("logprobs", mode="before")
-    @classmethod
-    def _logprobs_are_a_table(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            raise ValueError(f'write logprobs = {{ name = "{value}" }}')
-        return value
 
 
 class TrainerSettings(UpdateSettings):

@@ -21,13 +21,14 @@ from armature.cli import app
 from armature.export import export
 from armature.model_card import model_card
 from armature.push import push
-from armature.training_record import TrainingRecord, read_record
+from armature.training_record import CheckpointEvaluation, TrainingRecord, read_record
 from components.artifacts.manifest import write_manifest
 from components.artifacts.store import ArtifactStore
-from components.configuration import Recipe, build_recipe
+from components.configuration import Recipe, build_recipe, load_recipe
 from components.contracts.errors import ArmatureError, ConfigurationError, DataError
 from components.contracts.machine import Machine
 from components.contracts.stages import Artifact
+from components.evaluation.libero.settings import EvaluateLiberoStageSettings
 from components.evaluation.results import EpisodeResult, metrics
 from components.evaluation.settings import EvaluateStageSettings
 from components.models.load import load_model, load_processor
@@ -36,6 +37,7 @@ from components.models.tiny import SMALL, make_tiny_checkpoint
 from components.rl.settings import TrainVLMSettings
 from components.stages import run_stage
 from components.training.ranks import Ranks
+from components.vla_rl.settings import TrainVLARLSettings
 from components.vlm.publish import Publisher
 from tests.hub_server import TOKEN, HubServer, serve_hub
 
@@ -213,6 +215,18 @@ def test_the_recipe_in_the_card_makes_the_same_again(trained: Trained) -> None:
             section = section.model_copy(update={"revision": trained.commit})
         if name != "machine":
             assert again.sections[name] == section, name
+
+
+def test_recipe_of_a_robot_training_keeps_the_evaluation_after_it(trained: Trained) -> None:
+    recipe = load_recipe("train-vla-rl/tiny", ["evaluation.every=5", "evaluation.perturbations={camera=[0.5]}"])
+    settings, after = (
+        recipe.settings_for(each).model_dump(mode="json") for each in (TrainVLARLSettings, EvaluateLiberoStageSettings)
+    )
+    record = record_of(trained)
+    manifest = record.manifest.model_copy(update={"kind": "train-vla-rl", "settings": settings})
+    evaluations = (CheckpointEvaluation(False, "", after, {}),)
+    again = replace(record, manifest=manifest, inputs={}, evaluations=evaluations).recipe()
+    assert again["evaluation"] == recipe.dump()["evaluation"]
 
 
 def test_a_policy_s_card_is_for_lerobot_and_names_the_commit_of_the_code(trained: Trained) -> None:

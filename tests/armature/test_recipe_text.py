@@ -52,14 +52,6 @@ def test_a_recipe_to_start_from_says_what_is_not_a_default_and_nothing_else():
     assert "max_steps = 50" in kept and not any(line.startswith("group_size") for line in kept)
 
 
-def test_a_setting_that_is_not_hashed_while_it_is_off_is_shown_all_the_same():
-    assert "packing" not in load_recipe("train-vlm/colors").dump()["trainer"]
-    assert "packing = false" in recipe_text("train-vlm/colors").splitlines()
-    on = ["trainer.packing=true"]
-    assert load_recipe("train-vlm/colors", on).dump()["trainer"]["packing"] is True
-    assert "packing = true  # --set" in recipe_text("train-vlm/colors", on).splitlines()
-
-
 def test_what_the_command_line_says_is_marked_as_such():
     overrides = ["trainer.max_steps=50", "trainer.objective={name='ppo', clip_high=0.3}"]
     text = recipe_text("train-vlm/molmo2-tiny", overrides)

@@ -70,15 +70,6 @@ def test_leftovers_of_the_killed_are_collected_and_the_living_go_on(tmp_path):
     assert (tmp_path / "alive/f1/half").read_text() == "half" and half_written(tmp_path) == []
 
 
-def test_leftovers_of_an_older_version_are_collected_by_who_holds_their_lock(tmp_path):
-    left, others = tmp_path / "stage/.f1-abcd1234", tmp_path / "stage/.f2-abcd1234"
-    for folder in (left, others):
-        folder.mkdir(parents=True)
-        (folder / "half").write_text("")
-    with ArtifactStore(tmp_path).lock("stage", "f1"):
-        assert not left.exists() and others.exists()
-
-
 def test_what_is_left_of_an_image_is_collected(tmp_path):
     left = tmp_path / "images/unfinished/.name.png-abcd1234"
     left.mkdir(parents=True)

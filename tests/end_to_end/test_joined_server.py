@@ -12,7 +12,7 @@ import pytest
 
 from armature.check import check_recipe
 from components.configuration import Recipe, build_recipe, load_recipe
-from components.contracts.errors import ConfigurationError, MismatchError
+from components.contracts.errors import MismatchError
 from components.contracts.machine import Machine
 from components.inference.pool import ServerPool
 from components.inference.settings import ServerSettings
@@ -87,11 +87,6 @@ def enlarge_images(folder: Path) -> None:
                     section["size"]["shortest_edge"] = 112 * 112
                     section.pop("min_pixels", None)
             (folder / name).write_text(json.dumps(document))
-
-
-def test_a_truncated_sampler_is_refused_before_anything_starts(store: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"top_p is not a setting any more(?s:.*)biases every importance"):
-        recipe(store, "rollouts.sampling.top_p=0.5")
 
 
 def test_a_step_above_the_bound_stops_the_run(store: Path, server: str) -> None:

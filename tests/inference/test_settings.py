@@ -10,27 +10,17 @@ import pytest
 from pydantic import ValidationError
 
 from components.inference.settings import EvaluationSamplingSettings, SamplingSettings
+from tests.refusals import refused
 
 Factory = Callable[..., SamplingSettings]
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("top_p", 0.5),
-        ("top_p", 1.0),
-        ("top_k", 50),
-        ("min_p", 0.1),
-        ("repetition_penalty", 1.1),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -0.5),
-    ],
+    "name", ["top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
 )
-def test_what_would_bias_ratios_is_no_setting_of_training_and_the_reason_is_said(
-    sampling_factory: Factory, name: str, value: float
-) -> None:
-    with pytest.raises(ValidationError, match=f"{name} is not a setting any more: .*biases every importance ratio"):
-        sampling_factory(**{name: value})
+def test_training_has_no_setting_that_biases_ratios(sampling_factory: Factory, name: str) -> None:
+    with refused("extra_forbidden", name):
+        sampling_factory(**{name: 1})
 
 
 @pytest.mark.parametrize(("name", "value"), [("temperature", 0.0), ("max_tokens", 0), ("best_of", 2)])

@@ -338,7 +338,6 @@ def test_a_folder_without_configuration_is_refused(tmp_path: Path) -> None:
         {"freeze": ("vision", "projector", "language")},
         {"source": "tiny/qwen2-vl"},
         {"freeze": ("visual",)},
-        {"lora": {"dropout": 0.1}},
     ),
 )
 def test_settings_that_contradict_are_refused(change: dict[str, Any]) -> None:

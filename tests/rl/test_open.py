@@ -43,8 +43,3 @@ def test_adapters_are_served_where_vllm_applies_them(
     with pytest.raises(ConfigurationError, match=f"vLLM serves no adapters of .* of {family}") as caught:
         served_adapters(settings, folder)
     assert caught.value.remedy.startswith(expected)
-
-
-def test_what_was_made_before_keeps_its_fingerprint() -> None:
-    assert "served_as" not in LoraSettings().model_dump(mode="json")
-    assert LoraSettings(served_as="adapter").model_dump(mode="json")["served_as"] == "adapter"

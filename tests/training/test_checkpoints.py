@@ -252,7 +252,15 @@ def test_a_bf16_model_is_published_in_bf16(tiny: Tiny, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [{"step": "x"}, {"step": 2.5}, {"step": -3}, {"skipped": 3}, {"skipped": {"odd": 1}}, {"state": None}],
+    [
+        {"step": "x"},
+        {"step": 2.5},
+        {"step": -3},
+        {"skipped": 3},
+        {"skipped": {}},
+        {"skipped": {"odd": 1}},
+        {"state": None},
+    ],
     ids=str,
 )
 def test_damaged_numbers_are_said_before_anything_is_loaded(tiny: Tiny, tmp_path: Path, damage: dict[str, Any]) -> None:

@@ -51,14 +51,13 @@ def rate_of(**changes: Any) -> Callable[[int], float]:
         ({"warmup_steps": 5}, r"warmup_steps \(5\) exceeds the end of the decay \(4\)"),
         ({"heldout": {"fraction": 1.0}}, "less than 1"),
         ({"heldout": {"fraction": 0.0}}, "greater than 0"),
-        ({"heldout_frames": 64}, "write heldout = "),
         ({"mode": "expert", "freeze_embedding": False}, "never trains the embedding"),
         (
             {"mode": "expert", "learning_rates": {"vit": 1e-3, "vlm": 1e-3, "action_expert": 1e-3}},
             r"learning_rates.vlm, learning_rates.vit: mode expert trains .*out \(their defaults: 1e-05, 5e-06\)",
         ),
     ],
-    ids=["lora-missing", "lora-unused", "warmup", "heldout", "no-heldout", "former-key", "embedding", "rates"],
+    ids=["lora-missing", "lora-unused", "warmup", "heldout", "no-heldout", "embedding", "rates"],
 )
 def test_settings_that_contradict_each_other_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):

@@ -64,12 +64,6 @@ def test_the_stage_trains_reports_and_leaves_a_policy(inputs: dict[str, Path], t
     assert load_policy(out).processor().action_dimensions == 3
 
 
-def test_what_was_trained_before_there_was_an_order_of_files_keeps_its_fingerprint() -> None:
-    assert "file_shuffle" not in training_settings().model_dump(mode="json")
-    chosen = training_settings(file_shuffle={}).model_dump(mode="json")
-    assert chosen["file_shuffle"] == {"lanes": 8, "window": 8}
-
-
 def test_a_summary_is_of_the_last_tenth_and_the_last_measurement() -> None:
     def row(step: int, **more: float) -> dict[str, float]:
         parts = dict.fromkeys(("loss/flow", "loss/cross_entropy", "samples_per_second", "padding_fraction"), 0.5)

@@ -165,8 +165,7 @@ def test_progress_with_a_drawer_in_a_process() -> None:
     assert not goal.holds and goal.place is None and 0.1 < goal.reach < 1.0
 
 
-def test_settings_are_checked_and_those_from_before_keep_their_fingerprint() -> None:
-    assert "reward" not in rollout_settings().model_dump()
+def test_settings_are_checked() -> None:
     assert rollout_settings(reward={"name": "progress"}).model_dump()["reward"] == {"name": "progress", "weight": 0.5}
     with pytest.raises(ValidationError, match="less than 1"):
         rollout_settings(reward={"name": "progress", "weight": 1.0})

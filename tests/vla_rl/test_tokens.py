@@ -352,15 +352,3 @@ def test_settings_that_have_no_effect_are_refused(rollouts: Any, trainer: Any, s
             trainer=RobotRLTrainerSettings.model_validate({"max_steps": 3, "micro_batch_size": 1} | trainer),
             preflight=RobotPreflightSettings(),
         )
-
-
-def test_new_settings_leave_fingerprints_as_they_were() -> None:
-    known = rollout_settings().model_dump()
-    assert not {
-        "inference_action_mode",
-        "temperature",
-        "max_rounds",
-        "max_staleness",
-        "likelihood",
-        "flow_samples",
-    } & set(known)

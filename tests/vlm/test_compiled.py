@@ -163,10 +163,6 @@ def test_weights_in_bf16_need_no_autocast() -> None:
         trainer_settings(weights="bfloat16", autocast="bf16")
 
 
-def test_settings_from_before_keep_their_fingerprint() -> None:
-    assert not trainer_settings().model_dump().keys() & {"weights", "torch_compile", "packing"}
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["qwen2.5-vl", "gemma3"])
 def test_on_a_gpu_compiled_layers_in_bf16_are_those_of_fp32(family: str, make_tiny: Callable[..., Tiny]) -> None:

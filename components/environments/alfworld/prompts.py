@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, model_validator
 
@@ -37,8 +37,6 @@ class PromptSettings(Settings):
 
     The list of admissible actions is shown where a template says {actions}.
     """
-
-    FORMER: ClassVar[Mapping[str, str]] = {"dead_ends": "write invalid_actions"}
 
     first: str = Field(
         """\

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Literal, Self
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
@@ -34,7 +33,6 @@ class LiberoEvaluationSettings(Settings):
     )
     initial_states: tuple[NonNegativeInt, ...] = Field(
         (),
-        exclude_if=operator.not_,  # what was made before there was this setting keeps its fingerprint
         description="Stored initial states that episodes begin in, in this order; empty: all.",
     )
     max_steps: dict[Suite, PositiveInt] = Field(
@@ -70,7 +68,6 @@ class LiberoEvaluationSettings(Settings):
     )
     quantization: Quantization | None = Field(
         None,
-        exclude_if=operator.not_,  # what was made before there was this setting keeps its fingerprint
         description="fp8: products of the text layers in 8 bits, for a policy in bfloat16 on an H100 or newer; actions "
         "move a little. Slower on a CPU.",
     )
@@ -87,7 +84,6 @@ class LiberoEvaluationSettings(Settings):
     video_fps: PositiveInt = Field(20, description="Frames per second; the simulator's control_freq is real time.")
     perturbations: PerturbationSettings = Field(
         PerturbationSettings(),
-        exclude_if=lambda value: value == PerturbationSettings(),  # what was evaluated before keeps its fingerprint
         description="Every episode is played again, from the same state and with the same noise, with each of them.",
     )
 
@@ -105,6 +101,10 @@ class LiberoEvaluationSettings(Settings):
         return self
 
 
+AFTER_TRAINING = ("episodes_per_task", "videos_per_task", "video_fps", "perturbations")
+"""Settings that matter only to the evaluation after a training, not to those during it."""
+
+
 class TrainLiberoEvaluationSettings(LiberoEvaluationSettings):
     """An evaluation of the trained policy, and with `every` one of each so many steps while it trains.
 
@@ -113,18 +113,15 @@ class TrainLiberoEvaluationSettings(LiberoEvaluationSettings):
 
     every: NonNegativeInt = Field(
         0,
-        exclude_if=operator.not_,  # what was made before there was this setting keeps its fingerprint
         description="Steps between evaluations during training; the first is before step 1, the last after the last "
         "step. Training is the same with and without them. 0: none.",
     )
     panel_episodes: PositiveInt = Field(
         20,
-        exclude_if=(20).__eq__,
         description="Episodes of each task that are played during training: the first ones, each time the same.",
     )
     patience: NonNegativeInt = Field(
         0,
-        exclude_if=operator.not_,
         description="Training ends after so many evaluations in a row that were not better than the best; 0: never.",
     )
 
@@ -147,9 +144,8 @@ class TrainLiberoEvaluationSettings(LiberoEvaluationSettings):
         """What the training depends on; None without evaluations during it."""
         if not self.every:
             return None
-        names = ("videos_per_task", "video_fps", "perturbations")
-        left = {name: type(self).model_fields[name].default for name in names}
-        return self.model_copy(update={"episodes_per_task": self.panel_episodes, **left})
+        left = {name: type(self).model_fields[name].default for name in AFTER_TRAINING}
+        return self.model_copy(update=left | {"episodes_per_task": self.panel_episodes})
 
 
 class EvaluateLiberoStageSettings(Settings):

@@ -57,13 +57,12 @@ def read_robot_run(path: Path, store: ArtifactStore) -> RobotRunRecords:
     """The run whose artifact of train-vla-rl is `path`.
 
     Raises:
-        ConfigurationError, DataError: as `finished_run`; or it was made before runs recorded what simulators take.
+        ConfigurationError, DataError: as `finished_run`; or it does not say what simulators took.
     """
     found = finished_run(path, store, "train-vla-rl")
     if any("simulator/actions" not in step for step in found.steps):
         raise ConfigurationError(
-            "the run does not say what its simulators and its policy took: it is older than these records, or resumed "
-            "within these steps",
+            "the run does not say what its simulators and its policy took: it was resumed within these steps",
             where=str(path),
             remedy="give another run, or --gpus, which computes the costs",
         )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from random import Random
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
@@ -23,8 +23,6 @@ from components.environments.alfworld.text.searching import with_detours
 
 class AlfworldTextSettings(Settings):
     """The games, the words around them, the image, and what winning is worth."""
-
-    FORMER: ClassVar[Mapping[str, str]] = {"picture": "write image", "max_dead_ends": "write max_invalid_actions"}
 
     games: GamesSettings = Field(GeneratedGames(source="generated"), description="Where games come from.")
     heldout_source: Literal["valid_seen", "valid_unseen"] = Field(
