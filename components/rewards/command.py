@@ -117,6 +117,7 @@ def program_path(program: str, folder: Path) -> Path:
     if found is None:
         raise ConfigurationError(
             f"there is no program {program!r} that can be run",
+            code="program_missing",
             where=str(folder.resolve()) if beside else "PATH",
             remedy=f"chmod +x {folder / program}" if (folder / program).is_file() else "write it, or correct its name",
         )

@@ -66,7 +66,9 @@ def taken(function: Callable[..., Any], name: str) -> tuple[str, ...]:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"{name!r} is not a function: {error}", remedy=remedy) from error
+        raise ConfigurationError(
+            f"{name!r} is not a function: {error}", code="not_a_function", remedy=remedy
+        ) from error
     names = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     required = [
         each.name
@@ -76,7 +78,9 @@ def taken(function: Callable[..., Any], name: str) -> tuple[str, ...]:
     everything = any(each.kind is each.VAR_KEYWORD for each in parameters)
     found = tuple(each for each in GIVEN if each in names or everything)
     if unknown := [each for each in required if each not in found]:
-        raise ConfigurationError(f"{name!r} takes {unknown[0]!r}, which a reward is not given", remedy=remedy)
+        raise ConfigurationError(
+            f"{name!r} takes {unknown[0]!r}, which a reward is not given", code="unknown_reward_argument", remedy=remedy
+        )
     if "completion" not in found:
-        raise ConfigurationError(f"{name!r} does not take the completion", remedy=remedy)
+        raise ConfigurationError(f"{name!r} does not take the completion", code="completion_not_taken", remedy=remedy)
     return found

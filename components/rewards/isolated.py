@@ -108,6 +108,7 @@ class IsolatedReward:
             worker.close()
             raise ConfigurationError(
                 "the code of the reward has changed since the run began",
+                code="reward_code_changed",
                 remedy="start the run again to use the new one",
             )
 

@@ -52,6 +52,7 @@ class JsonSchema(Reward[JsonSchemaSettings]):
         except SchemaError as error:
             raise ConfigurationError(
                 f"not a JSON schema: {error.message}",
+                code="invalid_json_schema",
                 where=".".join(map(str, error.absolute_path)) or (settings.file or "json_schema"),
             ) from error
         _check_references(schema)
@@ -89,6 +90,7 @@ def _check_references(schema: Any) -> None:
             except Unresolvable as error:
                 raise ConfigurationError(
                     f"the schema's reference {reference!r:.200} leads nowhere",
+                    code="unknown_schema_reference",
                     remedy="define it in $defs of the same schema; nothing is fetched",
                 ) from error
 
@@ -97,7 +99,9 @@ def _read(folder: Path, name: str) -> Any:
     try:
         return json.loads(read_bytes(folder / confined(name, "file")))
     except (OSError, ValueError, RecursionError, DataError) as error:
-        raise ConfigurationError(f"the schema cannot be read: {error}", where=str(folder / name)) from error
+        raise ConfigurationError(
+            f"the schema cannot be read: {error}", code="schema_unreadable", where=str(folder / name)
+        ) from error
 
 
 def _unfenced(text: str) -> str:

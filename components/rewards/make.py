@@ -104,10 +104,14 @@ def make_rewards(settings: Sequence[RewardSettings], *, folder: Path, processes:
         ConfigurationError: there is none, two have the same label, or one cannot be made.
     """
     if not settings:
-        raise ConfigurationError("no reward is named", remedy='write [[rewards]] with name = "exact_match"')
+        raise ConfigurationError(
+            "no reward is named", code="reward_missing", remedy='write [[rewards]] with name = "exact_match"'
+        )
     (part, count), *_ = Counter(each.part for each in settings).most_common()
     if count > 1:
-        raise ConfigurationError(f"{count} rewards are called {part!r}", remedy="give each a label of its own")
+        raise ConfigurationError(
+            f"{count} rewards are called {part!r}", code="duplicate_reward", remedy="give each a label of its own"
+        )
     rewards: dict[str, Grader] = {}
     begun: list[Future[None]] = []
     try:

@@ -46,7 +46,9 @@ class Math(Reward[MathSettings]):
             import math_verify
         except ImportError as error:
             raise ConfigurationError(
-                "the reward 'math' needs the package math-verify", remedy=f"pip install '{DISTRIBUTION}[math]'"
+                "the reward 'math' needs the package math-verify",
+                code="math_verify_missing",
+                remedy=f"pip install '{DISTRIBUTION}[math]'",
             ) from error
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own limits are off: ours hold
         _, most = resource.getrlimit(resource.RLIMIT_AS)
@@ -55,7 +57,9 @@ class Math(Reward[MathSettings]):
         self._library = math_verify
         if not self._verified(self._parsed("1"), self._parsed("1")):
             raise ConfigurationError(
-                "math-verify does not find that 1 equals 1", remedy="install another release of it"
+                "math-verify does not find that 1 equals 1",
+                code="math_verify_broken",
+                remedy="install another release of it",
             )
 
     @staticmethod

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from components.contracts.failures import RolloutFailed
+from tests.refusals import refused
 
 from .grading import graded
 
@@ -67,7 +67,7 @@ def test_case_and_punctuation_may_count() -> None:
 
 @pytest.mark.parametrize("answer", [None, {}, [], "", "  ", [None], [["a"]], ["a", ""]])
 def test_an_answer_that_is_none_is_a_fault_of_the_data(answer: Any) -> None:
-    with pytest.raises(RolloutFailed, match=r"^bad_answer: exact_match: "):
+    with refused("bad_answer", "exact_match: "):
         graded("exact_match", "red", answer)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from components.contracts.failures import RolloutFailed
 from components.rewards.make import Rewards
+from tests.refusals import refused
 
 from .grading import grade, made
 
@@ -99,9 +100,8 @@ FORGED = {
 
 @pytest.mark.parametrize("text", FORGED.values(), ids=FORGED)
 def test_forged_grade_fails_its_rollout(hostile: Rewards, text: str) -> None:
-    with pytest.raises(RolloutFailed) as failed:
+    with refused("reward_died"):
         asked(hostile, "write", text, 600)
-    assert failed.value.reason == "reward_died"
     assert asked(hostile, "number", 0.25) == 0.25
 
 

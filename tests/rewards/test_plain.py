@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from components.contracts.failures import RolloutFailed
+from tests.refusals import refused
 
 from .grading import graded
 
@@ -46,7 +46,7 @@ def test_a_letter_is_chosen(completion: str, expected: float) -> None:
 
 @pytest.mark.parametrize("answer", ["E", 4, -1, True, None, 1.5, ["B"], "cat", ""])
 def test_an_answer_that_is_no_choice_is_a_fault_of_the_data(answer: Any) -> None:
-    with pytest.raises(RolloutFailed, match=r"^bad_answer: choice: "):
+    with refused("bad_answer", "choice: "):
         graded("choice", "B", answer)
     assert graded("choice", "E", "E", choices=5) == 1.0
 
@@ -110,7 +110,7 @@ def test_tolerances_and_which_number_counts(completion: str, arguments: dict[str
 
 @pytest.mark.parametrize("answer", [None, "ten", True, [], {}, [1, None], "1 and 2", float("nan"), 10**400])
 def test_an_answer_that_is_no_number_is_a_fault_of_the_data(answer: Any) -> None:
-    with pytest.raises(RolloutFailed, match=r"^bad_answer: number: "):
+    with refused("bad_answer", "number: "):
         graded("number", "1", answer)
 
 
@@ -147,7 +147,7 @@ def test_units_and_the_form_of_the_answer() -> None:
         ("answer", "[50, 25, 100, 75]"),
     ]:
         assert graded("box_iou", completion, [50, 25, 50, 50], row, units=units, **arguments) == pytest.approx(1.0)
-    with pytest.raises(RolloutFailed, match=r"^bad_answer: box_iou: column 'width' is None"):
+    with refused("bad_answer", "box_iou: ", "'width'", None):
         graded("box_iou", "[0, 0, 1, 1]", [0, 0, 1, 1], units="percent")
 
 
@@ -178,7 +178,7 @@ def test_points_in_boxes(completion: str, units: str, expected: float) -> None:
 )
 @pytest.mark.parametrize("name", ["box_iou", "point_in_box"])
 def test_an_answer_that_is_no_box_is_a_fault_of_the_data(name: str, answer: Any) -> None:
-    with pytest.raises(RolloutFailed, match=rf"^bad_answer: {name}: "):
+    with refused("bad_answer", f"{name}: "):
         graded(name, "[0, 0, 1, 1]", answer)
 
 

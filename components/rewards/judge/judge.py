@@ -131,6 +131,7 @@ def _address(settings: JudgeSettings, where: str) -> str:
     except ValueError:
         raise ConfigurationError(
             "the variable does not hold an address such as https://api.example.org/v1",
+            code="invalid_judge_address",
             where=f"{where}, variable {settings.base_url.env}",
         ) from None
     return url

@@ -30,6 +30,7 @@ class KeptReplies:
         except OSError as error:
             raise ConfigurationError(
                 f"the cache cannot be written: {error}",
+                code="judge_cache_not_writable",
                 where=str(self._folder),
                 remedy="set ARMATURE_CACHE to a folder",
             ) from error
