@@ -91,6 +91,7 @@ def task_kind(task: Task, field: str) -> str:
     if field not in task.payload:
         raise ConfigurationError(
             f"the tasks have no field {field!r} to break results down by",
+            code="unknown_kind_field",
             where=f"evaluation.kind_field, task {task.task_id}",
             remedy=f"choose one of {', '.join(sorted(task.payload))}, or leave it empty",
         )
@@ -145,6 +146,7 @@ def refuse_unfinished(outputs: GenerateOutputs) -> None:
     first = outputs.failures[0]
     raise ServerError(
         f"none of {len(outputs.failures)} episodes could be finished: {outputs.drops}",
+        code="no_episode_finished",
         where=f"{first.trajectory_id}: {first.detail}",
         remedy="see the servers' logs; nothing was written",
     )

@@ -45,7 +45,12 @@ def checkpoint_folder(model: Artifact) -> Path:
 
     folder = locate(model.path)
     if not (folder / "config.json").is_file():
-        raise DataError("not a checkpoint: no config.json", where=str(folder), remedy="give the model stage's output")
+        raise DataError(
+            "not a checkpoint: no config.json",
+            code="not_a_checkpoint",
+            where=str(folder),
+            remedy="give the model stage's output",
+        )
     return folder
 
 

@@ -145,6 +145,7 @@ class Collector:
                 failures_said(
                     [failed[number] for number in sorted(failed)], planned, f"too many episodes failed, {most} may"
                 ),
+                code="too_many_episodes_failed",
                 where=f"step {step}, rollouts.failed_fraction",
                 remedy="see the simulators' logs; start again: steps that are made are kept",
             )

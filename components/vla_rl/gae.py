@@ -55,6 +55,7 @@ def _value(answer: Answer) -> float:
     if answer.value is None:
         raise DataError(
             "the answer has no value, which advantage gae needs",
+            code="value_missing",
             where=f"{answer.episode_id}, chunk {answer.chunk}",
             remedy="collect the rollouts with a value head",
         )

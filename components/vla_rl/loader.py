@@ -99,6 +99,7 @@ class AnswerLoader:
                 continue
             raise DataError(
                 f"the answer cannot be trained on: {problem}",
+                code="answer_not_trainable",
                 where=f"{where}, row {row}, {each.episode_id}, chunk {each.chunk}",
                 remedy="it is not what the run wrote: `armature verify` names artifacts that changed. Without this "
                 "folder the batch is made again from its rollouts; without theirs they are played again",

@@ -301,6 +301,7 @@ class RobotRLRun:
         if made is None:
             raise TrainerError(
                 f"{kind} of step {step} are gone",
+                code="step_files_missing",
                 where=str(self.store.home(kind, self._key(step))),
                 remedy="start the run again from its beginning: --force train-vla-rl",
             )
@@ -334,6 +335,7 @@ def refuse_ratios(scores: Sequence[float], sampled: Sequence[float], most: float
     if not worst <= most:
         raise MismatchError(
             f"trainer and sampler disagree: a probability ratio is {worst:.3g} away from 1, {most:g} is allowed",
+            code="ratios_mismatch",
             where="pre-flight, preflight.max_ratio_error",
             remedy="rows of other batches differ in their last bits: on a CPU set trainer.micro_batch_size = 1, as "
             "answers are sampled there; on a GPU allow 1e-4 in fp32 (policy.dtype), where 2e-5 was seen, more in bf16",

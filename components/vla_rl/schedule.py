@@ -8,11 +8,10 @@ from hashlib import sha256
 
 import numpy as np
 
-from components.contracts.errors import ConfigurationError
 from components.environments.libero.reaching import refuse_unreachable
 from components.environments.libero.settings import SimulatorSettings
 from components.environments.libero.tasks import LiberoTask, suite_tasks
-from components.evaluation.libero.schedule import PlannedEpisode, states_of
+from components.evaluation.libero.schedule import PlannedEpisode, states_of, tasks_of
 from components.vla_rl.settings import RobotRolloutSettings
 
 
@@ -71,18 +70,11 @@ def answer_seed(settings: RobotRolloutSettings, step: int, planned: PlannedEpiso
 
 
 def _begins(settings: RobotRolloutSettings, known: Sequence[LiberoTask]) -> list[tuple[LiberoTask, int]]:
-    by_index = {task.index: task for task in known}
-    if missing := sorted(set(settings.tasks) - set(by_index)):
-        raise ConfigurationError(
-            f"{settings.suite} has no task {', '.join(map(str, missing))}",
-            where="rollouts.tasks",
-            remedy=f"choose from 0 to {max(by_index)}, or leave it empty for all",
-        )
-    begins = []
-    for index in sorted(settings.tasks or by_index):
-        states = states_of(by_index[index], settings.initial_states, "rollouts.initial_states")
-        begins += [(by_index[index], state) for state in states]
-    return begins
+    return [
+        (task, state)
+        for task in tasks_of(settings.suite, known, settings.tasks, "rollouts.tasks")
+        for state in states_of(task, settings.initial_states, "rollouts.initial_states")
+    ]
 
 
 def _seed(*parts: object) -> int:

@@ -40,6 +40,7 @@ class RobotRLWorker(ServiceWorker):
         if settings.processes.sharding and trainer.kl_coefficient:
             raise ConfigurationError(
                 "of a policy that is split over ranks no copy of its start is kept",
+                code="start_not_kept",
                 where="trainer.kl_coefficient, machine.trainer_sharding",
                 remedy="train on one GPU, or on CPU processes without sharding, or leave kl_coefficient out",
             )
@@ -48,6 +49,7 @@ class RobotRLWorker(ServiceWorker):
             raise ConfigurationError(
                 f"the policy carries out {policy.n_action_steps} of the {policy.chunk_size} actions of an answer, and "
                 "the objective reward_weighted learns whole answers",
+                code="answers_in_part",
                 where="trainer.objective, policy.n_action_steps",
                 remedy="train a policy with n_action_steps = chunk_size, or take the objective ppo",
             )
@@ -55,6 +57,7 @@ class RobotRLWorker(ServiceWorker):
         if settings.processes.sharding and quantization is not None:
             raise ConfigurationError(
                 "of a policy that is split over ranks no layer computes in 8 bits",
+                code="quantization_not_split",
                 where="rollouts.quantization, machine.trainer_sharding",
                 remedy="train on one GPU, or leave rollouts.quantization out",
             )
@@ -112,4 +115,4 @@ class RobotRLWorker(ServiceWorker):
                 self.ranks.broadcast(None)  # none answers before it is written
                 return None
             case other:
-                raise ConfigurationError(f"the trainer has no command {other!r}")
+                raise ConfigurationError(f"the trainer has no command {other!r}", code="unknown_command")

@@ -9,12 +9,12 @@ import pytest
 
 from components.artifacts.tables import read_table
 from components.contracts.episodes import Task
-from components.contracts.errors import ConfigurationError
 from components.contracts.rollouts import Failure, GenerateOutputs
 from components.evaluation.page import evaluation_report
 from components.evaluation.results import RESULTS, RESULTS_FILE, collect_results, failures_said, metrics, write_results
 from components.evaluation.settings import EvaluationSettings
 from components.evaluation.wilson import wilson_interval
+from tests.refusals import refused
 from tests.reports.conftest import make_trajectory
 
 TASKS = [Task(f"colors/t{i}", "heldout", {"color": "red" if i < 2 else "blue", "seed": i}) for i in range(4)]
@@ -80,13 +80,13 @@ def test_every_planned_episode_is_one_row(tmp_path):
 
 
 def test_unknown_kind_field():
-    with pytest.raises(ConfigurationError, match="hue"):
+    with refused("unknown_kind_field", "hue"):
         collect_results(OUTPUTS, TASKS, 1.0, "hue")
 
 
 def test_greedy_samples_of_a_task_would_be_copies():
     assert EvaluationSettings.model_validate(VALUES).sampling.temperature == 0.0
-    with pytest.raises(ValueError, match="same episode again"):
+    with refused("value_error", "samples_per_task = 2"):
         EvaluationSettings.model_validate(VALUES | {"samples_per_task": 2})
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from components.artifacts.manifest import open_artifact
 from components.artifacts.tables import read_table
-from components.contracts.errors import DataError
 from components.contracts.machine import Machine
 from components.contracts.stages import Artifact
 from components.environments.settings import EnvironmentSettings
@@ -18,6 +17,7 @@ from components.evaluation.stage import checkpoint_folder
 from components.rollouts.table import read_rollouts
 from components.stages import run_stage
 from tests.evaluation.test_results import VALUES
+from tests.refusals import refused
 
 COLORS = {"red": [220, 40, 40], "blue": [40, 70, 220]}
 
@@ -72,7 +72,7 @@ def test_every_task_is_played_once(machine, tasks, shared_server, joined_url):
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"no config\.json"):
+    with refused("not_a_checkpoint", tmp_path):
         checkpoint_folder(Artifact(kind="model", path=tmp_path, digest="0"))
 
 

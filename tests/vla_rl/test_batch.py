@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from components.contracts.errors import MismatchError
 from components.contracts.images import ImageRef
 from components.vla_rl.batch import build_batch, groups_that_differ
 from components.vla_rl.run import refuse_ratios
 from components.vla_rl.settings import EpisodeGroupMean
 from components.vla_rl.table import Answer, read_batch, write_batch
+from tests.refusals import refused
 
 GRPO = EpisodeGroupMean(name="group_mean")
 REF = ImageRef("a" * 64, "image/png", 4, 4)
@@ -105,6 +105,6 @@ def test_a_batch_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("score", [-7.0 + 2e-5, float("nan"), 1e4, -1e4, float("inf"), float("-inf")])
 def test_a_ratio_that_is_not_one_is_refused_wherever_it_stands(score: float) -> None:
     sampled = [3.0, -7.0, 5.0]
-    with pytest.raises(MismatchError, match="away from 1"):
+    with refused("ratios_mismatch", "preflight.max_ratio_error"):
         refuse_ratios([3.0, score, 5.0], sampled, 1e-5)
     assert refuse_ratios([3.0, -7.0 + 9e-6, 5.0], sampled, 1e-5) == pytest.approx(9e-6, rel=1e-4)

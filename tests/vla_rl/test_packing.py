@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from components.artifacts.images import ImageStore
@@ -137,8 +136,3 @@ def test_packed_equals_unpacked(case: Case, advantage: dict[str, Any], mode: str
     assert own.keys() == report.keys() and own["padding_fraction"] < report["padding_fraction"]
     for name in ("loss", "importance_ratio", "grad_norm", "bc/loss", "value/loss"):
         assert own.get(name) == (None if name not in report else pytest.approx(report[name], rel=CLOSE)), name
-
-
-def test_packing_of_single_answers_is_refused() -> None:
-    with pytest.raises(ValidationError, match="micro_batch_size 1"):
-        chunks.RobotRLTrainerSettings(max_steps=1, micro_batch_size=1, packing=PACKED)

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from scipy.stats import binomtest
 
 from components.configuration import load_recipe
-from components.contracts.errors import ConfigurationError
 from components.contracts.stages import Artifact
 from components.environments.libero.processes import ChunkResult
 from components.evaluation.libero.results import read_results
@@ -24,6 +23,7 @@ from components.vla_rl.settings import TrainVLARLSettings
 from components.vla_rl.stage import write_pages
 from components.vla_rl.table import read_rollouts
 from components.workers.errors import WorkerError
+from tests.refusals import refused
 from tests.vla_rl.kitchen import Kitchen, calm_policy
 from tests.vla_rl.test_run import rows, settings, train
 
@@ -70,7 +70,7 @@ def test_training_is_the_same_with_evaluations_also_after_a_kill_in_one(tmp_path
                 raise WorkerError("the process of the plane died")
             return super().step(actions, slot, film)
 
-    with pytest.raises(WorkerError, match="could not be played"):
+    with refused("too_many_episodes_failed"):
         train(tmp_path / "cut", start, [Doomed()], settings(evaluation={"every": 2}))
     kept = (tmp_path / "cut/work/robot-evaluations/000002.jsonl").read_bytes().count(b"\n")
     arena = Kitchen()
@@ -152,17 +152,17 @@ def test_how_the_trained_policy_is_evaluated_does_not_train_it_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "place"),
     [
-        (("evaluation.initial_states=[10, 3]",), "training tries 10 as well"),
-        (("evaluation.initial_states=[]", "evaluation.every=2"), "an empty one means all"),
-        (("rollouts.initial_states=[]",), "an empty one means all"),
-        (("evaluation.patience=2",), "set every, or leave patience out"),
-        (("evaluation.every=2", "rollouts.torch_compile=true"), "set both or neither"),
+        (("evaluation.initial_states=[10, 3]",), "evaluation.initial_states: "),
+        (("evaluation.initial_states=[]", "evaluation.every=2"), "evaluation.initial_states, rollouts.initial_states"),
+        (("rollouts.initial_states=[]",), "evaluation.initial_states, rollouts.initial_states"),
+        (("evaluation.patience=2",), "patience = 2"),
+        (("evaluation.every=2", "rollouts.torch_compile=true"), "evaluation.torch_compile, rollouts.torch_compile"),
     ],
 )
-def test_an_evaluation_that_is_not_held_out_is_refused(overrides: tuple[str, ...], said: str) -> None:
-    with pytest.raises((ConfigurationError, ValueError), match=said):
+def test_an_evaluation_that_is_not_held_out_is_refused(overrides: tuple[str, ...], place: str) -> None:
+    with refused("value_error", place):
         recipe_settings(*overrides)
 
 

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file
 
 from components.artifacts.images import ImageStore
-from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
 from components.policies.molmoact2 import policy as policies
 from components.policies.molmoact2.checkpoints.checkpoint import save_policy
@@ -34,6 +33,7 @@ from components.vla_rl.settings import GAE, RobotRLTrainerSettings
 from components.vla_rl.table import write_batch
 from components.vla_rl.worker import RobotRLWorker
 from tests.evaluation.libero.playground import TASKS
+from tests.refusals import refused
 from tests.vla_rl.kitchen import Kitchen, calm_policy, rollout_settings
 from tests.vla_rl.test_run import InProcessTrainer
 from tests.vla_rl.test_tokens import spoken
@@ -223,9 +223,9 @@ def test_two_nodes_pack_action_tokens_and_split_the_policy(tmp_path: Path) -> No
 def test_what_a_split_policy_cannot_keep_is_refused(batches: Path, tmp_path: Path) -> None:
     job = training(batches, settings(kl_coefficient=0.1))
     several = machine(trainer_processes=2, trainer_sharding="full")
-    with pytest.raises(ConfigurationError, match="no copy of its start"):
+    with refused("start_not_kept", "trainer.kl_coefficient"):
         RobotRLWorker(service_settings(job, several, tmp_path), Ranks())
     job = training(batches, settings(mode="expert", learning_rates={"action_expert": 1e-3}))
     job = job.model_copy(update={"rollouts": job.rollouts.model_copy(update={"quantization": "fp8"})})
-    with pytest.raises(ConfigurationError, match="no layer computes in 8 bits"):
+    with refused("quantization_not_split", "rollouts.quantization"):
         RobotRLWorker(service_settings(job, several, tmp_path), Ranks())

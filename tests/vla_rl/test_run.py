@@ -30,8 +30,8 @@ from components.vla_rl.settings import RobotPreflightSettings, RobotRLTrainerSet
 from components.vla_rl.stage import summary
 from components.vla_rl.table import read_batch, read_rollouts
 from components.vla_rl.worker import RobotRLWorker
-from components.workers.errors import WorkerError
 from tests.evaluation.libero.playground import TASKS
+from tests.refusals import refused
 from tests.vla_rl.kitchen import Kitchen, calm_policy, rollout_settings
 
 
@@ -139,7 +139,7 @@ def test_a_run_that_was_stopped_is_one_that_was_not(plan: TrainVLARLSettings, tm
         def __init__(self) -> None:
             super().__init__(range(35 if plan is AHEAD else 15, 10_000))
 
-    with pytest.raises(WorkerError, match="too many episodes failed, 2 may"):
+    with refused("too_many_episodes_failed", 2):
         train(tmp_path / "stopped", start, [Doomed(), Doomed()], plan)
     resumed = train(tmp_path / "stopped", start, [Kitchen(), Kitchen()], plan)
     assert rows(resumed) == rows(whole) and resumed.lineage(3) == whole.lineage(3)

@@ -124,6 +124,7 @@ def _pairs(first: Sequence[LiberoResult], second: Sequence[LiberoResult]) -> lis
         example = "no episode" if not lone else "suite {}, task {}, episode {}".format(*min(lone))
         raise DataError(
             f"the evaluations did not play the same episodes: {len(first)} and {len(second)}, {len(lone)} in one alone",
+            code="episodes_differ",
             where=example,
             remedy="evaluate both with the same suites, tasks and episodes_per_task",
         )
@@ -133,6 +134,7 @@ def _pairs(first: Sequence[LiberoResult], second: Sequence[LiberoResult]) -> lis
         if begins[0] != begins[1]:
             raise DataError(
                 f"the evaluations began an episode differently: (initial state, seed) {begins[0]} and {begins[1]}",
+                code="episode_starts_differ",
                 where=f"{a.suite}, task {a.task}, episode {a.episode}",
                 remedy="evaluate both with the same seed",
             )

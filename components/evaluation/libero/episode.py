@@ -111,6 +111,7 @@ def _refuse_state(observation: RobotObservation, planned: PlannedEpisode, chunk:
     if not np.isfinite(observation.state).all():
         raise WorkerError(
             "the simulator's state is not finite",
+            code="state_not_finite",
             where=f"{planned.name}, before chunk {chunk}",
             remedy="its physics failed: look at the actions that came before, or leave out this initial state",
         )
@@ -120,12 +121,14 @@ def _checked(actions: Actions, planned: PlannedEpisode, chunk: int) -> Actions:
     if actions.ndim != 2 or not len(actions) or actions.shape[1] != len(ACTION_NAMES):
         raise DataError(
             f"the policy answered with actions of shape {actions.shape}, the robot takes (n, {len(ACTION_NAMES)})",
+            code="action_shape_mismatch",
             where=f"{planned.name}, chunk {chunk}",
             remedy="evaluate a policy that was trained on LIBERO's actions",
         )
     if not np.isfinite(actions).all():
         raise DataError(
             "the policy answered with actions that are not finite",
+            code="actions_not_finite",
             where=f"{planned.name}, chunk {chunk}",
             remedy="its weights or its normalization statistics are broken",
         )

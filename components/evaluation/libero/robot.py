@@ -22,6 +22,7 @@ def refuse_cameras(wanted: Sequence[str], simulator: SimulatorSettings) -> None:
     if missing := [camera for camera in wanted if camera not in given]:
         raise ConfigurationError(
             f"the policy looks through {', '.join(missing)}, and the simulator gives {', '.join(given)}",
+            code="simulator_camera_missing",
             where="simulator.camera_name_mapping",
             remedy=f"map agentview and robot0_eye_in_hand to the policy's names; of another robot, {_REMEDY}",
         )
@@ -61,6 +62,7 @@ def _refuse_sizes(source: DatasetSource) -> None:
         if name is not None and (shape := tuple(source.dataset.feature(name).shape)) != (size,):
             raise ConfigurationError(
                 f"the dataset's {what} have the shape {list(shape)}, those of LIBERO's robot [{size}]",
+                code="feature_shape_mismatch",
                 where=f"feature {name!r} of {source.dataset.files}",
                 remedy=_REMEDY,
             )

@@ -114,6 +114,7 @@ class Evaluation:
                 raise WorkerError(
                     f"{len(failed)} episodes could not be played, {self._settings.failed_episodes} may fail: "
                     f"{outcome.failure}",
+                    code="too_many_episodes_failed",
                     where=planned.name,
                     remedy="see the simulators' logs; finished episodes are kept, the next attempt resumes from them",
                 )

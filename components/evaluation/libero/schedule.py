@@ -58,15 +58,8 @@ def plan_episodes(
     """
     planned: list[PlannedEpisode] = []
     for suite in settings.suites:
-        by_index = {task.index: task for task in known[suite]}
-        if missing := sorted(set(settings.tasks) - set(by_index)):
-            raise ConfigurationError(
-                f"{suite} has no task {', '.join(map(str, missing))}",
-                where="evaluation.tasks",
-                remedy=f"choose from 0 to {max(by_index)}, or leave it empty for all",
-            )
-        for index in sorted(settings.tasks or by_index):
-            planned += _of_task(by_index[index], settings, settings.max_steps[suite])
+        for task in tasks_of(suite, known[suite], settings.tasks, "evaluation.tasks"):
+            planned += _of_task(task, settings, settings.max_steps[suite])
     perturbations = settings.perturbations.listed()
     return planned + [replace(each, perturbation=one) for one in perturbations for each in planned]
 
@@ -96,6 +89,23 @@ def _of_task(task: LiberoTask, settings: LiberoEvaluationSettings, max_steps: in
     ]
 
 
+def tasks_of(suite: str, known: Sequence[LiberoTask], chosen: Sequence[int], where: str) -> list[LiberoTask]:
+    """Return the tasks with the `chosen` numbers, or all of the suite, by number.
+
+    Raises:
+        ConfigurationError: the suite has no such task.
+    """
+    by_index = {task.index: task for task in known}
+    if missing := sorted(set(chosen) - set(by_index)):
+        raise ConfigurationError(
+            f"{suite} has no task {', '.join(map(str, missing))}",
+            code="unknown_task",
+            where=where,
+            remedy=f"choose from 0 to {max(by_index)}, or leave it empty for all",
+        )
+    return [by_index[index] for index in sorted(chosen or by_index)]
+
+
 def states_of(task: LiberoTask, chosen: Sequence[int], where: str) -> Sequence[int]:
     """The initial states that are `chosen`, or all of the task.
 
@@ -106,6 +116,7 @@ def states_of(task: LiberoTask, chosen: Sequence[int], where: str) -> Sequence[i
     if max(states) >= task.initial_states:
         raise ConfigurationError(
             f"task {task.index} of {task.suite} has no initial state {max(states)}",
+            code="unknown_initial_state",
             where=where,
             remedy=f"choose from 0 to {task.initial_states - 1}, or leave it empty for all",
         )

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from components.contracts.errors import DataError
 from components.contracts.robots import RobotObservation
 from components.evaluation.libero.batching import InferenceQueue
+from tests.refusals import refused
 
 SEEN = RobotObservation({}, np.zeros(1, np.float32), "")
 
@@ -66,8 +66,8 @@ def test_observations_are_prepared_by_those_who_ask_while_others_are_answered() 
 
 def test_who_cannot_be_prepared_ends_it_for_all() -> None:
     def prepare(observation: RobotObservation) -> RobotObservation:
-        raise DataError("the observation has no camera")
+        raise DataError("the observation has no camera", code="no_camera")
 
     queue = InferenceQueue[int](lambda observations, seeds: seeds, 2, prepare)
-    with pytest.raises(DataError, match="no camera"):
+    with refused("no_camera"):
         queue.serve([lambda: queue.ask(SEEN, 0).result() and None] * 3)

@@ -82,8 +82,9 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     write_results(tmp_path, RESULTS)
     assert read_results(tmp_path) == RESULTS
     (tmp_path / "results.parquet").write_bytes(b"PAR1 no")
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError) as error:
         read_results(tmp_path)
+    assert error.value.where == str(tmp_path / "results.parquet")
 
 
 def test_the_page_escapes_what_comes_from_outside(tmp_path: Path) -> None:
