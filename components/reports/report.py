@@ -51,7 +51,7 @@ def write_report(path: Path, report: HtmlReport) -> None:
     """
     for label, address in report.links.items():
         if urlsplit(address).scheme not in ("", "http", "https"):
-            raise DataError(f"not a link: {address!r}", where=f"link {label!r} of {path}")
+            raise DataError(f"not a link: {address!r}", code="invalid_link", where=f"link {label!r} of {path}")
     values = {"report": report, "configuration": flatten(report.configuration)}
     write_page(path, "report.html", styles=("page.css", "report.css"), scripts=(), values=values)
 

@@ -23,7 +23,10 @@ def token_decoder(checkpoint: Path) -> Callable[[int], str]:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust library raises Exception itself, with no class of its own
         raise DataError(
-            f"the tokenizer cannot be read: {error}", where=str(path), remedy="save the processor to the checkpoint"
+            f"the tokenizer cannot be read: {error}",
+            code="tokenizer_unreadable",
+            where=str(path),
+            remedy="save the processor to the checkpoint",
         ) from error
 
     def decode(token: int) -> str:

@@ -75,6 +75,7 @@ def refuse_mismatch(agreement: LogprobAgreement, drops: Counter[str], max_kl: fl
         raise MismatchError(
             "no rollout could be turned into a sample: "
             + (", ".join(f"{reason} {count}" for reason, count in drops.most_common()) or "nothing was generated"),
+            code="no_samples",
             where="pre-flight",
             remedy=_remedy_for_drops(drops),
         )
@@ -82,6 +83,7 @@ def refuse_mismatch(agreement: LogprobAgreement, drops: Counter[str], max_kl: fl
         raise MismatchError(
             f"trainer and server disagree: mismatch KL {agreement.mismatch_kl:.3g} > {max_kl:g}, "
             f"mean ratio {agreement.mean_ratio:.4f}",
+            code="logprobs_mismatch",
             where="pre-flight",
             remedy=likely_reason(agreement),
         )
@@ -104,6 +106,7 @@ def step_mismatch(metrics: Mapping[str, float], step: int, max_kl: float) -> Mis
     return MismatchError(
         f"trainer and server disagree in step {step}: mismatch KL {kl:.3g} > {max_kl:g}, mean ratio "
         f"{metrics.get('importance_ratio', float('nan')):.4f}",
+        code="logprobs_mismatch",
         where="preflight.max_step_mismatch_kl",
         remedy="its rollouts are not of the weights that they name: read the servers' logs, then delete the rollouts "
         "and the batch of this step and start again; or set preflight.step_mismatch = 'warn'",

@@ -6,7 +6,16 @@ from math import gcd
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
 
 from components.batches.settings import BatchSettings, GroupMean
 from components.contracts.errors import ConfigurationError
@@ -108,10 +117,13 @@ class MultimodalRLConfig(BaseModel):
     def __init__(self, **options: Any) -> None:
         for name in options:
             if name in WITHOUT_USE:
-                raise ConfigurationError(f"{name} would have no effect: {WITHOUT_USE[name]}", remedy=f"remove {name}")
+                raise ConfigurationError(
+                    f"{name} would have no effect: {WITHOUT_USE[name]}", code="unused_option", remedy=f"remove {name}"
+                )
             if name not in type(self).model_fields:
                 raise ConfigurationError(
                     f"MultimodalRLConfig has no option {name!r}",
+                    code="unknown_option",
                     remedy=suggestion(name, type(self).model_fields),
                 )
         super().__init__(**options)
@@ -119,12 +131,14 @@ class MultimodalRLConfig(BaseModel):
             raise ConfigurationError(
                 f"rollouts_per_step ({self.rollouts_per_step}) is not a multiple of "
                 f"rollouts_per_example ({self.group_size})",
+                code="rollouts_not_in_groups",
                 remedy="change one of them",
             )
         if self.eval_steps and self.sync_to_vllm_every != 1:
             raise ConfigurationError(
                 f"eval_steps = {self.eval_steps} evaluates the newest weights, "
                 f"which sync_to_vllm_every = {self.sync_to_vllm_every} keeps from the server",
+                code="evaluates_old_weights",
                 remedy="set sync_to_vllm_every = 1, or eval_steps = 0",
             )
         self.settings(), self.panel()
@@ -178,8 +192,9 @@ class MultimodalRLConfig(BaseModel):
                 trainer=self._trainer_settings(),
                 preflight=PreflightSettings(groups=min(4, n_groups), max_mismatch_kl=self.max_mismatch_kl),
             )
-        except ValueError as error:
-            raise ConfigurationError(f"the options contradict each other: {error}") from error
+        except ValidationError as error:
+            code = error.errors()[0]["type"]
+            raise ConfigurationError(f"the options contradict each other: {error}", code=code) from error
 
     def panel(self) -> PanelSettings | None:
         """What is evaluated between steps; None: nothing.
@@ -190,6 +205,7 @@ class MultimodalRLConfig(BaseModel):
         if self.eval_patience and not self.eval_steps:
             raise ConfigurationError(
                 f"eval_patience = {self.eval_patience} counts evaluations, and there are none",
+                code="patience_without_evaluations",
                 remedy="set eval_steps, or leave eval_patience out",
             )
         if not self.eval_steps:

@@ -105,6 +105,7 @@ class Evaluations(ABC):
         if self.made and self.best <= done and not self.best_weights.is_dir():
             raise DataError(
                 f"the weights after step {self.best}, the best of {len(self.made)} evaluations, are gone",
+                code="best_weights_missing",
                 where=str(self.best_weights),
                 remedy=f"train again from the beginning: --force {self.STAGE}",
             )

@@ -126,6 +126,7 @@ def served_adapters(model: ModelSettings, weights: Path) -> ServedAdapters | Non
     if missing := sorted(adapted - set(family.served_adapters)):
         raise ConfigurationError(
             f"vLLM serves no adapters of {', '.join(missing)} of {family.name}",
+            code="adapters_not_served",
             where=f'model.lora.served_as = "adapter", scope = "{lora.scope}"',
             remedy='set served_as = "merged"' + ', or scope = "language"' * ("language" not in missing),
         )
@@ -193,6 +194,7 @@ def skipped_batches(workspace: Path, named: Collection[int], done: int, last: in
     if wrong := sorted(step for step in new if step <= done or step > last):
         raise ConfigurationError(
             f"the batches of steps {', '.join(map(str, wrong))} cannot be skipped: {done} of {last} steps are made",
+            code="steps_not_skippable",
             where="machine.skip_batches",
             remedy="name steps that are still to come, or delete the checkpoints after the step before",
         )

@@ -89,6 +89,7 @@ class PanelEvaluations(Evaluations):
         if versions != {step}:
             raise ServerError(
                 f"the evaluation after step {step} was played by versions {sorted(versions)} of the weights",
+                code="other_weights_played",
                 remedy="start the run again: it resumes from its last checkpoint",
             )
         settings = self.panel.settings

@@ -387,6 +387,7 @@ class RLRun:
         if made is None:
             raise TrainerError(
                 f"batch {step} is gone, so the trainer cannot be brought back to where it was",
+                code="batch_missing",
                 where=str(self.store.home("batches", self._batch_key(step))),
                 remedy="start the run again: it collects the missing rollouts",
             )

@@ -46,6 +46,7 @@ def refuse_other_texts(completions: Sequence[Completion], tokenizer: Tokenizer) 
             raise MismatchError(
                 f"the server makes other text of the same tokens than the run's tokenizer, {len(different)} times in "
                 f"{len(answered)}; it says {theirs[:200]!r}, the tokenizer {own[:200]!r}",
+                code="server_tokenizer_mismatch",
                 where=server,
                 remedy="start the server from this run's model: a run gives its weights to servers that it joins, not "
                 "its tokenizer, and rewards are of the server's text",

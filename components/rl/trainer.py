@@ -75,7 +75,9 @@ class MultimodalGRPOTrainer:
     ) -> None:
         if config is None:
             raise ConfigurationError(
-                "MultimodalGRPOTrainer needs a config", remedy="pass config=MultimodalRLConfig(...)"
+                "MultimodalGRPOTrainer needs a config",
+                code="config_missing",
+                remedy="pass config=MultimodalRLConfig(...)",
             )
         torch.manual_seed(config.seed)
         self.config, self.machine, self.served = config, config.machine, JOINED
@@ -96,6 +98,7 @@ class MultimodalGRPOTrainer:
             if config.packing:
                 raise ConfigurationError(
                     f"{type(self.adapter).__name__} makes whole batches, whose rows cannot be packed",
+                    code="batches_not_packable",
                     where="MultimodalRLConfig.packing",
                     remedy="leave it out, or leave the adapter out where the model's family has one",
                 )
@@ -169,7 +172,9 @@ class MultimodalGRPOTrainer:
         config, settings = self.config, self.config.settings()
         if self.environment is None:
             if not config.env_id:
-                raise ConfigurationError("no environment is set", remedy="call set_environment, or set env_id")
+                raise ConfigurationError(
+                    "no environment is set", code="environment_missing", remedy="call set_environment, or set env_id"
+                )
             self.set_environment(config.env_id, **config.env_args)
         assert self.environment is not None
         made_from = settings.model_dump(mode="json", exclude={"preflight": True, "trainer": NOT_COMPARED})
@@ -220,6 +225,7 @@ class MultimodalGRPOTrainer:
         if not tasks:
             raise ConfigurationError(
                 "the environment has no held-out tasks to evaluate with",
+                code="heldout_tasks_missing",
                 where="eval_steps",
                 remedy='have tasks("heldout") list some, or leave eval_steps out',
             )
@@ -241,6 +247,7 @@ class MultimodalGRPOTrainer:
         if key not in trajectory.reward_parts:
             raise ConfigurationError(
                 f"the environment gives no reward part {key!r}",
+                code="unknown_reward_part",
                 where="primary_reward_key",
                 remedy=f"choose from {', '.join(sorted(trajectory.reward_parts))}",
             )

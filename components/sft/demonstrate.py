@@ -53,6 +53,7 @@ def expert(environment: Environment) -> DemonstrationEnvironment:
     if not hasattr(environment, "demonstration"):
         raise ConfigurationError(
             f"environment {environment.name!r} gives no demonstrations, so there is nothing to start from",
+            code="demonstrator_missing",
             where="warm_start",
             remedy="take the section out of the recipe, or give the environment a method demonstration(task)",
         )

@@ -35,6 +35,7 @@ class WarmStartSettings(UpdateSettings):
         if self.warmup_steps > max_steps:
             raise ConfigurationError(
                 f"warmup_steps = {self.warmup_steps}, and the demonstrations make {max_steps} steps",
+                code="warmup_too_long",
                 where="warm_start.warmup_steps",
                 remedy="shorten it, or raise epochs or demonstrations",
             )

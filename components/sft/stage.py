@@ -48,6 +48,7 @@ def warm_start(settings: SFTSettings, inputs: Mapping[str, Artifact], out: Path,
     if not samples:
         raise DataError(
             f"no demonstration can be trained on; left out: {dict(drops)}",
+            code="no_demonstration_usable",
             where=str(played.path),
             remedy="look at the first failure's detail in failures.parquet there",
         )

@@ -28,6 +28,7 @@ def serve(store: Path, port: int, ready: Callable[[str], None]) -> None:
     if not store.is_dir():
         raise ConfigurationError(
             "there is no artifact store to look at",
+            code="store_missing",
             where=str(store),
             remedy="run a recipe here first, or name the store's folder: --store",
         )
@@ -37,7 +38,10 @@ def serve(store: Path, port: int, ready: Callable[[str], None]) -> None:
             listening.bind(("127.0.0.1", port))
         except OSError as error:
             raise ConfigurationError(
-                f"port {port} is in use", where=listener(port), remedy="choose another: --port"
+                f"port {port} is in use",
+                code="viewer_port_in_use",
+                where=listener(port),
+                remedy="choose another: --port",
             ) from error
         listening.listen()
         token = secrets.token_urlsafe(24)

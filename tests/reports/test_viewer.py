@@ -175,7 +175,7 @@ def test_the_same_rollouts_give_the_same_file(page, images):
 
 def test_an_image_that_is_too_large_to_draw_is_refused(page, images):
     ref = images.keep(raw_png(8500, 8500, 8, 2, bytes(8500)).data, 8500, 8500)
-    with pytest.raises(DataError, match="8500x8500 pixels"):
+    with pytest.raises(DataError):
         write(page, [make_trajectory("t", (ref,))], images)
 
 

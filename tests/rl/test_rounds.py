@@ -22,7 +22,6 @@ from components.batches.table import read_batch
 from components.configuration import load_recipe
 from components.contracts.batches import Sample, TurnAdvantages
 from components.contracts.episodes import Observation, Outcome, Task
-from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
 from components.contracts.rollouts import GenerateOutputs, Trajectory
 from components.contracts.stages import StageContext
@@ -36,6 +35,7 @@ from components.rollouts.play import RolloutId
 from components.rollouts.schedule import tasks_of_step
 from components.rollouts.table import read_rollouts
 from components.stages import TerminalEvents, ThreadUnits
+from tests.refusals import refused
 
 GROUPS, MEMBERS, STEPS, MAX_ROUNDS, SEED = 4, 2, 3, 5, 6
 
@@ -248,7 +248,7 @@ def test_a_batch_that_is_named_is_skipped_and_the_run_remembers_it(tmp_path: Pat
     poisoned = first.store.find("batches", "run-00002")
     assert poisoned is not None and first.trainer.batches[2]
     again = Attempt(tmp_path, portal, staleness=0)
-    with pytest.raises(ConfigurationError, match=rf"steps 1, 9 cannot be skipped: 1 of {STEPS} steps are made"):
+    with refused("steps_not_skippable", "1, 9", f"1 of {STEPS}"):
         skipped_batches(tmp_path, (1, 2, 9), 1, STEPS)
     assert skipped_batches(tmp_path, (2,), 1, STEPS) == {2}
     again.run.skipped = skipped_batches(tmp_path, (), 2, STEPS)

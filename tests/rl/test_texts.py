@@ -13,7 +13,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from components.adapters import get_adapter
 from components.configuration import load_recipe
-from components.contracts.errors import MismatchError
 from components.contracts.machine import Machine
 from components.contracts.stages import StageContext
 from components.environments.make import make_environment
@@ -29,6 +28,7 @@ from components.rl.texts import refuse_other_texts
 from components.stages import STAGES, TerminalEvents, ThreadUnits, open_store, run_stage
 from components.vlm.client import TrainerClient, TrainerPolicySettings
 from tests.inference.conftest import stand_ins
+from tests.refusals import refused
 
 __all__ = ["stand_ins"]  # a fixture
 
@@ -102,7 +102,7 @@ def test_the_space_after_the_prompt_and_undefined_bytes_are_no_difference() -> N
 def test_thoughts_that_never_end_say_nothing_about_a_server_that_answers_elsewhere() -> None:
     thinking = said(tokens("I think"), "", "length")
     refuse_other_texts([thinking, said([*tokens("So: red"), END], "red")], OWN)
-    with pytest.raises(MismatchError, match=r"it says '', the tokenizer 'I think'"):
+    with refused("server_tokenizer_mismatch", "''", "'I think'"):
         refuse_other_texts([thinking], OWN)
 
 
@@ -110,10 +110,8 @@ def test_another_tokenizer_is_refused_with_both_texts_and_the_server() -> None:
     ids = tokens("red")
     theirs = OTHER.decode(ids)
     right = said([*tokens("It is red."), END], "It is red.")
-    with pytest.raises(MismatchError, match=f"1 times in 2; it says '{theirs}', the tokenizer 'red'") as caught:
+    with refused("server_tokenizer_mismatch", "1 times in 2", repr(theirs), "'red'", URL):
         refuse_other_texts([right, said([*ids, END], theirs)], OWN)
-    assert caught.value.where == URL
-    assert "start the server from this run's model" in caught.value.remedy
 
 
 def test_the_preflight_refuses_a_joined_server_before_it_asks_the_trainer(
@@ -147,7 +145,6 @@ def test_the_preflight_refuses_a_joined_server_before_it_asks_the_trainer(
     with (
         start_blocking_portal() as portal,
         portal.wrap_async_context_manager(parts.servers),
-        pytest.raises(MismatchError, match=f"8 times in 8; it says '{weights.name}'") as caught,
+        refused("server_tokenizer_mismatch", "8 times in 8", repr(weights.name), server.url),
     ):
         RLRun(settings.loop, context, open_store(machine), parts, portal).preflight()
-    assert caught.value.where == server.url

@@ -23,12 +23,13 @@ from components.adapters import MultimodalAdapter
 from components.batches.table import read_batch
 from components.configuration import load_recipe
 from components.contracts.batches import MultimodalBatch
-from components.contracts.errors import ConfigurationError, DataError, MismatchError
+from components.contracts.errors import DataError
 from components.contracts.rollouts import GenerateOutputs, LogProbs, TokenIds
 from components.inference.probe import ProbeAnswer, make_probe
 from components.models.load import load_model
 from components.rl.config import MultimodalRLConfig
 from components.rl.trainer import MultimodalGRPOTrainer
+from tests.refusals import refused
 from tests.vlm.conftest import LORA, Tiny, make_tiny, model_settings, tiny
 
 __all__ = ["make_tiny", "tiny"]  # fixtures
@@ -207,7 +208,7 @@ def test_a_step_that_no_checkpoint_has_is_applied_again_from_its_batch(
             trainer.train()
 
     trained(tmp_path / "straight")
-    with pytest.raises(ConnectionError, match="the server is gone"):
+    with pytest.raises(ConnectionError):
         trained(tmp_path / "stopped", lost_at=2)
     assert [one["step"] for one in run(tmp_path / "stopped")] == [1]
     trained(tmp_path / "stopped")
@@ -294,7 +295,7 @@ def test_an_adapter_of_ones_own_trains_as_that_of_the_family(
 
 
 def test_batches_of_an_adapter_of_ones_own_cannot_be_packed(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"MinimalAdapter makes whole batches[\s\S]*leave it out"):
+    with refused("batches_not_packable", "MinimalAdapter", "MultimodalRLConfig.packing"):
         MultimodalGRPOTrainer(tiny.model(), tiny.processor, MinimalAdapter(tiny), config(tmp_path, packing=True))
 
 
@@ -314,7 +315,7 @@ def test_rows_that_are_no_trajectories_are_compared_with_all_rows(
 def test_a_shift_by_one_is_noticed_before_the_first_step(
     tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(MismatchError, match="trainer and server disagree"):
+    with refused("logprobs_mismatch"):
         with_own_adapter(tiny, MinimalAdapter(tiny, shift=1), config(tmp_path), monkeypatch).train()
     assert not (tmp_path / "history.jsonl").exists()
 
@@ -336,8 +337,9 @@ def test_batches_of_wrong_shapes_are_refused(
             batch = super().build_batch(outputs)
             return replace(batch, behavior_logprobs=batch.behavior_logprobs[:, 1:])
 
-    with pytest.raises(DataError, match="behavior_logprobs must have shape"):
+    with pytest.raises(DataError) as error:
         with_own_adapter(tiny, Wrong(tiny), config(tmp_path), monkeypatch).train()
+    assert error.value.where.startswith("MultimodalBatch.behavior_logprobs")
 
 
 def test_the_file_s_server_is_started_by_the_pool(tiny: Tiny, tmp_path: Path) -> None:
@@ -353,13 +355,13 @@ def test_the_file_s_server_is_started_by_the_pool(tiny: Tiny, tmp_path: Path) ->
 
 
 def test_what_is_missing_is_said(tiny: Tiny, tmp_path: Path, samplers: list[LocalSampler]) -> None:
-    with pytest.raises(ConfigurationError, match="needs a config"):
+    with refused("config_missing"):
         MultimodalGRPOTrainer(tiny.model(), tiny.processor)
     trainer = MultimodalGRPOTrainer(tiny.model(), tiny.processor, tiny.adapter, config(tmp_path))
-    with pytest.raises(ConfigurationError, match="no environment is set"):
+    with refused("environment_missing"):
         trainer.train()
     part = config(tmp_path, primary_reward_key="beauty")
     trainer = MultimodalGRPOTrainer(tiny.model(), tiny.processor, None, part)
     trainer.set_environment("colors", **COLORS)
-    with pytest.raises(ConfigurationError, match="choose from"):
+    with refused("unknown_reward_part", "beauty", "primary_reward_key"):
         trainer.train()

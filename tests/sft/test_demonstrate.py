@@ -7,15 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-import pytest
 
 from components.adapters.sequences import merge_turns
 from components.artifacts.images import ImageStore
 from components.contracts.episodes import Observation, Outcome, Task
-from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
 from components.contracts.rollouts import GenerateOutputs, TokenIds
 from components.sft.demonstrate import demonstrate, expert
+from tests.refusals import refused
 
 
 class Counting:
@@ -108,5 +107,5 @@ def test_an_environment_without_an_expert_is_refused():
     class Silent:
         name = "silent"
 
-    with pytest.raises(ConfigurationError, match="'silent' gives no demonstrations"):
+    with refused("demonstrator_missing", "'silent'", "warm_start"):
         expert(Silent())  # type: ignore[arg-type]
