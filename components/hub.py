@@ -54,6 +54,7 @@ def hub_commit(name: str, revision: str, kind: RepositoryKind) -> HubCommit:
     except Exception as error:  # the network's, the hub's, or those of a name that cannot be
         raise DataError(
             f"the {kind} cannot be reached: {str(error).splitlines()[0] if str(error) else repr(error)}",
+            code="repository_unavailable",
             where=f"{name} at {revision}",
             remedy=f"check the name, the revision and the network, log in for a gated {kind}, or give a folder; "
             "without a network, give the commit of what was fetched before",

@@ -56,13 +56,16 @@ class Registry:
         entries = self._entries if name in self._entries else self._all()
         if name not in entries:
             own = "; or MODULE:NAME of a module beside the recipe" if self._modules else ""
-            raise ConfigurationError(f"no {self.noun} is called {name!r}", remedy=suggestion(name, entries) + own)
+            raise ConfigurationError(
+                f"no {self.noun} is called {name!r}", code="unknown_name", remedy=suggestion(name, entries) + own
+            )
         module, _, attribute = entries[name].partition(":")
         try:
             return getattr(import_module(module), attribute)
         except (Exception, SystemExit) as error:  # whatever a package raises that adds a name
             raise ConfigurationError(
                 f"{self.noun} {name!r} cannot be loaded: {type(error).__name__}: {error}",
+                code="name_not_loadable",
                 where=entries[name],
                 remedy="install what it needs, or correct the package that names it",
             ) from error

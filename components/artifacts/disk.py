@@ -40,6 +40,7 @@ def full_disk_said(where: Path) -> Iterator[None]:
             raise
         raise StoreError(
             f"{where.name} could not be written: {os.strerror(error.errno)} ({_free(where)})",
+            code="disk_full",
             where=str(where),
             remedy="free space or set another store, then run again: what was finished is kept",
         ) from error

@@ -29,7 +29,9 @@ def open_tensors(path: Path, framework: str = "numpy") -> Any:
     try:
         return safe_open(regular(path), framework=framework)
     except (SafetensorError, OSError) as error:
-        raise DataError(f"not a readable safetensors file: {error}", where=str(path), remedy=_REMEDY) from error
+        raise DataError(
+            f"not a readable safetensors file: {error}", code="safetensors_unreadable", where=str(path), remedy=_REMEDY
+        ) from error
 
 
 @contextmanager
@@ -59,7 +61,12 @@ def shard_names(index: Path) -> dict[str, str]:
     try:
         files = json.loads(read_bytes(index))["weight_map"].items()
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"not an index of safetensors: {error!r:.200}", where=str(index), remedy=_REMEDY) from error
+        raise DataError(
+            f"not an index of safetensors: {error!r:.200}",
+            code="safetensors_index_unreadable",
+            where=str(index),
+            remedy=_REMEDY,
+        ) from error
     return {name: bare_name(file, str(index)) for name, file in files}
 
 
@@ -75,6 +82,7 @@ def read_tensors(folder: Path) -> Tensors:
     if not files:
         raise DataError(
             "no safetensors in the model folder",
+            code="safetensors_missing",
             where=str(folder),
             remedy="convert the weights with save_pretrained; pickled weights are not loaded",
         )

@@ -17,4 +17,6 @@ def foreign(what: str, *, where: str, remedy: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         detail = " ".join(str(error).split())[:500]
-        raise DataError(f"{what}: {type(error).__name__}: {detail}", where=where, remedy=remedy) from error
+        raise DataError(
+            f"{what}: {type(error).__name__}: {detail}", code="foreign_file_unreadable", where=where, remedy=remedy
+        ) from error

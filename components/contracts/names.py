@@ -19,6 +19,7 @@ def confined(name: object, where: str) -> PurePosixPath:
     if not path.name or "\0" in text or ".." in path.parts or path.is_absolute() or windows.drive or windows.root:
         raise DataError(
             f"the file name {name!r:.200} does not stay in its folder",
+            code="unsafe_file_name",
             where=where,
             remedy="use the original file; names in it are relative and have no '..'",
         )
@@ -33,5 +34,10 @@ def bare_name(name: object, where: str) -> str:
     """
     path = confined(name, where)
     if len(path.parts) != 1:
-        raise DataError(f"the file name {name!r:.200} has folders in it", where=where, remedy="use the original file")
+        raise DataError(
+            f"the file name {name!r:.200} has folders in it",
+            code="unsafe_file_name",
+            where=where,
+            remedy="use the original file",
+        )
     return path.name

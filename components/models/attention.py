@@ -56,6 +56,7 @@ def check_image_attention(config: PreTrainedConfig, chosen: ImageAttention | Non
         if found != chosen:
             raise ConfigurationError(
                 f"image attention is to be {chosen}, and the checkpoint's config.json says {found}",
+                code="image_attention_mismatch",
                 where="model.image_attention",
                 remedy=f'put "is_mm_prefix_lm": {str(chosen == "bidirectional").lower()} into the config.json of a '
                 "copy and name that folder, or leave image_attention out",
@@ -63,6 +64,7 @@ def check_image_attention(config: PreTrainedConfig, chosen: ImageAttention | Non
     if found == "bidirectional" and attn_implementation == "flash_attention_2":
         raise ConfigurationError(
             "flash_attention_2 cannot attend in both directions inside an image",
+            code="flash_attention_causal",
             where="model.attn_implementation",
             remedy="leave attn_implementation out",
         )
@@ -73,6 +75,7 @@ def _has_choice(config: PreTrainedConfig, chosen: ImageAttention) -> None:
     if not family.image_attention:
         raise ConfigurationError(
             f"image attention cannot be chosen for {family.name}",
+            code="image_attention_fixed",
             where=f"model.image_attention = {chosen!r}",
             remedy="leave it out; families with the choice: "
             + ", ".join(one.name for one in FAMILIES.values() if one.image_attention),
@@ -111,6 +114,7 @@ def _one_block_per_image(
     if ids is None or types is None:
         raise ConfigurationError(
             "images are given without input_ids or mm_token_type_ids, so their tokens would attend causally",
+            code="image_types_missing",
             where=type(module).__name__,
             remedy="pass both by name, as the family's adapter does, or make the checkpoint a causal one",
         )

@@ -49,7 +49,10 @@ def compile_layers(model: PreTrainedModel) -> None:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigurationError(
-            f"{type(model).__name__} has no layers that are known here", where=_WHERE, remedy="leave it out"
+            f"{type(model).__name__} has no layers that are known here",
+            code="layers_not_compilable",
+            where=_WHERE,
+            remedy="leave it out",
         )
     towers = [model.get_submodule(name) for name in family_of(model.config).vision]
     vision = {module for tower in towers if in_one_graph(tower) for module in tower.modules()}
@@ -101,6 +104,7 @@ def check_compiler(where: str) -> None:
     except InvalidCxxCompiler as error:
         raise ConfigurationError(
             "layers are compiled by a compiler for C++, and there is none",
+            code="compiler_missing",
             where=where,
             remedy="install g++, or leave it out",
         ) from error

@@ -47,6 +47,7 @@ class ContextParallel:
             possible = [str(size) for size in range(2, heads + 1) if heads % size == 0]
             raise ConfigurationError(
                 f"{heads} attention heads cannot be divided among {self.size} ranks",
+                code="heads_not_divisible",
                 where=f"machine.trainer_context_parallel = {self.size}",
                 remedy=f"choose from {', '.join(possible)}" if possible else "leave it out",
             )

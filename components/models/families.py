@@ -58,6 +58,7 @@ class Family:
         if found is None:
             raise ConfigurationError(
                 f"{parameter!r} belongs to no component of {self.name}",
+                code="parameter_without_component",
                 remedy="add its prefix to the family's entry in components/models/families.py",
             )
         return found[1]
@@ -204,6 +205,7 @@ def family_of(config: Any) -> Family:
             return family
     raise ConfigurationError(
         f"no model family has the model_type {model_type!r}",
+        code="unknown_model_type",
         remedy="use a checkpoint of one of the families "
         + ", ".join(f"{family.name} ({family.model_type})" for family in FAMILIES.values()),
     )

@@ -93,6 +93,7 @@ def _refuse(name: str, layer: nn.Linear, where: str) -> None:
         raise ConfigurationError(
             "8-bit products take the place of those in bfloat16, and the policy computes in "
             f"{str(layer.weight.dtype).removeprefix('torch.')}",
+            code="fp8_dtype_mismatch",
             where=where,
             remedy="take a policy whose dtype is bfloat16, or leave quantization out",
         )
@@ -101,12 +102,14 @@ def _refuse(name: str, layer: nn.Linear, where: str) -> None:
     if torch.cuda.get_device_capability() < CAPABILITY:
         raise ConfigurationError(
             f"{torch.cuda.get_device_name()} has no products of 8-bit floats",
+            code="fp8_unsupported",
             where=where,
             remedy="take an H100 or a newer GPU, or leave quantization out",
         )
     if out % MULTIPLE or rows % MULTIPLE:
         raise ConfigurationError(
             f"the weight of {name} is {out} x {rows}, and a GPU multiplies 8-bit floats in multiples of {MULTIPLE}",
+            code="fp8_size_unsupported",
             where=where,
             remedy="leave quantization out",
         )

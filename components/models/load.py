@@ -72,7 +72,12 @@ def load_processor(source: str | Path, settings: ModelSettings) -> ProcessorMixi
     with foreign("no processor can be loaded", where=str(source), remedy=remedy):
         processor = AutoProcessor.from_pretrained(locate(source, settings.revision), **options)
     if getattr(processor, "image_processor", None) is None:
-        raise DataError(f"{type(processor).__name__} takes no images", where=str(source), remedy=remedy)
+        raise DataError(
+            f"{type(processor).__name__} takes no images",
+            code="image_processor_missing",
+            where=str(source),
+            remedy=remedy,
+        )
     if is_remote(processor):
         complete_processor(processor, family_of(load_config(source, settings)))
     return processor
@@ -124,6 +129,7 @@ def read_model(source: str | Path, settings: ModelSettings) -> tuple[PreTrainedM
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigurationError(
             "a model with quantized weights cannot be split over ranks",
+            code="quantization_not_split",
             where=str(source),
             remedy="train it on one GPU, or give a checkpoint in bfloat16",
         )
@@ -143,6 +149,7 @@ def _refuse_split(settings: ModelSettings) -> None:
     if settings.quantization is not None:
         raise ConfigurationError(
             "a model in 4 bits cannot be split over ranks",
+            code="quantization_not_split",
             where="model.quantization, machine.trainer_sharding",
             remedy="train it in one process, or leave model.quantization out",
         )
@@ -227,6 +234,7 @@ def _check_attention(implementation: str) -> None:
     if implementation == "flash_attention_2" and not is_installed("flash-attn"):
         raise ConfigurationError(
             "flash_attention_2 needs the package flash-attn, which is not installed",
+            code="flash_attention_missing",
             where="model.attn_implementation",
             remedy="install flash-attn on a machine with a GPU, or leave attn_implementation out",
         )
@@ -244,7 +252,10 @@ def refuse_other_sizes(config: PreTrainedConfig, folder: Path) -> None:
     depth = max((value for key, value in _numbers(config.to_dict()) if _DEPTH.fullmatch(key)), default=0)
     if depth > len(tensors):
         raise DataError(
-            f"config.json has {depth} layers, the weights are {len(tensors)} tensors", where=str(folder), remedy=remedy
+            f"config.json has {depth} layers, the weights are {len(tensors)} tensors",
+            code="weights_mismatch",
+            where=str(folder),
+            remedy=remedy,
         )
     with foreign("no model can be built", where=f"{folder}/config.json", remedy=remedy), torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config, trust_remote_code=is_remote(config))
@@ -252,6 +263,7 @@ def refuse_other_sizes(config: PreTrainedConfig, folder: Path) -> None:
     if needed > stored:
         raise DataError(
             f"config.json describes a model of {needed:,} parameters, the weights beside it are {stored:,}",
+            code="weights_mismatch",
             where=str(folder),
             remedy=remedy,
         )
@@ -273,6 +285,7 @@ def _check_weights(report: Mapping[str, Any], source: str | Path) -> None:
         counts = ", ".join(f"{len(names)} {kind}" for kind, names in found.items() if names)
         raise DataError(
             f"config.json and weights disagree: {counts}, first: {next(names[0] for names in found.values() if names)}",
+            code="weights_mismatch",
             where=str(source),
             remedy="use a checkpoint whose weights belong to its config.json",
         )

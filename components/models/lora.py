@@ -44,6 +44,7 @@ def target_modules(model: nn.Module, family: Family, settings: LoraSettings) -> 
         if target not in lasts:
             raise ConfigurationError(
                 f"the adapter target {target!r} is not a linear layer of the {settings.scope} scope",
+                code="unknown_adapter_target",
                 where=f"model.lora.targets, family {family.name}",
                 remedy=f"choose from {', '.join(sorted(lasts))}",
             )
@@ -56,6 +57,7 @@ def add_adapters(model: PreTrainedModel, family: Family, settings: LoraSettings,
     if not names:
         raise ConfigurationError(
             "no linear layer is left for an adapter",
+            code="no_layer_for_adapters",
             where=f"scope = {settings.scope}, freeze = {', '.join(frozen)}",
             remedy="freeze less, or widen model.lora.scope",
         )
@@ -63,6 +65,7 @@ def add_adapters(model: PreTrainedModel, family: Family, settings: LoraSettings,
     if tied and any(name.endswith("lm_head") for name in names):
         raise ConfigurationError(
             "an adapter on a tied output head would untie it: servers have one matrix for both",
+            code="tied_head_adapted",
             where="model.lora.targets",
             remedy="leave lm_head out, or use a checkpoint with tie_word_embeddings = false",
         )

@@ -132,6 +132,7 @@ def _rows(fused: str, text: Any) -> list[int]:
 def _unknown(name: str, why: str) -> DataError:
     return DataError(
         f"the weights have no second layout: {why}",
+        code="weights_layout_mismatch",
         where=name,
         remedy="pass the whole state of a Molmo2, with adapters merged, in one of its two layouts",
     )

@@ -88,6 +88,7 @@ def attend_in_segments(model: PreTrainedModel, context: ContextParallel | None =
     if text._attn_implementation not in ("sdpa", PACKED):
         raise ConfigurationError(
             f"packed rows have an attention of their own, and the model was loaded with {text._attn_implementation}",
+            code="packing_attention_mismatch",
             where="trainer.packing, model.attn_implementation",
             remedy="leave one of the two out",
         )
@@ -108,6 +109,7 @@ def attend_in_segments(model: PreTrainedModel, context: ContextParallel | None =
 def _refusal(model: PreTrainedModel, reason: str) -> ConfigurationError:
     return ConfigurationError(
         f"rows of {family_of(model.config).name} cannot be packed: {reason}",
+        code="packing_unsupported",
         where=f"trainer.packing, {type(model).__name__}",
         remedy=REMEDY,
     )
@@ -134,6 +136,7 @@ def laid_out(
     if context is not None and len(packing.rows) < context.size:
         raise DataError(
             f"{context.size} ranks cannot share {len(packing.rows)} tokens",
+            code="too_few_tokens",
             where="a micro-batch, machine.trainer_context_parallel",
             remedy="make it smaller",
         )
@@ -193,6 +196,7 @@ def _check_blocks(blocks: Tensor, packing: Packing) -> None:
     if cut.any():
         raise DataError(
             "rows that begin alike part within an image, whose tokens attend to one another",
+            code="image_split",
             where=f"row {int(cut.nonzero()[0, 0])} of a micro-batch",
             remedy=REMEDY,
         )

@@ -148,6 +148,7 @@ def attend_packed(
     if unknown or dropout:
         raise ConfigurationError(
             f"{type(module).__name__} asks its attention for {', '.join(unknown) or 'dropout'}",
+            code="packing_unsupported",
             where="trainer.packing",
             remedy=REMEDY,
         )

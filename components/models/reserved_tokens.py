@@ -75,7 +75,14 @@ def _config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(read_bytes(folder / CONFIG, LARGEST_FILE))
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"no model configuration can be read: {error}", where=str(folder), remedy=remedy) from error
+        raise DataError(
+            f"no model configuration can be read: {error}",
+            code="model_config_unreadable",
+            where=str(folder),
+            remedy=remedy,
+        ) from error
     if not isinstance(config, dict):
-        raise DataError("config.json is not an object", where=str(folder / CONFIG), remedy=remedy)
+        raise DataError(
+            "config.json is not an object", code="model_config_unreadable", where=str(folder / CONFIG), remedy=remedy
+        )
     return config

@@ -121,6 +121,7 @@ def locate(source: str | Path, revision: str | None = None, kind: CheckpointKind
     if kind.content and (found := checkpoint_sha256(target, kind.content)) != reference.checkpoint_sha256:
         raise DataError(
             f"the checkpoint is not the one that the artifact refers to: {found} is not {reference.checkpoint_sha256}",
+            code="checkpoint_changed",
             where=f"{target}, referred to by {folder / REFERENCE}",
             remedy=f"put the old files back, or remove the artifact and run the {kind.name} stage again",
         )
@@ -140,6 +141,7 @@ def checkpoint_sha256(folder: Path, content: frozenset[str] = MODEL.content) -> 
     if not any(name.endswith(".safetensors") for name in found):
         raise DataError(
             "no safetensors in the model folder",
+            code="safetensors_missing",
             where=str(folder),
             remedy="convert the weights with save_pretrained; pickled weights are not loaded",
         )
@@ -164,10 +166,15 @@ def refuse_unnamed(source: str, revision: str | None, kind: CheckpointKind = MOD
     if Path(source).is_dir():
         return
     if source.count("/") != 1 or source.startswith(("/", ".", "~")):
-        raise DataError(f"no such {kind.name} folder", where=source, remedy=kind.no_folder)
+        raise DataError(
+            f"no such {kind.name} folder", code="checkpoint_folder_missing", where=source, remedy=kind.no_folder
+        )
     if revision is None:
         raise ConfigurationError(
-            "a hub name needs a revision", where=f"{kind.name}: {source!r}", remedy=kind.no_revision
+            "a hub name needs a revision",
+            code="revision_missing",
+            where=f"{kind.name}: {source!r}",
+            remedy=kind.no_revision,
         )
 
 
@@ -187,6 +194,7 @@ def fetch_files(title: str, name: str, revision: str | None, **choice: Any) -> P
     except (LocalEntryNotFoundError, HfHubHTTPError) as error:
         raise DataError(
             f"the {title} cannot be fetched: {str(error).splitlines()[0]}",
+            code="repository_unavailable",
             where=f"{name} at {revision}",
             remedy="check the name and the revision, log in for a gated repository, or give a folder",
         ) from error

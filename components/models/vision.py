@@ -82,6 +82,7 @@ def _placed(
     if len(flat) != sum(tokens):
         raise ConfigurationError(
             f"{len(tokens)} images have {len(flat)} features for {sum(tokens)} tokens",
+            code="images_not_separable",
             where="trainer.packing",
             remedy="leave it out: this model's images cannot be told apart",
         )

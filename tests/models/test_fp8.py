@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from components.contracts.errors import ConfigurationError
 from components.models.fp8 import FP8Linear, quantize_layers, quantize_rows
+from tests.refusals import refused
 
 
 def by_hand(value: float) -> float:
@@ -80,26 +80,26 @@ def test_the_weight_is_shared_and_codes_follow_it_in_place() -> None:
 
 
 def test_weights_in_fp32_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="computes in float32"):
+    with refused("fp8_dtype_mismatch", "float32", "policy.quantization"):
         quantize_layers(nn.Sequential(nn.Linear(4, 4)), "policy.quantization")
 
 
 def test_there_is_no_gradient_to_be_wrong() -> None:
-    with pytest.raises(RuntimeError, match="has no gradient"):
+    with pytest.raises(RuntimeError):
         FP8Linear(layer())(torch.randn(2, 48, requires_grad=True))
 
 
 @pytest.mark.parametrize(
-    ("capability", "size", "said"),
-    [((8, 9), 32, "has no products of 8-bit floats"), ((9, 0), 24, "weight of 0 is 24 x 32")],
+    ("capability", "size", "code", "value"),
+    [((8, 9), 32, "fp8_unsupported", "A100"), ((9, 0), 24, "fp8_size_unsupported", "24 x 32")],
 )
 def test_what_a_gpu_cannot_multiply_is_refused(
-    capability: tuple[int, int], size: int, said: str, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], size: int, code: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
-    with pytest.raises(ConfigurationError, match=said):
+    with refused(code, value):
         quantize_layers(nn.Sequential(nn.Linear(32, size).to(torch.bfloat16)), "rollouts.quantization")
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from components.contracts.errors import ConfigurationError
 from components.models.packed_attention import Segments, attend_packed
+from tests.refusals import refused
 
 from .test_varlen import DEVICES, compare
 
@@ -66,5 +66,5 @@ def test_a_segment_attends_to_its_path(
 
 def test_what_is_not_known_is_refused() -> None:
     tensors = [torch.randn(1, 2, sum(LENGTHS), 32) for _ in range(3)]
-    with pytest.raises(ConfigurationError, match="Identity asks its attention for softcap"):
+    with refused("packing_unsupported", "Identity", "softcap"):
         attend_packed(nn.Identity(), *tensors, None, softcap=30.0, segments=segments("cpu", False))

@@ -113,6 +113,7 @@ class _Batches:
                 if inputs["input_ids"][row, start:end].tolist() != tokens:
                     raise DataError(
                         "an answer's tokens change when its prompt stands before it",
+                        code="answer_tokens_change",
                         where=repr(texts[row]),
                         remedy="let answers begin with a letter or a digit",
                     )

@@ -32,6 +32,7 @@ def _config(settings: TinySettings, tokenizer: Any) -> Molmo2Config:
     if settings.tie_embeddings:
         raise ConfigurationError(
             "Molmo2 has more input embeddings than output ones, so they cannot be one matrix",
+            code="tied_embeddings_unsupported",
             where="model.tiny.tie_embeddings = true",
             remedy="set it to false",
         )
