@@ -78,6 +78,7 @@ class SampleCollator:
         if found != self.spec.joins.keys():
             raise ConfigurationError(
                 f"the image processor returns {sorted(found)}, its entry declares {sorted(self.spec.joins)}",
+                code="processor_outputs_mismatch",
                 where=type(self.processor).__name__,
                 remedy="declare every output in FamilySpec.joins",
             )
@@ -117,7 +118,7 @@ class SampleCollator:
             DataError: no samples.
         """
         if not samples:
-            raise DataError("a batch needs at least one sample")
+            raise DataError("a batch needs at least one sample", code="empty_batch")
         batch = text_batch(samples, self.pad_token_id)
         if self.spec.type_ids is not None:
             batch.extra_model_kwargs[self.spec.type_ids] = token_type_ids(
@@ -141,6 +142,7 @@ class SampleCollator:
             found = int((sample.input_ids == self.image_token_id).sum())
             raise DataError(
                 f"{found} image tokens for {len(features)} images that need {sum(runs)}, in runs of {runs[:8]}",
+                code="image_tokens_mismatch",
                 where=f"sample {sample.sample_id}",
                 remedy="use the processor (and its image size) that the samples were built with",
             )

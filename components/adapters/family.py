@@ -99,6 +99,7 @@ class FamilyAdapter(MultimodalAdapter):
         if self.images is None:
             raise ConfigurationError(
                 "the rollouts have images, but the adapter has no image store",
+                code="image_store_missing",
                 where=type(self).__name__,
                 remedy="pass images=ImageStore(root).open to get_adapter",
             )
@@ -116,6 +117,7 @@ class FamilyAdapter(MultimodalAdapter):
         if not samples:
             raise DataError(
                 f"no turn is left to train on; dropped: {dict(drops)}",
+                code="no_trainable_turn",
                 where=f"{len(outputs.trajectories)} trajectories",
                 remedy="look at the rollouts: every one has the defect that was counted",
             )

@@ -35,7 +35,10 @@ def infer_spec(processor: Any) -> FamilySpec:
     where = type(processor).__name__
     if not isinstance(getattr(processor, "image_token", None), str):
         raise ConfigurationError(
-            "the processor does not name its image token (image_token)", where=where, remedy=REMEDY
+            "the processor does not name its image token (image_token)",
+            code="image_token_missing",
+            where=where,
+            remedy=REMEDY,
         )
     images = [Image.effect_noise(size, 64.0).convert("RGB") for size in SIZES]
     ids = processor(images=images[-1:], text=[processor.image_token], return_tensors="pt")["input_ids"][0]
@@ -43,9 +46,13 @@ def infer_spec(processor: Any) -> FamilySpec:
     try:
         features = [process_one(processor, image, token) for image in images]
     except DataError as error:
-        raise ConfigurationError(f"no adapter entry fits: {error.what}", where=where, remedy=REMEDY) from error
+        raise ConfigurationError(
+            f"no adapter entry fits: {error.what}", code="adapter_not_inferable", where=where, remedy=REMEDY
+        ) from error
     if not all(len(one[PLACEHOLDER_RUNS]) for one in features):
-        raise ConfigurationError("an image is not expanded into image tokens", where=where, remedy=REMEDY)
+        raise ConfigurationError(
+            "an image is not expanded into image tokens", code="adapter_not_inferable", where=where, remedy=REMEDY
+        )
     together = processor(images=images, text=["".join([processor.image_token] * len(images))], return_tensors="pt")
     return FamilySpec(
         feature_token=processor.tokenizer.convert_ids_to_tokens(token),
@@ -71,6 +78,7 @@ def _infer_join(name: str, features: Sequence[Features], together: Any, where: s
                 return join
     raise ConfigurationError(
         f"the processor's {name!r} for several images is not that of single images joined along dim 0",
+        code="adapter_not_inferable",
         where=where,
         remedy=REMEDY,
     )
@@ -89,7 +97,10 @@ def _type_ids(together: Any, token: int, where: str) -> str | None:
         if name in together:
             if not torch.equal(together[name] != 0, together["input_ids"] == token):
                 raise ConfigurationError(
-                    f"the processor's {name} marks other tokens than the image token", where=where, remedy=REMEDY
+                    f"the processor's {name} marks other tokens than the image token",
+                    code="adapter_not_inferable",
+                    where=where,
+                    remedy=REMEDY,
                 )
             return name
     return None

@@ -42,6 +42,7 @@ def process_one(processor: Any, image: Image.Image, feature_token: int) -> dict[
     except (ValueError, TypeError, RuntimeError, OSError) as error:
         raise DataError(
             f"the image processor cannot use an image of {image.width}x{image.height} pixels: {error}",
+            code="image_not_processed",
             where=type(processor).__name__,
             remedy="the sample is dropped and counted; resize such images in the environment",
         ) from error

@@ -48,6 +48,7 @@ def get_collator(model: Any, processor: Any) -> SampleCollator:
     if getattr(processor, "image_processor", None) is None:
         raise ConfigurationError(
             f"{type(processor).__name__} cannot process images",
+            code="processor_needed",
             where="the processor",
             remedy="pass the model's processor (AutoProcessor), not its tokenizer",
         )
@@ -57,6 +58,7 @@ def get_collator(model: Any, processor: Any) -> SampleCollator:
     if expected is not None and expected != collator.image_token_id:
         raise ConfigurationError(
             f"the model replaces token {expected} by image features, the processor writes {collator.image_token_id}",
+            code="image_token_mismatch",
             where=str(config["model_type"]),
             remedy="load the processor from the folder of the model",
         )
@@ -72,7 +74,10 @@ def _config(model: Any) -> dict[str, Any]:
         return dict(json.loads(file.read_text()))
     if isinstance(model, Path) or "/" in model:
         raise ConfigurationError(
-            "there is no config.json", where=str(file), remedy="name a checkpoint folder, or pass the model's config"
+            "there is no config.json",
+            code="config_missing",
+            where=str(file),
+            remedy="name a checkpoint folder, or pass the model's config",
         )
     family = FAMILIES.get(model)
     if family is None:

@@ -47,6 +47,7 @@ def token_id(token: str, processor: Any) -> int:
     if not isinstance(text, str) or text not in known:
         raise ConfigurationError(
             f"the tokenizer has no token {text if isinstance(text, str) else token!r}, which stands for images",
+            code="image_token_missing",
             where=f"{type(processor).__name__} with {len(known)} tokens",
             remedy="load the processor that belongs to the model, or write a FamilySpec for it",
         )

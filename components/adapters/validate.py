@@ -30,6 +30,7 @@ def validate_batch(batch: MultimodalBatch) -> MultimodalBatch:
     if ids.ndim != 2 or 0 in ids.shape or ids.dtype not in INTEGERS:
         raise DataError(
             f"input_ids must be (B, L) integers with B, L >= 1, found {_describe(ids)}",
+            code="invalid_input_ids",
             where="MultimodalBatch.input_ids",
             remedy=REMEDY,
         )
@@ -49,6 +50,7 @@ def validate_batch(batch: MultimodalBatch) -> MultimodalBatch:
         if pixels.ndim < 2 or not pixels.is_floating_point():
             raise DataError(
                 f"pixel_values must be floating point with at least 2 dims, found {_describe(pixels)}",
+                code="invalid_pixel_values",
                 where="MultimodalBatch.pixel_values",
                 remedy="pass the image processor's output unchanged, or None where no row has an image",
             )
@@ -65,18 +67,21 @@ def _masks(batch: MultimodalBatch) -> None:
     if (trained & ~batch.attention_mask.bool()).any():
         raise DataError(
             f"loss_mask is set on {int((trained & ~batch.attention_mask.bool()).sum())} padding tokens",
+            code="padding_trained",
             where="MultimodalBatch.loss_mask",
             remedy="set it on sampled tokens only",
         )
     if trained[:, 0].any():
         raise DataError(
             f"loss_mask is set on the first token of {int(trained[:, 0].sum())} rows, which nothing predicts",
+            code="first_token_trained",
             where="MultimodalBatch.loss_mask",
             remedy="column j of every (B, L) tensor describes token j: check for a shift by one",
         )
     if (batch.behavior_logprobs[trained] > 1e-3).any():
         raise DataError(
             f"behavior_logprobs is {float(batch.behavior_logprobs[trained].max()):.4g} on a sampled token",
+            code="logprob_positive",
             where="MultimodalBatch.behavior_logprobs",
             remedy="pass log-probabilities, which are at most 0",
         )
@@ -86,6 +91,7 @@ def _tensor(name: str, value: object) -> Tensor:
     if not isinstance(value, Tensor):
         raise DataError(
             f"{name} must be a torch.Tensor, found {type(value).__name__}",
+            code="tensor_missing",
             where=f"MultimodalBatch.{name}",
             remedy=REMEDY,
         )
@@ -97,6 +103,7 @@ def _shape(name: str, value: object, expected: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != expected:
         raise DataError(
             f"{name} must have shape {expected}, found {tuple(tensor.shape)}",
+            code="batch_shape_mismatch",
             where=f"MultimodalBatch.{name}, beside input_ids of {'(B, L)' if len(expected) == 2 else 'B rows'}",
             remedy=REMEDY,
         )
@@ -107,6 +114,7 @@ def _finite(name: str, tensor: Tensor) -> None:
         bad = int((~torch.isfinite(tensor)).sum())
         raise DataError(
             f"{name} has {bad} of {tensor.numel()} values that are NaN or infinite",
+            code="batch_not_finite",
             where=f"MultimodalBatch.{name}",
             remedy="drop the rows that they come from",
         )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from components.adapters import model_inputs, validate_batch
-from components.contracts.errors import DataError
+from tests.refusals import refused
 
 SIZES = ((100, 80), (64, 150), (200, 60), (230, 230))
 TEXT_OUTPUTS = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
@@ -167,7 +167,7 @@ def test_sampled_placeholders_and_wrong_counts_are_dropped_alone(
 
 def test_collate_refuses_a_row_whose_images_do_not_fit(tiny: Any, outputs: Any) -> None:
     sample = tiny.adapter.samples(outputs)[0][2]
-    with pytest.raises(DataError, match=f"image tokens for 1 images .*\n.*sample {sample.sample_id}"):
+    with refused("image_tokens_mismatch", f"sample {sample.sample_id}"):
         tiny.collate([replace(sample, images=sample.images[:1])])
 
 

@@ -14,9 +14,10 @@ from PIL import Image
 
 from components.adapters import get_adapter
 from components.adapters.sequences import merge_turns, runs_fit, sample_of
-from components.contracts.errors import ConfigurationError, DataError
+from components.contracts.errors import DataError
 from components.contracts.images import ImageRef
 from components.contracts.rollouts import Trajectory
+from tests.refusals import refused
 
 PROMPT, ANSWER = [20, 21, 22, 23], [30, 31, 1]
 
@@ -90,7 +91,7 @@ def test_images_in_another_order_are_a_mismatch(qwen: Any, turn_of: Any, outputs
 
 def test_without_an_image_source_rollouts_with_images_are_refused(qwen: Any, outputs_of: Any, says: Any) -> None:
     turn = qwen.turn([says(None, "What color?")], [qwen.image(100, 80)], "red")
-    with pytest.raises(ConfigurationError, match="no image store"):
+    with refused("image_store_missing"):
         get_adapter(qwen.folder, qwen.processor).samples(outputs_of([turn]))
 
 
@@ -225,7 +226,7 @@ def test_build_batch_leaves_advantages_to_the_trainer_and_says_what_was_dropped(
     assert batch.loss_mask.tolist() == [[False] * 4 + [True] * 3, [False, True] + [False] * 5]
     assert batch.attention_mask.sum(1).tolist() == [7, 2]
     assert torch.equal(batch.behavior_logprobs != 0, batch.loss_mask)
-    with pytest.raises(DataError, match="no turn is left"):
+    with refused("no_trainable_turn", {"empty_completion": 1}):
         qwen.adapter.build_batch(outputs_of([turn_of(PROMPT, [])]))
 
 

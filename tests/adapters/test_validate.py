@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from components.adapters import MultimodalAdapter, MultimodalBatch, model_inputs, validate_batch
-from components.contracts.errors import DataError
+from tests.refusals import refused
 
 ROWS, LENGTH, WORDS = 2, 5, 11
 
@@ -54,7 +54,7 @@ def test_an_own_adapter_needs_one_method(qwen: Any, outputs_of: Any) -> None:
         assert {len(value) for value in (*dims, built.pixel_values)} == {2}
         assert built.pixel_values is not None
         assert built.pixel_values.ndim == 4
-    with pytest.raises(TypeError, match="abstract"):
+    with pytest.raises(TypeError):
         MultimodalAdapter(qwen.processor)  # type: ignore[abstract]
 
 
@@ -97,34 +97,33 @@ def test_gradients_reach_what_looks_at_the_pixels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("field", "value", "code", "shown"),
     [
-        ("input_ids", torch.zeros(5, dtype=torch.int64), r"\(B, L\) integers.*found \(5,\) int64"),
-        ("input_ids", torch.zeros(2, 5), r"found \(2, 5\) float32"),
-        ("input_ids", torch.zeros(0, 5, dtype=torch.int64), r"B, L >= 1"),
-        ("input_ids", [[1, 2]], "must be a torch.Tensor, found list"),
-        ("attention_mask", torch.ones(2, 4), r"attention_mask must have shape \(2, 5\), found \(2, 4\)"),
-        ("loss_mask", torch.zeros(1, 5), r"loss_mask must have shape \(2, 5\), found \(1, 5\)"),
-        ("behavior_logprobs", torch.zeros(2, 4), r"behavior_logprobs must have shape \(2, 5\), found \(2, 4\)"),
-        ("behavior_logprobs", torch.full((2, 5), float("nan")), "behavior_logprobs has 10 of 10 values"),
-        ("behavior_logprobs", torch.full((2, 5), 0.5), r"behavior_logprobs is 0\.5 on a sampled token"),
-        ("rewards", torch.zeros(2, 1), r"rewards must have shape \(2,\), found \(2, 1\)"),
-        ("rewards", torch.tensor([1.0, float("inf")]), "rewards has 1 of 2 values"),
-        ("advantages", torch.zeros(2), r"advantages must have shape \(2, 5\), found \(2,\)"),
-        ("loss_mask", torch.ones(2, 5), "loss_mask is set on 1 padding tokens"),
-        ("loss_mask", torch.tensor([[1, 0, 0, 0, 0], [0] * 5]), "first token of 1 rows"),
-        ("pixel_values", torch.zeros(2, 3, 8, 8, dtype=torch.uint8), r"floating point.*found \(2, 3, 8, 8\) uint8"),
-        ("pixel_values", torch.zeros(5), r"at least 2 dims, found \(5,\)"),
-        ("pixel_values", torch.full((1, 3, 2, 2), float("nan")), "pixel_values has 12 of 12"),
-        ("extra_model_kwargs", {"image_sizes": [[8, 8]]}, r"\['image_sizes'\] must be a torch.Tensor, found list"),
-        ("extra_model_kwargs", {"mm_token_type_ids": torch.zeros(2, 4)}, r"shape \(2, 5\), found \(2, 4\)"),
+        ("input_ids", torch.zeros(5, dtype=torch.int64), "invalid_input_ids", ("(5,) int64",)),
+        ("input_ids", torch.zeros(2, 5), "invalid_input_ids", ("(2, 5) float32",)),
+        ("input_ids", torch.zeros(0, 5, dtype=torch.int64), "invalid_input_ids", ("(0, 5) int64",)),
+        ("input_ids", [[1, 2]], "tensor_missing", ("list",)),
+        ("attention_mask", torch.ones(2, 4), "batch_shape_mismatch", ((2, 5), (2, 4))),
+        ("loss_mask", torch.zeros(1, 5), "batch_shape_mismatch", ((2, 5), (1, 5))),
+        ("behavior_logprobs", torch.zeros(2, 4), "batch_shape_mismatch", ((2, 5), (2, 4))),
+        ("behavior_logprobs", torch.full((2, 5), float("nan")), "batch_not_finite", ("10 of 10",)),
+        ("behavior_logprobs", torch.full((2, 5), 0.5), "logprob_positive", ("0.5",)),
+        ("rewards", torch.zeros(2, 1), "batch_shape_mismatch", ((2,), (2, 1))),
+        ("rewards", torch.tensor([1.0, float("inf")]), "batch_not_finite", ("1 of 2",)),
+        ("advantages", torch.zeros(2), "batch_shape_mismatch", ((2, 5), (2,))),
+        ("loss_mask", torch.ones(2, 5), "padding_trained", ("1",)),
+        ("loss_mask", torch.tensor([[1, 0, 0, 0, 0], [0] * 5]), "first_token_trained", ("1",)),
+        ("pixel_values", torch.zeros(2, 3, 8, 8, dtype=torch.uint8), "invalid_pixel_values", ("(2, 3, 8, 8) uint8",)),
+        ("pixel_values", torch.zeros(5), "invalid_pixel_values", ("(5,)",)),
+        ("pixel_values", torch.full((1, 3, 2, 2), float("nan")), "batch_not_finite", ("12 of 12",)),
+        ("extra_model_kwargs", {"image_sizes": [[8, 8]]}, "tensor_missing", ("['image_sizes']", "list")),
+        ("extra_model_kwargs", {"mm_token_type_ids": torch.zeros(2, 4)}, "batch_shape_mismatch", ((2, 5), (2, 4))),
     ],
 )
 def test_a_wrong_batch_is_built_without_complaint_and_then_refused_by_name(
-    field: str, value: Any, message: str
+    field: str, value: Any, code: str, shown: tuple[object, ...]
 ) -> None:
     wrong = batch(**{field: value})
-    with pytest.raises(DataError, match=message) as error:
+    with refused(code, f"MultimodalBatch.{field}", *shown) as error:
         validate_batch(wrong)
-    assert f"MultimodalBatch.{field}" in error.value.where
     assert error.value.remedy
