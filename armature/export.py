@@ -109,7 +109,9 @@ def export(source: str, out: Path, store: Path, *, adapter: bool = False, base: 
         DataError: there is no such checkpoint, or its files are not as they were made.
     """
     if out.exists():
-        raise ConfigurationError("there is something already", where=str(out), remedy="name a folder to be made")
+        raise ConfigurationError(
+            "there is something already", code="output_exists", where=str(out), remedy="name a folder to be made"
+        )
     return read_export(source, store, adapter, base).write(out, str(out))
 
 

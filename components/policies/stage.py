@@ -38,7 +38,9 @@ def run_policy(
     source = settings.path or settings.checkpoint_path
     if source is None:
         raise ConfigurationError(
-            "no policy is named", remedy="set one of policy.checkpoint_path, policy.path and policy.tiny"
+            "no policy is named",
+            code="policy_missing",
+            remedy="set one of policy.checkpoint_path, policy.path and policy.tiny",
         )
     source = project_source(source)
     reference = make_reference(source, settings.revision, POLICY)
@@ -54,7 +56,9 @@ def _refuse_other_sources(settings: RobotPolicySettings) -> None:
     named = [name for name in ("checkpoint_path", "path") if getattr(settings, name) is not None]
     if named:
         raise ConfigurationError(
-            f"policy.tiny and policy.{named[0]} both name a policy", remedy="set one of them to nothing"
+            f"policy.tiny and policy.{named[0]} both name a policy",
+            code="policy_ambiguous",
+            remedy="set one of them to nothing",
         )
 
 

@@ -14,7 +14,6 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 
 from components.artifacts.digests import folder_digest
-from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.machine import Machine
 from components.contracts.robots import RobotObservation
 from components.contracts.stages import StageContext
@@ -27,6 +26,7 @@ from components.policies.source import POLICY
 from components.policies.stage import POLICY_STAGE
 from components.stages import TerminalEvents, ThreadUnits
 from tests.policies.molmoact2 import released
+from tests.refusals import refused
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TINY = TinyPolicySettings(
@@ -136,26 +136,28 @@ def test_changed_weights_are_noticed(run: Callable[..., Path], folder: Path, tmp
     content = bytearray((mine / "model.safetensors").read_bytes())
     content[-1] ^= 1
     (mine / "model.safetensors").write_bytes(content)
-    with pytest.raises(DataError, match="not the one that the artifact refers to"):
+    with refused("checkpoint_changed", mine, made):
         load_policy(made)
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "code", "place"),
     [
-        ({}, "no policy is named"),
-        ({"checkpoint_path": "allenai/MolmoAct2"}, "revision"),
-        ({"tiny": TINY, "path": "mine"}, "both name a policy"),
+        ({}, "policy_missing", "policy.checkpoint_path"),
+        ({"checkpoint_path": "allenai/MolmoAct2"}, "revision_missing", "'allenai/MolmoAct2'"),
+        ({"tiny": TINY, "path": "mine"}, "policy_ambiguous", "policy.path"),
     ],
     ids=["none", "no revision", "two"],
 )
-def test_what_names_no_policy_is_refused(run: Callable[..., Path], changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigurationError, match=named):
+def test_what_names_no_policy_is_refused(
+    run: Callable[..., Path], changes: dict[str, Any], code: str, place: str
+) -> None:
+    with refused(code, place):
         run(**changes)
 
 
 def test_an_unknown_tag_stops_the_stage(run: Callable[..., Path], folder: Path) -> None:
-    with pytest.raises(ConfigurationError, match="kitchen"):
+    with refused("unknown_norm_tag", "'cellar'", "kitchen"):
         run(checkpoint_path=str(folder), norm_tag="cellar")
 
 

@@ -169,6 +169,7 @@ class MolmoAct2Config(_Section):
         if "action_horizon" in raw and "max_action_horizon" not in raw:
             raise DataError(
                 "an old configuration: it has action_horizon and no max_action_horizon",
+                code="policy_config_outdated",
                 where=where,
                 remedy="use a newer export of the checkpoint",
             )
@@ -177,7 +178,12 @@ class MolmoAct2Config(_Section):
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(str(part) for part in first["loc"])
-            raise DataError(f"{field}: {first['msg']}", where=where, remedy="use the checkpoint's own file") from error
+            raise DataError(
+                f"{field}: {first['msg']}",
+                code="invalid_policy_config",
+                where=where,
+                remedy="use the checkpoint's own file",
+            ) from error
         config._check(where)
         return config
 
@@ -245,6 +251,7 @@ class MolmoAct2Config(_Section):
         if not bare_name(self.norm_stats_filename, f"{where}: norm_stats_filename").endswith("stats.json"):
             raise DataError(
                 f"norm_stats_filename is {self.norm_stats_filename!r}",
+                code="invalid_statistics_name",
                 where=where,
                 remedy="name the statistics norm_stats.json, or <something>stats.json",
             )
@@ -252,6 +259,7 @@ class MolmoAct2Config(_Section):
             if found != expected:
                 raise DataError(
                     f"{field} is {found!r}, and this policy needs {expected!r}",
+                    code="architecture_unsupported",
                     where=where,
                     remedy="use a regular MolmoAct2 checkpoint (not Think, whose depth reasoning is not built)",
                 )

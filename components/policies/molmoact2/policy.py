@@ -310,6 +310,7 @@ class MolmoAct2Policy:
         if undecoded and self._refuse_undecoded:
             raise ServerError(
                 f"no actions can be read from the policy's answer: {undecoded[0].error}",
+                code="undecodable_actions",
                 remedy="train it longer, or answer by flow matching if it was trained for both",
             )
         nothing = np.zeros((self._settings.chunk_size, self.action_dimensions), np.float32)
@@ -367,12 +368,14 @@ def _refuse(settings: RobotPolicySettings, mode: InferenceMode) -> None:
     if settings.action_mode not in (mode, "both"):
         raise ConfigurationError(
             f"the policy was trained for {settings.action_mode} actions and cannot answer with {mode} ones",
+            code="action_mode_mismatch",
             where="inference_action_mode",
             remedy=f"set inference_action_mode = {settings.action_mode!r}",
         )
     if settings.n_action_steps > settings.chunk_size:
         raise ConfigurationError(
             f"{settings.n_action_steps} actions are to be carried out of chunks of {settings.chunk_size}",
+            code="chunk_too_short",
             where="n_action_steps",
             remedy=f"set it to {settings.chunk_size} at most",
         )

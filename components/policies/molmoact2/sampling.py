@@ -264,6 +264,7 @@ class Sampler:
             if example.length > self.width:
                 raise DataError(
                     f"an example has {example.length} tokens, and the policy was set up for {self.width}",
+                    code="example_too_long",
                     where=f"observation {index}",
                     remedy="shorten the instruction, or raise max_sequence_length",
                 )

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.contracts.errors import DataError
 from components.policies.molmoact2.processing.batch import Example, PolicyBatch, collate, pack
+from tests.refusals import refused
 
 PAD, PATCHES, PIXELS, HORIZON, WIDTH = 7, 9, 6, 4, 3
 
@@ -109,12 +108,12 @@ def test_what_is_not_given_stays_out() -> None:
 
 def test_examples_that_do_not_go_together_are_refused() -> None:
     one = example(5, 1, 0)
-    for other, words in (
-        (replace(one, labels=None), "labels"),
-        (replace(one, actions=None), "actions"),
-        (replace(one, actions=np.zeros((2, WIDTH), np.float32)), r"actions: .*\(2, 3\).*\(4, 3\)"),
+    for other, values in (
+        (replace(one, labels=None), ("labels",)),
+        (replace(one, actions=None), ("actions",)),
+        (replace(one, actions=np.zeros((2, WIDTH), np.float32)), ("actions", (2, 3), (4, 3))),
     ):
-        with pytest.raises(DataError, match=words):
+        with refused("examples_differ", *values):
             pack([one, other], [[0, 1]], 8, PAD)
-    with pytest.raises(DataError, match="needs an example"):
+    with refused("empty_batch"):
         collate([], "left", 8, PAD)

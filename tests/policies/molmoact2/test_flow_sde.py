@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
-from components.contracts.errors import ConfigurationError
 from components.policies.molmoact2.modeling.flow_sde import (
     drift,
     noise_scales,
     step_divergences,
     step_logprobs,
 )
+from tests.refusals import refused
 
 TARGET_MEAN, TARGET_STD = 0.4, 0.3
 
@@ -92,5 +92,5 @@ def test_moments_for_a_normal_target(steps: int, level: float, euler: float, one
 
 
 def test_a_single_step_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="needs two at least"):
+    with refused("too_few_denoising_steps", 1, "policy.num_inference_steps"):
         noise_scales(1, 0.5)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from components.contracts.errors import DataError
 from components.contracts.robots import PreviousActions, RobotObservation
 from components.policies.molmoact2.modeling.guidance import guided_velocity, prefix_weights
 from components.policies.molmoact2.policy import MolmoAct2Policy
 from tests.policies.molmoact2 import released
+from tests.refusals import refused
 from tests.vla_rl.kitchen import calm_policy
 
 ROWS, STEPS, SIZE = 2, 5, 3
@@ -114,5 +114,5 @@ def test_without_weight_it_is_the_answer_of_the_policy(policy: MolmoAct2Policy) 
 
 
 def test_previous_actions_of_another_robot_are_refused(policy: MolmoAct2Policy) -> None:
-    with pytest.raises(DataError, match="previous actions"):
+    with refused("dimensions_mismatch", (2, 3), "previous actions"):
         policy.predict([observe(0, PreviousActions(np.zeros((2, 3), np.float32), 1))], [0])

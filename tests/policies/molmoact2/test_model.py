@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Molmo2ForConditionalGeneration
 
-from components.contracts.errors import DataError
 from components.policies.molmoact2.modeling.flow import FlowSamples
 from components.policies.molmoact2.modeling.losses import LossDenominators, LossPlan
 from components.policies.molmoact2.modeling.model import MolmoAct2, Precision
@@ -19,6 +18,7 @@ from components.policies.molmoact2.modeling.vlm import VisionMLP, normalized
 from components.policies.molmoact2.processing.batch import PolicyBatch
 from tests.policies.molmoact2 import reference
 from tests.policies.molmoact2.examples import CONFIG, as_batch, make_draws, make_examples, make_model, make_plan
+from tests.refusals import refused
 
 HEADS = CONFIG.action_expert_config.num_heads
 
@@ -245,9 +245,9 @@ def test_float32_computes_in_float32_inside_an_autocast_of_the_caller() -> None:
 
 def test_a_batch_without_what_is_trained_is_refused() -> None:
     batch = as_batch(make_examples(1))
-    with pytest.raises(DataError, match="labels"):
+    with refused("training_targets_missing", "labels"):
         make_model()(batch, make_draws(1), make_plan(action_mode="both"))
-    with pytest.raises(DataError, match="features of images"):
+    with refused("image_tokens_mismatch", len(batch.pooling) - 1):
         make_model()(replace(batch, pooling=batch.pooling[1:]), make_draws(1), make_plan())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,6 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.robots import RobotObservation
 from components.policies.molmoact2.configuration import MolmoAct2Config
 from components.policies.molmoact2.processing.action_tokens import ActionTokens
@@ -19,6 +19,7 @@ from components.policies.molmoact2.processing.norm_stats import FeatureNormStats
 from components.policies.molmoact2.processing.processor import Processor
 from components.policies.settings import RobotPolicySettings
 from tests.policies.plain import policy_settings
+from tests.refusals import refused
 
 STATES, ACTIONS, CHUNK, HORIZON, WIDTH = 16, 90, 4, 6, 5
 WORDS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<action_output>", "<setup_start>", "<setup_end>")
@@ -214,21 +215,25 @@ def test_examples_do_not_depend_on_what_came_before_or_the_process(fast: ActionT
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "code", "shown"),
     [
-        ({"observation": RobotObservation({}, OBSERVATION.state, "x")}, "no camera 'observation.images.b'"),
-        ({"observation": RobotObservation(OBSERVATION.images, np.zeros(3, np.float32), "x")}, "its statistics have 2"),
-        ({"observation": RobotObservation(OBSERVATION.images, OBSERVATION.state, "x" * 900)}, "1000 are allowed"),
-        ({"actions": DONE[:3]}, r"\(3, 3\), not \(4, 3\)"),
-        ({"actions": np.where(DONE == 1, np.nan, DONE)}, "'b' is nan at step 0"),
-        ({"actions": DONE * 2}, "'gripper' is -2 at step 0"),
-        ({"padding": [True]}, r"\(1,\), not \(4,\)"),
+        (
+            {"observation": RobotObservation({}, OBSERVATION.state, "x")},
+            "camera_image_missing",
+            ["'observation.images.b'"],
+        ),
+        ({"observation": replace(OBSERVATION, state=np.zeros(3, np.float32))}, "dimensions_mismatch", [(3,), 2]),
+        ({"observation": replace(OBSERVATION, task="x" * 900)}, "example_too_long", [1000]),
+        ({"actions": DONE[:3]}, "chunk_shape_mismatch", [(3, 3), (4, 3)]),
+        ({"actions": np.where(DONE == 1, np.nan, DONE)}, "action_not_finite", ["'b'", "step 0"]),
+        ({"actions": DONE * 2}, "gripper_out_of_range", ["'gripper'", -2, "step 0"]),
+        ({"padding": [True]}, "chunk_shape_mismatch", [(1,), (4,)]),
     ],
     ids=["camera", "state", "length", "chunk", "nan", "gripper", "padding"],
 )
-def test_bad_frames_are_named(change: dict[str, Any], words: str, fast: ActionTokens) -> None:
+def test_bad_frames_are_named(change: dict[str, Any], code: str, shown: list[Any], fast: ActionTokens) -> None:
     given: dict[str, Any] = {"observation": OBSERVATION, "actions": DONE} | change
-    with pytest.raises(DataError, match=rf"(?s){words}.*episode 3, frame 5"):
+    with refused(code, *shown, "episode 3, frame 5"):
         build(policy(semantics="seed"), fast).encode(**given, where="episode 3, frame 5")
 
 
@@ -238,15 +243,15 @@ def without(word: str) -> tuple[str, ...]:
 
 
 def test_parts_that_do_not_fit_are_refused(fast: ActionTokens) -> None:
-    for error, words, changes in (
-        (ConfigurationError, "needs an action tokenizer", {"fast": None}),
-        (ConfigurationError, "actions of a chunk, and the model has 3", {"horizon": 3}),
-        (ConfigurationError, "3 action dimensions, and the model has 2", {"config": config(max_action_dim=2)}),
-        (ConfigurationError, "action tokens, and the model has 9", {"config": config(num_action_tokens=9)}),
-        (DataError, "token <im_patch> is .* and 3 by", {"config": config(image_patch_id=3)}),
-        (DataError, "token <state_15> is None", {"tokenizer": tokenizer(without("<state_15>"))}),
-        (DataError, "token <im_col> is None", {"tokenizer": tokenizer(without("<im_col>"))}),
-        (DataError, "no padding token", {"tokenizer": tokenizer(pad=None)}),
+    for code, values, changes in (
+        ("action_tokenizer_missing", ("'both'",), {"fast": None}),
+        ("model_too_small", (4, 3), {"horizon": 3}),
+        ("model_too_small", (3, 2), {"config": config(max_action_dim=2)}),
+        ("model_too_small", (fast.vocabulary, 9), {"config": config(num_action_tokens=9)}),
+        ("special_token_mismatch", ("<im_patch>", 3), {"config": config(image_patch_id=3)}),
+        ("special_token_mismatch", ("<state_15>",), {"tokenizer": tokenizer(without("<state_15>"))}),
+        ("special_token_mismatch", ("<im_col>",), {"tokenizer": tokenizer(without("<im_col>"))}),
+        ("special_token_missing", ("pad_token",), {"tokenizer": tokenizer(pad=None)}),
     ):
-        with pytest.raises(error, match=words):
+        with refused(code, *values):
             build(policy(), **({"fast": fast} | changes))  # type: ignore[arg-type]

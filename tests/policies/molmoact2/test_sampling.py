@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from components.contracts.errors import DataError
 from components.policies.molmoact2 import sampling
 from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.policies.molmoact2.processing.batch import Example
@@ -25,6 +24,7 @@ from tests.policies.molmoact2.examples import (
     make_examples,
     make_model,
 )
+from tests.refusals import refused
 
 PLAN = InferencePlan(bidirectional_images=True, hides_answers=True, mask_dimensions=True, steps=10)
 SEEDS = [11, 7, 2**63 + 5]
@@ -242,9 +242,8 @@ def test_noise_is_drawn_row_by_row() -> None:
 
 def test_an_example_beyond_the_width_is_refused() -> None:
     sampler = Sampler(make_model(), PLAN, horizon=HORIZON, group=1, width=8, pad_id=0)
-    with pytest.raises(DataError, match="21 tokens") as error:
+    with refused("example_too_long", 21, 8, "observation 0"):
         sampler.sample(_observed(3)[1:2], [0])
-    assert "observation 0" in str(error.value)
 
 
 @pytest.mark.gpu

@@ -44,7 +44,9 @@ def write_processors(
         ConfigurationError: no cameras are named.
     """
     if not settings.image_keys:
-        raise ConfigurationError("no cameras are named", where="policy.image_keys", remedy="name them in order")
+        raise ConfigurationError(
+            "no cameras are named", code="cameras_missing", where="policy.image_keys", remedy="name them in order"
+        )
     inputs: dict[str, Any] = {key: {"type": "VISUAL", "shape": list(IMAGE_SHAPE)} for key in settings.image_keys}
     inputs[STATE] = {"type": "STATE", "shape": [robot.state_stats.dimensions]}
     outputs = {ACTION: {"type": "ACTION", "shape": [robot.action_stats.dimensions]}}

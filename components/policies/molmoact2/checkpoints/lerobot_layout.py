@@ -63,6 +63,7 @@ def read_lerobot(folder: Path, settings: RobotPolicySettings) -> LeRobotCheckpoi
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(
             f"a value is missing or of another kind: {error!r:.300}",
+            code="invalid_lerobot_checkpoint",
             where=f"{folder}: {CONFIG}, {PREPROCESSOR}.json",
             remedy="use the checkpoint as LeRobot saved it",
         ) from error
@@ -71,10 +72,16 @@ def read_lerobot(folder: Path, settings: RobotPolicySettings) -> LeRobotCheckpoi
 def _read(folder: Path, settings: RobotPolicySettings) -> LeRobotCheckpoint:
     raw = read_json(folder / CONFIG)
     if raw["type"] != "molmoact2":
-        raise DataError(f"a checkpoint of the policy {raw['type']!r}", where=str(folder), remedy="give a MolmoAct2")
+        raise DataError(
+            f"a checkpoint of the policy {raw['type']!r}",
+            code="policy_type_mismatch",
+            where=str(folder),
+            remedy="give a MolmoAct2",
+        )
     if raw.get("joint_signs") is not None:
         raise DataError(
             "joints are given signs and offsets between robot and policy, which is not supported",
+            code="joint_signs_unsupported",
             where=f"{folder / CONFIG}: joint_signs",
             remedy="use a checkpoint that was trained in the robot's own frame",
         )
@@ -84,6 +91,7 @@ def _read(folder: Path, settings: RobotPolicySettings) -> LeRobotCheckpoint:
         if mapping[kind] not in NORMALIZATIONS:
             raise DataError(
                 f"{kind} is normalized by {mapping[kind]}",
+                code="normalization_unsupported",
                 where=f"{folder / CONFIG}: normalization_mapping",
                 remedy=f"supported: {', '.join(NORMALIZATIONS)}",
             )
@@ -116,9 +124,13 @@ class LeRobotTensors:
         strange = {name for name in files.names if ".lora_" in name and not name.endswith((_LORA_A, _LORA_B))}
         lonely = sorted(set.union(strange, *halves) - self._adapted)
         if lonely:
-            raise DataError(f"not a whole adapter of lora_A, lora_B and its layer: {lonely[0]}", where=str(folder))
+            raise DataError(
+                f"not a whole adapter of lora_A, lora_B and its layer: {lonely[0]}",
+                code="adapter_incomplete",
+                where=str(folder),
+            )
         if self._adapted and self._alpha is None:
-            raise DataError("adapters without lora_alpha", where=str(folder / CONFIG))
+            raise DataError("adapters without lora_alpha", code="lora_alpha_missing", where=str(folder / CONFIG))
 
     @property
     def names(self) -> set[str]:
@@ -178,7 +190,12 @@ def _robot(folder: Path, raw: Mapping[str, Any]) -> RobotMetadata | None:
 def _stats(tensors: Mapping[str, Tensor], key: str, names: Any, where: Path) -> FeatureNormStats:
     found = {name.removeprefix(f"{key}."): value for name, value in tensors.items() if name.startswith(f"{key}.")}
     if not found:
-        raise DataError(f"no statistics of {key}", where=str(where), remedy="use a complete checkpoint of LeRobot")
+        raise DataError(
+            f"no statistics of {key}",
+            code="statistics_missing",
+            where=str(where),
+            remedy="use a complete checkpoint of LeRobot",
+        )
     values: dict[str, Any] = {
         name: tuple(value.double().flatten().tolist()) for name, value in found.items() if name not in ("mask", "count")
     }
@@ -191,7 +208,12 @@ def _stats(tensors: Mapping[str, Tensor], key: str, names: Any, where: Path) -> 
 
 def _released(name: str, folder: Path) -> str:
     if not name.startswith("model."):
-        raise DataError(f"not a name of LeRobot's: {name}", where=str(folder), remedy="use an unchanged checkpoint")
+        raise DataError(
+            f"not a name of LeRobot's: {name}",
+            code="unknown_weight_name",
+            where=str(folder),
+            remedy="use an unchanged checkpoint",
+        )
     return name.removeprefix("model.").removeprefix(_PEFT).replace(_BASE_LAYER, ".")
 
 
@@ -199,9 +221,14 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         content = read_finite(read_bytes(file))
     except FileNotFoundError as error:
-        raise DataError("a checkpoint needs this file", where=str(file), remedy="give a policy's folder") from error
+        raise DataError(
+            "a checkpoint needs this file",
+            code="checkpoint_file_missing",
+            where=str(file),
+            remedy="give a policy's folder",
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"not JSON of finite numbers: {error}", where=str(file)) from error
+        raise DataError(f"not JSON of finite numbers: {error}", code="invalid_json", where=str(file)) from error
     if not isinstance(content, dict):
-        raise DataError(f"not a JSON object: {content!r:.80}", where=str(file))
+        raise DataError(f"not a JSON object: {content!r:.80}", code="invalid_json", where=str(file))
     return content

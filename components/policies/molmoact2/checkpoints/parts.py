@@ -56,6 +56,7 @@ class PolicyParts:
         if self.robot is None:
             raise ConfigurationError(
                 "the policy knows no statistics to normalize by",
+                code="normalization_statistics_missing",
                 where=str(self.files),
                 remedy="set policy.norm_tag to an entry of the checkpoint's norm_stats.json, or train on a dataset",
             )
@@ -85,6 +86,7 @@ def load_parts(
     if chosen is None:
         raise ConfigurationError(
             "the checkpoint was saved without settings",
+            code="policy_settings_missing",
             where=str(source),
             remedy="give the policy's settings, as for a released checkpoint",
         )
@@ -123,7 +125,12 @@ def _saved_settings(source: str | Path, settings: RobotPolicySettings | None) ->
 
 def _tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     if not (folder / "tokenizer.json").is_file():
-        raise DataError("no tokenizer.json", where=str(folder), remedy="complete the folder with its tokenizer")
+        raise DataError(
+            "no tokenizer.json",
+            code="checkpoint_file_missing",
+            where=str(folder),
+            remedy="complete the folder with its tokenizer",
+        )
     with foreign("the tokenizer cannot be read", where=str(folder), remedy="use the checkpoint's own files"):
         tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     return tokenizer

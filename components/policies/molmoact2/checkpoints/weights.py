@@ -113,6 +113,7 @@ def read_weights(model: nn.Module, tensors: Tensors, config: Molmo2Config, where
     if not torch.allclose(tensors[FREQUENCIES].float(), expected.pop(FREQUENCIES), rtol=1e-2):
         raise DataError(
             "the rotary frequencies are not those of text_config.rope_theta",
+            code="rope_theta_mismatch",
             where=f"{where}: {FREQUENCIES}",
             remedy="correct rope_theta in config.json; scaled rotary embeddings are not supported",
         )
@@ -149,7 +150,10 @@ class TensorFiles:
                 self._files = dict.fromkeys(file.keys(), single)
         else:
             raise DataError(
-                f"no {single} and no {INDEX}", where=str(folder), remedy="give a folder with a policy's safetensors"
+                f"no {single} and no {INDEX}",
+                code="safetensors_missing",
+                where=str(folder),
+                remedy="give a folder with a policy's safetensors",
             )
 
     def __enter__(self) -> Self:
@@ -228,6 +232,7 @@ def _refuse_others(expected: Mapping[str, Tensor], tensors: Tensors, where: str)
         if tuple(tensor.shape) != tensors.shape(name):
             raise DataError(
                 f"{name} has the shape {tensors.shape(name)}, by config.json it is {tuple(tensor.shape)}",
+                code="weights_mismatch",
                 where=where,
                 remedy="use weights that belong to this config.json",
             )
@@ -236,4 +241,9 @@ def _refuse_others(expected: Mapping[str, Tensor], tensors: Tensors, where: str)
 def _refuse(what: str, names: list[str], where: str = "") -> None:
     if names:
         shown = ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
-        raise DataError(f"{what}: {shown}", where=where, remedy="use a complete checkpoint of a regular MolmoAct2")
+        raise DataError(
+            f"{what}: {shown}",
+            code="weights_mismatch",
+            where=where,
+            remedy="use a complete checkpoint of a regular MolmoAct2",
+        )

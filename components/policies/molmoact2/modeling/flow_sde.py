@@ -33,6 +33,7 @@ def noise_scales(steps: int, noise_level: float) -> Tensor:
     if steps < 2:
         raise ConfigurationError(
             f"actions are denoised in {steps} step, and Flow-SDE needs two at least",
+            code="too_few_denoising_steps",
             where="policy.num_inference_steps",
             remedy="set it to 4 or more",
         )

@@ -310,6 +310,7 @@ class MolmoAct2(nn.Module):
         if missing:
             raise DataError(
                 f"action_mode {plan.action_mode!r} trains on {' and '.join(missing)}, and the batch has none",
+                code="training_targets_missing",
                 where="a batch of the policy",
                 remedy="encode examples with actions for the same action_mode",
             )

@@ -276,6 +276,7 @@ class Molmo2Body(nn.Module):
         if not tokens == pools == len(pooling):
             raise DataError(
                 f"{tokens} image tokens in the text, {len(pooling)} features of images, {pools} of them with a patch",
+                code="image_tokens_mismatch",
                 where="a batch of the policy",
                 remedy="pass input_ids and pooling of the same examples, in the same order",
             )

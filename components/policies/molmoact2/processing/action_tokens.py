@@ -63,7 +63,7 @@ class ActionTokens:
         """
         integers = [_integers(chunk, scale) for chunk in chunks]
         if not integers:
-            raise DataError("no chunks of actions to learn tokens from")
+            raise DataError("no chunks of actions to learn tokens from", code="chunks_missing")
         # By Parseval no coefficient of values in [-1, 1] exceeds the square root of their number.
         most = math.ceil(scale * math.sqrt(max(len(each) for each in integers)))
         smallest = min(-most, *(int(each.min()) for each in integers))
@@ -72,6 +72,7 @@ class ActionTokens:
         if len(alphabet) > vocabulary:
             raise ConfigurationError(
                 f"{vocabulary} action tokens are fewer than the {len(alphabet)} characters of the actions",
+                code="too_few_action_tokens",
                 remedy="allow more action tokens, or a smaller scale",
             )
         tokenizer = Tokenizer(models.BPE())
@@ -96,7 +97,9 @@ class ActionTokens:
                 raise ValueError(f"scale is {scale}, not above 0")
             return cls(Tokenizer.from_file(str(regular(folder / TOKENIZER))), scale, int(config.get("min_token", 0)))
         except Exception as error:  # tokenizers raises bare exceptions
-            raise DataError(f"not an action tokenizer: {error}", where=str(folder)) from error
+            raise DataError(
+                f"not an action tokenizer: {error}", code="invalid_action_tokenizer", where=str(folder)
+            ) from error
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -158,7 +161,7 @@ def _sayable(tokenizer: Tokenizer) -> Numbers:
     known = {token for token in tokenizer.get_vocab() if len(token) == 1}
     characters = [code for code in range(_CHARACTERS) if known.issuperset(_as_bytes(chr(code)))]
     if not characters:
-        raise ConfigurationError("the action tokenizer has no characters")
+        raise ConfigurationError("the action tokenizer has no characters", code="action_tokenizer_empty")
     return np.array(characters, np.int64)
 
 

@@ -176,12 +176,13 @@ def _stacked(arrays: Sequence[NDArray[np.generic] | None]) -> torch.Tensor | Non
 
 def _check(examples: Sequence[Example]) -> None:
     if not examples:
-        raise DataError("a batch needs an example")
+        raise DataError("a batch needs an example", code="empty_batch")
     for name in ("labels", "actions", "horizon_padding"):
         given = [getattr(each, name) for each in examples]
         kinds = {None if each is None else each.shape if name != "labels" else () for each in given}
         if len(kinds) > 1:
             raise DataError(
                 f"the examples of a batch differ in {name}: {sorted(map(str, kinds))}",
+                code="examples_differ",
                 remedy="encode all with actions or all without, and with one horizon",
             )

@@ -32,7 +32,10 @@ class ImageLayout:
 
     def __post_init__(self) -> None:
         if self.side % self.patch:
-            raise ConfigurationError(f"a side of {self.side} pixels is not a multiple of the patch of {self.patch}")
+            raise ConfigurationError(
+                f"a side of {self.side} pixels is not a multiple of the patch of {self.patch}",
+                code="invalid_image_side",
+            )
 
     @classmethod
     def from_processor_config(cls, document: Mapping[str, Any]) -> ImageLayout:
@@ -54,7 +57,9 @@ class ImageLayout:
         for name, (given, wanted) in values.items():
             if given != wanted:
                 raise ConfigurationError(
-                    f"{name} is {given!r}, and only {wanted!r} is supported", where="processor_config.json"
+                    f"{name} is {given!r}, and only {wanted!r} is supported",
+                    code="image_processing_unsupported",
+                    where="processor_config.json",
                 )
         columns = document.get("use_single_crop_col_tokens")
         columns = document.get("image_use_col_tokens", True) if columns is None else columns
@@ -129,6 +134,7 @@ def _checked(image: Pixels) -> Pixels:
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != _CHANNELS or not image.size:
         raise DataError(
             f"an image is {image.dtype} of shape {image.shape}, not uint8 of (height, width, 3)",
+            code="invalid_image_array",
             remedy="convert it to RGB",
         )
     return image

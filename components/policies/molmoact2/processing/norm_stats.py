@@ -160,12 +160,15 @@ class NormStats(BaseModel):
             return cls.model_validate(read_finite(read_bytes(path)))
         except FileNotFoundError as error:
             raise DataError(
-                "the checkpoint has no statistics", where=str(path), remedy="give a checkpoint with norm_stats.json"
+                "the checkpoint has no statistics",
+                code="checkpoint_file_missing",
+                where=str(path),
+                remedy="give a checkpoint with norm_stats.json",
             ) from error
         except ValidationError as error:
-            raise DataError(_first(error), where=str(path)) from error
+            raise DataError(_first(error), code="invalid_statistics", where=str(path)) from error
         except (ValueError, RecursionError) as error:
-            raise DataError(f"not JSON of finite numbers: {error}", where=str(path)) from error
+            raise DataError(f"not JSON of finite numbers: {error}", code="invalid_json", where=str(path)) from error
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(self.model_dump(mode="json", exclude_unset=True), indent=2) + "\n")
@@ -178,6 +181,7 @@ class NormStats(BaseModel):
         if tag not in self.metadata_by_tag:
             raise ConfigurationError(
                 f"no statistics for norm_tag {tag!r}",
+                code="unknown_norm_tag",
                 where="norm_stats.json",
                 remedy=f"use one of {', '.join(sorted(self.metadata_by_tag)) or 'none: the file is empty'}",
             )
@@ -234,6 +238,7 @@ def resolve(
     if steps > chunk:
         raise ConfigurationError(
             f"n_action_steps {steps} is more than the {chunk} actions that are predicted",
+            code="chunk_too_short",
             where=f"settings: chunk_size {settings.chunk_size}, n_action_steps {settings.n_action_steps}; tag: "
             f"action_horizon {robot.action_horizon}, n_action_steps {robot.n_action_steps}",
         )
@@ -266,6 +271,7 @@ def _feature_stats(
     if key not in statistics or key not in features:
         raise DataError(
             f"the dataset has no {key!r}, or no statistics of it",
+            code="statistics_missing",
             where=f"features: {', '.join(features)}; statistics: {', '.join(statistics)}",
             remedy="run quantile-stats on the dataset",
         )
@@ -273,7 +279,7 @@ def _feature_stats(
     try:
         stats = FeatureNormStats(**entry, names=_names(features[key].names))
     except ValidationError as error:
-        raise DataError(_first(error), where=f"statistics of {key!r}") from error
+        raise DataError(_first(error), code="invalid_statistics", where=f"statistics of {key!r}") from error
     if rare := np.flatnonzero(stats.rarely_moving()).tolist():
         log.warning("dimensions %s of %s move rarely: their q01 and q99 are widened to min and max", rare, key)
     if narrow := np.flatnonzero(stats.narrow(RARE_GRIPPER) & ~stats.rarely_moving()).tolist():

@@ -48,6 +48,7 @@ class Normalizer:
         if missing:
             raise ConfigurationError(
                 f"normalization by {mode} needs {' and '.join(missing)}",
+                code="statistics_incomplete",
                 where=f"statistics of {feature}",
                 remedy="run quantile-stats on the dataset, or choose another normalization",
             )
@@ -61,6 +62,7 @@ class Normalizer:
             if bound is not None and (problem := normalizer._passed_outside(np.array(bound, np.float32))):
                 raise ConfigurationError(
                     f"{problem} and would not be normalized",
+                    code="gripper_range_exceeded",
                     where=f"statistics of {feature}",
                     remedy="set normalize_gripper = true",
                 )
@@ -79,10 +81,17 @@ class Normalizer:
         x = np.asarray(values, np.float32)
         if x.ndim == 0 or x.shape[-1] != self.dimensions:
             raise DataError(
-                f"{self.feature} has the shape {x.shape}, its statistics have {self.dimensions} dimensions", where=where
+                f"{self.feature} has the shape {x.shape}, its statistics have {self.dimensions} dimensions",
+                code="dimensions_mismatch",
+                where=where,
             )
         if problem := self._passed_outside(x):
-            raise DataError(problem, where=where, remedy="set normalize_gripper = true, or correct the frame")
+            raise DataError(
+                problem,
+                code="gripper_out_of_range",
+                where=where,
+                remedy="set normalize_gripper = true, or correct the frame",
+            )
         if self.mode == "mean_std":
             y = (x - self.first) / (self.second + _TINY)
         else:
@@ -133,6 +142,7 @@ class Normalizer:
                 numbers = {name: getattr(stats, name) for name in ("min", "max", *_NEEDED[self.mode])}
                 raise ConfigurationError(
                     f"statistics of {self.feature} {self.names[at]!r} {problem}",
+                    code="unusable_statistics",
                     where=", ".join(f"{name} {each[at]:.9g}" for name, each in numbers.items() if each is not None),
                     remedy="train with the dataset's own statistics of quantile-stats, where those of a dimension that "
                     "moves rarely are widened to min and max, or choose another normalization",
@@ -162,6 +172,7 @@ def gripper_mask(feature: str, stats: FeatureNormStats, normalize_gripper: bool)
     if stats.names is None or len(stats.names) != width:
         raise ConfigurationError(
             f"{feature} has {width} dimensions and {len(stats.names or ())} names: which is the gripper?",
+            code="gripper_unnamed",
             where="the dataset's info.json, features",
             remedy="name every dimension, or set normalize_gripper = true",
         )

@@ -124,6 +124,7 @@ class Processor:
         if len(ids) > limit:
             raise DataError(
                 f"an example of {len(ids)} tokens, and {limit} are allowed",
+                code="example_too_long",
                 where=where or f"task {observation.task!r:.80}",
                 remedy="shorten the task's words, or raise max_sequence_length",
             )
@@ -152,7 +153,9 @@ class Processor:
         """Normalized actions (chunk, dimensions) that generated tokens say, or why they say none."""
         tokens, generated = self.vocabulary, list(ids)
         if self.action_tokens is None:
-            raise ConfigurationError("the policy has no action tokens", remedy="give it an action tokenizer")
+            raise ConfigurationError(
+                "the policy has no action tokens", code="action_tokenizer_missing", remedy="give it an action tokenizer"
+            )
         if tokens.action_start not in generated or tokens.action_end not in generated:
             return DecodedActions(None, "the answer has no <action_start> or no <action_end>")
         span = generated[generated.index(tokens.action_start) + 1 : generated.index(tokens.action_end)]
@@ -164,6 +167,7 @@ class Processor:
         if missing or not cameras:
             raise DataError(
                 f"the observation has no camera {missing[0]!r}" if missing else "the observation has no camera",
+                code="camera_image_missing",
                 where=where or f"it has {', '.join(observation.images) or 'none'}",
                 remedy="name the cameras that there are in image_keys",
             )
@@ -176,7 +180,9 @@ class Processor:
         image = np.array([tokens.image_start, *row * self.layout.rows, tokens.image_end])
         state = self.state.normalize(observation.state, where)
         if state.ndim != 1:
-            raise DataError(f"the state has the shape {state.shape}, not one dimension", where=where)
+            raise DataError(
+                f"the state has the shape {state.shape}, not one dimension", code="dimensions_mismatch", where=where
+            )
         bins = state_bins(state, self.config.num_state_tokens) + tokens.state
         task = normalize_language(observation.task) if self.settings.normalize_language else observation.task
         before, after = instruction(task, self._setup, self._control)
@@ -200,13 +206,16 @@ class Processor:
         if values.shape != (self.chunk, self.action_dimensions):
             raise DataError(
                 f"actions have the shape {values.shape}, not {(self.chunk, self.action_dimensions)}",
+                code="chunk_shape_mismatch",
                 where=where,
                 remedy="chunk_size and the dataset's windows must agree",
             )
         if not np.isfinite(values).all():
             step, dimension = np.argwhere(~np.isfinite(values))[0]
             raise DataError(
-                f"action {self.action.names[dimension]!r} is {values[step, dimension]} at step {step}", where=where
+                f"action {self.action.names[dimension]!r} is {values[step, dimension]} at step {step}",
+                code="action_not_finite",
+                where=where,
             )
         return self.action.normalize(values, where)
 
@@ -226,7 +235,9 @@ class Processor:
         if padding is not None and not SEMANTICS[self.settings.semantics].supervises_past_end:
             past = np.asarray(padding, bool)
             if past.shape != (self.chunk,):
-                raise DataError(f"padding has the shape {past.shape}, not {(self.chunk,)}", where=where)
+                raise DataError(
+                    f"padding has the shape {past.shape}, not {(self.chunk,)}", code="chunk_shape_mismatch", where=where
+                )
             flags[: self.chunk] |= past
         return flags
 
@@ -239,6 +250,7 @@ class Processor:
         if self.discrete and self.action_tokens is None:
             raise ConfigurationError(
                 f"action_mode {self.settings.action_mode!r} needs an action tokenizer",
+                code="action_tokenizer_missing",
                 remedy="give one, or choose action_mode continuous",
             )
         given = 0 if self.action_tokens is None else self.action_tokens.vocabulary
@@ -248,7 +260,9 @@ class Processor:
             ("actions of a chunk", self.chunk, self.horizon),
         ):
             if value > most:
-                raise ConfigurationError(f"{value} {what}, and the model has {most}", where="config.json")
+                raise ConfigurationError(
+                    f"{value} {what}, and the model has {most}", code="model_too_small", where="config.json"
+                )
 
 
 def wrap(text: str, kind: Literal["setup", "control"], enabled: bool) -> str:

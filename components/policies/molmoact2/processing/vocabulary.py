@@ -59,6 +59,7 @@ class ActionVocabulary:
             if known.get(token) is None or wanted not in (None, known[token]):
                 raise DataError(
                     f"token {token} is {known.get(token)} in the tokenizer and {wanted} by the configuration",
+                    code="special_token_mismatch",
                     where="tokenizer.json and config.json",
                     remedy="use the tokenizer that the checkpoint was saved with",
                 )
@@ -66,6 +67,7 @@ class ActionVocabulary:
         if eos is None or pad is None:
             raise DataError(
                 f"the tokenizer has no {'end-of-text' if eos is None else 'padding'} token",
+                code="special_token_missing",
                 where="tokenizer_config.json",
                 remedy="name eos_token and pad_token there, as the released checkpoint does",
             )
