@@ -65,6 +65,7 @@ class ObservationFormat:
                 f"the policy sees {len(keys)} cameras ({', '.join(keys)}), and {len(sent)} are named"
                 if keys
                 else "the policy does not say which cameras it sees",
+                code="camera_names_mismatch",
                 where="--camera",
                 remedy="name every camera as robots send it, in the policy's order: --camera NAME --camera NAME",
             )
@@ -72,6 +73,7 @@ class ObservationFormat:
         if len(set(form.fields)) < len(form.fields):
             raise ConfigurationError(
                 f"two fields have the same name: {', '.join(form.fields)}",
+                code="field_name_repeated",
                 where="--camera, --state",
                 remedy="give each its own name",
             )
@@ -115,12 +117,15 @@ class ObservationFormat:
         known = self.fields
         if unknown := sorted(message.keys() - set(known)):
             raise DataError(
-                f"the observation has an unknown field {unknown[0]!r:.60}", remedy=f"send only {', '.join(known)}"
+                f"the observation has an unknown field {unknown[0]!r:.60}",
+                code="unknown_field",
+                remedy=f"send only {', '.join(known)}",
             )
         both = (PREVIOUS, DELAY) if PREVIOUS in message or DELAY in message else ()
         if missing := [name for name in (*self.needed, *both) if name not in message]:
             raise DataError(
                 f"the observation lacks the field {missing[0]!r}",
+                code="field_missing",
                 where=f"it has {', '.join(sorted(message)) or 'no fields'}",
                 remedy=f"send {', '.join((*self.needed, *both))}",
             )
@@ -155,6 +160,7 @@ def _finite(name: str, value: NDArray[Any]) -> NDArray[np.float32]:
         place = np.argwhere(~np.isfinite(numbers))[0].tolist()
         raise DataError(
             f"number {place} is {value[tuple(place)]}, which is not finite in float32",
+            code="field_not_finite",
             where=f"field {name!r}",
             remedy="send numbers without gaps",
         )
@@ -187,4 +193,4 @@ def _is_array(value: Any, kinds: str) -> bool:
 
 
 def _wrong(name: str, expected: str, came: Any) -> DataError:
-    return DataError(f"{kind(came)} came", where=f"field {name!r}", remedy=f"send {expected}")
+    return DataError(f"{kind(came)} came", code="invalid_field", where=f"field {name!r}", remedy=f"send {expected}")

@@ -44,6 +44,7 @@ def refuse_open_address(settings: PolicyServerSettings, with_key: bool) -> None:
     if not with_key and not settings.local:
         raise ConfigurationError(
             "without a key, whoever reaches the address could use the policy",
+            code="key_missing",
             where=f"host {settings.host}",
             remedy="use a key, or listen on 127.0.0.1",
         )
@@ -121,6 +122,7 @@ class PolicyServer:
         except OSError as error:
             raise ConfigurationError(
                 f"the address cannot be listened on: {error.strerror}",
+                code="address_unavailable",
                 where=f"{settings.host}:{settings.port} {listener(settings.port)}".strip(),
                 remedy="choose another: --port, --host",
             ) from error

@@ -129,11 +129,17 @@ class PolicyQueue:
                 return [error]
             log.exception("the policy failed")
             self.healthy = False
-            return [ServerError(f"the policy failed: {type(error).__name__}", remedy="see the server's log")]
+            return [
+                ServerError(
+                    f"the policy failed: {type(error).__name__}", code="policy_failed", remedy="see the server's log"
+                )
+            ]
         expected = (len(taken), self._policy.n_action_steps, self._policy.action_dimensions)
         self.healthy = chunks.shape == expected
         if not self.healthy:
-            return [ServerError(f"the policy's answer has the shape {chunks.shape}, not {expected}")] * len(taken)
+            return [
+                ServerError(f"the policy's answer has the shape {chunks.shape}, not {expected}", code="policy_failed")
+            ] * len(taken)
         return [chunk if np.isfinite(chunk).all() else _not_finite(chunk) for chunk in chunks]
 
 
@@ -141,5 +147,6 @@ def _not_finite(chunk: Chunk) -> ServerError:
     step, dimension = np.argwhere(~np.isfinite(chunk))[0]
     return ServerError(
         f"the policy's action {step} has {chunk[step, dimension]} in dimension {dimension}: nothing to give a robot",
+        code="policy_answer_not_finite",
         remedy="look at the checkpoint: its weights or statistics are damaged",
     )

@@ -43,6 +43,7 @@ def unpack(frame: bytes | str) -> Message:
     if isinstance(frame, str):
         raise DataError(
             "the message is a text frame",
+            code="text_frame",
             where=f"it begins with {frame[:40]!r}",
             remedy="send one binary frame: a MessagePack map with the fields of the observation",
         )
@@ -68,16 +69,20 @@ def unpack(frame: bytes | str) -> Message:
         )
     except msgpack.ExtraData as error:
         raise DataError(
-            f"{len(error.extra)} bytes follow the message", where=f"a frame of {len(frame)} bytes", remedy=_ONE_MAP
+            f"{len(error.extra)} bytes follow the message",
+            code="trailing_bytes",
+            where=f"a frame of {len(frame)} bytes",
+            remedy=_ONE_MAP,
         ) from error
     except (ValueError, msgpack.UnpackException) as error:
         raise DataError(
             f"the message cannot be read as MessagePack: {str(error) or type(error).__name__}",
+            code="message_unreadable",
             where=f"a frame of {len(frame)} bytes",
             remedy=_ONE_MAP,
         ) from error
     if not isinstance(message, dict):
-        raise DataError(f"the message is {kind(message)}, not a map", remedy=_ONE_MAP)
+        raise DataError(f"the message is {kind(message)}, not a map", code="message_not_a_map", remedy=_ONE_MAP)
     return message
 
 
@@ -110,7 +115,9 @@ def kind(value: Any) -> str:
 
 def _count(containers: int) -> None:
     if containers > MOST_CONTAINERS:
-        raise DataError(f"the message has more than {MOST_CONTAINERS} lists and maps", remedy=_ONE_MAP)
+        raise DataError(
+            f"the message has more than {MOST_CONTAINERS} lists and maps", code="too_many_containers", remedy=_ONE_MAP
+        )
 
 
 def _map(pairs: list[tuple[str | bytes, Any]]) -> Message:
@@ -118,7 +125,12 @@ def _map(pairs: list[tuple[str | bytes, Any]]) -> Message:
     for key, value in pairs:
         name = key.decode() if isinstance(key, bytes) else key
         if name in found:
-            raise DataError("a map has the same key twice", where=f"{name!r:.60}", remedy="send each field once")
+            raise DataError(
+                "a map has the same key twice",
+                code="key_repeated",
+                where=f"{name!r:.60}",
+                remedy="send each field once",
+            )
         found[name] = value
     return found
 
@@ -137,6 +149,7 @@ def _array(field: str, value: Message) -> NDArray[Any]:
     if (needed := prod(shape) * dtype.itemsize) != len(data):
         raise DataError(
             f"an array of {dtype} with the shape {shape!s:.80} has {needed} bytes, and {len(data)} came",
+            code="array_size_mismatch",
             where=f"field {field!r}",
             remedy="send the array's bytes in C order, all of them",
         )
@@ -163,12 +176,13 @@ def _refuse_keys(field: str, value: Message, keys: set[str]) -> None:
         raise DataError(
             f"an array or a number of numpy's has the keys {', '.join(sorted(keys))}; "
             f"{', '.join(sorted(value)):.80} came",
+            code="invalid_array_keys",
             where=f"field {field!r}",
         )
 
 
 def _wrong(field: str, part: str, expected: str, came: Any) -> DataError:
-    return DataError(f"{part} is {kind(came)}, not {expected}", where=f"field {field!r}")
+    return DataError(f"{part} is {kind(came)}, not {expected}", code="invalid_array_part", where=f"field {field!r}")
 
 
 def _encoded(value: Any) -> dict[bytes, Any]:

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from components.contracts.errors import DataError
 from components.policy_server.wire import kind, pack, unpack, value_of
 from tests.policy_server.by_hand import decode, encode
+from tests.refusals import refused
 
 DTYPES = st.sampled_from([np.dtype(one) for one in ("|b1", "|u1", "<i4", ">i8", "<f2", "<f4", ">f4", "<f8")])
 ARRAYS = DTYPES.flatmap(lambda dtype: arrays.arrays(dtype, arrays.array_shapes(min_dims=0, max_dims=4, max_side=5)))
@@ -57,70 +57,71 @@ def test_keys_may_be_text_and_dtypes_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("frame", "said"),
+    ("frame", "code", "shown"),
     [
-        (b"", "cannot be read as MessagePack"),
-        (b"\xc1", "cannot be read as MessagePack"),
-        (b"\x81\xa1a", "incomplete input"),
-        (b"\x81\xa1a\xc6\xff\xff\xff\xff", "incomplete input"),
-        (b"\xdd\xff\xff\xff\xff", "4294967295 exceeds max_array_len"),
-        (b"\xdf\xff\xff\xff\xff", "4294967295 exceeds max_map_len"),
-        (b"\x81\xa1a" + b"\x91" * 5000 + b"\x00", "cannot be read as MessagePack"),
-        (b"\x90", "a list of 0, not a map"),
-        (b"\x05", "is 5, not a map"),
-        (b"\x80\x80", "1 bytes follow the message"),
-        (b"\x81\x01\x02", "int is not allowed for map key"),
-        (b"\x81\xa1a\xa1\xff", "utf-8"),
-        (b"\x81\xc4\x01\xff\x00", "utf-8"),
-        (b"\x81\xa1a\xd4\x01\x00", "exceeds max_ext_len"),
-        (b"\x82\xa1a\x01\xa1a\x02", "the same key twice"),
-        (b"\x82\xa1a\x01\xc4\x01a\x02", "the same key twice"),
-        (encode({"a": [[[] for _ in range(100)] for _ in range(4)]}), "more than 256 lists and maps"),
-        ("hello", "a text frame"),
+        (b"", "message_unreadable", ""),
+        (b"\xc1", "message_unreadable", ""),
+        (b"\x81\xa1a", "message_unreadable", "frame of 3"),
+        (b"\x81\xa1a\xc6\xff\xff\xff\xff", "message_unreadable", "frame of 8"),
+        (b"\xdd\xff\xff\xff\xff", "message_unreadable", "4294967295"),
+        (b"\xdf\xff\xff\xff\xff", "message_unreadable", "4294967295"),
+        (b"\x81\xa1a" + b"\x91" * 5000 + b"\x00", "message_unreadable", "frame of 5004"),
+        (b"\x90", "message_not_a_map", "list of 0"),
+        (b"\x05", "message_not_a_map", "5"),
+        (b"\x80\x80", "trailing_bytes", "1"),
+        (b"\x81\x01\x02", "message_unreadable", "int"),
+        (b"\x81\xa1a\xa1\xff", "message_unreadable", "utf-8"),
+        (b"\x81\xc4\x01\xff\x00", "message_unreadable", "utf-8"),
+        (b"\x81\xa1a\xd4\x01\x00", "message_unreadable", "max_ext_len"),
+        (b"\x82\xa1a\x01\xa1a\x02", "key_repeated", "'a'"),
+        (b"\x82\xa1a\x01\xc4\x01a\x02", "key_repeated", "'a'"),
+        (encode({"a": [[[] for _ in range(100)] for _ in range(4)]}), "too_many_containers", "256"),
+        ("hello", "text_frame", "'hello'"),
     ],
 )
-def test_what_is_no_message_is_refused(frame: bytes | str, said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_what_is_no_message_is_refused(frame: bytes | str, code: str, shown: str) -> None:
+    with refused(code, shown):
         unpack(frame)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "code", "shown"),
     [
-        ({"dtype": "|O"}, "dtype is '|O'"),
-        ({"dtype": "O8"}, "dtype is 'O8'"),
-        ({"dtype": "<c8"}, "dtype is '<c8'"),
-        ({"dtype": "V4"}, "dtype is 'V4'"),
-        ({"dtype": "<i4,<i4"}, "dtype is '<i4,<i4'"),
-        ({"dtype": "(1000000,1000000)<f4"}, "dtype is"),
-        ({"dtype": 4}, "dtype is 4"),
-        ({"data": "abcd"}, "data is 'abcd', not bytes"),
-        ({"data": b"abc"}, "has 4 bytes, and 3 came"),
-        ({"shape": [2]}, "has 8 bytes, and 4 came"),
-        ({"shape": [2**40, 2**40]}, "bytes, and 4 came"),
-        ({"shape": [0, 2**63]}, "shape is a list of 2, not a list"),
-        ({"shape": [-1]}, "shape is a list of 1, not a list"),
-        ({"shape": [1.0]}, "shape is a list of 1, not a list"),
-        ({"shape": [True]}, "shape is a list of 1, not a list"),
-        ({"shape": [1] * 100}, "shape is a list of 100, not a list"),
-        ({"shape": 1}, "shape is 1, not a list"),
-        ({"more": 1}, "more"),
-        ({"data": None}, "data is None"),
+        ({"dtype": "|O"}, "invalid_array_part", "dtype '|O'"),
+        ({"dtype": "O8"}, "invalid_array_part", "dtype 'O8'"),
+        ({"dtype": "<c8"}, "invalid_array_part", "dtype '<c8'"),
+        ({"dtype": "V4"}, "invalid_array_part", "dtype 'V4'"),
+        ({"dtype": "<i4,<i4"}, "invalid_array_part", "dtype '<i4,<i4'"),
+        ({"dtype": "(1000000,1000000)<f4"}, "invalid_array_part", "dtype"),
+        ({"dtype": 4}, "invalid_array_part", "dtype 4"),
+        ({"data": "abcd"}, "invalid_array_part", "data 'abcd'"),
+        ({"data": b"abc"}, "array_size_mismatch", "4 3"),
+        ({"shape": [2]}, "array_size_mismatch", "8 4"),
+        ({"shape": [2**40, 2**40]}, "array_size_mismatch", f"{2**82} 4"),
+        ({"shape": [0, 2**63]}, "invalid_array_part", "shape 2"),
+        ({"shape": [-1]}, "invalid_array_part", "shape 1"),
+        ({"shape": [1.0]}, "invalid_array_part", "shape 1"),
+        ({"shape": [True]}, "invalid_array_part", "shape 1"),
+        ({"shape": [1] * 100}, "invalid_array_part", "shape 100"),
+        ({"shape": 1}, "invalid_array_part", "shape 1"),
+        ({"more": 1}, "invalid_array_keys", "more"),
+        ({"data": None}, "invalid_array_part", "data None"),
     ],
 )
-def test_an_array_whose_parts_are_wrong_is_refused_by_the_name_of_its_field(changes: Any, said: str) -> None:
+def test_an_array_whose_parts_are_wrong_is_refused_by_the_name_of_its_field(
+    changes: Any, code: str, shown: str
+) -> None:
     parts = {"__ndarray__": True, "data": bytes(4), "dtype": "<f4", "shape": [1]}
     assert value_of("camera", parts) == [0.0]
-    with pytest.raises(DataError) as refusal:
+    with refused(code, *shown.split(), "field 'camera'"):
         value_of("camera", parts | changes)
-    assert said in refusal.value.what and refusal.value.where == "field 'camera'"
 
 
 @pytest.mark.parametrize(
     "parts", [{"data": 1.5, "dtype": "<i4"}, {"data": 1, "dtype": "|O"}, {"data": "1", "dtype": "<i4"}]
 )
 def test_a_number_of_numpy_s_is_one(parts: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match="field 'seed'"):
+    with refused("invalid_array_part", "field 'seed'"):
         value_of("seed", {"__npgeneric__": True, **parts})
 
 
@@ -132,5 +133,5 @@ def test_an_error_shows_what_a_value_is_and_not_all_of_it() -> None:
 
 @pytest.mark.parametrize("value", [object(), np.array([None]), np.zeros(2, complex), {1, 2}])
 def test_only_arrays_of_numbers_are_sent(value: Any) -> None:
-    with pytest.raises(TypeError, match="cannot be sent"):
+    with pytest.raises(TypeError):
         pack({"a": value})
