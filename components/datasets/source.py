@@ -168,6 +168,7 @@ def split(
         if count >= len(source.episodes):
             raise ConfigurationError(
                 f"{count} of {len(source.episodes)} episodes would be held out",
+                code="heldout_too_large",
                 where=str(source.dataset.files),
                 remedy="record more episodes, or hold out a smaller share",
             )

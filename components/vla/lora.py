@@ -25,7 +25,9 @@ def add_adapters(model: nn.Module, chosen: Callable[[str], bool], settings: Poli
     """
     names = [name for name, module in model.named_modules() if type(module) is nn.Linear and chosen(name)]
     if not names:
-        raise ConfigurationError("no linear layer is left for an adapter", where="training.mode")
+        raise ConfigurationError(
+            "no linear layer is left for an adapter", code="no_layer_for_adapters", where="training.mode"
+        )
     inject_adapter_in_model(lora_config(names, settings.rank, settings.alpha, settings.dropout), model)
     random = torch.Generator().manual_seed(seed)
     for name in names:

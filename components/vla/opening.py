@@ -63,6 +63,7 @@ def open_model(
     if ranks.context is not None:
         raise ConfigurationError(
             "ranks share sequences of vision-language models alone, and this is a robot policy",
+            code="context_parallel_unsupported",
             where="machine.trainer_context_parallel",
             remedy="leave it out",
         )

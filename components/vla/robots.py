@@ -61,6 +61,7 @@ def robots_of(
     if len(by_tag) > 1 and settings.norm_tag:
         raise ConfigurationError(
             f"norm_tag {settings.norm_tag!r} is one robot, and the datasets have {', '.join(by_tag)}",
+            code="norm_tag_ambiguous",
             where="policy.norm_tag",
             remedy="leave it out: each dataset's own statistics are used",
         )
@@ -69,6 +70,7 @@ def robots_of(
         if tag not in statistics:
             raise DataError(
                 f"no statistics for the tag {tag!r}",
+                code="statistics_missing",
                 where=str(source.dataset.files),
                 remedy=f"run quantile-stats on the same datasets; these are of {', '.join(statistics)}",
             )
@@ -80,6 +82,7 @@ def robots_of(
         if (told := parts[tag].settings.chunk_size) != chunk:
             raise ConfigurationError(
                 f"norm_tag {settings.norm_tag!r} predicts {told} actions at once, the dataset's windows have {chunk}",
+                code="horizon_mismatch",
                 where=f"policy.chunk_size = {settings.chunk_size}, horizon of {tag!r}: {source.horizon}",
                 remedy=f"set policy.chunk_size = {told}, and no other horizon for the dataset",
             )
@@ -101,6 +104,7 @@ def _by_tag(sources: Sequence[DatasetSource], chunk: int) -> dict[str, DatasetSo
         if (first.horizon or chunk) != (source.horizon or chunk):
             raise ConfigurationError(
                 f"datasets of the tag {source.tag!r} have the horizons {first.horizon} and {source.horizon}",
+                code="horizon_mismatch",
                 where="dataset.sources",
                 remedy="give them one horizon, or tags of their own",
             )

@@ -89,7 +89,7 @@ class PolicyWorker(ServiceWorker):
             case "publish":
                 return self._publish(Path(command["folder"]))
             case other:
-                raise ConfigurationError(f"the trainer has no command {other!r}")
+                raise ConfigurationError(f"the trainer has no command {other!r}", code="unknown_command")
 
     def _publish(self, folder: Path) -> None:
         """Write the policy, averaged where there are averages."""
@@ -104,6 +104,7 @@ def _refuse(trainer: VLATrainerSettings, ranks: int) -> None:
     if trainer.batch_size % ranks:
         raise ConfigurationError(
             f"batch_size {trainer.batch_size} cannot be shared evenly among {ranks} processes",
+            code="batch_not_divisible",
             where="training.batch_size, machine.trainer_processes, machine.trainer_nodes",
             remedy=f"make it a multiple of {ranks}",
         )
@@ -111,6 +112,7 @@ def _refuse(trainer: VLATrainerSettings, ranks: int) -> None:
         raise ConfigurationError(
             f"{trainer.file_shuffle.lanes} lanes cannot be shared evenly among {ranks} processes: each would read all "
             "files",
+            code="lanes_not_divisible",
             where="training.file_shuffle.lanes, machine.trainer_processes, machine.trainer_nodes",
             remedy=f"make it a multiple of {ranks}",
         )

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from components.contracts.errors import ConfigurationError
 from components.models.lora import merged_weights
 from components.policies.molmoact2.modeling.model import MolmoAct2
 from components.vla.lora import add_adapters
 from components.vla.settings import PolicyLoraSettings
 from tests.policies.molmoact2.examples import CONFIG, as_batch, make_examples
+from tests.refusals import refused
 
 SETTINGS = PolicyLoraSettings(rank=3, alpha=12.0, dropout=0.0)
 
@@ -69,7 +69,7 @@ def test_down_begins_with_a_spread_of_one_over_the_rank() -> None:
 
 
 def test_a_model_without_a_chosen_layer_is_refused(net: Net) -> None:
-    with pytest.raises(ConfigurationError, match="no linear layer"):
+    with refused("no_layer_for_adapters", "training.mode"):
         add_adapters(net, lambda name: name == "tokens", SETTINGS, seed=0)
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from components.contracts.errors import ConfigurationError, DataError
 from components.datasets.mixture import Mixture
 from components.datasets.source import DatasetSource, open_sources
 from components.policies.molmoact2.checkpoints.checkpoint import load_model, load_policy, save_policy
@@ -18,6 +17,7 @@ from components.policies.molmoact2.modeling.losses import LossPlan
 from components.vla.data import Encoder
 from components.vla.learner import PolicyLearner
 from components.vla.robots import robots_of
+from tests.refusals import refused
 
 from .conftest import policy_settings
 from .settings import training_settings
@@ -66,7 +66,7 @@ def test_a_policy_of_several_robots_asks_which(
     robots = robots_of(inputs["policy"], policy_settings(), sources, statistics)
     parts = robots.saved()
     save_policy(tmp_path / "saved", parts, load_model(inputs["policy"], parts).state_dict())
-    with pytest.raises(ConfigurationError, match="statistics to normalize by"):
+    with refused("normalization_statistics_missing", tmp_path / "saved", "policy.norm_tag"):
         load_policy(tmp_path / "saved").processor()
     loaded = load_policy(tmp_path / "saved", policy_settings(tiny=None, norm_tag="slow"))
     assert (loaded.settings.chunk_size, loaded.processor().action_dimensions) == (2, 2)
@@ -77,9 +77,9 @@ def test_tags_that_do_not_fit_are_refused(
     inputs: dict[str, Path], sources: tuple[DatasetSource, DatasetSource], statistics: dict[str, dict[str, object]]
 ) -> None:
     first, second = sources
-    with pytest.raises(DataError, match="no statistics for the tag 'slow'"):
+    with refused("statistics_missing", "'slow'", "arm"):
         robots_of(inputs["policy"], policy_settings(), sources, {"arm": statistics["arm"]})
-    with pytest.raises(ConfigurationError, match="have the horizons None and 2"):
+    with refused("horizon_mismatch", "dataset.sources", "None", 2):
         robots_of(inputs["policy"], policy_settings(), (first, replace(second, tag="arm")), statistics)
 
 
@@ -93,7 +93,7 @@ def test_a_norm_tag_with_another_horizon_than_the_windows_is_refused(
     save_policy(tmp_path / "saved", parts, load_model(inputs["policy"], parts).state_dict())
     tagged = policy_settings(tiny=None, norm_tag="slow", n_action_steps=2)
     other = replace(sources[1], horizon=None)
-    with pytest.raises(ConfigurationError, match="'slow' predicts 2 actions at once, the dataset's windows have 3"):
+    with refused("horizon_mismatch", "'slow'", "policy.chunk_size = 2", 3):
         robots_of(tmp_path / "saved", tagged, (other,), statistics)
     fitting = robots_of(tmp_path / "saved", tagged, (sources[1],), statistics)
     assert fitting.horizon == 2
