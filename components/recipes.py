@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Self
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from components.batches.settings import BatchSettings
 from components.contracts.machine import Machine
@@ -76,7 +77,7 @@ class Sections(Settings):
                     stage.model_validate({name: given[name] for name in stage.model_fields})
                 except ValidationError as error:
                     said = [problem["msg"].removeprefix("Value error, ") for problem in error.errors()]
-                    raise ValueError("\n".join(said)) from error
+                    raise PydanticCustomError(error.errors()[0]["type"], "\n".join(said)) from error
         return self
 
     @classmethod

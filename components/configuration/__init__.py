@@ -106,7 +106,7 @@ def recipe_kind(name: str, where: str = "") -> str:
     kind = name if name in RECIPES else name.partition("/")[0]
     if kind not in RECIPES:
         remedy = suggestion(kind, RECIPES)
-        raise ConfigurationError(f"no flow is called {kind!r}", where=where, remedy=remedy)
+        raise ConfigurationError(f"no flow is called {kind!r}", code="unknown_flow", where=where, remedy=remedy)
     return kind
 
 
@@ -120,7 +120,7 @@ def recipe_path(name: str) -> Path:
         return Path(name)
     if name not in (names := recipe_names()):
         remedy = f"{suggestion(name, names)}; or give the path of a file, which ends with {SUFFIX}"
-        raise ConfigurationError(f"no recipe is called {name!r}", remedy=remedy)
+        raise ConfigurationError(f"no recipe is called {name!r}", code="unknown_recipe", remedy=remedy)
     return CONFIGS / f"{name}{SUFFIX}"
 
 
@@ -134,6 +134,7 @@ def recipe_names() -> list[str]:
     if not names:
         raise ConfigurationError(
             "no recipes are installed",
+            code="recipes_missing",
             where=str(CONFIGS),
             remedy=f"pip install --force-reinstall {DISTRIBUTION}; in a checkout: git restore configs components",
         )
@@ -176,12 +177,14 @@ def build_recipe(name: str, values: Mapping[str, Any], where: str, folder: Path 
         name = f"{kind.partition('/')[0]}/{deployment}"
     elif folder is not None and name.partition("/")[0] not in RECIPES:
         remedy = f'write flow = "train-vlm" above its sections; known: {", ".join(sorted(RECIPES))}'
-        raise ConfigurationError("the recipe does not say its flow", where=where, remedy=remedy)
+        raise ConfigurationError("the recipe does not say its flow", code="flow_missing", where=where, remedy=remedy)
     else:
         kind = recipe_kind(name, where)
     description = values.pop("description", "")
     if not isinstance(description, str):
-        raise ConfigurationError(f"description is not a string: {SHORT.repr(description)}", where=where)
+        raise ConfigurationError(
+            f"description is not a string: {SHORT.repr(description)}", code="invalid_description", where=where
+        )
     with project(folder):
         return Recipe(name, description, _sections(RECIPES[kind], values, where), kind, folder)
 
@@ -189,7 +192,12 @@ def build_recipe(name: str, values: Mapping[str, Any], where: str, folder: Path 
 def _sections(kind: type[Sections], values: Mapping[str, Any], where: str) -> dict[str, BaseModel]:
     known = kind.model_fields
     if unknown := sorted(set(values) - set(known)):
-        raise ConfigurationError(f"unknown section {unknown[0]!r}", where=where, remedy=suggestion(unknown[0], known))
+        raise ConfigurationError(
+            f"unknown section {unknown[0]!r}",
+            code="unknown_section",
+            where=where,
+            remedy=suggestion(unknown[0], known),
+        )
     sections = {}
     for section in known:
         if section not in values and section in kind.optional():

@@ -59,7 +59,9 @@ def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     path = Path(os.path.abspath(path))  # noqa: PTH100 (resolve would fail at a link to itself)
     if path in seen:
         chain = " -> ".join(each.name for each in (*seen, path))
-        raise ConfigurationError(f"configurations extend each other in a circle: {chain}", where=str(path))
+        raise ConfigurationError(
+            f"configurations extend each other in a circle: {chain}", code="circular_extends", where=str(path)
+        )
     values = _parse(path)
     if "extends" not in values:
         return values
@@ -91,23 +93,29 @@ class Extends(Settings):
 
 
 def _parse(path: Path) -> dict[str, Any]:
-    missing = ConfigurationError(f"TOML config not found: {path}", remedy="armature list shows what there is")
+    missing = ConfigurationError(
+        f"TOML config not found: {path}", code="recipe_file_missing", remedy="armature list shows what there is"
+    )
     try:
         if not path.exists():
             raise missing
         if not path.is_file():
-            raise ConfigurationError("not a file", where=str(path))
+            raise ConfigurationError("not a file", code="recipe_file_unreadable", where=str(path))
         return tomllib.loads(read_bytes(path, LARGEST_FILE).decode())
     except DataError as error:
         raise ConfigurationError(error.what, code=error.code, where=error.where, remedy=error.remedy) from error
     except UnicodeDecodeError as error:
-        raise ConfigurationError(f"not valid TOML, which is UTF-8: {error}", where=str(path)) from error
+        raise ConfigurationError(
+            f"not valid TOML, which is UTF-8: {error}", code="invalid_toml", where=str(path)
+        ) from error
     except RecursionError as error:
-        raise ConfigurationError("not valid TOML: too deeply nested", where=str(path)) from error
+        raise ConfigurationError("not valid TOML: too deeply nested", code="invalid_toml", where=str(path)) from error
     except ValueError as error:
-        raise ConfigurationError(f"not valid TOML: {error}", where=str(path)) from error
+        raise ConfigurationError(f"not valid TOML: {error}", code="invalid_toml", where=str(path)) from error
     except OSError as error:
-        raise ConfigurationError(f"the file cannot be read: {error.strerror}", where=str(path)) from error
+        raise ConfigurationError(
+            f"the file cannot be read: {error.strerror}", code="recipe_file_unreadable", where=str(path)
+        ) from error
 
 
 def parse_override(text: str) -> dict[str, Any]:
@@ -120,17 +128,23 @@ def parse_override(text: str) -> dict[str, Any]:
     parts = [part.strip() for part in key.split(".")]
     broken = any(character == "\0" or "\ud800" <= character <= "\udfff" for character in text)
     if not separator or not all(parts) or len(parts) > DEEPEST or broken:
-        raise ConfigurationError(f"invalid override: {SHORT.repr(text)}", remedy="write --set section.key=value")
+        raise ConfigurationError(
+            f"invalid override: {SHORT.repr(text)}", code="invalid_override", remedy="write --set section.key=value"
+        )
     parsed: Any = TAKEN_AWAY
     if value.strip():
         try:
             parsed, *more = tomllib.loads(f"value = {value}").values()
             if more:
-                raise ConfigurationError(f"not one override: {SHORT.repr(text)}", remedy="write a --set for each")
+                raise ConfigurationError(
+                    f"not one override: {SHORT.repr(text)}", code="invalid_override", remedy="write a --set for each"
+                )
         except tomllib.TOMLDecodeError:
             parsed = value
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, or too deeply nested
-            raise ConfigurationError(f"invalid override: {SHORT.repr(text)}: {error}", where=key) from error
+            raise ConfigurationError(
+                f"invalid override: {SHORT.repr(text)}: {error}", code="invalid_override", where=key
+            ) from error
     if isinstance(parsed, date | time):  # a folder is called 2024-05-01 more often than a setting is a date
         parsed = value.strip()
     if type(parsed) in (int, float):

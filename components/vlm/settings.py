@@ -12,6 +12,7 @@ from pydantic import (
     PositiveInt,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from components.contracts.settings import Settings
 from components.training.schedule import Scheduler
@@ -173,7 +174,7 @@ class UpdateSettings(Settings):
     @model_validator(mode="after")
     def _one_way_to_bf16(self) -> UpdateSettings:
         if self.weights == "bfloat16" and self.autocast == "bf16":
-            raise ValueError("weights in bfloat16 compute in it: leave autocast out")
+            raise PydanticCustomError("without_effect", "weights in bfloat16 compute in it: leave autocast out")
         return self
 
 
@@ -207,15 +208,23 @@ class TrainerSettings(UpdateSettings):
     @model_validator(mode="after")
     def _consistent(self) -> TrainerSettings:
         if self.aggregation == "dr_grpo" and self.dr_grpo_length is None:
-            raise ValueError("aggregation dr_grpo divides by dr_grpo_length: set it, usually to the longest completion")
+            raise PydanticCustomError(
+                "dr_grpo_length_missing",
+                "aggregation dr_grpo divides by dr_grpo_length: set it, usually to the longest completion",
+            )
         if self.aggregation != "dr_grpo" and self.dr_grpo_length is not None:
-            raise ValueError(f"dr_grpo_length has no effect with aggregation {self.aggregation}: leave it out")
+            raise PydanticCustomError(
+                "without_effect", f"dr_grpo_length has no effect with aggregation {self.aggregation}: leave it out"
+            )
         if self.objective.name == "mask_ratio" and self.correction.mode != "none":
-            raise ValueError(
-                "objective mask_ratio already weighs tokens by the sampler's ratio: set correction.mode to none"
+            raise PydanticCustomError(
+                "corrected_twice",
+                "objective mask_ratio already weighs tokens by the sampler's ratio: set correction.mode to none",
             )
         if self.kl_coefficient == 0 and self.kl_estimator != "k3":
-            raise ValueError(f"kl_estimator {self.kl_estimator} has no effect with kl_coefficient 0: leave it out")
+            raise PydanticCustomError(
+                "without_effect", f"kl_estimator {self.kl_estimator} has no effect with kl_coefficient 0: leave it out"
+            )
         if self.warmup_steps > self.max_steps:
             raise ValueError(f"warmup_steps ({self.warmup_steps}) exceeds max_steps ({self.max_steps})")
         return self
