@@ -206,6 +206,7 @@ class Checkpoints:
             kept = max((path.name for path in self._complete()), key=_step, default="none")
             raise TrainerError(
                 f"checkpoint {target.name} could not be written: {failures[0]}",
+                code="checkpoint_not_written",
                 where=str(self.folder),
                 remedy=f"make room on the disk; the newest complete checkpoint is {kept}",
             )
@@ -221,21 +222,31 @@ class Checkpoints:
         except (OSError, ValueError) as error:
             raise _unreadable(error, path) from error
         if not isinstance(document, dict) or not {"format", "step", "identity", "state"} <= document.keys():
-            raise DataError("this is not a training state", where=str(path / STATE_FILE), remedy="delete this folder")
+            raise DataError(
+                "this is not a training state",
+                code="checkpoint_damaged",
+                where=str(path / STATE_FILE),
+                remedy="delete this folder",
+            )
         if document["format"] != FORMAT:
             raise DataError(
                 f"checkpoint format {document['format']}, this version reads {FORMAT}",
+                code="checkpoint_format_mismatch",
                 where=str(path),
                 remedy="delete this folder; a run then starts again from its batches",
             )
         if not _counts_and_state(document):
             raise DataError(
-                "the step, the skipped updates or the state is damaged", where=str(path / STATE_FILE), remedy=_DELETE
+                "the step, the skipped updates or the state is damaged",
+                code="checkpoint_damaged",
+                where=str(path / STATE_FILE),
+                remedy=_DELETE,
             )
         differing = _differences(document["identity"], json.loads(json.dumps(self.who)))
         if differing:
             raise DataError(
                 f"the checkpoint is of another model or other settings: {'; '.join(differing[:8])}",
+                code="checkpoint_mismatch",
                 where=str(path),
                 remedy="resume with the settings that it was made with, or start in an empty folder",
             )
@@ -258,7 +269,9 @@ def _in_thread(act: Callable[[], None]) -> Future[None]:
 
 
 def _unreadable(error: Exception, path: Path) -> DataError:
-    return DataError(f"the checkpoint cannot be read: {error}", where=str(path), remedy=_DELETE)
+    return DataError(
+        f"the checkpoint cannot be read: {error}", code="checkpoint_unreadable", where=str(path), remedy=_DELETE
+    )
 
 
 def _counts_and_state(document: Mapping[str, Any]) -> bool:

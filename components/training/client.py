@@ -195,12 +195,15 @@ class ServiceClient:
             command = {"name": name, **arguments}
             reply = exchange_blocking(self._http, "POST", "/command", {}, timeout, command, LARGEST_REPLY)
         except BadReply as error:
-            raise TrainerError(f"the trainer's answer to {name!r} cannot be read: {error.what}") from error
+            raise TrainerError(
+                f"the trainer's answer to {name!r} cannot be read: {error.what}", code="invalid_trainer_reply"
+            ) from error
         except httpx.TransportError as error:
             # A connection that the kernel gives up is a timeout as well, sooner.
             if isinstance(error, httpx.ReadTimeout) and time.monotonic() - began >= timeout:
                 raise TrainerError(
                     f"the trainer did not finish {name!r} within {timeout:g} s",
+                    code="trainer_timeout",
                     where=str(self.settings.workspace / "trainer.log"),
                     remedy="ask again for the same step (it is applied once), or raise the timeout in [machine]",
                 ) from error
@@ -219,6 +222,7 @@ class ServiceClient:
         except (BadReply, ValidationError) as cause:
             raise TrainerError(
                 f"the trainer's answer to {name!r} cannot be read: {cause}",
+                code="invalid_trainer_reply",
                 where=str(self.settings.workspace / "trainer.log"),
                 remedy="start again: it resumes from the last checkpoint",
             ) from cause
@@ -274,6 +278,7 @@ class ServiceClient:
             return self._died(f"the trainer service was not ready after {seconds:g} s")
         return TrainerError(
             f"{missing} of {settings.processes.nodes} nodes did not join within {seconds:g} s",
+            code="nodes_missing",
             where=f"address {attempt.address}, machine.trainer_interface = {settings.processes.interface}",
             remedy=f"run `{self._join}` on each; where it runs, it says why it cannot join",
         )
@@ -295,12 +300,14 @@ class ServiceClient:
                 return cause
             return TrainerError(
                 f"{what}: rank {rank}: {cause.what}",
+                code=cause.code,
                 where=str(document.get("traceback", "")),
                 remedy=cause.remedy or "see the log beside the checkpoints; start again and resume",
             )
         if lost is not None:
             return TrainerError(
                 what,
+                code="node_lost",
                 where=str(settings.workspace),
                 remedy="start again: it resumes from the last checkpoint, on the nodes that the cluster then has"
                 if self._places

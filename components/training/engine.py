@@ -78,10 +78,13 @@ class TrainingEngine(Generic[Model]):
         self.steps_done, self.skipped = 0, SkippedUpdates()
         self.groups = [group for group in groups if group.parameters]
         if not self.groups:
-            raise ConfigurationError("nothing of the model is trained", where="model.freeze", remedy="freeze less")
+            raise ConfigurationError(
+                "nothing of the model is trained", code="nothing_trained", where="model.freeze", remedy="freeze less"
+            )
         if sharded and states == "8bit":
             raise ConfigurationError(
                 "a block of moments in 8 bits has one scale, and a model that is split has it on several ranks",
+                code="optimizer_states_not_split",
                 where="trainer.optimizer_states, machine.trainer_sharding",
                 remedy='set trainer.optimizer_states = "cpu", or leave it out: each rank has its part of the states',
             )

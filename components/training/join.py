@@ -55,6 +55,7 @@ def _wait_for(file: Path) -> None:
         if time.monotonic() > deadline:
             raise ConfigurationError(
                 f"there is no such training, and none began within {FIRST_NODE:g} s",
+                code="training_not_found",
                 where=str(file),
                 remedy="start the training on the first node; it says which file, which this one must see by that name",
             )
@@ -65,7 +66,10 @@ def _read(file: Path) -> ServiceSettings:
     settings = ServiceSettings.model_validate_json(file.read_text())
     if settings.processes.nodes == 1:
         raise ConfigurationError(
-            "this training has one node", where=str(file), remedy="start it with machine.trainer_nodes = 2 or more"
+            "this training has one node",
+            code="nothing_to_join",
+            where=str(file),
+            remedy="start it with machine.trainer_nodes = 2 or more",
         )
     return settings
 
@@ -80,7 +84,7 @@ def _next(workspace: Path, joined: int) -> Attempt | None:
     while True:
         newest = Attempt.newest(workspace)
         if newest is None and joined:
-            raise TrainerError("the training's folder is gone", where=str(workspace))
+            raise TrainerError("the training's folder is gone", code="training_removed", where=str(workspace))
         if newest is not None and newest.result == "done":
             return None
         if newest is not None and newest.result is None and newest.number > joined:
@@ -88,7 +92,12 @@ def _next(workspace: Path, joined: int) -> Attempt | None:
         if newest is not None and newest.result == "failed":
             failed = failed or time.monotonic()
             if time.monotonic() >= failed + PATIENCE:
-                raise TrainerError("the training failed", where=str(workspace), remedy="the first node says why")
+                raise TrainerError(
+                    "the training failed",
+                    code="joined_training_failed",
+                    where=str(workspace),
+                    remedy="the first node says why",
+                )
         time.sleep(POLL)
 
 

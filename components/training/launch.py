@@ -72,6 +72,7 @@ def _meeting(rank: int, size: int, patience: float) -> dist.Store:
     except RuntimeError as error:
         raise TrainerError(
             f"not all {size} processes were there after {patience:g} s",
+            code="nodes_missing",
             where=os.environ[RENDEZVOUS],
             remedy="start `armature join` on every other node; all must see this folder",
         ) from error
@@ -84,6 +85,7 @@ def _connect(backends: str, store: dist.Store, rank: int, size: int) -> None:
     except RuntimeError as error:
         raise TrainerError(
             f"rank {rank} cannot connect to the other ones of {size}",
+            code="ranks_not_connected",
             where=f"{socket.gethostname()}, interface {os.environ.get('GLOO_SOCKET_IFNAME')}: "
             f"{str(error).splitlines()[0]}",
             remedy="look for a firewall: nodes have to reach each other on every TCP port of that network",

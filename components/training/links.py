@@ -35,6 +35,7 @@ def network(given: str) -> tuple[str, str]:
             return name, addresses[0] if given == name else given
     raise ConfigurationError(
         f"this node has no network interface {given!r} with an address",
+        code="unknown_network_interface",
         where="machine.trainer_interface",
         remedy=f"name that of the network between the nodes, or its address; this node has {_known()}",
     )

@@ -295,6 +295,7 @@ def _grouped(pairs: Sequence[tuple[nn.Parameter, State]]) -> Collection[list[tup
 def _misfits(where: str, faults: Sequence[str]) -> DataError:
     return DataError(
         f"the optimizer's state cannot be loaded: {'; '.join(faults)}",
+        code="optimizer_state_mismatch",
         where=where,
         remedy="load the state of this optimizer, or of torch's AdamW, with weights of the same dtypes",
     )

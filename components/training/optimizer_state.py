@@ -93,7 +93,9 @@ def misfit(found: TensorSpec, wanted: TensorSpec) -> str:
 def refusal(what: str, where: Path) -> DataError:
     """A checkpoint that does not fit."""
     remedy = "use a checkpoint that this training wrote: delete this folder, and the one before it is used"
-    return DataError(f"the checkpoint cannot be resumed from: {what}", where=str(where), remedy=remedy)
+    return DataError(
+        f"the checkpoint cannot be resumed from: {what}", code="checkpoint_mismatch", where=str(where), remedy=remedy
+    )
 
 
 def _empty(optimizer: Optimizer, parameter: nn.Parameter, slot: str, spec: TensorSpec) -> Tensor:

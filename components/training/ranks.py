@@ -149,6 +149,7 @@ class Ranks:
                 raise
             raise TrainerError(
                 f"rank {self.rank} waited {self.timeout.total_seconds():g} s for another one of {self.size}",
+                code="rank_timeout",
                 where=str(error).splitlines()[0],
                 remedy="look for a node that is gone, hangs or lost its network; if all are well, raise "
                 "machine.rank_timeout",

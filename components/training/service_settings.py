@@ -75,6 +75,7 @@ def service_settings(training: TrainingSettings, machine: Machine, workspace: Pa
     if machine.weight_transfer == "nccl" and distant and machine.trainer_interface is None:
         raise ConfigurationError(
             "NCCL sends the weights to servers on other machines, and no network for it is named",
+            code="network_missing",
             where=f"machine.endpoints = {', '.join(distant)}",
             remedy="set machine.trainer_interface to the private network between trainer and servers",
         )

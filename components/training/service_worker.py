@@ -54,12 +54,14 @@ class ServiceWorker(ABC):
         if command["name"] == "step" and command["step"] != done + 1:
             raise ConfigurationError(
                 f"step {command['step']} was requested, but {done} steps are applied",
+                code="step_out_of_order",
                 where="trainer service",
                 remedy=f"train step {done + 1} first",
             )
         if command.get("version", done) != done:
             raise ConfigurationError(
                 f"version {command['version']} was requested, but the weights are of {done} steps",
+                code="version_mismatch",
                 where="trainer service",
                 remedy="publish right after the step",
             )
@@ -77,6 +79,7 @@ class ServiceWorker(ABC):
         if _named(known["batch"]) != _named(command.get("batch")):
             raise ConfigurationError(
                 f"step {command['step']} was trained on another batch",
+                code="batch_mismatch",
                 where=f"{known['batch']} and now {command.get('batch')}",
                 remedy="resume from a checkpoint before that step to train it again",
             )

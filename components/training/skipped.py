@@ -32,6 +32,7 @@ class SkippedUpdates:
         if self.in_a_row >= MOST_IN_A_ROW:
             raise DivergedError(
                 f"the gradients of {self.in_a_row} updates in a row are not finite",
+                code="gradients_not_finite",
                 where=f"step {step}",
                 remedy="lower the learning rate, and start again from a checkpoint before the first of them",
             )

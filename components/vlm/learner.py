@@ -78,6 +78,7 @@ class Learner(TrainingEngine[Any]):
         if ranks.context is not None and not settings.packing:
             raise ConfigurationError(
                 "ranks share packed sequences alone",
+                code="sharing_needs_packing",
                 where="trainer.packing, machine.trainer_context_parallel",
                 remedy="set trainer.packing = true",
             )

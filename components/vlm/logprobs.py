@@ -176,6 +176,7 @@ def check_head(policy: Policy) -> None:
         name = type(base_model(policy.model)).__name__
         raise ConfigurationError(
             f"{name} changes its logits after the head: log-probs differ by {gap:.3g}",
+            code="head_not_supported",
             where="components.vlm.logprobs.Policy",
             remedy="add that change to the backends in components.vlm.heads",
         )

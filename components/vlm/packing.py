@@ -171,6 +171,7 @@ def _images_of(
                 raise DataError(
                     f"tokens {first} to {last} are an image, and rows that begin alike part at {segment.start} or "
                     f"{segment.end}",
+                    code="image_split",
                     where=f"row {segment.row} of a micro-batch",
                     remedy="leave trainer.packing out",
                 )

@@ -79,7 +79,12 @@ class Publisher:
             ConfigurationError: there are none.
         """
         if not isinstance(model, PeftModel):
-            raise ConfigurationError("there are no adapters to write", where="model.lora", remedy="publish the weights")
+            raise ConfigurationError(
+                "there are no adapters to write",
+                code="adapters_missing",
+                where="model.lora",
+                remedy="publish the weights",
+            )
         weights = adapter_weights(model, whole)
         if ranks.first:
             typed = {name: value.to(self._dtypes[layer_of(name)]) for name, value in weights.items()}

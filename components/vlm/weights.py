@@ -27,6 +27,7 @@ def prepare_weights(model: nn.Module, settings: TrainerSettings) -> nn.Module:
         if (dtypes := _dtypes(model)) != {torch.bfloat16}:
             raise ConfigurationError(
                 f"weights that compute in bfloat16 are to be loaded in it, and there are {_named(dtypes)}",
+                code="weights_dtype_mismatch",
                 where="trainer.weights",
                 remedy="set model.dtype = 'bfloat16', or leave trainer.weights out",
             )
@@ -35,6 +36,7 @@ def prepare_weights(model: nn.Module, settings: TrainerSettings) -> nn.Module:
     if len(dtypes := _dtypes(model)) > 1 and settings.autocast == "none":
         raise ConfigurationError(
             f"weights of several types ({_named(dtypes)}) need autocast",
+            code="autocast_missing",
             where="trainer.autocast",
             remedy="set trainer.autocast = 'bf16', or model.dtype = 'float32'",
         )

@@ -85,6 +85,7 @@ class TokenWorker(ServiceWorker):
         if command["name"] == "send" and self.settings.weight_transfer not in WEIGHT_SENDERS:
             raise ConfigurationError(
                 f"{self.settings.weight_transfer!r} needs no sender",
+                code="sender_not_needed",
                 where="machine.weight_transfer",
                 remedy=f"publish a folder instead, or choose from {', '.join(WEIGHT_SENDERS)}",
             )
@@ -141,7 +142,7 @@ class TokenWorker(ServiceWorker):
                 precise = self._publisher.float32 and self.policy.trainer.autocast == "none"
                 return {"logprobs": logprobs.tolist(), "dtype": "float32" if precise else "bfloat16"}
             case other:
-                raise ConfigurationError(f"the trainer has no command {other!r}")
+                raise ConfigurationError(f"the trainer has no command {other!r}", code="unknown_command")
 
     def _send(self, endpoints: list[Endpoint]) -> None:
         """Connections last from version to version; other servers, or a failure, make new ones."""

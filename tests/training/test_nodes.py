@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 
 from components.artifacts.disk import write_file
 from components.batches.table import write_batch
-from components.contracts.errors import ConfigurationError, TrainerError
 from components.contracts.machine import Machine
 from components.contracts.stages import Artifact
 from components.process import Program
@@ -33,6 +32,7 @@ from components.training.restarts import run_steps
 from components.training.service_settings import ServiceSettings, service_settings
 from components.vlm.client import TrainerClient, TrainerPolicySettings
 from tests.listeners import beyond_loopback
+from tests.refusals import refused
 from tests.vlm.conftest import Tiny, model_settings, trainer_settings
 
 STEPS, KILLED_IN = 5, 4
@@ -197,7 +197,7 @@ def test_a_node_that_joins_ends_as_the_training_did(settings: ServiceSettings, m
     Attempt(number=3, result="failed").tell(settings.workspace)
     monkeypatch.setattr(joining, "PATIENCE", 0.0)
     monkeypatch.setattr(joining, "POLL", 0.01)
-    with pytest.raises(TrainerError, match="the training failed"):
+    with refused("joined_training_failed", settings.workspace):
         joining.join(settings.file)
 
 
@@ -230,7 +230,7 @@ def test_every_training_that_a_folder_lists_is_joined_until_the_folder_is_remove
         announce(training, tmp_path / "rendezvous")
     Attempt(number=1, result="done").tell(settings.workspace)
     Attempt(number=1, result="failed").tell(second.workspace)
-    with pytest.raises(TrainerError, match=str(second.workspace)):
+    with refused("joined_training_failed", second.workspace):
         joining.join(tmp_path / "rendezvous")
     Attempt(number=1, result="done").tell(second.workspace)
     waiting = Thread(target=joining.join, args=(tmp_path / "rendezvous",))
@@ -246,11 +246,11 @@ def test_what_cannot_be_joined_is_refused(
     settings: ServiceSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(joining, "FIRST_NODE", 0.0)
-    with pytest.raises(ConfigurationError, match="there is no such training"):
+    with refused("training_not_found", tmp_path / "trainer.json"):
         joining.join(tmp_path / "trainer.json")
     alone = settings.model_copy(update={"processes": TrainerProcesses.of(ONE)})
     settings.file.write_text(alone.model_dump_json())
-    with pytest.raises(ConfigurationError, match="this training has one node"):
+    with refused("nothing_to_join", settings.file):
         joining.join(settings.file)
 
 
@@ -322,7 +322,7 @@ def test_an_interface_has_a_name_and_an_address() -> None:
 def test_an_interface_that_the_node_lacks_is_refused(settings: ServiceSettings, tmp_path: Path) -> None:
     attempt = Attempt(number=1).open(settings.workspace)
     elsewhere = settings.processes.model_copy(update={"interface": "eth99"})
-    with pytest.raises(ConfigurationError, match=r"no network interface 'eth99'(?s:.*)lo"):
+    with refused("unknown_network_interface", "'eth99'", "lo"):
         start(settings.model_copy(update={"processes": elsewhere}), attempt, 0, log=tmp_path / "log")
 
 

@@ -11,7 +11,7 @@ import pytest
 from components.training.processes import TrainerProcesses, private_folder
 
 SCRIPT = """
-import os, signal, sys, time, torch
+import os, pickle, signal, sys, time, torch
 from components.training.launch import joined
 from components.training.processes import TrainerProcesses
 from components.training.ranks import total_norm
@@ -49,8 +49,8 @@ with joined(TrainerProcesses(threads=1, ready_timeout=60), seed=0) as ranks:
         assert parameter.grad.dtype == torch.float32 and parameter.grad.eq(total).all()
     try:
         ranks.gather(Stranger() if ranks.first else None)
-    except Exception as error:
-        assert "weights_only" in str(error), error
+    except pickle.UnpicklingError:
+        pass
     else:
         raise SystemExit("a stranger's object was made")
     open(f"{folder}/told-{ranks.rank}", "w").close()

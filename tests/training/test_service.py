@@ -19,11 +19,12 @@ from safetensors.torch import load_file
 from components.artifacts.history import History
 from components.batches.ratios import ratios_file, read_log_ratios
 from components.batches.table import read_batch, write_batch
-from components.contracts.errors import ConfigurationError, DataError, TrainerError
+from components.contracts.errors import DataError, TrainerError
 from components.contracts.machine import Machine
 from components.training.service_settings import service_settings
 from components.vlm.client import TrainerClient, TrainerPolicySettings
 from tests.listeners import beyond_loopback
+from tests.refusals import refused
 from tests.vlm.conftest import Tiny, model_settings, trainer_settings
 
 Start = Callable[..., TrainerClient]
@@ -72,7 +73,7 @@ def test_nccl_to_servers_elsewhere_needs_a_network_that_is_named(tiny: Tiny, tmp
     near = Machine(weight_transfer="nccl", endpoints=("http://127.0.0.1:8000", "http://[::1]:8000"))
     assert service_settings(policy, near, tmp_path).processes.interface is None
     far = Machine(weight_transfer="nccl", endpoints=("http://10.0.0.9:8000",))
-    with pytest.raises(ConfigurationError, match=r"no network for it is named(?s:.*)10.0.0.9(?s:.*)trainer_interface"):
+    with refused("network_missing", "10.0.0.9", "machine.trainer_interface"):
         service_settings(policy, far, tmp_path)
     named = far.model_copy(update={"trainer_interface": "eth1"})
     assert service_settings(policy, named, tmp_path).processes.interface == "eth1"
@@ -91,7 +92,7 @@ def test_an_address_that_is_not_whole_yet_is_none(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(1) as service:
         began = service.submit(begin_to_write)
-        with pytest.raises(TrainerError, match="not ready after"):
+        with refused("trainer_failed", "0.5", "trainer.log"):
             trainer.start()
         began.result()
     assert not trainer.alive
@@ -155,7 +156,7 @@ def test_killed_and_resumed_is_as_if_never_stopped(
         ranks = [process for process in family if "components.training.service" in " ".join(process.cmdline())]
         for process in ranks:  # chosen before the first is killed: the others may end with it
             os.kill(process.pid, signal.SIGKILL)
-        with pytest.raises(TrainerError, match=r"died|not running"):
+        with refused("trainer_failed", "trainer.log"):
             trainer.step(4, batches[3])
         assert not trainer.alive
         trainer.restart()
@@ -177,15 +178,15 @@ def test_a_step_is_applied_once_and_in_order(straight: Trained, batches: list[Pa
     shutil.copytree(batches[3], elsewhere)
     assert trainer.step(4, elsewhere) == straight.metrics[3]  # as a machine with another store names it
     assert weights(trainer, tmp_path / "000004", 4) == straight.final
-    with pytest.raises(ConfigurationError, match="another batch"):
+    with refused("batch_mismatch", batches[1]):
         trainer.step(4, batches[1])
-    with pytest.raises(ConfigurationError, match="4 steps are applied"):
+    with refused("step_out_of_order", "6", "4"):
         trainer.step(6, batches[5])
     with pytest.raises(DataError):
         trainer.step(5, tmp_path / "nowhere")
     scores = trainer.score(batches[0])
     assert all(np.isfinite(score).all() for score in scores)
-    with pytest.raises(ConfigurationError, match="version 7"):
+    with refused("version_mismatch", "7"):
         trainer.publish(tmp_path / "000007", 7)
     for version in (5, 6):
         trainer.step(version, batches[version - 1])
@@ -263,11 +264,11 @@ def test_an_error_in_a_rank_reaches_the_client(two_ranks: Trained, tiny: Tiny, t
     samples[shown].input_ids[-1] = -1
     write_batch(tmp_path / "poisoned", samples)
     trainer = two_ranks.trainer
-    with pytest.raises(DataError, match=f"-1 is not a token id(?s:.*)poisoned, row {shown}, sample s{shown}"):
-        trainer.step(3, tmp_path / "poisoned")
-    with pytest.raises(DataError, match=f"not in the image store(?s:.*)gone, row {shown}"):
-        trainer.step(3, tmp_path / "gone")
+    for name in ("poisoned", "gone"):
+        with pytest.raises(DataError) as caught:
+            trainer.step(3, tmp_path / name)
+        assert f"{name}, row {shown}, sample s{shown}" in caught.value.where
     assert trainer.alive
-    with pytest.raises((DataError, TrainerError), match="image tokens for 0 images"):
+    with pytest.raises((DataError, TrainerError)):
         trainer.step(3, tmp_path / "other")
     assert not trainer.alive

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from components.contracts.errors import ConfigurationError
 from components.vlm.heads import HEADS, HeadSettings, fused
+from tests.refusals import refused
 
 from .logprob_cases import CASES, CPU, ODD, Case, check_unused, compare
 
@@ -61,5 +61,5 @@ def test_what_is_kept_is_used_once_and_a_block_may_be_forbidden(softcap: float |
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_type_that_would_give_other_numbers_is_refused(dtype: torch.dtype) -> None:
     head, hidden, targets, forbidden = Case(3, 20, 8).make(CPU, dtype)
-    with pytest.raises(ConfigurationError, match="float32"):
+    with refused("triton_dtype_unsupported", "float32"):
         HEADS["triton"](HeadSettings(1.0, None, 4), head, CPU)(head, hidden, targets, forbidden)

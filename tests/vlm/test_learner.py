@@ -11,10 +11,11 @@ import torch
 
 from components.adapters import model_inputs
 from components.contracts.batches import MultimodalBatch, Sample
-from components.contracts.errors import ConfigurationError, DataError, DivergedError
+from components.contracts.errors import DataError
 from components.training.skipped import MOST_IN_A_ROW
 from components.vlm.learner import Learner
 from components.vlm.loader import MicroBatchLoader
+from tests.refusals import refused
 
 from .conftest import LORA, Tiny, trainer_settings
 
@@ -194,7 +195,7 @@ def test_many_gradients_in_a_row_that_are_not_finite_end_the_training(tiny: Tiny
     first.register_hook(lambda gradient: gradient * float("nan"))
     for _ in range(MOST_IN_A_ROW - 1):
         step(learner, tiny, tiny.samples(2, seed=7))
-    with pytest.raises(DivergedError, match=f"{MOST_IN_A_ROW} updates in a row are not finite"):
+    with refused("gradients_not_finite", MOST_IN_A_ROW):
         step(learner, tiny, tiny.samples(2, seed=7))
 
 
@@ -227,12 +228,13 @@ def test_a_batch_without_signal_is_a_step_without_an_update(tiny: Tiny) -> None:
 def test_log_probs_that_are_missing_are_refused(tiny: Tiny) -> None:
     samples = tiny.samples(2, seed=0)
     samples[1].behavior_logprobs[-1] = np.nan
-    with pytest.raises(DataError, match=r"behavior_logprobs of 1 trained tokens are not finite(?s:.*)row 1, sample s1"):
+    with pytest.raises(DataError) as caught:
         step(learner_of(tiny), tiny, samples)
+    assert caught.value.where.endswith("row 1, sample s1")
 
 
 def test_bf16_weights_are_trained_in_fp32(tiny: Tiny) -> None:
-    with pytest.raises(ConfigurationError, match="autocast"):
+    with refused("autocast_missing", "trainer.autocast"):
         learner_of(tiny, tiny.model(dtype="bfloat16", freeze=("vision",)))
     learner = learner_of(tiny, tiny.model(dtype="bfloat16", freeze=("vision",)), autocast="bf16", learning_rate=1e-6)
     before = weights(learner)

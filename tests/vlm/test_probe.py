@@ -13,7 +13,6 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from components.batches.table import write_batch
-from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Machine
 from components.inference.checkpoint import vocabulary
 from components.inference.probe import LIKELIEST, WORDS, Probe, make_probe
@@ -21,6 +20,7 @@ from components.training.ranks import Ranks
 from components.training.service_settings import service_settings
 from components.vlm.client import TrainerPolicySettings
 from components.vlm.worker import TrainerWorker
+from tests.refusals import refused
 
 from .conftest import LORA, Tiny, model_settings, trainer_settings
 
@@ -75,7 +75,7 @@ def test_it_is_that_of_what_is_published(
     (tmp_path / "batch").mkdir()
     write_batch(tmp_path / "batch", tiny.samples(4, seed=1))
     ask(name="step", step=1, batch=str(tmp_path / "batch"))
-    with pytest.raises(ConfigurationError, match="version 0 was requested"):
+    with refused("version_mismatch", "0"):
         ask(name="probe", version=0, probe=asdict(probe))
     ask(name="publish", version=1, folder=str(tmp_path / "out"))
     after = ask(name="probe", version=1, probe=asdict(probe))

@@ -54,11 +54,15 @@ class FusedHead(LinearHead):
         elsewhere = "set trainer.logprobs = 'torch'"
         if not TRITON:
             raise ConfigurationError(
-                "triton is not installed", where="trainer.logprobs", remedy=f"pip install triton, or {elsewhere}"
+                "triton is not installed",
+                code="triton_missing",
+                where="trainer.logprobs",
+                remedy=f"pip install triton, or {elsewhere}",
             )
         if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ConfigurationError(
                 f"the Triton kernels need a CUDA device, and the model is on {device}",
+                code="triton_needs_cuda",
                 where="trainer.logprobs",
                 remedy=f"{elsewhere}, or export TRITON_INTERPRET=1 to interpret them, slowly",
             )
@@ -128,6 +132,7 @@ class FusedHead(LinearHead):
             given = str(hidden.dtype).removeprefix("torch.")
             raise ConfigurationError(
                 f"the Triton kernels compute in {known}, and the model is in {given}",
+                code="triton_dtype_unsupported",
                 where="trainer.logprobs",
                 remedy="set trainer.logprobs = 'torch'",
             )

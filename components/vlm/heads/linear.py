@@ -62,6 +62,7 @@ class LinearHead(ABC):
         if not isinstance(layer, nn.Linear):
             raise ConfigurationError(
                 f"the output head is a {type(layer).__name__}, not a linear layer",
+                code="head_not_supported",
                 where="trainer.logprobs",
                 remedy="set trainer.logprobs = 'normal'",
             )
