@@ -141,6 +141,7 @@ def _check_triton(machine: Machine) -> None:
     if not machine.gpus_of_trainer and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigurationError(
             "the Triton kernels need a CUDA device, and no GPU is named for the trainer",
+            code="triton_needs_cuda",
             where='trainer.logprobs.name = "triton", machine.trainer_gpus = []',
             remedy="--set trainer.logprobs.name=torch, or name GPUs: --machine 'trainer_gpus=[0]'",
         )
@@ -206,6 +207,7 @@ def check_machine(machine: Machine, with_servers: bool) -> None:
     if missing := sorted(device for device in named if device >= gpu_count()):
         raise ConfigurationError(
             f"GPU {missing[0]} is named, but there are {gpu_count()} GPUs, counted from 0",
+            code="gpu_missing",
             where="machine.server_gpus, machine.trainer_gpus",
             remedy="name devices that are there: --machine 'trainer_gpus=[0]'",
         )
@@ -213,6 +215,7 @@ def check_machine(machine: Machine, with_servers: bool) -> None:
     if with_servers and starts and not _has_vllm(machine.server_interpreter):
         raise ConfigurationError(
             "no Python interpreter with vLLM to start servers with",
+            code="vllm_missing",
             where=f"machine.server_python = {machine.server_interpreter}",
             remedy="make one: `armature setup`, in a clone also `make environments`; or join running servers: "
             "--machine 'endpoints=[\"http://...\"]'",

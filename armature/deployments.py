@@ -74,6 +74,7 @@ def machine_that_resumes(recipe: Recipe) -> Machine:
     if machine.force:
         raise ConfigurationError(
             "a job that is taken up again would make these stages from their beginning again",
+            code="force_in_job",
             where=f"machine.force = {', '.join(machine.force)}",
             remedy="leave it out",
         )
@@ -108,6 +109,7 @@ def pod_variables(recipe: Recipe, template: Mapping[str, Any]) -> dict[str, Any]
     except (KeyError, ValueError) as error:
         raise ConfigurationError(
             "the template of the work pool does not name the two images of runs",
+            code="images_not_named",
             where=f"work pool {pool_of(recipe)!r}",
             remedy="provision the platform again: kubectl apply -k",
         ) from error
@@ -128,7 +130,9 @@ def document(names: Sequence[str] = (), template: Mapping[str, Any] | None = Non
     recipes = [load_recipe(name) for name in names or recipe_names()]
     name, times = Counter(recipe.name for recipe in recipes).most_common(1)[0]
     if times > 1:
-        raise ConfigurationError(f"{times} recipes are called {name!r}", remedy="give their files different names")
+        raise ConfigurationError(
+            f"{times} recipes are called {name!r}", code="recipe_name_taken", remedy="give their files different names"
+        )
     deployments = [_deployment(each) for each in recipes]
     for recipe, deployment in zip(recipes, deployments, strict=True):
         if template is not None:
@@ -179,4 +183,6 @@ def check(file: Path = FILE, names: Sequence[str] = ()) -> None:
     """
     if not file.exists() or file.read_text() != text(names):
         remedy = " ".join(["armature deployments write", *names])
-        raise ConfigurationError("prefect.yaml does not fit the recipes", where=str(file), remedy=remedy)
+        raise ConfigurationError(
+            "prefect.yaml does not fit the recipes", code="deployments_outdated", where=str(file), remedy=remedy
+        )

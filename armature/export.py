@@ -60,7 +60,12 @@ class Export:
         if self.form == "adapter":
             return folder / ADAPTER
         if not (folder / "config.json").is_file():
-            raise DataError("no checkpoint", where=str(folder), remedy="give what a stage that trains has made")
+            raise DataError(
+                "no checkpoint",
+                code="checkpoint_missing",
+                where=str(folder),
+                remedy="give what a stage that trains has made",
+            )
         return folder
 
     def _name_base(self, config: Path) -> None:
@@ -138,6 +143,7 @@ def find_checkpoint(source: str, store: Path) -> Path:
     if found is None:
         raise DataError(
             "neither a folder, nor an alias, nor the digest of an artifact",
+            code="unknown_checkpoint",
             where=f"{source}, store {store}",
             remedy="give what a run's last lines name, e.g. .armature/store/train-vlm/...; --store names another store",
         )
@@ -147,12 +153,16 @@ def find_checkpoint(source: str, store: Path) -> Path:
 def _refuse_other_adapters(folder: Path, record: TrainingRecord | None) -> None:
     if not (locate(folder) / ADAPTER / "adapter_config.json").is_file():
         raise ConfigurationError(
-            "the checkpoint has no adapter", where=str(folder), remedy="leave out --adapter, or train with model.lora"
+            "the checkpoint has no adapter",
+            code="adapter_missing",
+            where=str(folder),
+            remedy="leave out --adapter, or train with model.lora",
         )
     if record is None or not record.adapter_stands_on_base:
         raise ConfigurationError(
             "the adapter belongs to weights that nobody can fetch: those of a warm start, of a tiny model, or of a "
             "training that is not in the store",
+            code="adapter_base_unavailable",
             where=str(folder),
             remedy="leave out --adapter: the merged weights are whole",
         )

@@ -24,7 +24,10 @@ def collect(machine: Machine, days: int, dry_run: bool) -> None:
     """
     if machine.remote_store is None:
         raise ConfigurationError(
-            "there is no remote store", where="machine.remote_store", remedy="name it: --machine remote_store=URL"
+            "there is no remote store",
+            code="remote_store_missing",
+            where="machine.remote_store",
+            remedy="name it: --machine remote_store=URL",
         )
     remote = RemoteFolder(machine.remote_store, tqdm.write)
     refuse_store_as_remote(remote, home_folder() / machine.store)

@@ -28,12 +28,17 @@ def parse_job_variables(texts: Sequence[str], template: Mapping[str, Any], pool:
     for text in texts:
         key, _, value = text.partition("=")
         if not key.strip() or not value.strip():
-            raise ConfigurationError(f"not a variable and its value: {text!r}", remedy="write --job-variable key=value")
+            raise ConfigurationError(
+                f"not a variable and its value: {text!r}",
+                code="invalid_job_variable",
+                remedy="write --job-variable key=value",
+            )
         given = merge(given, parse_override(text))
     for key, value in given.items():
         if key not in known:
             raise ConfigurationError(
                 f"{key!r} is not a variable of the template of Jobs",
+                code="unknown_job_variable",
                 where=f"--job-variable, work pool {pool!r}",
                 remedy=suggestion(key, known) if known else "leave it out: this pool's runs have none",
             )
@@ -42,6 +47,7 @@ def parse_job_variables(texts: Sequence[str], template: Mapping[str, Any], pool:
     if error := best_match(Draft202012Validator(template["variables"]).iter_errors(given)) if given else None:
         raise ConfigurationError(
             error.message,
+            code="invalid_job_variable",
             where=f"--job-variable {'.'.join(map(str, error.absolute_path))}, work pool {pool!r}",
             remedy=known[error.absolute_path[0]].get("description", "") if error.absolute_path else "",
         )

@@ -24,6 +24,7 @@ def create_app() -> TrustedHostMiddleware:
         if not os.environ.get(name):
             raise ConfigurationError(
                 f"Prefect's server does not start without {name}: its API runs commands for whoever reaches it",
+                code="prefect_variable_missing",
                 where="environment",
                 remedy=f"set {name}; `armature up` does",
             )

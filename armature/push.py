@@ -48,12 +48,18 @@ def push(
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        raise ConfigurationError(f"not a name on the hub: {error}", where=repo_id, remedy="write OWNER/NAME") from error
+        raise ConfigurationError(
+            f"not a name on the hub: {error}", code="invalid_repository_name", where=repo_id, remedy="write OWNER/NAME"
+        ) from error
     if not HUB.fullmatch(repo_id):
-        raise ConfigurationError("not a name on the hub", where=repo_id, remedy="write OWNER/NAME")
+        raise ConfigurationError(
+            "not a name on the hub", code="invalid_repository_name", where=repo_id, remedy="write OWNER/NAME"
+        )
     if get_token() is None:
         raise ConfigurationError(
-            "no token for the hub", remedy="hf auth login, or set HF_TOKEN to a token that may write to it"
+            "no token for the hub",
+            code="hub_token_missing",
+            remedy="hf auth login, or set HF_TOKEN to a token that may write to it",
         )
     with _folder(source, repo_id, store, adapter, base) as folder, _hub_errors(repo_id):
         api = HfApi()
@@ -75,7 +81,9 @@ def _folder(source: str, name: str, store: Path, adapter: bool, base: str) -> It
     """What is uploaded: an export as it is, else one that is made for it."""
     if (Path(source) / CARD).is_file() and not (Path(source) / MANIFEST).is_file():
         if adapter:
-            raise ConfigurationError("an export is uploaded as it is", where=source, remedy="leave out --adapter")
+            raise ConfigurationError(
+                "an export is uploaded as it is", code="export_has_no_parts", where=source, remedy="leave out --adapter"
+            )
         yield Path(source)
         return
     with Scratch() as folder:
@@ -90,12 +98,15 @@ def _make_repository(api: HfApi, repo_id: str, folder: Path, public: bool) -> No
     found = _info(api, repo_id)
     if found is None:
         if api.repo_exists(repo_id, repo_type="dataset"):
-            raise ConfigurationError("a dataset has this name", where=repo_id, remedy="choose another name")
+            raise ConfigurationError(
+                "a dataset has this name", code="repository_is_a_dataset", where=repo_id, remedy="choose another name"
+            )
         api.create_repo(repo_id, private=not public)
         return
     if bool(found.private) == public:
         raise ConfigurationError(
             f"the repository is {'private' if public else 'public'}",
+            code="repository_visibility_mismatch",
             where=repo_id,
             remedy=(
                 "leave out --public, or make it public on its page" if public else "write --public if this is meant"
@@ -106,6 +117,7 @@ def _make_repository(api: HfApi, repo_id: str, folder: Path, public: bool) -> No
     if found.library_name not in (None, ours):
         raise ConfigurationError(
             f"the repository holds a checkpoint for {found.library_name}, this one is for {ours}",
+            code="repository_library_mismatch",
             where=repo_id,
             remedy="choose another name, or another --branch",
         )
@@ -128,19 +140,24 @@ def _hub_errors(repo_id: str) -> Iterator[None]:
         if status in (401, 403):
             raise ConfigurationError(
                 "the hub rejects the token" if status == 401 else "the token may not write there",
+                code="hub_access_denied",
                 where=where,
                 remedy="hf auth login, or set HF_TOKEN to a token that may write to this repository",
             ) from error
         if isinstance(error, RevisionNotFoundError):
-            raise ConfigurationError("there is no such branch", where=where, remedy="name a branch") from error
+            raise ConfigurationError(
+                "there is no such branch", code="hub_branch_missing", where=where, remedy="name a branch"
+            ) from error
         raise ArmatureError(
             f"the hub answers {status}: {str(error).splitlines()[0]:.300}",
+            code="hub_failed",
             where=where,
             remedy="run the same command again: files that have arrived are not sent again",
         ) from error
     except (HTTPError, OSError, ValueError) as error:  # the network's, and answers that are not the hub's
         raise ArmatureError(
             f"the upload did not go through: {str(error)[:300] or repr(error)}",
+            code="upload_failed",
             where=where,
             remedy="run the same command again: files that have arrived are not sent again",
         ) from error

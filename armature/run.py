@@ -82,6 +82,7 @@ def check_api(url: str) -> None:
         refused = isinstance(error, httpx.HTTPStatusError) and error.response.status_code == httpx.codes.UNAUTHORIZED
         raise ServerError(
             "Prefect's API rejects the auth string" if refused else f"Prefect's API does not answer: {error}",
+            code="prefect_unavailable",
             where="PREFECT_API_URL",
             remedy='eval "$(armature env)" where the platform is up, or unset PREFECT_API_URL',
         ) from error
@@ -124,6 +125,7 @@ def _flow_state(recipe: Recipe) -> State[Any]:
         except httpx.HTTPError as error:
             raise ServerError(
                 f"Prefect's API no longer answers: {error!r:.300}",
+                code="prefect_unavailable",
                 where="PREFECT_API_URL",
                 remedy="start it, then run again: it resumes from what was finished",
             ) from error
@@ -151,6 +153,7 @@ def _imported_flow(kind: str) -> Any:
             raise
         raise ConfigurationError(
             f"Prefect refuses a setting: {wrong[0][0]}: {wrong[0][1]}",
+            code="invalid_prefect_setting",
             where=", ".join(named),
             remedy="correct the variable, or unset it",
         ) from error
@@ -162,7 +165,7 @@ def _lines(state: State[Any]) -> list[str]:
         error = state.result(raise_on_failure=False)
         if isinstance(error, ArmatureError):
             raise error
-        raise ArmatureError(str(state.message), remedy="the lines above and the run's page say more")
+        raise ArmatureError(str(state.message), code="run_failed", remedy="the lines above and the run's page say more")
     return list(state.result() or ())
 
 

@@ -76,7 +76,9 @@ async def _serve(server: VllmServer, folder: Path, say: Callable[[str], None]) -
         say("\n".join(how_to_join(server.url, None if "VLLM_API_KEY" in os.environ else server.api_key)))
         while server.alive:
             await asyncio.sleep(POLL)
-        raise ServerError(f"the server ended; its last lines:\n{server.tail()}", where=str(server.log))
+        raise ServerError(
+            f"the server ended; its last lines:\n{server.tail()}", code="server_ended", where=str(server.log)
+        )
     finally:
         await server.stop()
 

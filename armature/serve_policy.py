@@ -106,6 +106,7 @@ def _key() -> str:
     if not re.fullmatch(r"[!-~]{16,}", found):
         raise ConfigurationError(
             "the key is not 16 or more letters, digits and signs without spaces",
+            code="invalid_policy_key",
             where=str(KEY_FILE) if given is None else KEY,
             remedy="remove it, and a new one is made" if given is None else "correct it, or unset it",
         )

@@ -43,6 +43,7 @@ def auth_string() -> str:
     if not re.fullmatch(r"[!-9;-~]+:[!-~]{8,}", found):
         raise ConfigurationError(
             "the auth string of Prefect's API is not of the form user:password, with a password of 8 characters",
+            code="invalid_auth_string",
             where=str(AUTH_STRING) if given is None else "PREFECT_SERVER_API_AUTH_STRING",
             remedy="remove it, and a new one is made" if given is None else "correct it, or unset it",
         )
@@ -161,6 +162,7 @@ def refuse_taken_port(port: int, name: str) -> None:
         except OSError as error:
             raise ServerError(
                 f"port {port} is in use, so {name} cannot start",
+                code="port_in_use",
                 where=listener(port) or f"127.0.0.1:{port}",
                 remedy=f"`armature down` ends what `armature up` started; or choose another: --{name}-port",
             ) from error
@@ -186,6 +188,7 @@ def wait_until_ready(service: Service, running: Program, seconds: float) -> None
             state = "is not up after" if running.returncode is None else f"ended ({running.returncode}) after"
             raise ServerError(
                 f"{service.name} {state} {waited:.0f} s; its last lines:\n{running.tail(15)}",
+                code="service_not_started",
                 where=str(service.log),
                 remedy="fix what the lines name, then start again",
             )

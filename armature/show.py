@@ -22,7 +22,10 @@ def show(what: str | None, overrides: Sequence[str], most: int, *, describe: boo
         return
     if toml:
         raise ConfigurationError(
-            "only a recipe is shown as TOML", where=f"armature show --toml {what or ''}", remedy="armature list"
+            "only a recipe is shown as TOML",
+            code="not_a_recipe",
+            where=f"armature show --toml {what or ''}",
+            remedy="armature list",
         )
     from tasks.patience import patience
 

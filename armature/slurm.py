@@ -62,12 +62,14 @@ def submit(name: str, overrides: Sequence[str], options: Sequence[str]) -> str:
     except FileNotFoundError as error:
         raise ConfigurationError(
             "there is no sbatch on the PATH",
+            code="sbatch_missing",
             where="--slurm",
             remedy="submit from a machine of the SLURM cluster; `--dry-run` prints the script anywhere",
         ) from error
     if done.returncode:
         raise ConfigurationError(
             f"SLURM does not take the job:\n{os.fsdecode(done.stderr).strip()}",
+            code="slurm_job_refused",
             where="sbatch",
             remedy="change the options after `--`, or the recipe's machine; `--dry-run` prints what is submitted",
         )
@@ -118,7 +120,11 @@ def _words(options: Sequence[str]) -> str:
     """A line of `#SBATCH`: unlike a shell, sbatch knows no escape but in double quotes."""
     for option in options:
         if not option.isprintable():
-            raise ConfigurationError(f"an option of sbatch is not one line of text: {option!r}", where="after `--`")
+            raise ConfigurationError(
+                f"an option of sbatch is not one line of text: {option!r}",
+                code="invalid_sbatch_option",
+                where="after `--`",
+            )
     return " ".join(
         each if re.fullmatch(r"[\w@%+=:,./-]+", each) else '"' + re.sub(r'(["\\])', r"\\\1", each) + '"'
         for each in options

@@ -21,9 +21,13 @@ def parse_inputs(pairs: Sequence[str]) -> dict[str, Artifact]:
     for pair in pairs:
         name, separator, folder = pair.partition("=")
         if not separator or not name or not folder:
-            raise ConfigurationError(f"not an input: {pair!r}", remedy="write --input NAME=FOLDER")
+            raise ConfigurationError(
+                f"not an input: {pair!r}", code="invalid_stage_input", remedy="write --input NAME=FOLDER"
+            )
         if name in inputs:
-            raise ConfigurationError(f"input {name!r} is given twice", remedy="write each input once")
+            raise ConfigurationError(
+                f"input {name!r} is given twice", code="invalid_stage_input", remedy="write each input once"
+            )
         inputs[name] = open_artifact(Path(folder))
     return inputs
 

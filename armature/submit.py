@@ -66,6 +66,7 @@ def platform() -> SyncPrefectClient:
     if joined_api() is None:
         raise ServerError(
             "no platform is running here",
+            code="platform_unknown",
             where=str(Path.cwd()),
             remedy="`armature up --detach`; or name the API of another: PREFECT_API_URL and PREFECT_API_AUTH_STRING",
         )
@@ -89,6 +90,7 @@ def _deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse:
         known = [f"{flows.get(each.flow_id)}/{each.name}" for each in client.read_deployments()]
         raise ConfigurationError(
             f"no deployment is called {name!r}",
+            code="unknown_deployment",
             where=str(client.api_url),
             remedy=f"{suggestion(name, known)}; a recipe gets one by `armature deployments write`, then `armature up` "
             "or `prefect deploy --all`",
@@ -106,7 +108,10 @@ def _recipes(
     kind = next((kind for kind, entrypoint in FLOWS.items() if entrypoint == deployment.entrypoint), None)
     if kind is None:
         raise ConfigurationError(
-            "the deployment is not of a flow of ours", where=f"{name}: {deployment.entrypoint}", remedy="armature list"
+            "the deployment is not of a flow of ours",
+            code="foreign_deployment",
+            where=f"{name}: {deployment.entrypoint}",
+            remedy="armature list",
         )
     stored = {section: values for section, values in deployment.parameters.items() if values is not None}
     values: dict[str, Any] = {"flow": kind, **stored}
@@ -137,6 +142,7 @@ def _job_variables(
         raise ConfigurationError(
             f"with these values the run needs the work pool {pool_of(after)!r}, and a run stays in the pool of its "
             f"deployment, {deployment.work_pool_name!r}",
+            code="work_pool_mismatch",
             where="machine.server_gpus, machine.trainer_gpus",
             remedy="write them to a recipe of your own (`armature show --toml`), and `armature deployments write`",
         )
@@ -167,11 +173,17 @@ def _refuse_without_worker(client: SyncPrefectClient, deployment: DeploymentResp
     if pool is None:
         return
     if client.read_work_pool(pool).is_paused:
-        raise ServerError(f"the work pool {pool!r} is paused", where=url, remedy=f"prefect work-pool resume {pool}")
+        raise ServerError(
+            f"the work pool {pool!r} is paused",
+            code="work_pool_paused",
+            where=url,
+            remedy=f"prefect work-pool resume {pool}",
+        )
     online = WorkerFilter(status=WorkerFilterStatus(any_=["ONLINE"]))
     if not client.read_workers_for_work_pool(pool, online):
         raise ServerError(
             f"no worker serves the work pool {pool!r}, so the run would not start",
+            code="work_pool_without_worker",
             where=url,
             remedy=f"start one: `armature up --pool {pool}`, or `prefect worker start --pool {pool}` on the machine "
             "that has what the recipe needs. `prefect deployment run` lets a run wait",

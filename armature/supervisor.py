@@ -83,6 +83,7 @@ def current() -> Platform | None:
     except ValidationError as error:
         raise DataError(
             f"the record of the running platform is corrupted: {error.errors()[0]['msg']}",
+            code="platform_record_damaged",
             where=str(RECORD),
             remedy="`armature down`, then `armature up`",
         ) from error
@@ -111,6 +112,7 @@ def _locked() -> Iterator[None]:
             running = current()
             raise ConfigurationError(
                 f"the platform is already running: {running.prefect if running else 'it is starting'}",
+                code="platform_already_running",
                 where=f"process {supervisor_pid()}",
                 remedy="armature down",
             )
@@ -196,6 +198,7 @@ def _provision(platform: Platform) -> None:
         if child.wait() != 0:
             raise ServerError(
                 f"the pools and deployments could not be set up; the last lines:\n{child.tail(20)}",
+                code="deployments_not_set_up",
                 where=str(log),
                 remedy="`armature deployments check` says whether prefect.yaml fits the recipes",
             )
@@ -258,7 +261,10 @@ def environment() -> dict[str, str]:
     """
     if not (platform := current()):
         raise ConfigurationError(
-            "no platform is running here", where=str(STATE.resolve()), remedy="armature up --detach"
+            "no platform is running here",
+            code="platform_not_running",
+            where=str(STATE.resolve()),
+            remedy="armature up --detach",
         )
     return {
         "PREFECT_API_URL": platform.api_url,

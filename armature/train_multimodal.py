@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from components.configuration import explain, read_toml
+from components.configuration.problems import code_of
 from components.contracts.errors import ConfigurationError
 from components.contracts.machine import Scalar
 from components.gpus import gpu_count
@@ -81,11 +82,13 @@ def parse(arguments: Sequence[str]) -> MultimodalFile:
     """
     path = " ".join(arguments).removeprefix("@").strip()
     if not arguments or not arguments[0].startswith("@") or not path:
-        raise ConfigurationError(USAGE)
+        raise ConfigurationError(USAGE, code="invalid_usage")
     try:
         return MultimodalFile.model_validate(read_toml(Path(path)))
     except ValidationError as error:
-        raise ConfigurationError(explain(error, "file", MultimodalFile), where=path, remedy=USAGE) from error
+        raise ConfigurationError(
+            explain(error, "file", MultimodalFile), code=code_of(error), where=path, remedy=USAGE
+        ) from error
 
 
 def train(arguments: Sequence[str]) -> dict[str, float]:
@@ -117,11 +120,13 @@ def divide_gpus(layout: MultimodalFile) -> tuple[int, ...]:
     if layout.trainer.gpus > 1:
         raise ConfigurationError(
             f"trainer.gpus = {layout.trainer.gpus}, but this command trains in one process",
+            code="several_trainer_gpus",
             remedy="set trainer.gpus = 1, or use `armature run train-vlm/...` with machine.trainer_gpus",
         )
     if serving + layout.trainer.gpus > found:
         raise ConfigurationError(
-            f"inference.gpus = {serving} and trainer.gpus = {layout.trainer.gpus}, but there are {found} GPUs"
+            f"inference.gpus = {serving} and trainer.gpus = {layout.trainer.gpus}, but there are {found} GPUs",
+            code="too_few_gpus",
         )
     return tuple(range(layout.trainer.gpus, layout.trainer.gpus + serving))
 

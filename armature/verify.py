@@ -15,8 +15,13 @@ def verify(root: Path) -> None:
         DataError: some artifacts are not as they were made.
     """
     if not root.is_dir():
-        raise ConfigurationError("there is no artifact store", where=str(root), remedy="name its folder with --store")
+        raise ConfigurationError(
+            "there is no artifact store", code="store_missing", where=str(root), remedy="name its folder with --store"
+        )
     checked = list(ArtifactStore(root).verify())
     if damaged := [error for _, error in checked if error is not None]:
-        raise DataError("\n".join([f"{len(damaged)} of {len(checked)} artifacts are damaged", *map(str, damaged)]))
+        raise DataError(
+            "\n".join([f"{len(damaged)} of {len(checked)} artifacts are damaged", *map(str, damaged)]),
+            code="artifacts_damaged",
+        )
     print(f"{len(checked)} artifact{' is as it was' if len(checked) == 1 else 's are as they were'} made")

@@ -175,23 +175,31 @@ class TrainVla(Sections):
     def _fit_together(self) -> Self:
         if (self.dataset is None) == (self.demonstrations is None):
             given = "neither is" if self.dataset is None else "both are"
-            raise ValueError(
-                f"a policy is trained on a dataset or on demonstrations, and {given} given: keep one of these sections"
+            raise PydanticCustomError(
+                "one_kind_of_data",
+                f"a policy is trained on a dataset or on demonstrations, and {given} given: keep one of these sections",
             )
         if (self.demonstrations is None) != (self.layout is None):
-            raise ValueError("the sections demonstrations and layout go together: give both, or neither")
+            raise PydanticCustomError(
+                "sections_incomplete", "the sections demonstrations and layout go together: give both, or neither"
+            )
         if (self.simulator is None) != (self.evaluation is None and self.demonstrations is None):
-            raise ValueError(
+            raise PydanticCustomError(
+                "sections_incomplete",
                 "the section simulator goes with demonstrations and evaluation: "
-                + ("add it" if self.simulator is None else "leave it out, or add one of them")
+                + ("add it" if self.simulator is None else "leave it out, or add one of them"),
             )
         if self.comparison is not None and self.evaluation is None:
-            raise ValueError("comparison is of two evaluations: add the section evaluation, or leave comparison out")
+            raise PydanticCustomError(
+                "sections_incomplete",
+                "comparison is of two evaluations: add the section evaluation, or leave comparison out",
+            )
         _refuse_quantization("evaluation", self.evaluation, "policy", self.policy)
         if self.evaluation is None and self.training.heldout is None:
-            raise ValueError(
+            raise PydanticCustomError(
+                "nothing_measured",
                 "nothing measures the result: add training.heldout = { fraction = 0.1 }, or, for LIBERO's robot, the "
-                "section evaluation"
+                "section evaluation",
             )
         return self
 
@@ -231,7 +239,10 @@ class TrainVlaRl(Sections):
         first = {name: getattr(self, name) for name in ("demonstrations", "layout", "statistics", "training")}
         if len({section is None for section in first.values()}) > 1:
             missing = ", ".join(name for name, section in first.items() if section is None)
-            raise ValueError(f"training on demonstrations needs {', '.join(first)}: add {missing}, or leave all out")
+            raise PydanticCustomError(
+                "sections_incomplete",
+                f"training on demonstrations needs {', '.join(first)}: add {missing}, or leave all out",
+            )
         return self
 
     @model_validator(mode="after")

@@ -68,6 +68,7 @@ def aliased_artifact(name: str, machine: Machine) -> Artifact:
     except MlflowException as error:
         raise DataError(
             f"MLflow has no model {name!r}",
+            code="unknown_model",
             where=str(error),
             remedy="train first (a training run registers its checkpoint), or name a folder or a digest",
         ) from error
@@ -80,6 +81,7 @@ def aliased_artifact(name: str, machine: Machine) -> Artifact:
     if found is None or found.digest != digest:
         raise DataError(
             f"the checkpoint of {name!r} is not on this machine, or gone",
+            code="checkpoint_not_here",
             where=f"{folder}, digest {digest}; machine.store = {machine.store}, "
             f"machine.remote_store = {machine.remote_store}",
             remedy="name the store that has it: --machine store=... or remote_store=...; or take the files that MLflow "

@@ -88,6 +88,7 @@ def read_blocks(sections: Mapping[str, BaseModel]) -> None:
         except ValueError as error:
             raise ConfigurationError(
                 f"Prefect has no Secret block {name!r}",
+                code="secret_block_missing",
                 where=where,
                 remedy="make it on the page Blocks of the dashboard",
             ) from error

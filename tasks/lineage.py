@@ -61,6 +61,7 @@ def lineage(run_or_digest: str) -> Node:
     if not found.made_by and not found.path:
         raise DataError(
             f"MLflow has no run and no artifact {run_or_digest!r}",
+            code="unknown_run",
             where=names.shown_uri(),
             remedy="give a run id or a whole digest; `armature show` without an argument lists the latest runs",
         )

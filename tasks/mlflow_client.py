@@ -102,7 +102,10 @@ def _client(uri: str) -> MlflowClient:
             variable.get()
         except ValueError as error:
             raise ConfigurationError(
-                f"not a number: {error}", where=variable.name, remedy="correct or unset it"
+                f"not a number: {error}",
+                code="invalid_mlflow_variable",
+                where=variable.name,
+                remedy="correct or unset it",
             ) from error
     try:
         with _alone(uri):
@@ -110,6 +113,7 @@ def _client(uri: str) -> MlflowClient:
     except (MlflowException, ArgumentError, ValueError) as error:
         raise ConfigurationError(
             without_passwords(f"MLflow cannot use this address: {error}"),
+            code="invalid_mlflow_address",
             where=f"MLFLOW_TRACKING_URI = {shown_uri()}",
             remedy="give http://HOST:PORT or sqlite:///FILE, or unset it",
         ) from error

@@ -53,6 +53,7 @@ def _give_files(model: LoggedModel, folder: Path) -> None:
     except OSError as error:
         raise TrackingError(
             f"the checkpoint's files cannot be put where MLflow keeps them: {error.strerror}",
+            code="checkpoint_not_published",
             where=place.path,
             remedy="free its disk, or make it writable, then run again: what was made is kept",
         ) from error

@@ -22,6 +22,7 @@ def provider() -> TracerProvider:
     except ImportError as error:
         raise ConfigurationError(
             f"traces cannot be sent: {error}",
+            code="opentelemetry_missing",
             where="OTEL_PYTHON_TRACER_PROVIDER",
             remedy="pip install 'armature-vla[otel]', or unset the variable",
         ) from error

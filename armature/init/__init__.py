@@ -29,7 +29,9 @@ def write_project(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise ConfigurationError("the folder is not empty", where=str(folder), remedy="name a new folder")
+            raise ConfigurationError(
+                "the folder is not empty", code="folder_not_empty", where=str(folder), remedy="name a new folder"
+            )
         for file in sorted(TEMPLATE.iterdir()):
             if file.is_file():
                 written = folder / NAMES.get(file.name, file.name)
@@ -37,4 +39,6 @@ def write_project(folder: Path) -> None:
                 written.write_bytes(file.read_bytes())
         write_samples(folder / "data")
     except OSError as error:
-        raise ConfigurationError(f"the project cannot be written: {error.strerror}", where=str(folder)) from error
+        raise ConfigurationError(
+            f"the project cannot be written: {error.strerror}", code="project_not_written", where=str(folder)
+        ) from error

@@ -23,6 +23,7 @@ def make_server_environment(folder: Path | None) -> None:
     if folder.exists() and not (folder / "pyvenv.cfg").exists() and any(folder.iterdir()):
         raise ConfigurationError(
             "the folder is not empty and not a Python environment, so it is left alone",
+            code="folder_not_empty",
             where=str(folder),
             remedy="name another one: armature setup --folder .venv-vllm",
         )
@@ -31,6 +32,7 @@ def make_server_environment(folder: Path | None) -> None:
     except (subprocess.CalledProcessError, OSError) as error:
         raise ArmatureError(
             f"the environment could not be made: {error}",
+            code="environment_not_made",
             where=str(folder),
             remedy="correct what the lines above name, then run `armature setup` again",
         ) from error

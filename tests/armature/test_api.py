@@ -37,7 +37,7 @@ def test_every_name_can_be_imported_and_says_what_it_is(name):
 def test_the_promised_names_are_there_and_no_other_name_passes():
     assert set(armature.__all__) >= PROMISED
     assert set(dir(armature)) >= set(armature.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'MultimodalGRPOTrainr'"):
+    with pytest.raises(AttributeError):
         armature.MultimodalGRPOTrainr  # noqa: B018
 
 

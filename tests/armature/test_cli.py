@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from armature.cli import main
+from tests.refusals import refused
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -136,7 +137,6 @@ def test_stage_makes_an_artifact_once_and_links_it(tmp_path, armature):
 
 def test_seed_layout_is_read_with_its_own_words(tmp_path):
     from armature.train_multimodal import InferenceArgs, parse
-    from components.contracts.errors import ConfigurationError
 
     file = tmp_path / "vlm.toml"
     file.write_text(
@@ -148,7 +148,7 @@ def test_seed_layout_is_read_with_its_own_words(tmp_path):
     assert layout.inference.args.images == 4 and layout.inference.args.model_extra == {"enforce_eager": True}
     assert InferenceArgs(limit_mm_per_prompt='{"image": 2}').images == 2
     file.write_text(file.read_text().replace("[trainer]", "[triner]"))
-    with pytest.raises(ConfigurationError, match="trainer"):
+    with refused("extra_forbidden", "triner", "'trainer'"):
         parse(["@", str(file)])
 
 
@@ -263,13 +263,12 @@ def test_a_damaged_record_of_a_platform_that_is_gone_is_no_matter(damaged, tmp_p
 )
 def test_a_damaged_password_is_said_and_not_repeated(damaged, tmp_path, monkeypatch):
     from armature.services import auth_string
-    from components.contracts.errors import ConfigurationError
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PREFECT_SERVER_API_AUTH_STRING", raising=False)
     first = auth_string()
     assert auth_string() == first and (tmp_path / ".armature/prefect-auth-string").stat().st_mode & 0o777 == 0o600
     (tmp_path / ".armature/prefect-auth-string").write_bytes(damaged)
-    with pytest.raises(ConfigurationError, match="a new one is made") as caught:
+    with refused("invalid_auth_string", ".armature/prefect-auth-string") as caught:
         auth_string()
-    assert "c d e f" not in str(caught.value)
+    assert "c d e f" not in caught.exconly()

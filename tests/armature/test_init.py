@@ -19,10 +19,10 @@ from PIL import Image
 from armature.init import write_project
 from armature.init.samples import COLORS
 from components.configuration import load_recipe
-from components.contracts.errors import ConfigurationError
 from components.project import project as in_project
 from components.stages import STAGES, fingerprint
 from tests.browser import CHROMIUM
+from tests.refusals import refused
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -179,7 +179,7 @@ def test_an_edit_of_data_or_code_makes_new_tasks_and_training(project, tmp_path)
 
 def test_a_folder_that_holds_something_is_left_alone(project, tmp_path):
     before = sorted(tmp_path.iterdir())
-    for folder, said in ((project, "not empty"), (project / "recipe.toml", "cannot be written")):
-        with pytest.raises(ConfigurationError, match=said):
+    for folder, code in ((project, "folder_not_empty"), (project / "recipe.toml", "project_not_written")):
+        with refused(code, folder):
             write_project(folder)
     assert sorted(tmp_path.iterdir()) == before

@@ -18,6 +18,7 @@ from components.configuration import load_recipe, recipe_names
 from components.contracts.errors import ConfigurationError
 from components.recipes import RECIPES
 from components.stages import STAGES
+from tests.refusals import refused
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -156,7 +157,7 @@ def test_prefect_yaml_says_what_the_recipes_say(tmp_path: Path):
     deployments.check(REPOSITORY / "prefect.yaml")
     drifted = tmp_path / "prefect.yaml"
     drifted.write_text((REPOSITORY / "prefect.yaml").read_text().replace("max_steps: 60", "max_steps: 61"))
-    with pytest.raises(ConfigurationError, match="armature deployments write"):
+    with refused("deployments_outdated", drifted):
         deployments.check(drifted)
 
 
@@ -200,19 +201,13 @@ def test_dvc_stages_are_registered_stages_and_know_all_that_decides_their_settin
         assert settings_files(registered.settings) <= set(stage["deps"]), name
 
 
-def test_unknown_keys_are_refused_with_the_nearest_known_one():
-    with pytest.raises(ConfigurationError, match="learning_rat is not a setting; did you mean 'learning_rate'"):
-        load_recipe("train-vlm/colors", ["trainer.learning_rat=1.0"])
-    with pytest.raises(ConfigurationError, match="train-vlm/colors"):
-        load_recipe("train-vlm/colrs")
-
-
 @pytest.mark.parametrize("name", sorted({*RECIPES} - {"evaluate/libero", "evaluate/libero-perturbed"}))
 def test_a_recipe_that_says_nothing_is_refused(name: str):
     from components.configuration import build_recipe
 
-    with pytest.raises(ConfigurationError, match=r"Field required|give either path or sources"):
+    with pytest.raises(ConfigurationError) as caught:
         build_recipe(name if "/" in name else f"{name}/x", {}, where="nowhere")
+    assert caught.value.where == "nowhere"
 
 
 def test_layers():

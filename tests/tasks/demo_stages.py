@@ -52,7 +52,7 @@ def _step_artifact(kind: str, step: int, inputs: dict[str, Artifact], root: Path
 
 def train(settings, inputs, folder, context):
     if settings.refuse:
-        raise DataError("the data is bad", where="row 7", remedy="fix it")
+        raise DataError("the data is bad", code="bad_row", where="row 7", remedy="fix it")
     if settings.fail_once and not Path(settings.fail_once).exists():
         Path(settings.fail_once).touch()
         raise ServerError("the server died")

@@ -11,12 +11,12 @@ from mlflow.utils.validation import _validate_model_name
 
 from components.artifacts.manifest import write_manifest
 from components.artifacts.store import ArtifactStore
-from components.contracts.errors import DataError
 from components.contracts.machine import Machine
 from components.contracts.stages import Artifact
 from components.models.tiny import SMALL, make_tiny_checkpoint
 from tasks.promotion import _model_name
 from tests.hostile_names import EVERY_CHARACTER, HOSTILE_NAMES
+from tests.refusals import refused
 from tests.vlm.conftest import model_settings
 
 FINGERPRINT = "0" * 20
@@ -72,12 +72,11 @@ def test_the_candidate_s_files_load_elsewhere_and_take_no_disk(trained, tracking
     here = Machine(store=str(tmp_path / "store"))
     assert checkpoint_artifact(name, model_settings(), here).path == trained.path
     shutil.move(tmp_path / "store", tmp_path / "gone")
-    with pytest.raises(DataError, match="not on this machine, or gone") as told:
+    with refused("checkpoint_not_here", trained.path, f"mlflow artifacts download -u {name}"):
         checkpoint_artifact(name, model_settings(), here)
-    assert f"mlflow artifacts download -u {name}" in told.value.remedy and str(trained.path) in told.value.where
     other = ArtifactStore(tmp_path / "store").write("train-vlm", FINGERPRINT, fill_with_another)
     assert other.path == trained.path and other.digest != trained.digest
-    with pytest.raises(DataError, match="not on this machine, or gone"):
+    with refused("checkpoint_not_here", name):
         checkpoint_artifact(name, model_settings(), here)
     another = Machine(store=str(tmp_path / "another"), remote_store=str(tmp_path / "remote"))
     found = checkpoint_artifact(name, model_settings(), another)

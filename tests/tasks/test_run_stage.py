@@ -12,6 +12,7 @@ from prefect.client.schemas import TaskRun
 
 from components.contracts.errors import ConfigurationError, DataError
 from components.process import Program
+from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,7 +115,7 @@ def test_dead_server_is_tried_again_and_bad_data_is_not(chain, demo_stages, tmp_
     tasks = demo_stages.TasksSettings(count=5)
     _, _, trained = chain(tasks, demo_stages.TrainSettings(steps=1, rate=0.2, fail_once=str(tmp_path / "failed")))
     assert (trained.path / "weights.txt").read_text() == "1 0.2"
-    with pytest.raises(DataError, match="fix it"):
+    with refused("bad_row", "row 7", kind=DataError):
         chain(tasks, demo_stages.TrainSettings(steps=1, rate=0.2, refuse=True))
 
 

@@ -101,4 +101,4 @@ def test_a_missing_image_is_named_also_from_a_worker(tiny: Tiny) -> None:
         loader = MicroBatchLoader(tiny.collator, tiny.images, workers)
         with loader.batch(), pytest.raises(DataError) as caught:
             list(loader(plan))
-        assert caught.value.where == str(tiny.images.path(lost.images[0]))
+        assert lost.images[0].sha256[:12] in caught.exconly()
