@@ -307,7 +307,7 @@ def test_what_is_no_finite_number_is_none(key, value):
     codes = {"int_type", "float_type", "finite_number"}
     with pytest.raises(ConfigurationError) as caught:
         load_recipe("train-vlm/colors", [f"{key}={value}"])
-    assert caught.value.code in codes and key in caught.value.what
+    assert caught.value.code in codes and key in caught.exconly()
 
 
 @pytest.mark.parametrize("value", ["1", "0", '"true"', '"yes"', "1.0"])

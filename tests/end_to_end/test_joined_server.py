@@ -59,8 +59,9 @@ def test_the_right_server_passes(store: Path, server: str, capsys: pytest.Captur
 
 def test_another_checkpoint_on_the_server_is_refused(store: Path, server: str) -> None:
     other = recipe(store, f'machine.endpoints=["{server}"]', "model.tiny.seed=11")
-    with pytest.raises(MismatchError, match=r"mismatch KL(?s:.*)serve other weights"):
+    with pytest.raises(MismatchError) as caught:
         check_recipe(other, configuration_only=False)
+    assert caught.value.where == "pre-flight"
 
 
 def test_a_processor_with_another_image_size_is_refused(store: Path, server: str, tmp_path: Path) -> None:
@@ -73,8 +74,9 @@ def test_a_processor_with_another_image_size_is_refused(store: Path, server: str
     enlarge_images(folder)
     values: dict[str, Any] = own.dump()
     values["model"] |= {"source": str(folder), "tiny": None}
-    with pytest.raises(MismatchError, match=r"placeholder_mismatch(?s:.*)preprocessor_config"):
+    with pytest.raises(MismatchError) as caught:
         check_recipe(build_recipe(NAME, values, where="test"), configuration_only=False)
+    assert "placeholder_mismatch" in caught.exconly()
 
 
 def enlarge_images(folder: Path) -> None:
@@ -99,7 +101,8 @@ def test_a_step_above_the_bound_stops_the_run(store: Path, server: str) -> None:
         name: run_stage(name, own.settings_for(STAGES[name].settings), {}, machine) for name in ("model", "tasks")
     }
     before = set((store / "workspaces").glob("train-vlm-*"))
-    with pytest.raises(MismatchError, match=r"in step 1: mismatch KL .* > 1e-09"):
+    with pytest.raises(MismatchError) as caught:
         run_stage("train-vlm", own.settings_for(STAGES["train-vlm"].settings), inputs, machine)
+    assert caught.value.where == "preflight.max_step_mismatch_kl"
     (workspace,) = set((store / "workspaces").glob("train-vlm-*")) - before
     assert not list(workspace.glob("trainer/checkpoints/*"))

@@ -70,9 +70,7 @@ def test_a_run_that_stopped_at_a_poisoned_batch_goes_on_without_it(tmp_path: Pat
 
     with pytest.raises(DataError) as stopped:
         stage("train-vlm", inputs)
-    assert "1000000 is not a token id" in stopped.value.what
     assert stopped.value.where == f"{batch.path}, row 1, sample bad"
-    assert stopped.value.remedy is not None and "machine.skip_batches" in stopped.value.remedy
 
     made = stage("train-vlm", inputs, f"machine.skip_batches=[{POISONED}]").path
     history = json.loads((made / "history.json").read_text())
