@@ -215,7 +215,7 @@ def check_machine(machine: Machine, with_servers: bool) -> None:
     if with_servers and starts and not _has_vllm(machine.server_interpreter):
         raise ConfigurationError(
             "no Python interpreter with vLLM to start servers with",
-            code="vllm_missing",
+            code="interpreter_without_vllm",
             where=f"machine.server_python = {machine.server_interpreter}",
             remedy="make one: `armature setup`, in a clone also `make environments`; or join running servers: "
             "--machine 'endpoints=[\"http://...\"]'",

@@ -207,5 +207,6 @@ def test_reused_numbers_say_so_and_force_makes_a_stage_and_what_depends_on_it_ag
     assert [new == old for new, old in zip(inodes(again), first, strict=True)] == [True, False, False]
     aside = sorted(path.name.rpartition("-")[0] for path in (Path(machine.store) / "replaced").iterdir())
     assert aside == [f"demo-evaluate-{made[2].path.name}", f"demo-train-{made[1].path.name}"]
-    with pytest.raises(ConfigurationError, match="did you mean 'demo-train'"):
+    with pytest.raises(ConfigurationError) as caught:
         evaluated("demo-trian")
+    assert "machine.force" in caught.value.where
