@@ -160,27 +160,27 @@ def every_image() -> dict[str, EncodedImage]:
 
 @cache
 def refused_images() -> dict[str, tuple[EncodedImage, str]]:
-    """What no side is to see, with a part of the reason."""
+    """Images that no side is to see, each with the code of its error."""
     rgb = pillow_images()["RGB"]
     frames: dict[str, Any] = {"save_all": True, "append_images": [rgb.rotate(90)]}
     transparent = (b"tRNS", struct.pack(">HHH", 1, 2, 3))
     jpeg = encoded(Image.new("L", (2000, 2000), 128), "JPEG", progressive=True).data
     scan = jpeg[jpeg.rindex(b"\xff\xda") : -2]
     return {
-        "animated PNG": (encoded(rgb, "PNG", **frames), "animated, with 2 frames"),
-        "animated WEBP": (encoded(rgb, "WEBP", **frames), "animated, with 2 frames"),
-        "truncated WEBP": (cut(encoded(rgb, "WEBP", lossless=False)), "damaged|not a readable"),
-        "truncated JPEG": (cut(encoded(rgb, "JPEG")), "damaged|not a readable"),
-        "truncated PNG": (cut(encoded(rgb, "PNG")), "damaged|not a readable"),
-        "no width": (raw_png(0, 2, 8, 2, b"\0\0"), "damaged|not a readable|is empty"),
+        "animated PNG": (encoded(rgb, "PNG", **frames), "image_animated"),
+        "animated WEBP": (encoded(rgb, "WEBP", **frames), "image_animated"),
+        "truncated WEBP": (cut(encoded(rgb, "WEBP", lossless=False)), "image_unreadable"),
+        "truncated JPEG": (cut(encoded(rgb, "JPEG")), "image_unreadable"),
+        "truncated PNG": (cut(encoded(rgb, "PNG")), "image_unreadable"),
+        "no width": (raw_png(0, 2, 8, 2, b"\0\0"), "image_unreadable"),
         "16-bit color with a transparent one": (
             raw_png(WIDTH, HEIGHT, 16, 2, np.repeat(scene()[..., :3], 2, -1).tobytes(), transparent),
-            "16-bit color",
+            "transparent_color_16_bit",
         ),
-        "too many scans": (EncodedImage(jpeg[:-2] + scan * 2000 + jpeg[-2:], "image/jpeg"), "scans"),
-        "transparency cut short": (raw_png(2, 2, 8, 0, b"\0\0\0\0", (b"tRNS", b"\0")), "damaged|not a readable"),
-        "GIF": (EncodedImage(as_bytes(rgb, "GIF"), "image/gif"), "media type"),
-        "TIFF that says PNG": (EncodedImage(as_bytes(rgb, "TIFF"), "image/png"), "not a readable"),
+        "too many scans": (EncodedImage(jpeg[:-2] + scan * 2000 + jpeg[-2:], "image/jpeg"), "image_too_many_scans"),
+        "transparency cut short": (raw_png(2, 2, 8, 0, b"\0\0\0\0", (b"tRNS", b"\0")), "image_unreadable"),
+        "GIF": (EncodedImage(as_bytes(rgb, "GIF"), "image/gif"), "unknown_media_type"),
+        "TIFF that says PNG": (EncodedImage(as_bytes(rgb, "TIFF"), "image/png"), "image_unreadable"),
     }
 
 

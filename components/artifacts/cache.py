@@ -42,12 +42,20 @@ class DownloadCache:
         limit = os.environ.get("ARMATURE_FETCH_LIMIT_GB", "200")
         fetched = os.environ.get("ARMATURE_FETCH", "files")
         if fetched not in ("files", "ranges"):
-            raise ConfigurationError("neither files nor ranges", where="ARMATURE_FETCH", remedy="set it to one, or not")
+            raise ConfigurationError(
+                "neither files nor ranges",
+                code="invalid_fetch_mode",
+                where="ARMATURE_FETCH",
+                remedy="set it to one, or not",
+            )
         try:
             return cls(Path(folder).absolute(), int(float(limit) * 1e9), fetched == "ranges")
         except (ValueError, OverflowError):
             raise ConfigurationError(
-                "not a number of gigabytes", where="ARMATURE_FETCH_LIMIT_GB", remedy="set it to one, or not"
+                "not a number of gigabytes",
+                code="invalid_fetch_limit",
+                where="ARMATURE_FETCH_LIMIT_GB",
+                remedy="set it to one, or not",
             ) from None
 
 
@@ -83,7 +91,10 @@ def make_once(target: Path, write: Callable[[Path], None]) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(
-            f"the cache cannot be written: {error}", where=str(target.parent), remedy="set ARMATURE_CACHE to a folder"
+            f"the cache cannot be written: {error}",
+            code="cache_not_writable",
+            where=str(target.parent),
+            remedy="set ARMATURE_CACHE to a folder",
         ) from error
     with (target.parent / f".{target.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

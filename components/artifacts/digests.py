@@ -42,7 +42,7 @@ def document_digest(document: Any) -> str:
         canonical = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigurationError(
-            f"a value has no JSON form: {error}", remedy="use tables, lists and scalars"
+            f"a value has no JSON form: {error}", code="value_without_json", remedy="use tables, lists and scalars"
         ) from error
     return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -53,7 +53,9 @@ def refuse_non_finite(value: Any, where: str = "") -> None:
         ConfigurationError: a number in `value`, however deep, is NaN or infinite; `where` is its dotted key.
     """
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigurationError(f"{value} is not a finite number", where=where, remedy="give a finite number")
+        raise ConfigurationError(
+            f"{value} is not a finite number", code="finite_number", where=where, remedy="give a finite number"
+        )
     if isinstance(value, Mapping):
         for key, item in value.items():
             refuse_non_finite(item, f"{where}.{key}" if where else str(key))

@@ -61,6 +61,7 @@ def usable(where: Path) -> Iterator[None]:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigurationError(
             f"the folder cannot be used as an artifact store: {reason}",
+            code="store_not_usable",
             where=str(getattr(error, "filename", None) or where),
             remedy="name one that can be written: --machine store=FOLDER",
         ) from error

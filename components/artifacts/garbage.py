@@ -158,7 +158,11 @@ class _Listing:
             try:
                 document = json.loads(content)
             except ValueError as error:
-                raise DataError(f"cannot be read: {error}", where=name, remedy=_DAMAGED) from error
+                raise DataError(
+                    f"cannot be read: {error}", code="remote_record_unreadable", where=name, remedy=_DAMAGED
+                ) from error
             if not isinstance(document, dict):
-                raise DataError("cannot be read: it is no JSON object", where=name, remedy=_DAMAGED)
+                raise DataError(
+                    "cannot be read: it is no JSON object", code="remote_record_unreadable", where=name, remedy=_DAMAGED
+                )
             yield name, document

@@ -66,6 +66,7 @@ def normalized(image: EncodedImage) -> tuple[EncodedImage, Image.Image]:
     if len(encoded.data) > MAX_BYTES:
         raise DataError(
             f"as an RGB PNG the image has {len(encoded.data)} bytes, more than {MAX_BYTES}",
+            code="image_file_too_large",
             remedy="scale it down, or give it upright and without transparency as a JPEG",
         )
     return encoded, rgb
@@ -85,9 +86,13 @@ def refuse_unreadable(image: EncodedImage) -> None:
 def _opened(image: EncodedImage) -> Iterator[Image.Image]:
     """The image with its header read; within, whatever Pillow raises of damaged bytes is a DataError."""
     if image.media_type not in FORMATS:
-        raise DataError(f"media type {image.media_type!r} is not one of {', '.join(FORMATS)}")
+        raise DataError(
+            f"media type {image.media_type!r} is not one of {', '.join(FORMATS)}", code="unknown_media_type"
+        )
     if len(image.data) > MAX_BYTES:
-        raise DataError(f"the image file has {len(image.data)} bytes, more than {MAX_BYTES}")
+        raise DataError(
+            f"the image file has {len(image.data)} bytes, more than {MAX_BYTES}", code="image_file_too_large"
+        )
     try:
         opened = Image.open(io.BytesIO(image.data), formats=tuple(FORMATS.values()))
         _check(opened, image)
@@ -95,10 +100,12 @@ def _opened(image: EncodedImage) -> Iterator[Image.Image]:
             yield opened
     except DataError:
         raise
-    except (UnidentifiedImageError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise DataError(f"not a readable image: {error}") from error
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise DataError(f"not a readable image: {error}", code="image_too_large") from error
+    except UnidentifiedImageError as error:
+        raise DataError(f"not a readable image: {error}", code="image_unreadable") from error
     except Exception as error:  # Pillow's decoders raise nearly anything
-        raise DataError(f"the image is damaged: {type(error).__name__}: {error}") from error
+        raise DataError(f"the image is damaged: {type(error).__name__}: {error}", code="image_unreadable") from error
 
 
 def _check(opened: Image.Image, image: EncodedImage) -> None:
@@ -106,15 +113,24 @@ def _check(opened: Image.Image, image: EncodedImage) -> None:
     found = "JPEG" if opened.format == "MPO" else opened.format
     frames = 1 if opened.format == "MPO" else getattr(opened, "n_frames", 1)
     if found != FORMATS[image.media_type]:
-        raise DataError(f"the bytes are {found}, the media type says {image.media_type}")
+        raise DataError(f"the bytes are {found}, the media type says {image.media_type}", code="media_type_mismatch")
     pixels = opened.width * opened.height
     if pixels > MAX_PIXELS:
-        raise DataError(f"the image has {opened.width}x{opened.height} pixels, more than {MAX_PIXELS}")
+        raise DataError(
+            f"the image has {opened.width}x{opened.height} pixels, more than {MAX_PIXELS}", code="image_too_large"
+        )
     if frames > 1:
-        raise DataError(f"the image is animated, with {frames} frames", remedy="give the frames to see as images")
+        raise DataError(
+            f"the image is animated, with {frames} frames",
+            code="image_animated",
+            remedy="give the frames to see as images",
+        )
     scans = image.data.count(b"\xff\xda") if opened.info.get("progressive") else 1
     if scans * pixels > MAX_SCANNED:
-        raise DataError(f"a progressive JPEG of {scans} scans of {opened.width}x{opened.height} pixels takes too long")
+        raise DataError(
+            f"a progressive JPEG of {scans} scans of {opened.width}x{opened.height} pixels takes too long",
+            code="image_too_many_scans",
+        )
 
 
 class ImageStore:
@@ -134,7 +150,11 @@ class ImageStore:
             DataError: the reference is not a SHA-256 of a known media type (so no path leaves the root).
         """
         if len(ref.sha256) != 64 or set(ref.sha256) - set("0123456789abcdef") or ref.media_type not in FORMATS:
-            raise DataError(f"not an image reference: {ref.sha256!r} ({ref.media_type})", where=str(self.root))
+            raise DataError(
+                f"not an image reference: {ref.sha256!r} ({ref.media_type})",
+                code="invalid_image_reference",
+                where=str(self.root),
+            )
         return self.root / ref.sha256[:2] / f"{ref.sha256}.{FORMATS[ref.media_type].lower()}"
 
     def put(self, image: EncodedImage) -> ImageRef:
@@ -169,11 +189,17 @@ class ImageStore:
         except FileNotFoundError as error:
             raise DataError(
                 f"image {ref.sha256[:12]} is not in the image store",
+                code="image_missing",
                 where=str(path),
                 remedy="collect the rollouts again, or copy the image store along with the artifact",
             ) from error
         if image.sha256 != ref.sha256:
-            raise DataError(f"image {ref.sha256[:12]} has changed on disk", where=str(path), remedy="delete the file")
+            raise DataError(
+                f"image {ref.sha256[:12]} has changed on disk",
+                code="image_changed",
+                where=str(path),
+                remedy="delete the file",
+            )
         return image.data
 
     def open(self, ref: ImageRef) -> Image.Image:

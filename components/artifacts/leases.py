@@ -85,6 +85,7 @@ class RemoteLeases:
         if name in self._lost:
             raise StoreError(
                 f"another machine has taken this over: {self._lost[name]}",
+                code="stage_taken_over",
                 where=f"{self._files.url}/{LEASES}/{name}",
                 remedy="let that one finish: it has gone on from the last checkpoint that was copied. This machine did "
                 f"not reach the remote store for {LEASE:.0f} s, or was suspended",

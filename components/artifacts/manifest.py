@@ -85,6 +85,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         raise DataError(
             "this folder is not a finished artifact: it has no manifest.json",
+            code="manifest_missing",
             where=str(folder),
             remedy="give the folder that a stage wrote, or run the stage again",
         )
@@ -93,6 +94,7 @@ def read_manifest(folder: Path) -> Manifest:
     except ValidationError as error:
         raise DataError(
             f"the manifest cannot be read: {error.errors()[0]['msg']} at {error.errors()[0]['loc']}",
+            code="manifest_unreadable",
             where=str(path),
             remedy="the artifact was written by another version of armature or damaged; run its stage again",
         ) from error
@@ -121,6 +123,7 @@ def verified(
     if kind is not None and manifest.kind != kind:
         raise DataError(
             f"expected an artifact of kind {kind!r}, found {manifest.kind!r}",
+            code="artifact_kind_mismatch",
             where=str(folder),
             remedy=f"give the folder that stage {kind!r} wrote",
         )
@@ -132,6 +135,7 @@ def verified(
         raise DataError(
             f"files have changed since the artifact was made: {differ or f'content {content}'}, "
             f"manifest says {manifest.content}",
+            code="artifact_changed",
             where=str(folder),
             remedy=f"artifacts are never edited in place; make it again: --force {manifest.kind}",
         )

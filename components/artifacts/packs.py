@@ -107,7 +107,9 @@ class ImagePacks:
         self._ledger.parent.mkdir(parents=True, exist_ok=True)
         for pack, names in packs.items():
             if _PACK.fullmatch(pack) is None or not all(_NAME.fullmatch(name) for name in names):
-                raise DataError("not the name of a pack of images, or of an image", where=pack)
+                raise DataError(
+                    "not the name of a pack of images, or of an image", code="invalid_pack_name", where=pack
+                )
             if all(self._images.path(_ref(name)).exists() for name in names):
                 continue
             with TemporaryDirectory(prefix="pack-") as scratch:
@@ -115,7 +117,9 @@ class ImagePacks:
                 self._remote.get({_remote_name(pack): file})
                 there = self._unpack(file, pack)
             if missing := sorted(set(names) - there):
-                raise DataError(f"a pack of images lacks {missing[0]}", where=_remote_name(pack))
+                raise DataError(
+                    f"a pack of images lacks {missing[0]}", code="pack_incomplete", where=_remote_name(pack)
+                )
             self._remember(pack, there)
 
     def _unpack(self, file: Path, pack: str) -> set[str]:
@@ -144,6 +148,7 @@ class ImagePacks:
         except (DataError, zipfile.BadZipFile, EOFError) as error:
             raise DataError(
                 f"the remote copy is damaged: {error}",
+                code="remote_copy_damaged",
                 where=_remote_name(pack),
                 remedy="delete that file in the remote store; where the images are, run the stage again with --force",
             ) from error

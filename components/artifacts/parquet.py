@@ -68,6 +68,7 @@ def decoded_limit(source: Path | IO[bytes]) -> int:
 def _too_large(limit: int, where: str) -> DataError:
     return DataError(
         f"the file's rows are more than {limit} bytes, {RATIO} times its size: it repeats a large value",
+        code="table_too_large",
         where=where,
         remedy="write it as JSON Lines if that is right, and a text that all rows share into the prompt",
     )

@@ -38,7 +38,7 @@ def rgb_and_plain(image: Image.Image) -> tuple[Image.Image, bool]:
         DataError: see `to_rgb`.
     """
     if not image.width or not image.height:
-        raise DataError(f"an image of {image.width}x{image.height} pixels is empty")
+        raise DataError(f"an image of {image.width}x{image.height} pixels is empty", code="image_empty")
     key = _transparent_value(image)
     image.load()
     orientation = _orientation(image)
@@ -68,7 +68,9 @@ def _transparent_value(image: Image.Image) -> object:
     depth = str(image.tile[0].args)
     if depth == "RGB;16B":
         raise DataError(
-            "a 16-bit color is transparent, and pixels are read as 8 bits", remedy="save it with an alpha channel"
+            "a 16-bit color is transparent, and pixels are read as 8 bits",
+            code="transparent_color_16_bit",
+            remedy="save it with an alpha channel",
         )
     return key * _KEY_SCALES.get(depth, 1) if isinstance(key, int) else key
 
@@ -78,7 +80,9 @@ def _flattened(image: Image.Image, key: object) -> Image.Image:
         return _from_16_bits(image, key)
     if image.mode in ("I", "F"):
         raise DataError(
-            f"pixels of mode {image.mode} are 32-bit numbers of no set range", remedy="scale them to 8 or 16 bits"
+            f"pixels of mode {image.mode} are 32-bit numbers of no set range",
+            code="image_mode_unsupported",
+            remedy="scale them to 8 or 16 bits",
         )
     if not image.has_transparency_data:
         return image.convert("RGB")

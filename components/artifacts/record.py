@@ -63,7 +63,9 @@ def read_record(home: Path) -> Record | None:
         DataError: a folder is in its place.
     """
     if record_path(home).is_dir():
-        raise DataError("a folder is where a file should be", where=str(record_path(home)), remedy="remove it")
+        raise DataError(
+            "a folder is where a file should be", code="not_a_file", where=str(record_path(home)), remedy="remove it"
+        )
     try:
         record = Record.model_validate_json(record_path(home).read_bytes())
     except (FileNotFoundError, ValidationError):
@@ -129,6 +131,7 @@ def _listed(folder: Path, links: bool) -> dict[str, Path]:
             if not (stat.S_ISREG(mode) or (links and stat.S_ISLNK(mode) and path.is_file())):
                 raise DataError(
                     "an artifact holds files and folders, and this is neither",
+                    code="not_a_file",
                     where=str(path),
                     remedy="remove it, or make the artifact again with --force",
                 )

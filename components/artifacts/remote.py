@@ -39,6 +39,7 @@ def refuse_store_as_remote(remote: RemoteFolder, root: Path) -> None:
     if remote.folder is not None and remote.folder.is_relative_to(root.resolve()):
         raise ConfigurationError(
             "the remote store lies in the store of this machine",
+            code="remote_store_inside_store",
             where=f"machine.remote_store = {remote.url!r}, machine.store = {str(root)!r}",
             remedy="give it a folder of its own",
         )
@@ -93,7 +94,11 @@ class RemoteStore:
         for name in self._files.found(home):
             target = folder / name
             if not target.resolve().is_relative_to(folder.resolve()):
-                raise DataError("a file name in the remote store leaves its folder", where=f"{self.url}/{home}/{name}")
+                raise DataError(
+                    "a file name in the remote store leaves its folder",
+                    code="unsafe_file_name",
+                    where=f"{self.url}/{home}/{name}",
+                )
             files[f"{home}/{name}"] = target
         if files.pop(f"{home}/{IMAGES_FILE}", None) is not None:
             self._packs.fetch(json.loads(self._files.read(f"{home}/{IMAGES_FILE}")))

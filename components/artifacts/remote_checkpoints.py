@@ -122,6 +122,7 @@ def _steps(checkpoint: str) -> int:
 def _damaged(where: str, why: object) -> DataError:
     return DataError(
         f"the remote copy of a checkpoint is damaged: {why}",
+        code="remote_checkpoint_damaged",
         where=where,
         remedy="delete its folder in the remote store: training then begins from its batches",
     )

@@ -86,18 +86,21 @@ class RemoteFolder:
         except ImportError as error:
             raise ConfigurationError(
                 f"the remote store needs a package that is not installed: {error}",
+                code="package_missing",
                 where=f"machine.remote_store = {url!r}",
                 remedy=PACKAGES.get(url.partition("://")[0], "install it beside armature"),
             ) from error
         except (ValueError, TypeError, OSError) as error:
             raise ConfigurationError(
                 f"not the address of a remote store: {error}",
+                code="invalid_remote_store",
                 where=f"machine.remote_store = {url!r}",
                 remedy="write it as s3://bucket/prefix, or as a folder",
             ) from error
         if reason := _unusable(url, local):
             raise ConfigurationError(
                 f"not the address of a remote store: {reason}",
+                code="invalid_remote_store",
                 where=f"machine.remote_store = {url!r}",
                 remedy="write it as s3://bucket/prefix, or as the whole path of a folder",
             )
@@ -224,6 +227,7 @@ class RemoteFolder:
         except FileNotFoundError as error:
             raise StoreError(
                 f"the remote store cannot be used: there is no bucket {bucket!r}",
+                code="bucket_missing",
                 where=f"machine.remote_store = {self.url!r}",
                 remedy="correct the name, or make the bucket: none is made by itself",
             ) from error
@@ -300,6 +304,7 @@ class RemoteFolder:
                 if (wait := next(waits, None)) is None:
                     raise StoreError(
                         f"the remote store cannot be used, it does not answer: {type(error).__name__}: {error}",
+                        code="remote_store_unreachable",
                         where=self.url,
                         remedy="bring it back, or correct its address (for s3://, AWS_ENDPOINT_URL where it is not "
                         "Amazon's), then run again: what is finished is kept here and copied then",
@@ -314,6 +319,7 @@ class RemoteFolder:
             asked = error.__cause__ or error  # that of a client names the request that was refused
             raise StoreError(
                 f"the remote store cannot be used, these credentials do not allow it: {type(error).__name__}: {asked}",
+                code="remote_store_access_denied",
                 where=self.url,
                 remedy="have an account that may list, read, write and delete there; for s3:// set AWS_ACCESS_KEY_ID "
                 "and AWS_SECRET_ACCESS_KEY, and AWS_ENDPOINT_URL where it is not Amazon's",
@@ -321,6 +327,7 @@ class RemoteFolder:
         if isinstance(error, LASTING) or type(error).__name__ in NOT_ASKED:
             raise StoreError(
                 f"the remote store cannot be used: {type(error).__name__}: {error}",
+                code="remote_store_not_usable",
                 where=self.url,
                 remedy="correct machine.remote_store (and AWS_ENDPOINT_URL, if it is set), or make the bucket: none is "
                 "made by itself",

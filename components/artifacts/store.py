@@ -302,6 +302,7 @@ class ArtifactStore:
             except DataError as error:
                 raise DataError(
                     f"the remote copy is damaged: {error.what}",
+                    code="remote_copy_damaged",
                     where=f"{remote.url}/{home.parent.name}/{home.name}",
                     remedy="delete the remote folder and run the stage again",
                 ) from error

@@ -43,7 +43,9 @@ def write_table(path: Path, table: pa.Table | list[dict[str, object]], schema: T
             table = pa.Table.from_pylist(table, schema=schema.stored)
         pq.write_table(table.cast(schema.stored), path.absolute(), compression="zstd", store_schema=True)
     except (pa.ArrowInvalid, pa.ArrowTypeError, ValueError) as error:
-        raise DataError(f"rows do not fit schema {schema.name!r}: {error}", where=str(path)) from error
+        raise DataError(
+            f"rows do not fit schema {schema.name!r}: {error}", code="row_schema_mismatch", where=str(path)
+        ) from error
 
 
 def read_table(
@@ -62,13 +64,14 @@ def read_table(
         # Arrow takes a relative path that begins with "~" or "name:" for a home folder or a URL.
         table = pq.read_table(regular(path).absolute(), filters=filters, columns=list(columns) if columns else None)
     except (FileNotFoundError, pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"the table cannot be read: {error}", where=str(path)) from error
+        raise DataError(f"the table cannot be read: {error}", code="table_unreadable", where=str(path)) from error
     metadata = table.schema.metadata or {}
     found = (metadata.get(NAME_KEY, b"").decode(), metadata.get(VERSION_KEY, b"").decode())
     if found != (schema.name, str(schema.version)):
         raise DataError(
             f"expected table {schema.name!r} of version {schema.version}, "
             f"found {found[0] or 'no name'!r} of version {found[1] or 'none'}",
+            code="table_version_mismatch",
             where=str(path),
             remedy="run the stage that wrote it again with this version of armature",
         )
@@ -76,6 +79,7 @@ def read_table(
     if not table.schema.equals(expected, check_metadata=False):
         raise DataError(
             f"the columns of {schema.name!r} are not those of version {schema.version}",
+            code="table_columns_mismatch",
             where=str(path),
             remedy=f"expected {expected.names}, found {table.schema.names}",
         )

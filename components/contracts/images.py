@@ -25,6 +25,7 @@ class EncodedImage:
             given = f"{type(self.data).__name__} and {self.media_type!r:.80}"
             raise DataError(
                 f"an encoded image is bytes and a media type, not {given}",
+                code="invalid_encoded_image",
                 remedy="encode pixels with components.artifacts.images.encode_png",
             )
 
@@ -38,12 +39,14 @@ class EncodedImage:
         match = _DATA_URL.fullmatch(url)
         if match is None:
             raise DataError(
-                f"an image is passed by URL, {url[:80]!r}", remedy="give its bytes as data:image/...;base64,..."
+                f"an image is passed by URL, {url[:80]!r}",
+                code="image_passed_by_url",
+                remedy="give its bytes as data:image/...;base64,...",
             )
         try:
             return cls(b64decode(match[2], validate=True), match[1])
         except binascii.Error as error:
-            raise DataError(f"an image's base64 is damaged: {error}") from error
+            raise DataError(f"an image's base64 is damaged: {error}", code="image_unreadable") from error
 
     @property
     def url(self) -> str:

@@ -19,8 +19,8 @@ from components.artifacts.remote_folder import RemoteFolder
 from components.artifacts.store import ArtifactStore
 from components.batches.table import write_batch
 from components.contracts.batches import Sample
-from components.contracts.errors import ConfigurationError, DataError
 from components.contracts.machine import Machine
+from tests.refusals import refused
 
 WEEK = timedelta(days=7)
 F1, F2, F3 = ("f1" * 10, "f2" * 10, "f3" * 10)
@@ -233,7 +233,7 @@ def test_what_cannot_be_read_ends_the_collection_before_anything_is_deleted(shar
     digest.write_bytes(content)
     shared.age(8)
     before = shared.names()
-    with pytest.raises(DataError, match=r"(?s)cannot be read.*digests/.*nothing was deleted"):
+    with refused("remote_record_unreadable", "digests/"):
         collect(Machine(remote_store=str(shared.folder)), days=7, dry_run=False)
     assert shared.names() == before
 
@@ -241,12 +241,12 @@ def test_what_cannot_be_read_ends_the_collection_before_anything_is_deleted(shar
 @pytest.mark.parametrize("within", [".", "remote"])
 def test_the_store_of_this_machine_is_no_remote_store(tmp_path, within):
     machine = Machine(store=str(tmp_path), remote_store=str(tmp_path / within))
-    with pytest.raises(ConfigurationError, match="lies in the store of this machine"):
+    with refused("remote_store_inside_store", str(tmp_path / within)):
         collect(machine, days=7, dry_run=True)
-    with pytest.raises(ConfigurationError, match="lies in the store of this machine"):
+    with refused("remote_store_inside_store", str(tmp_path / within)):
         ArtifactStore(tmp_path, str(tmp_path / within))
 
 
 def test_without_a_remote_store_it_says_so():
-    with pytest.raises(ConfigurationError, match="no remote store"):
+    with refused("remote_store_missing"):
         collect(Machine(), days=7, dry_run=True)

@@ -16,7 +16,7 @@ from fsspec.spec import AbstractFileSystem
 from components.artifacts import leases
 from components.artifacts.leases import Holder
 from components.artifacts.store import ArtifactStore
-from components.contracts.errors import StoreError
+from tests.refusals import refused
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def test_a_machine_that_was_replaced_hears_it_at_its_next_checkpoint(machine, mo
         monkeypatch.setattr(leases.RemoteLeases, "_write", lambda *_: None)  # it is suspended
         with two.lease("stage", "f1"):
             until(lambda: "has taken over" in machine.said[-1])
-            with pytest.raises(StoreError, match="another machine has taken this over: process"):
+            with refused("stage_taken_over", "leases/stage-f1"):
                 one.send_checkpoint("stage", "f1", one.workspace("stage", "f1") / "step-000001")
 
 

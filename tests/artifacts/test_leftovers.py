@@ -19,8 +19,8 @@ import pytest
 
 from components.artifacts.disk import replaced_folder
 from components.artifacts.store import ArtifactStore
-from components.contracts.errors import StoreError
 from components.private_files import write_private
+from tests.refusals import refused
 
 WRITER = """
 import sys, time
@@ -99,7 +99,7 @@ def test_who_waits_says_for_whom(tmp_path):
 
 def test_a_disk_that_is_full_at_the_lock_is_an_error_of_ours(tmp_path):
     store, limits = ArtifactStore(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
-    with pytest.raises(StoreError, match="free space"):
+    with refused("disk_full", tmp_path):
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
             with store.lock("stage", "f1"):

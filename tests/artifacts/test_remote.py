@@ -24,8 +24,9 @@ from components.artifacts.outbox import Outbox
 from components.artifacts.store import ArtifactStore
 from components.batches.table import read_batch, write_batch
 from components.contracts.batches import Sample
-from components.contracts.errors import ConfigurationError, DataError, StoreError
+from components.contracts.errors import StoreError
 from components.contracts.stages import Artifact
+from tests.refusals import refused
 
 URL = "unsteady://bucket/prefix"
 
@@ -139,7 +140,7 @@ def test_a_push_that_failed_for_good_survives_the_process_and_the_next_one_makes
     unsteady.refusals = 10**6
     store = ArtifactStore(tmp_path / "one", URL, say=lambda line: None)
     made = store.write("stage", "f1", filled)
-    with pytest.raises(StoreError, match=r"(?s)remote store cannot be used.*what is finished is kept here"):
+    with refused("remote_store_unreachable", URL):
         store.settle()
     unsteady.refusals = 0
     assert ArtifactStore(tmp_path / "two", URL).find("stage", "f1") is None
@@ -155,7 +156,7 @@ def test_a_push_that_failed_for_good_survives_the_process_and_the_next_one_makes
 
 def test_what_another_process_left_is_sent_in_the_background(tmp_path, unsteady, monkeypatch):
     unsteady.refusals = 10**6
-    with pytest.raises(StoreError):
+    with refused("remote_store_unreachable"):
         made_on(ArtifactStore(tmp_path / "one", URL, say=lambda line: None))
     unsteady.refusals = 0
     other, deadline = ArtifactStore(tmp_path / "two", URL), time.monotonic() + 20
@@ -168,7 +169,7 @@ def test_what_another_process_left_is_sent_in_the_background(tmp_path, unsteady,
 def test_no_answer_is_not_a_no(tmp_path, unsteady):
     made_on(ArtifactStore(tmp_path / "one", URL))
     unsteady.refusals = 10**6
-    with pytest.raises(DataError, match="cannot be used"):
+    with refused("remote_store_unreachable"):
         ArtifactStore(tmp_path / "two", URL).find("stage", "f1")
 
 
@@ -181,7 +182,7 @@ def test_a_push_that_stopped_half_way_is_not_seen_and_is_completed(tmp_path, uns
         put(self, lpath, rpath, **kwargs)
 
     monkeypatch.setattr(unsteady, "put_file", stop_at_the_manifest)
-    with pytest.raises(StoreError):
+    with refused("remote_store_access_denied"):
         made_on(ArtifactStore(tmp_path / "one", URL, say=lambda line: None))
     monkeypatch.setattr(unsteady, "put_file", put)
     other = ArtifactStore(tmp_path / "two", URL)
@@ -191,36 +192,37 @@ def test_a_push_that_stopped_half_way_is_not_seen_and_is_completed(tmp_path, uns
 
 
 @pytest.mark.parametrize(
-    ("error", "said"), [(PermissionError("key"), "credentials do not allow"), (FileNotFoundError("bucket"), "make the")]
+    ("error", "code"),
+    [(PermissionError("key"), "remote_store_access_denied"), (FileNotFoundError("bucket"), "remote_store_not_usable")],
 )
-def test_what_time_does_not_heal_is_not_waited_for(tmp_path, unsteady, monkeypatch, error, said):
+def test_what_time_does_not_heal_is_not_waited_for(tmp_path, unsteady, monkeypatch, error, code):
     monkeypatch.setattr(unsteady, "error", error)
     monkeypatch.setattr(unsteady, "info", MemoryFileSystem.info)
     monkeypatch.setattr(Outbox, "start", lambda self: None)
     unsteady.refusals = 10**6
-    with pytest.raises(StoreError, match=f"(?s)cannot be used.*{said}"):
+    with refused(code, URL, kind=StoreError):
         made_on(ArtifactStore(tmp_path, URL))
     assert sorted(unsteady.asked) == [("put", "x"), ("put", "y")]
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "code", "package"),
     [
-        ("nonsense://bucket", "Protocol not known: nonsense"),
-        ("unsteady://", "names no bucket"),
-        ("s3:/bucket/prefix", "names no bucket"),
-        ("unsteady:///prefix", "names no bucket"),
-        ("s3//bucket/prefix", "neither a URL nor the whole path"),
-        ("remote", "neither a URL nor the whole path"),
-        ("memory://bucket", "gone with the process"),
-        ("S3://bucket", r"pip install 'armature-vla\[s3\]'"),
-        ("s3://bucket", r"pip install 'armature-vla\[s3\]'"),
-        ("gs://bucket", "pip install gcsfs"),
-        ("az://container", "pip install adlfs"),
+        ("nonsense://bucket", "invalid_remote_store", ""),
+        ("unsteady://", "invalid_remote_store", ""),
+        ("s3:/bucket/prefix", "invalid_remote_store", ""),
+        ("unsteady:///prefix", "invalid_remote_store", ""),
+        ("s3//bucket/prefix", "invalid_remote_store", ""),
+        ("remote", "invalid_remote_store", ""),
+        ("memory://bucket", "invalid_remote_store", ""),
+        ("S3://bucket", "package_missing", "armature-vla[s3]"),
+        ("s3://bucket", "package_missing", "armature-vla[s3]"),
+        ("gs://bucket", "package_missing", "gcsfs"),
+        ("az://container", "package_missing", "adlfs"),
     ],
 )
-def test_an_address_that_cannot_be_used_is_said_with_what_it_needs(tmp_path, url, said):
-    with pytest.raises(ConfigurationError, match=f"(?s)remote store.*{said}"):
+def test_an_address_that_cannot_be_used_is_said_with_what_it_needs(tmp_path, url, code, package):
+    with refused(code, "machine.remote_store", url.lower(), package):
         ArtifactStore(tmp_path, url)
 
 
@@ -290,7 +292,7 @@ def test_a_pack_that_is_damaged_is_refused_and_the_artifact_not_found(tmp_path, 
     with zipfile.ZipFile(changed, "w", zipfile.ZIP_DEFLATED if harm == "bomb" else zipfile.ZIP_STORED) as pack:
         pack.writestr("../../x.png" if harm == "name" else image.name, b"1" if harm == "bytes" else image.read_bytes())
     unsteady().pipe_file(name, b"PK" if harm == "no zip" else changed.getvalue())
-    with pytest.raises(DataError, match="the remote copy is damaged"):
+    with refused("remote_copy_damaged", ".zip"):
         two.find("stage", "f1")
     assert not two.home("stage", "f1").exists() and not list(two.images.glob("??/*"))
 
@@ -363,7 +365,7 @@ def test_a_checkpoint_is_sent_after_the_artifacts_that_were_made_before_it(tmp_p
     unsteady.refusals = 10**6
     store.write("stage", "f2", filled)
     complete(checkpoint(store, 2))
-    with pytest.raises(StoreError):
+    with refused("remote_store_unreachable"):
         store.settle()
     unsteady.refusals = 0
     unsteady.asked.clear()
@@ -394,6 +396,6 @@ def test_a_damaged_checkpoint_is_refused_and_leaves_nothing(tmp_path, unsteady, 
         unsteady().pipe_file(newest, unsteady().cat_file(newest).replace(b"history.jsonl", b"../../../sly"))
     else:
         unsteady().pipe_file(tensors, b"other")
-    with pytest.raises(DataError, match="checkpoint is damaged"):
+    with refused("remote_checkpoint_damaged"):
         two.fetch_checkpoint("stage", "f1")
     assert not list(two.workspace("stage", "f1").iterdir())

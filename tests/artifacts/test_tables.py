@@ -5,10 +5,9 @@ from __future__ import annotations
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 
 from components.artifacts.tables import TableSchema, read_table, write_table
-from components.contracts.errors import DataError
+from tests.refusals import refused
 
 SCHEMA = TableSchema("numbers", 2, pa.schema([("name", pa.string()), ("values", pa.list_(pa.int32()))]))
 ROWS = [{"name": "a", "values": [1, 2]}, {"name": "b", "values": []}]
@@ -24,18 +23,18 @@ def test_round_trip_for_arrow_and_pandas(tmp_path):
 
 def test_another_version_or_name_is_refused_with_both(tmp_path):
     write_table(tmp_path / "t.parquet", ROWS, TableSchema("numbers", 1, SCHEMA.schema))
-    with pytest.raises(DataError, match=r"'numbers' of version 2, found 'numbers' of version 1"):
+    with refused("table_version_mismatch", "numbers", 2, 1):
         read_table(tmp_path / "t.parquet", SCHEMA)
     pq.write_table(pa.table({"x": [1]}), tmp_path / "plain.parquet")
-    with pytest.raises(DataError, match="no name"):
+    with refused("table_version_mismatch", "plain.parquet"):
         read_table(tmp_path / "plain.parquet", SCHEMA)
 
 
 def test_missing_damaged_and_misfitting(tmp_path):
-    with pytest.raises(DataError, match="cannot be read"):
+    with refused("table_unreadable", "none.parquet"):
         read_table(tmp_path / "none.parquet", SCHEMA)
     (tmp_path / "bad.parquet").write_bytes(b"not parquet at all")
-    with pytest.raises(DataError, match="cannot be read"):
+    with refused("table_unreadable", "bad.parquet"):
         read_table(tmp_path / "bad.parquet", SCHEMA)
-    with pytest.raises(DataError, match="do not fit"):
+    with refused("row_schema_mismatch", "numbers"):
         write_table(tmp_path / "t.parquet", [{"name": "a", "values": ["x"]}], SCHEMA)
